@@ -41,11 +41,15 @@ GPU_EXTRAS := $(SERVER_EXTRAS) bench demo lora trainer vllm vllm-server
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-annotate --custom-compile-command "make constraints" pyproject.toml
 
-.PHONY: demo test test-long docker-test crash-test fuzz soak bench bench-trainer bench-learning learning-page lint format count protos docs constraints \
+.PHONY: demo demo-real test test-long adapters-test docker-test crash-test fuzz soak bench bench-trainer bench-learning learning-page lint format count protos docs constraints \
   setup setup-dev setup-real clean
 
 demo: setup
 	$(BIN)/replay demo --engine $(ENGINE) $(DEMO_ARGS)
+
+# A pretrained model, SmolLM2-135M, learns sums of two terms: about a quarter of an hour on two cores.
+demo-real: setup-real
+	$(BIN)/python -m benchmarks.learning.real.demo --engine $(ENGINE) $(DEMO_ARGS)
 
 test: setup-dev $(VERIFIERS)/.ready
 	$(BIN)/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
@@ -55,6 +59,12 @@ test: setup-dev $(VERIFIERS)/.ready
 test-long: setup-dev $(VERIFIERS)/.ready
 	$(BIN)/python -m pytest -m long --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
 	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m long --numprocesses 0 $(VERIFIERS_TESTS))
+
+# The adapters of frameworks that are on no index, with their own classes: SOURCES is a folder with a checkout of each, at
+# the commits that tests/trainer/integrations/conformance/sources.py names. verl and TransferQueue are installed for theirs.
+adapters-test: setup-dev
+	REPLAY_SOURCES=$(abspath $(SOURCES)) REPLAY_MAKE_ENVIRONMENTS=1 $(BIN)/python -m pytest --numprocesses 0 \
+	  tests/trainer/integrations $(TEST_ARGS)
 
 # All images, and what the compose files promise of them, by a container engine that is there; ten minutes and more.
 docker-test: setup-dev
@@ -83,7 +93,7 @@ bench-learning: setup-dev
 	$(BIN)/python -m benchmarks.learning.run $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.learning.report runs/learning/runs.jsonl --picture runs/learning/curves.png
 
-# Adds the runs in runs/ to the published ones, and renews the tables of the pages from them.
+# Adds the runs in runs/ to the published ones, and renews the tables and the picture of the pages from them.
 learning-page: setup-dev
 	$(BIN)/python -m benchmarks.learning.report benchmarks/results/learning.json runs/learning/runs.jsonl \
 	  --json benchmarks/results/learning.json > /dev/null
@@ -91,6 +101,8 @@ learning-page: setup-dev
 	  --json benchmarks/results/learning_real.json > /dev/null
 	test ! -f runs/real/steps.jsonl || $(BIN)/python -m benchmarks.learning.real.look runs/real/steps.jsonl \
 	  --json benchmarks/results/learning_real_steps.json > /dev/null
+	$(BIN)/python -m benchmarks.learning.report benchmarks/results/learning.json benchmarks/results/learning_real.json \
+	  --arms plain half quarter small50-right small50-opsm --picture docs/images/learning.png > /dev/null
 	$(BIN)/python -m benchmarks.learning.page docs/learning.md docs/history/learning.md
 
 # For the tests and runs of the learning experiment on SmolLM2: 93 MB of weights, and the tasks of reasoning-gym.
@@ -169,4 +181,4 @@ $(VENV)/.ready-dev-$(ENGINE): $(VENV)/.ready-$(ENGINE)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-redis .venv-reverb .venv-transferqueue .venv-trl .venv-verifiers runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-redis .venv-reverb .venv-skyrl .venv-transferqueue .venv-trl .venv-verifiers runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,12 +2,16 @@
 
 An empty service that returns small messages (on an open stream, and with a call for each), takes messages of 1 MiB (up)
 and sends them (down), with gRPC's event engine and without. No server on grpc.aio can be faster than this.
+
+Beside it stands the round trip of a bare TCP socket, on the same event loop: what a protocol of our own could reach.
+Its client is an event loop too, or a thread that blocks in `recv`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -22,6 +26,17 @@ from replay_protos import NO_EVENT_ENGINE
 _MIB = 1 << 20
 _ROUNDS, _ROUND_TRIPS, _MESSAGES = 5, 1500, 200
 _SETTINGS = {"with event engine": "", "without": NO_EVENT_ENGINE}
+
+
+class Echo(asyncio.Protocol):
+    """A bare socket that sends back what it gets."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(data)
 
 
 async def serve() -> None:
@@ -51,12 +66,23 @@ async def serve() -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Floor", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    print(port, flush=True)
+    bare = await asyncio.get_running_loop().create_server(Echo, "127.0.0.1", 0)
+    print(port, bare.sockets[0].getsockname()[1], flush=True)
     await server.wait_for_termination()
 
 
-async def measure(port: int) -> tuple[float, float, float, float]:
-    """Round trip on an open stream and of a call, in ms (medians), and up and down in MB/s."""
+async def measure(port: int, bare_port: int) -> tuple[float, ...]:
+    """Round trips in ms (medians): on an open stream, of a call, and of a bare socket, by an event loop and by a thread
+    that blocks; then up and down in MB/s."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", bare_port)
+
+    async def on_a_socket() -> None:
+        writer.write(b"x" * 400)
+        await reader.readexactly(400)
+
+    bare = await _round_trip(on_a_socket)
+    writer.close()
+    blocking = await asyncio.to_thread(_blocking_round_trip, bare_port)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         echo, call = channel.stream_stream("/Floor/Echo")(), channel.unary_unary("/Floor/Call")
 
@@ -76,10 +102,10 @@ async def measure(port: int) -> tuple[float, float, float, float]:
             for _ in range(_MESSAGES):
                 await up.read()
 
-        begin, reader = time.perf_counter(), asyncio.create_task(answers())
+        begin, answered = time.perf_counter(), asyncio.create_task(answers())
         for _ in range(_MESSAGES):
             await up.write(message)
-        await reader
+        await answered
         up_rate = _MESSAGES * _MIB / 1e6 / (time.perf_counter() - begin)
         up.cancel()
 
@@ -90,7 +116,21 @@ async def measure(port: int) -> tuple[float, float, float, float]:
             await down.read()
         down_rate = _MESSAGES * _MIB / 1e6 / (time.perf_counter() - begin)
         down.cancel()
-    return on_stream, of_call, up_rate, down_rate
+    return on_stream, of_call, bare, blocking, up_rate, down_rate
+
+
+def _blocking_round_trip(port: int) -> float:
+    times, message = [], b"x" * 400
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(_ROUND_TRIPS):
+            begin = time.perf_counter()
+            connection.sendall(message)
+            left = len(message)
+            while left:
+                left -= len(connection.recv(left))
+            times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)
 
 
 async def _round_trip(trip: Callable[[], Awaitable[None]]) -> float:
@@ -111,16 +151,17 @@ def main() -> None:
             server = subprocess.Popen([*command, "serve"], stdout=subprocess.PIPE, text=True, env=environment)
             try:
                 assert server.stdout is not None
-                port = server.stdout.readline().strip()
-                done = subprocess.run([*command, port], capture_output=True, text=True, env=environment, check=True)
+                ports = server.stdout.readline().split()
+                done = subprocess.run([*command, *ports], capture_output=True, text=True, env=environment, check=True)
             finally:
                 server.kill()
                 server.wait()
             figures[name].append([float(word) for word in done.stdout.split()])
     for name, rounds in figures.items():
-        stream, call, up, down = (statistics.median(column) for column in zip(*rounds, strict=True))
+        stream, call, bare, blocking, up, down = (statistics.median(column) for column in zip(*rounds, strict=True))
         print(
-            f"{name:18} round trip {stream:.3f} ms, as a call {call:.3f} ms   up {up:.0f} MB/s   down {down:.0f} MB/s"
+            f"{name:18} round trip {stream:.3f} ms, as a call {call:.3f} ms, bare socket {bare:.3f} ms, blocking "
+            f"{blocking:.3f} ms   up {up:.0f} MB/s   down {down:.0f} MB/s"
         )
 
 
@@ -128,6 +169,6 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
         asyncio.run(serve())
     elif sys.argv[1:]:
-        print(*asyncio.run(measure(int(sys.argv[1]))))
+        print(*asyncio.run(measure(int(sys.argv[1]), int(sys.argv[2]))))
     else:
         main()

@@ -7,8 +7,9 @@ the monotonic clock, which the processes of one machine share. A group goes thro
 
     finished ──reward──▶ scored ──insert──▶ acknowledged ──its turn──▶ taken by the trainer ──update──▶ gradient
 
-What a step waits is divided at the moment when the last group of its batch was acknowledged: the wait until then is
-for the generator, the wait after it for the buffer.
+What a step waits for groups is divided at the moment when the last group of its batch was acknowledged: the wait until
+then is for the generator, the wait after it for the buffer. The generator draws nothing while its engine loads a
+version: what falls into that time is the wait for the reload. The wait for the publication is `time/publish`.
 """
 
 from __future__ import annotations
@@ -54,15 +55,26 @@ class TimedEngine:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._loading = 0.0
         self.finished: dict[tuple[int, ...], float] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, *_: Any) -> list[Completion]:
         completions: list[Completion] = await self._engine.generate(prompt_ids, sampling, n)
         self.finished[tuple(prompt_ids)] = time.monotonic()
         return completions
+
+    async def load_weights(self, path: str, version: int) -> None:
+        self._loading = time.monotonic()
+        await self._engine.load_weights(path, version)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """The last part of a reload: its check."""
+        scores: list[float] = await self._engine.score(token_ids)
+        tell(reload=(self._loading, time.monotonic()))
+        return scores
 
     def mark(self, group: RolloutGroup) -> bool:
         """Writes the times into the group's meta. The generator calls it for each group that was scored."""
@@ -149,6 +161,8 @@ class Stages(Callback):
             step=report.metrics["step"],
             seconds=now - self._end if self._end else math.nan,
             replace=report.metrics["time/replace"],
+            # A step reports its metrics before it publishes, so they hold the publication of the step before.
+            publish=report.metrics.get("time/publish", math.nan),
             asked=timed.asked,
             taken=timed.came,
             gradient=self._gradient,
@@ -186,6 +200,7 @@ def measure(steps: int) -> dict[str, Any]:
     with Process([*python, "replay_trainer.demo.task", "make", str(folder), "0", "0.4", DEMO.task]) as made:
         made.wait(timeout=120.0)
     acknowledged: dict[int, float] = {}
+    reloads: list[tuple[float, float]] = []
     told = []
     command = [*python, "replay_server.cli", "serve", "--config", str(folder / "replay.toml"), "--log-level", "error"]
     with Server([*command, "--address", "127.0.0.1:0"]) as server:
@@ -195,18 +210,26 @@ def measure(steps: int) -> dict[str, Any]:
                 told.append(json.loads(trainer.read(timeout=120.0)))
                 for line in generator.lines():
                     record = json.loads(line)
-                    acknowledged[record["key"]] = record["acknowledged"]
+                    if "reload" in record:
+                        reloads.append(record["reload"])
+                    else:
+                        acknowledged[record["key"]] = record["acknowledged"]
     shutil.rmtree(folder)
-    return figures(told[WARM_UP_STEPS:], acknowledged)
+    return figures(told[WARM_UP_STEPS:], acknowledged, reloads)
 
 
-def figures(steps: Sequence[dict[str, Any]], acknowledged: dict[int, float]) -> dict[str, Any]:
+def figures(
+    steps: Sequence[dict[str, Any]], acknowledged: dict[int, float], reloads: Sequence[tuple[float, float]]
+) -> dict[str, Any]:
     """Milliseconds of each stage (p50, p99) over groups, and the shares of the steps that were waits, in percent."""
-    moments, waits = [], {"generator": 0.0, "buffer": 0.0}
+    moments, waits = [], {"generator": 0.0, "reload": 0.0, "buffer": 0.0, "publication": 0.0}
     for step in steps:
-        last = max(acknowledged[group["key"]] for group in step["groups"])
-        waits["generator"] += max(0.0, min(last, step["taken"]) - step["asked"])
-        waits["buffer"] += step["taken"] - max(step["asked"], min(last, step["taken"])) + step["replace"]
+        last = min(max(acknowledged[group["key"]] for group in step["groups"]), step["taken"])
+        reload = sum(max(0.0, min(last, end) - max(step["asked"], start)) for start, end in reloads)
+        waits["generator"] += max(0.0, last - step["asked"]) - reload
+        waits["reload"] += reload
+        waits["buffer"] += step["taken"] - max(step["asked"], last) + step["replace"]
+        waits["publication"] += step["publish"]
         moments += [
             (group["finished"], group["scored"], acknowledged[group["key"]], step["taken"], step["gradient"])
             for group in step["groups"]
@@ -215,12 +238,14 @@ def figures(steps: Sequence[dict[str, Any]], acknowledged: dict[int, float]) -> 
     stages = {f"{a} to {b}": times[:, row] for row, (a, b) in enumerate(pairwise(STAGES))}
     stages["finished to gradient"] = times.sum(axis=1)
     seconds = sum(step["seconds"] for step in steps)
+    loads = [1e3 * (end - start) for start, end in reloads if start > steps[0]["asked"]]
     return {
         "groups": len(moments),
         "steps": len(steps),
         "seconds_a_step": seconds / len(steps),
         "milliseconds": {
-            name: {f"p{p}": float(np.percentile(values, p)) for p in (50, 99)} for name, values in stages.items()
+            name: {f"p{p}": float(np.percentile(values, p)) for p in (50, 99)}
+            for name, values in (stages | {"reload of a version": loads}).items()
         },
         "percent_of_a_step_waiting_for": {name: 100 * value / seconds for name, value in waits.items()},
     }

@@ -77,8 +77,8 @@ def group_arrays(tokens: int, seed: Sequence[int]) -> dict[str, Any]:
 
 
 def _repeat(seconds: float, step: Callable[[], int]) -> tuple[int, float]:
-    """Calls `step` until the time is up; returns the sum of its results and the seconds."""
-    begin, done = time.perf_counter(), 0
+    """Calls `step` until the time is up, and once at least; returns the sum of its results and the seconds."""
+    begin, done = time.perf_counter(), step()
     while (passed := time.perf_counter() - begin) < seconds:
         done += step()
     return done, passed

@@ -131,14 +131,19 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def table(model: type[BaseModel]) -> Iterator[str]:
-    source = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]
-    assert isinstance(source, ast.ClassDef)
-    annotations = {
-        node.target.id: ast.unparse(node.annotation)
-        for node in source.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-    meanings = field_docstrings(source)
+    annotations: dict[str, str] = {}
+    meanings: dict[str, str] = {}
+    for declared in reversed(model.__mro__):  # a section may add fields to those of another one
+        if declared is BaseModel or not issubclass(declared, BaseModel):
+            continue
+        source = ast.parse(textwrap.dedent(inspect.getsource(declared))).body[0]
+        assert isinstance(source, ast.ClassDef)
+        annotations |= {
+            node.target.id: ast.unparse(node.annotation)
+            for node in source.body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
+        meanings |= field_docstrings(source)
     yield "| field | type | default | meaning |\n|---|---|---|---|"
     for name, field in model.model_fields.items():
         kind = " or ".join(f"`{part}`" for part in annotations[name].split(" | ") if part != "None")

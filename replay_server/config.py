@@ -7,19 +7,23 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from replay_protos.recipes import MOST_TEXT, RecipeSetting, recipe_of, server_settings, settings_of
 from replay_server.errors import listed_tables
 from replay_server.tables.config import (
+    ARCHIVE,
     AdmissionConfig,
+    ArchiveConfig,
     Bytes,
     Model,
     RateLimiterConfig,
     SelectorConfig,
     TableConfig,
     admitted_table,
+    archived_table,
     explain,
+    with_building,
 )
 
 # The most that one request, or one connection, may ask for. LimitsSection has what clients share.
@@ -38,6 +42,8 @@ MAX_SCOPE = 256
 """Characters in the name of a scope."""
 MAX_WEIGHTS = 4096
 """Characters in the location of weights. Every watcher of the policy gets them."""
+MAX_STATE = 128
+"""Characters in the id of a trainer's state. Every watcher of the policy gets it."""
 MAX_SHARE = 4096.0
 """The largest factor by which a shard multiplies its groups_per_step while other shards are away."""
 MAX_LEASE = 86_400.0
@@ -150,6 +156,23 @@ class CheckpointsSection(Model):
     """Whether the server writes a checkpoint when it stops."""
 
 
+class ArchiveSection(ArchiveConfig):
+    """The archive: a process beside the server writes each group that passed into Parquet files, and what became of it.
+
+    `replay archive` reads them. The table `archive` holds what is not written yet.
+    """
+
+    dir: Path
+    """Folder of the files."""
+    run: bool = True
+    """Whether `replay serve` starts the process, and starts it again when it ends. false: somebody else runs
+    `replay archive run`."""
+    segment_bytes: Bytes = 64 << 20
+    """Payload bytes after which a file is finished. So much memory of the server is held meanwhile."""
+    segment_seconds: float = Field(60.0, gt=0, le=86_400)
+    """Seconds after which a file is finished, though it is smaller. Until then nobody can read what is in it."""
+
+
 class Config(Model):
     """The configuration of a whole server."""
 
@@ -157,6 +180,8 @@ class Config(Model):
     security: SecuritySection = SecuritySection()
     limits: LimitsSection = LimitsSection()
     checkpoints: CheckpointsSection = CheckpointsSection()
+    archive: ArchiveSection | None = None
+    """Absent: nothing is archived, and nothing is spent on it."""
     recipe: str | None = None
     """A recipe of replay_protos.recipes, which declares `admission` and tables. What is set here as well wins, field by
     field of `admission` and of each table. Absent: nothing is set but what stands here."""
@@ -182,6 +207,12 @@ class Config(Model):
             raise ValueError("write [[tables]], in two brackets, once for each table; there must be one at least")
         return value
 
+    @field_validator("tables", mode="after")
+    @classmethod
+    def _with_building(cls, tables: tuple[TableConfig, ...], info: ValidationInfo) -> tuple[TableConfig, ...]:
+        admission = info.data.get("admission")
+        return tables if admission is None else with_building(admission, tables)
+
     @model_validator(mode="after")
     def _checked(self) -> Self:
         by_name = {table.name: table for table in self.tables}
@@ -202,9 +233,26 @@ class Config(Model):
                 path.append(step.name)
         if self.admission is not None:
             admitted_table(self.admission, self.tables)
+        if self.archive is not None:
+            self._check_archive(self.archive)
         if self.checkpoint_dir is None and (self.checkpoints.every_minutes or self.checkpoints.on_stop):
             raise ValueError("checkpoints need a place: set dir in [checkpoints], or data_dir in [server]")
         return self
+
+    def _check_archive(self, archive: ArchiveSection) -> None:
+        if any(table.name == ARCHIVE for table in self.tables):
+            raise ValueError(f"[archive] declares the table {ARCHIVE!r}: give that of [[tables]] another name")
+        archived_table(archive, self.admission, self.tables)
+        if archive.max_bytes < self.server.max_payload_bytes:
+            raise ValueError(
+                f"[archive] max_bytes = {archive.max_bytes} has no room for the largest item: raise it to [server] "
+                f"max_payload_bytes ({self.server.max_payload_bytes}), or lower that"
+            )
+        if self.server.max_bytes is not None and 2 * archive.segment_bytes > self.server.max_bytes:
+            raise ValueError(
+                f"[archive] segment_bytes = {archive.segment_bytes} is over half of [server] max_bytes "
+                f"({self.server.max_bytes}), and the server holds so much until it is written: lower it"
+            )
 
     def recipe_settings(self) -> list[RecipeSetting]:
         """Each setting that the recipe declares, beside the one that this server has; without a recipe none."""

@@ -39,6 +39,8 @@ class Reason(StrEnum):
     """All clients together have reached a bound of the server: calls, streams, outstanding samples, or bytes."""
     DRAINING = "draining"
     """The shard is being emptied and takes no new keys. The client inserts into another shard."""
+    LEASE_ENDED = "lease-ended"
+    """The item was to close a batch that its reader does not have any more."""
     STORAGE_FAILED = "storage-failed"
     """The disk is full or fails, or a checkpoint could not be written."""
 
@@ -97,6 +99,11 @@ def draining(key: int) -> Refused:
     """The shard is being emptied, and `key` is not in it."""
     message = f"this server is being emptied and does not have item {key}: insert it into another shard"
     return Refused(Code.ABORTED, message, Reason.DRAINING)
+
+
+def lease_ended(message: str) -> Refused:
+    """A batch that an item was to close is not its reader's any more."""
+    return Refused(Code.ABORTED, message, Reason.LEASE_ENDED)
 
 
 def unsupported(message: str) -> Refused:

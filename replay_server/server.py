@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from replay_protos import event_loop
 from replay_protos.memory import keep_freed_memory
-from replay_server.config import CheckpointsSection, Config, LimitsSection, SecuritySection, ServerSection
+from replay_server.config import (
+    ArchiveSection,
+    CheckpointsSection,
+    Config,
+    LimitsSection,
+    SecuritySection,
+    ServerSection,
+)
 from replay_server.errors import Refused
 from replay_server.rpc.auth import Authorizer, ServerCertificates, warn_of_open_address, warn_of_open_metrics
 from replay_server.rpc.service import Listener, ReplayService
@@ -52,6 +59,7 @@ class ReplayServer:
         *,
         recipe: str | None = None,
         admission: AdmissionConfig | None = None,
+        archive: ArchiveSection | None = None,
         max_bytes: int | str | None = None,
         metrics_address: str | None = None,
         data_dir: str | Path | None = None,
@@ -75,6 +83,7 @@ class ReplayServer:
             limits=limits or LimitsSection(),
             checkpoints=checkpoints or CheckpointsSection(),
             admission=admission,
+            archive=archive,
             tables=tuple(tables),
             recipe=recipe,
         )
@@ -228,6 +237,7 @@ class ReplayServer:
                 time.monotonic,
                 storage=storage,
                 admission=self.config.admission,
+                archive=self.config.archive,
                 max_bytes=section.max_bytes,
                 max_payload_bytes=section.max_payload_bytes,
             )

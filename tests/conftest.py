@@ -1,17 +1,22 @@
 """Settings of all tests, and both ways of a payload between a client and a server of this process."""
 
 import os
+import signal
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from replay_protos import shared_memory
 
-# On a loaded machine one example of a test can take longer than hypothesis allows it by default.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+# On a loaded machine examples can take longer than hypothesis allows by default, and so can making them. The examples
+# are the same in every run, so that no run fails by chance; `make fuzz` and REPLAY_MODEL_EXAMPLES look for others.
+settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("same")
 # A process that a test starts, and that crashes in native code, says in which line of Python it was.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+# A shell that runs the tests in the background lets them ignore Ctrl-C. The processes that tests interrupt would too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=["grpc", "shared memory"])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import multiprocessing
 import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -29,6 +29,11 @@ from prometheus_client.openmetrics import parser as openmetrics
 from replay_client import RolloutGroup
 from replay_client.scoring import group_advantages
 from replay_server.tables.columns import Columns
+from tests.commands import COMMAND, Running
+
+PATIENCE = 120.0
+"""Seconds after which a test takes for a hang what it waits for. Less, and the wait is a timed assertion on a machine
+that has twenty processes for each core."""
 
 
 def make_group(
@@ -90,7 +95,7 @@ def make_sequences(**fields: Any) -> RolloutGroup:
 
 
 def until(
-    condition: Callable[[], Any], otherwise: str = "not in time", seconds: float = 30.0, pause: float = 0.01
+    condition: Callable[[], Any], otherwise: str = "not in time", seconds: float = PATIENCE, pause: float = 0.01
 ) -> Any:
     """The first value of `condition()` that counts as true. Fails with `otherwise` after `seconds`."""
     deadline = time.monotonic() + seconds
@@ -100,26 +105,70 @@ def until(
     return value
 
 
-_tries = itertools.count()
+_FIRST_PORT, _LAST_PORT, _BLOCK = 12_000, 30_000, 300
+_block: tuple[int, Iterator[int]] | None = None
+"""The process that took a block of ports, and the ports of that block, again and again."""
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now, and that no connection takes while its server is away.
+    """A port of 127.0.0.1 that nobody listens on now, and that nobody takes while its server is away.
 
-    The system gives its clients ports from 32768 on. One of those is gone as soon as anybody connects to anything.
+    The system gives clients, and servers that ask for port 0, ports from 32768 on. One of those is gone as soon as
+    anybody connects to anything. Each process of tests has a block of ports of its own, as long as it lives.
     """
-    while True:
-        port = 12_000 + (50 * os.getpid() + next(_tries)) % 18_000  # tests that run at once try others
+    global _block
+    if _block is None or _block[0] != os.getpid():  # a forked process has the block of its parent
+        _block = os.getpid(), _take_block()
+    for port in itertools.islice(_block[1], _BLOCK):
         with socket.socket() as free, suppress(OSError):
+            # As servers do: connections of the server before may linger.
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             free.bind(("127.0.0.1", port))
             return port
+    raise AssertionError(f"none of the {_BLOCK} ports of this process is free")
 
 
-async def async_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+def _take_block() -> Iterator[int]:
+    """The ports of a block that no other process of tests on this machine has."""
+    folder = Path(tempfile.gettempdir(), f"replay-test-ports-{os.getuid()}")
+    folder.mkdir(exist_ok=True)
+    blocks = range(_FIRST_PORT, _LAST_PORT, _BLOCK)
+    for turn in range(len(blocks)):
+        first = blocks[(os.getpid() + turn) % len(blocks)]
+        with suppress(OSError):
+            file = os.open(folder / str(first), os.O_CREAT | os.O_RDWR)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+            except OSError:
+                os.close(file)
+                raise
+            return itertools.cycle(range(first, first + _BLOCK))
+    raise AssertionError(f"other processes of tests have all blocks of ports: look into {folder}")
+
+
+async def async_until(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
     """Waits on the event loop until `condition()` counts as true; fails after `seconds`."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+@contextmanager
+def stopped_clock() -> Iterator[Callable[[float], None]]:
+    """Stops the clock of the running event loop. It goes on by as many seconds as the function is told, by any thread.
+
+    So what has a time limit there, such as `asyncio.timeout`, ends when the test says so, and on no machine before.
+    """
+    loop = asyncio.get_running_loop()
+    now = [loop.time()]
+
+    def go_on(seconds: float) -> None:
+        now[0] += seconds
+        loop.call_soon_threadsafe(lambda: None)  # it looks at its clock
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "time", lambda: now[0])
+        yield go_on
 
 
 async def turns(count: int = 200) -> None:
@@ -132,7 +181,7 @@ async def turns(count: int = 200) -> None:
 class ServerProcess:
     """`replay serve` as a process of its own."""
 
-    process: subprocess.Popen[str]
+    process: Running | subprocess.Popen[str]
     address: str
 
     def kill(self) -> None:
@@ -148,17 +197,28 @@ def start_server(
     address: str = "127.0.0.1:0",
     stderr: IO[str] | int | None = None,
     before: Callable[[], None] | None = None,
+    anew: bool = False,
     **environment: str,
 ) -> ServerProcess:
     """Starts `replay serve` with a file of configuration (None: the default tables). Returns when clients can connect.
 
-    `before` runs in the process before the server does.
+    `before` runs in the process before the server does. With it, with an environment, or `anew`, Python starts anew.
+    Otherwise the server begins with the modules that every server imports.
     """
-    command = [sys.executable, "-m", "replay_server.cli", "serve", "--address", address, "--log-level", "warning"]
+    command = ["serve", "--address", address, "--log-level", "warning"]
     command += [*(["--config", str(config)] if config else []), *options]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=stderr, text=True, preexec_fn=before, env=os.environ | environment
-    )
+    process: Running | subprocess.Popen[str]
+    if before or environment or anew:
+        process = subprocess.Popen(
+            [*COMMAND, *command],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            preexec_fn=before,
+            env=os.environ | environment,
+        )
+    else:
+        process = Running(*command, stdout=subprocess.PIPE, stderr=stderr)
     assert process.stdout is not None
     line = process.stdout.readline()
     started = ServerProcess(process, line.removeprefix("listening on ").strip())
@@ -188,11 +248,11 @@ def server_process(
 def start(function: Callable[..., Any], *arguments: Any, module: str = "", **options: Any) -> BaseProcess:
     """A process that runs the function.
 
-    Its parent is a server of processes, which imports a module before the first one (that of the function, unless
-    `module` names another): what takes seconds to import costs them once.
+    Its parent is a server of processes, which imports modules before the first one: what all processes of a trainer
+    need, whoever comes first, since it takes five seconds; and that of the function, unless `module` names another.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module or function.__module__])
+    context.set_forkserver_preload(["tests.trainer.factories", module or function.__module__])
     process = context.Process(target=function, args=arguments, kwargs=options, daemon=True)
     process.start()
     return process
@@ -231,7 +291,7 @@ def _run_rank(rank: int, size: int, port: int, error: Path, function: Callable[.
 def scrape(address: str, accept: str = "") -> dict[tuple[Any, ...], float]:
     """What Prometheus gets from a server: values by metric and labels, as `sample_of` names them."""
     request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
-    with urllib.request.urlopen(request, timeout=10) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
         text, kind = response.read().decode(), response.headers["Content-Type"]
     parse = openmetrics if "openmetrics" in kind else prometheus
     samples = (sample for family in parse.text_string_to_metric_families(text) for sample in family.samples)

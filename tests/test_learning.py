@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.learning import loop, model, page, report, statistics
+from benchmarks.learning import loop, model, page, report, run, statistics
 from benchmarks.learning.arms import ARMS
 from benchmarks.learning.prompts import prompt_choice
 from benchmarks.learning.tasks import TASKS, Task, make_problems
@@ -21,10 +21,13 @@ from tests.trainer.factories import make_group
 ROOT = Path(__file__).parent.parent
 
 
-def record(rates, *, arm="plain", seed=0, tokens_a_point=100, trained_a_token=1.0, engine="in-process"):
+def record(
+    rates, *, arm="plain", seed=0, tokens_a_point=100, trained_a_token=1.0, engine="in-process", learning_rate=1e-4
+):
     """A run whose curve has these solve rates at equal distances."""
     curve = [[i * tokens_a_point, i * tokens_a_point * trained_a_token, i, i, i, rate] for i, rate in enumerate(rates)]
-    return {"arm": arm, "task": "sums", "regime": "rare", "seed": seed, "engine": engine, "curve": curve}
+    settings = {"task": "sums", "regime": "rare", "seed": seed, "learning_rate": learning_rate}
+    return {"arm": arm, **settings, "engine": engine, "curve": curve}
 
 
 @pytest.mark.parametrize("name", list(TASKS))
@@ -44,6 +47,22 @@ def test_answers_are_right():
         assert [int(part[::-1]) for part in answer.split()] == [first + second, first + second + third]
         prompt, answer = TASKS["sort"].problem(rng)
         assert sorted(prompt[:-1]) == list(answer)
+
+
+@pytest.mark.parametrize(
+    ("setting", "rates"),
+    [
+        (["--tasks", "sums", "--regimes", "rare"], [1e-4]),
+        (["--tasks", "sort", "--regimes", "rare"], [1e-4]),
+        (["--tasks", "steps", "--regimes", "late"], [1e-4]),
+        (["--tasks", "steps", "--regimes", "late", "--learning-rate", "3e-4"], [3e-4]),
+        (["--tasks", "steps", "--regimes", "late", "--tune"], [1e-4, 2e-4, 3e-4]),
+    ],
+    ids=["tuned", "a task that was not tuned", "a regime that was not tuned", "given", "to tune"],
+)
+def test_what_was_tuned_on_a_pretrained_model_is_no_learning_rate_of_a_tiny_one(setting, rates):
+    arguments = run.parse([*setting, "--seeds", "0", "--arms", "plain"])
+    assert [rate for _, _, _, _, rate, _ in run.jobs(arguments)] == rates
 
 
 def test_the_exact_solve_rate_is_the_mean_probability_of_the_answers():
@@ -164,6 +183,15 @@ def test_the_table_pairs_runs_by_seed():
     assert "| half / plain | 1 | **0.37** [0.37, 0.37]" in row
 
 
+def test_the_short_table_has_a_ratio_and_its_seeds_for_each_pair_that_was_run():
+    plain, recipe = [0.0, 0.1, 0.2, 0.3, 0.4], [0.0, 0.2, 0.4, 0.6, 0.8]
+    runs = [record(plain, seed=seed) for seed in (0, 1)] + [record(plain, arm="half", engine="vllm")]
+    runs += [record(recipe, arm="small50-opsm", seed=seed) for seed in (1, 2)]
+    (row,) = report.short_table(runs)[2:]
+    assert row.startswith("| sums, rare | **0.37** [0.37, 0.37] (1 seed) |")
+    assert row.count("seed") == 1
+
+
 def test_runs_through_the_whole_system_are_compared_among_themselves():
     runs = [record([0.0, 0.1, 0.2, 0.3, 0.4]), record([0.0, 0.2, 0.4, 0.6, 0.8], arm="half", engine="vllm")]
     assert list(report.by_setting(runs)) == ["sums, rare", "sums, rare, vllm"]
@@ -171,12 +199,17 @@ def test_runs_through_the_whole_system_are_compared_among_themselves():
     assert "0.37" not in row
 
 
+def test_runs_with_another_learning_rate_are_compared_among_themselves():
+    runs = [record([0.0, 0.1, 0.2]), record([0.0, 0.1, 0.3], learning_rate=3e-4)]
+    assert list(report.by_setting(runs)) == ["sums, rare", "sums, rare, 0.0003"]
+
+
 def test_two_runs_of_one_arm_and_seed_are_not_compared_as_one():
     with pytest.raises(ValueError, match="two runs of sums, rare, plain, seed 0"):
         report.table([record([0.0, 0.1]), record([0.0, 0.2])])
 
 
-@pytest.mark.parametrize(("name", "tables"), [("docs/learning.md", 1), ("docs/history/learning.md", 7)])
+@pytest.mark.parametrize(("name", "tables"), [("docs/learning.md", 3), ("docs/history/learning.md", 7)])
 def test_the_published_tables_are_those_of_the_published_records(name, tables):
     published = (ROOT / name).read_text()
     assert published.count("<!-- table: ") == tables

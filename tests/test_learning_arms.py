@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.learning import loop, model, report, run, statistics
 from benchmarks.learning.arms import ARMS
-from benchmarks.learning.stored import DistinctAnswers, right_answers
+from benchmarks.learning.stored import DistinctAnswers
 from benchmarks.learning.tasks import TASKS, Task, make_problems, right_texts
 from benchmarks.learning.variety import HeldOut
 from replay_trainer.demo import task as demo
@@ -22,19 +22,6 @@ def run_coin(name, monkeypatch, tmp_path, *, budget=1000):
     monkeypatch.setattr(loop, "warm_start", lambda *_: (demo.make_model(0).eval(), make_problems(COIN, 0)))
     monkeypatch.setattr(loop, "load_task", lambda _: COIN)
     return loop.run(ARMS[name], loop.Settings("coin", "rare", 0, 1e-4, budget), tmp_path)
-
-
-def test_the_right_answers_of_a_group_keep_their_tokens_logprobs_and_advantages():
-    group = make_group(
-        completions=[[5, 6], [7], [8, 9, 10]],
-        rewards=[0.0, 1.0, 1.0],
-        logprobs=[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0],
-    )
-    kept = right_answers(group)
-    assert [ids.tolist() for ids in kept.completions()] == [[7], [8, 9, 10]]
-    assert [values.tolist() for values in kept.completion_logprobs()] == [[-3.0], [-4.0, -5.0, -6.0]]
-    assert kept.advantages.tolist() == group.advantages[1:].tolist()
-    assert kept.rewards.tolist() == [1.0, 1.0]
 
 
 def test_each_right_text_of_a_prompt_is_stored_once():
@@ -121,10 +108,11 @@ def test_with_one_right_answer_the_solve_rate_is_that_of_the_demo():
 def test_the_table_of_varieties_compares_the_ends_by_seed():
     def measured(arm, seed, end):
         curve = [[i * 100, i * 100, i, i, i, 0.1] for i in range(3)]
-        named = {"arm": arm, "task": "split", "regime": "rare", "seed": seed, "engine": "in-process"}
+        named = run_of | {"arm": arm, "seed": seed}
         return named | {"curve": curve, "variety": [[0.4, 0.5, 1.9], [end, 0.6, 1.0]]}
 
-    old = {"arm": "plain", "task": "sums", "regime": "rare", "seed": 0, "engine": "in-process", "curve": []}
+    run_of = {"task": "split", "regime": "rare", "learning_rate": 1e-4, "engine": "in-process"}
+    old = run_of | {"arm": "plain", "task": "sums", "seed": 0, "curve": []}
     records = [measured("plain", 0, 0.5), measured("small50-opsm", 0, 0.75), measured("small50-opsm", 1, 0.1), old]
     rows = report.variety_table(records)[2:]
     assert len(rows) == 2

@@ -150,9 +150,9 @@ def test_a_run_notes_each_step_and_gives_points_before_the_tokens_of_their_answe
     assert ("drift_right" in done["means"]) == (name != "quarter")
 
 
-def step(number, generated, reward, *, arm="quarter"):
+def step(number, generated, reward, *, arm="quarter", seed=0):
     """A line of steps.jsonl, of a budget of 300 tokens."""
-    run = {"arm": arm, "task": "gcd", "regime": "pretrained", "seed": 0, "learning_rate": 1e-5, "budget": 300}
+    run = {"arm": arm, "task": "gcd", "regime": "pretrained", "seed": seed, "learning_rate": 1e-5, "budget": 300}
     return run | {"step": number, "generated": generated, "reward": reward}
 
 
@@ -162,8 +162,9 @@ def test_the_look_into_runs_averages_steps_of_a_part_of_the_budget():
     assert [row[2:6] for row in rows] == [["1 of 3", "1", "2", "0.2"], ["3 of 3", "1", "1", "0.5"]]
 
 
-def test_the_look_into_runs_leaves_out_a_run_that_was_cut_off():
+def test_the_look_into_runs_leaves_out_a_run_that_was_cut_off_and_those_on_tuning_seeds():
     steps = [step(1, 80, 0.9), step(2, 90, 0.9), step(1, 301, 0.2), step(1, 80, 0.4, arm="plain")]
+    steps += [step(1, 301, 0.7, seed=100)]
     rows = [line.split(" | ") for line in look.look(steps, 3)[2:]]
     assert [row[1:6] for row in rows] == [["quarter", "3 of 3", "1", "1", "0.2"]]
 

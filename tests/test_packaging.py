@@ -20,7 +20,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.timeout(700)
 PAGE = "client/replay_client/dashboard/page"
 PACKAGES = ("replay_client", "replay_protos", "replay_server", "replay_trainer")
 
@@ -47,7 +46,7 @@ def built(tmp_path_factory) -> dict[str, Path]:
     """The sdist of this checkout and the wheel built out of that sdist, as `python -m build` makes both."""
     out = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     return {"wheel": wheel, "sdist": sdist}
@@ -134,7 +133,7 @@ def environment(folder: Path, wheel: Path, requirements: Iterable[str]) -> Path:
 def run(*command: str | Path, cwd: Path) -> str:
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=clean, capture_output=True, text=True, timeout=300
+        [str(part) for part in command], cwd=cwd, env=clean, capture_output=True, text=True, timeout=800
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -163,7 +162,7 @@ def test_wheel_and_sdist_hold_the_packages_their_types_the_protocol_and_the_lice
 def test_the_build_context_of_the_images_makes_the_same_wheel(built, tmp_path):
     context = build_context(tmp_path / "context")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(context)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(built["wheel"]) as released:
@@ -211,7 +210,8 @@ def test_extras_that_are_the_same_module_or_need_other_versions_exclude_each_oth
 @pytest.mark.long
 def test_the_client_and_the_server_each_run_where_only_their_dependencies_are(built, tmp_path):
     server = environment(tmp_path / "server", built["wheel"], requirements_of(built["wheel"]))
-    client = environment(tmp_path / "client", built["wheel"], ["grpcio", "msgpack", "numpy", "protobuf", "xxhash"])
+    needed = ["grpcio", "ml-dtypes", "msgpack", "numpy", "protobuf", "xxhash"]
+    client = environment(tmp_path / "client", built["wheel"], needed)
     assert "serve" in run(server / "replay", "--help", cwd=tmp_path)
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(server / "replay"), "serve", "--address", "127.0.0.1:0", "--log-level", "warning"]
@@ -224,7 +224,7 @@ def test_the_client_and_the_server_each_run_where_only_their_dependencies_are(bu
         assert [int(shown["tables"]["replay"][name]) for name in ("inserts", "samples")] == [1, 1]
     finally:
         process.terminate()
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=200) == 0
         process.stdout.close()
 
 

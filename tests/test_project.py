@@ -100,7 +100,7 @@ FULL = {"client/replay_client": 24, "tests/system": 24, "tests/trainer": 24}
 LARGE = {"tests/client/generator/test_generator.py": 810, "tests/trainer/test_grpo.py": 707}
 SMALL = {"event_loop", "memory", "prepare"}
 WIDE = {"list_items": 12}
-TAKERS = {"take": 10, "start": 10, "give_back": 8, "load": 6, "put": 7}
+TAKERS = {"take": 10, "start": 10, "give_back": 8, "load": 6, "put": 8}
 TWICE = {"Budget", "DrawStream", "_Context", "Policy", "Rows", "Item", "Prompt", "Run"}
 
 

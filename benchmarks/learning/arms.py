@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from replay_protos.recipes import RECIPES
+from replay_trainer.config import LossConfig
 from replay_trainer.correction import CorrectionConfig
-from replay_trainer.losses import LossConfig
 
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 16
@@ -66,6 +66,11 @@ FOR_EVER: dict[str, object] = {"correction": OPSM, "half_life": None, "max_stale
 """Options of a pool whose groups do not age: what is right stays right."""
 
 
+def masked_above(threshold: float) -> CorrectionConfig:
+    """The correction of the recipe with another threshold of its mask, in nats a token."""
+    return replace(OPSM, off_policy_mask_threshold=threshold)
+
+
 def share(name: str, replayed: int, **options: object) -> Arm:
     """`replayed` of the step's groups come from the pool, and replacements of zero-variance groups too.
 
@@ -109,6 +114,8 @@ ARMS = {
         share("share50-opsm", 8, **FOR_EVER),
         share("share75-opsm", 12, **FOR_EVER),
         share("small50-opsm", 4, fresh=4, **FOR_EVER),
+        share("small50-opsm-half", 4, fresh=4, **(FOR_EVER | {"correction": masked_above(0.5)})),
+        share("small50-opsm-one", 4, fresh=4, **(FOR_EVER | {"correction": masked_above(1.0)})),
         share("small50-right", 4, fresh=4, stored="right", **FOR_EVER),
         share("small50-distinct", 4, fresh=4, stored="distinct", pool_size=4096, exponent=0.0, **FOR_EVER),
         share("share50-truncate", 8, correction=CorrectionConfig()),

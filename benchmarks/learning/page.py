@@ -5,6 +5,7 @@
 Above each table of the page stands what makes it, in a comment: `table: KIND FILE [ARGUMENTS]`.
 
     arms FILE TASK…                  report.table; with tasks, of these alone
+    short FILE TASK…                 report.short_table
     variety FILE TASK…               report.variety_table
     pairs FILE ARM:BASELINE…         report.pair_table
     look FILE PARTS                  real.look.look
@@ -38,9 +39,11 @@ def lines_of(kind: str, path: Path, arguments: list[str]) -> list[str]:
         records = [record for record in records if record["task"] in arguments]
     if kind == "arms":
         return report.table(records)
+    if kind == "short":
+        return report.short_table(records)
     if kind == "variety":
         return report.variety_table(records)
-    raise ValueError(f"a table is made of arms, variety, pairs or look, not of {kind!r}")
+    raise ValueError(f"a table is made of arms, short, variety, pairs or look, not of {kind!r}")
 
 
 def renewed(text: str, root: Path) -> str:

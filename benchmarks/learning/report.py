@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.learning import statistics as s
 from benchmarks.learning.loop import IN_PROCESS
-from benchmarks.learning.run import identity, read_records
+from benchmarks.learning.run import identity, read_records, usual_rate
 
 GENERATED_ONLY = (1.0, 0.0, 0.0, 0.0, 0.0)
 COSTS = {"3:1": (3.0, 1.0, 0.0, 0.0, 0.0), "10:1": (10.0, 1.0, 0.0, 0.0, 0.0)}
@@ -27,21 +27,29 @@ Records = dict[int, dict[str, Any]]
 """By seed."""
 
 
+def setting_of(record: dict[str, Any]) -> str:
+    """ "task, regime" of a run or of one of its steps: only runs of one setting are compared.
+
+    Runs through the whole system are a setting of their own, and so are runs with another learning rate than usual.
+    """
+    task, regime, rate = record["task"], record["regime"], record["learning_rate"]
+    parts = [task, regime, *([] if record.get("engine", IN_PROCESS) == IN_PROCESS else [record["engine"]])]
+    return ", ".join([*parts, *([] if rate == usual_rate(task, regime) else [f"{rate:g}"])])
+
+
 def by_setting(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, Records]]:
-    """ "task, regime" -> arm -> seed -> record. Runs through the whole system are a setting of their own.
+    """`setting_of` -> arm -> seed -> record.
 
     Raises ValueError for two runs of one setting, arm and seed.
     """
     settings: dict[str, dict[str, Records]] = defaultdict(lambda: defaultdict(dict))
     for record in records:
-        setting = f"{record['task']}, {record['regime']}"
-        if record["engine"] != IN_PROCESS:
-            setting += f", {record['engine']}"
+        setting = setting_of(record)
         of_arm = settings[setting][record["arm"]]
         if record["seed"] in of_arm:
             raise ValueError(
-                f"two runs of {setting}, {record['arm']}, seed {record['seed']}: a comparison needs one learning rate "
-                "and one budget; report the others from a file of their own"
+                f"two runs of {setting}, {record['arm']}, seed {record['seed']}: a comparison needs one budget; report "
+                "the others from a file of their own"
             )
         of_arm[record["seed"]] = record
     return settings
@@ -98,6 +106,31 @@ def pair_table(records: Iterable[dict[str, Any]], pairs: Iterable[tuple[str, str
     return lines
 
 
+SHORT = {
+    "recipe": ("small50-opsm", "plain"),
+    "recipe, stored right answers alone": ("small50-right", "plain"),
+    "quarter of the batch, no pool": ("quarter", "plain"),
+    "recipe / quarter of the batch": ("small50-opsm", "quarter"),
+    "stored right answers alone / quarter": ("small50-right", "quarter"),
+}
+"""Columns of `short_table`: an arm, and the baseline that its tokens are divided by."""
+
+
+def short_table(records: Iterable[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown, a row a setting: the ratio of generated tokens for each pair of SHORT, and its seeds."""
+    lines = [f"| task, start | {' | '.join(SHORT)} |", "|---" * (1 + len(SHORT)) + "|"]
+    for setting, arms in sorted(by_setting(records).items()):
+        cells = []
+        for name, other in SHORT.values():
+            arm, baseline = arms.get(name, {}), arms.get(other, {})
+            seeds = len(arm.keys() & baseline.keys())
+            ratio = shown(compare(arm, baseline, GENERATED_ONLY)) if seeds else ""
+            cells.append(f"{ratio} ({seeds} seed{'s' * (seeds > 1)})" if ratio else "")
+        if any(cells):
+            lines.append(f"| {setting} | {' | '.join(cells)} |")
+    return lines
+
+
 def variety_table(records: Iterable[dict[str, Any]]) -> list[str]:
     """Lines of Markdown, a row an arm and setting: the variety of right answers, of the runs that measured it."""
     lines = [
@@ -146,13 +179,18 @@ def shown(interval: s.Interval, style: str = ".2f") -> str:
 
 
 def draw(records: Iterable[dict[str, Any]], arms: list[str], path: Path) -> None:
-    """A panel a setting: the mean over seeds of each arm's solve rate, with its standard error, by generated tokens."""
+    """A panel a setting with two of the arms: the mean over seeds of each arm's solve rate, by generated tokens.
+
+    The standard error is beside it.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    settings = {key: value for key, value in sorted(by_setting(records).items()) if any(arm in value for arm in arms)}
+    least = min(2, len(arms))  # a single curve compares nothing
+    every = sorted(by_setting(records).items())
+    settings = {name: found for name, found in every if sum(arm in found for arm in arms) >= least}
     columns = min(3, len(settings))
     rows = math.ceil(len(settings) / columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 3.2 * rows), squeeze=False)

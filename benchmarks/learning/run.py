@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning.arms import ARMS
-from benchmarks.learning.tuned import BUDGETS, LEARNING_RATES, RATES_TO_TRY, TUNING_SEEDS
+from benchmarks.learning.tuned import BUDGETS, LEARNING_RATES, PRETRAINED, RATES_TO_TRY, TUNING_SEEDS
 
 HERE = Path("runs/learning")
 Job = tuple[str, str, str, int, float, int]
@@ -32,17 +32,21 @@ def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
     for seed in arguments.seeds:
         for task in arguments.tasks:
             for regime in arguments.regimes:
-                rates = RATES_TO_TRY if arguments.tune else [arguments.learning_rate or _rate(task, regime)]
+                rates = RATES_TO_TRY if arguments.tune else [arguments.learning_rate or usual_rate(task, regime)]
                 budget = arguments.budget or BUDGETS.get(task, max(BUDGETS.values()))
                 for rate in rates:
                     for arm in ["plain"] if arguments.tune else arguments.arms:
                         yield arm, task, regime, seed, rate, budget
 
 
-def _rate(task: str, regime: str) -> float:
-    """The tuned rate; for a setting that was never tuned, the lowest of the regime's, as a cautious user would take."""
+def usual_rate(task: str, regime: str) -> float:
+    """The tuned rate; for a setting that was never tuned, the lowest of the regime's, as a cautious user would take.
+
+    For a regime in which nothing was tuned, the lowest of all tiny models: a pretrained model says nothing about them.
+    """
     known = [rate for (_, of), rate in LEARNING_RATES.items() if of == regime]
-    return LEARNING_RATES.get((task, regime), min(known or LEARNING_RATES.values()))
+    tiny = [rate for (_, of), rate in LEARNING_RATES.items() if of != PRETRAINED]
+    return LEARNING_RATES.get((task, regime), min(known or tiny))
 
 
 def identity(record: dict[str, Any]) -> Job:
@@ -73,7 +77,7 @@ def work(job: Job, warm_starts: Path, engine: str, pause: Path | None = None) ->
     torch.set_num_threads(1)
     arm, *rest = job
     settings = loop.Settings(*rest)
-    if settings.regime == pretrained.PRETRAINED:
+    if settings.regime == PRETRAINED:
         return pretrained.run(ARMS[arm], settings, warm_starts, lambda: wait_while(pause))
     if engine == loop.IN_PROCESS:
         return loop.run(ARMS[arm], settings, warm_starts)

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.learning.arms import GROUP_SIZE, Arm
 from benchmarks.learning.prompts import prompt_choice
-from benchmarks.learning.stored import DistinctAnswers, right_answers
+from benchmarks.learning.stored import DistinctAnswers
 from replay_client import ReplayClient, RolloutGroup, Sample
 from replay_client.generator.rewards import load_priority
 from replay_client.scoring import carries_gradient
@@ -76,14 +76,7 @@ class Steps:
         self._note("length", float(np.mean([group.rollout_lengths.mean() for group in fresh])))
         self._note("fresh_entropy", -float(np.concatenate([group.rollout_logprobs for group in fresh]).mean()))
         self._note("pass_at_8", float(np.mean([group.rewards.any() for group in fresh])))
-        stored = [i in taken.replaced for i in range(len(taken.groups))]
-        groups = taken.groups
-        if self.arm.stored == "right":
-            groups = [right_answers(group) if old else group for group, old in zip(groups, stored, strict=True)]
-        if taken.replaced:
-            lengths = [groups[i].rollout_lengths.mean() for i in taken.replaced]
-            self._note("stored_length", float(np.mean(lengths)))
-        self._train(groups, stored)
+        self._train(taken.groups, [i in taken.replaced for i in range(len(taken.groups))])
         if self.arm.stored == "distinct":
             for answer in [answer for sample in taken.fresh for answer in self.answers.new(sample.group)]:
                 self.client.insert(answer, {"replay": 1.0})
@@ -134,12 +127,18 @@ class Steps:
         """As GRPOTrainer's update with loss_type="dapo", as often as the arm says. `stored`: groups of the pool."""
         if not groups:
             return
-        tokens = sum(group.completion_ids.size for group in groups)
         self._note("groups", len(groups))
         # Groups without variance have a gradient of exactly 0. They count in the denominator, and are computed for
         # nothing: leaving them out halves the time of a run.
         kept = [i for i, group in enumerate(groups) if carries_gradient(group)]
-        batch = to_batch([groups[i] for i in kept]) if kept else None
+        stored_U = np.array([stored[i] for i in kept], np.bool_)
+        tokens = sum(group.completion_ids.size for group in groups if not carries_gradient(group))
+        batch: Batch | None = None
+        if kept:
+            batch = to_batch([groups[i] for i in kept])
+            if self.arm.stored == "right":
+                batch = batch.without_wrong(np.flatnonzero(stored_U).tolist())
+            tokens += int(batch.mask_BT.sum())
         old_BT: torch.Tensor | None = None
         for _ in range(self.arm.num_iterations):
             self.trained_tokens += tokens
@@ -148,7 +147,7 @@ class Steps:
                 current_BT = self._backward(batch, old_BT, tokens)
                 if old_BT is None:
                     old_BT = current_BT
-                    self._note_drifts(batch, current_BT, np.array([stored[i] for i in kept]))
+                    self._note_drifts(batch, current_BT, stored_U)
             clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
 
@@ -190,6 +189,9 @@ class Steps:
         difference_BT = torch.where(batch.mask_BT, batch.rollout_logprobs_BT - current_BT, 0.0)
         drift_B = (difference_BT.sum(1) / batch.mask_BT.sum(1).clamp_min(1)).numpy()
         stored_B, right_B = stored_U[batch.group_B], batch.advantages_B.numpy() > 0
+        lengths = [batch.completion_lengths_B[batch.group_B == group].mean() for group in np.flatnonzero(stored_U)]
+        if lengths:
+            self._note("stored_length", float(np.mean(lengths)))
         parts = {"drift_fresh": ~stored_B, "drift_right": stored_B & right_B, "drift_wrong": stored_B & ~right_B}
         for name, chosen_B in parts.items():
             if chosen_B.any():

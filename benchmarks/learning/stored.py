@@ -1,6 +1,7 @@
-"""What a pool keeps of a group: all of it, its right answers, or each right answer once.
+"""A pool of right answers instead of groups, each text once (Re:Max).
 
 The reward of a right answer is 1. A stored answer keeps the advantage that it had in its group: rare answers stay loud.
+To train on the right answers alone of whole stored groups is the trainer's own option: `GRPOConfig.replay_rollouts`.
 """
 
 from __future__ import annotations
@@ -29,11 +30,6 @@ def answers_of(group: RolloutGroup, chosen: Sequence[int]) -> RolloutGroup:
         prompt_id=group.prompt_id,
         sampling=group.sampling,
     )
-
-
-def right_answers(group: RolloutGroup) -> RolloutGroup:
-    """The group without its wrong answers. It must have a right one."""
-    return answers_of(group, np.flatnonzero(group.rewards > RIGHT).tolist())
 
 
 class DistinctAnswers:

@@ -42,8 +42,8 @@ def run(arm: Arm, settings: Settings, warm_starts: Path, engine: str) -> dict[st
     """As loop.run, through the whole system; the record names the engine."""
     if arm.prompts != "epochs" or arm.lag:
         raise ValueError(f"arm {arm.name!r} chooses prompts or delays its generator, which only the harness does")
-    if arm.stored != "whole":
-        raise ValueError(f"arm {arm.name!r} stores parts of groups, which only the harness does")
+    if arm.stored == "distinct":
+        raise ValueError(f"arm {arm.name!r} stores answers instead of groups, which only the harness does")
     task = load_task(settings.task)
     if task.answers is not None:
         raise ValueError(f"task {task.name!r} has several right answers, which the reward exact_match does not know")
@@ -66,6 +66,7 @@ def run(arm: Arm, settings: Settings, warm_starts: Path, engine: str) -> dict[st
             groups_per_step=arm.fresh + arm.replay,
             replay_share=arm.replay / (arm.fresh + arm.replay),
             replay_start_step=arm.start,
+            replay_rollouts="right" if arm.stored == "right" else "all",
             num_iterations=arm.num_iterations,
             zero_variance="none" if arm.zero_variance == "keep" else arm.zero_variance,
             learning_rate=settings.learning_rate,

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+LACKS = "this system has no such call, so no cell of the benchmarks asks it for one"
+"""Why a Session raises NotImplementedError: each system overrides the calls that it has."""
 Bytes = npt.NDArray[np.uint8]
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -31,50 +33,50 @@ class Session:
 
     def native_group(self, arrays: Arrays) -> Any:
         """A rollout group as this system's users have it; the names are those of RolloutGroup."""
-        raise NotImplementedError
+        raise NotImplementedError(LACKS)
 
     def inserter(self, table: str, nbytes: int) -> AbstractContextManager[Inserter]:
         """For payloads of `nbytes`."""
-        raise NotImplementedError
+        raise NotImplementedError(LACKS)
 
     def reader(self, table: str, nbytes: int) -> AbstractContextManager[Iterator[int]]:
         """Samples for ever; each step says how many samples it brought."""
-        raise NotImplementedError
+        raise NotImplementedError(LACKS)
 
     def group_reader(self, table: str, groups: int, nbytes: int) -> AbstractContextManager[Iterator[int]]:
         """Samples and decodes this many groups; each step says how many tokens of completions it brought."""
-        raise NotImplementedError
+        raise NotImplementedError(LACKS)
 
     def keys(self, table: str, count: int) -> npt.NDArray[np.uint64]:
         """Keys of `count` different items of a table."""
-        raise NotImplementedError
+        raise NotImplementedError(LACKS)
 
     def size(self, table: str) -> int:
         """How many items a table has."""
-        raise NotImplementedError
+        raise NotImplementedError(LACKS)
 
     def update(self, table: str, keys: npt.NDArray[np.uint64], priorities: npt.NDArray[np.float64]) -> None:
-        raise NotImplementedError
+        raise NotImplementedError(LACKS)
 
     def sample(self, table: str, count: int) -> None:
         """One request for `count` samples."""
-        raise NotImplementedError
+        raise NotImplementedError(LACKS)
 
     def put(self, payloads: Sequence[Any]) -> Any:
         """Stores a batch, acknowledged; returns what `get` and `drop` need."""
-        raise NotImplementedError
+        raise NotImplementedError(LACKS)
 
     def get(self, handle: Any) -> None:
         """Fetches a batch by its keys."""
-        raise NotImplementedError
+        raise NotImplementedError(LACKS)
 
     def put_fields(self, fields: Arrays) -> Any:
         """Stores a dict of arrays as one rollout, acknowledged; returns what `get_fields` and `drop` need."""
-        raise NotImplementedError
+        raise NotImplementedError(LACKS)
 
     def get_fields(self, handle: Any) -> Arrays:
         """Fetches and decodes that dict."""
-        raise NotImplementedError
+        raise NotImplementedError(LACKS)
 
     def drop(self, handle: Any) -> None:
         """Frees the batch, or the dict."""

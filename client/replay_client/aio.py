@@ -22,6 +22,7 @@ from replay_client.frames import Item, check_extension
 from replay_client.records import (
     Buffer,
     CheckpointInfo,
+    Departures,
     ExtendResult,
     ItemPage,
     MutationResult,
@@ -31,6 +32,7 @@ from replay_client.records import (
     ServerInfo,
     StoredItem,
     TableInfo,
+    departures_of,
     item_page_of,
     policy_of,
     server_info_of,
@@ -135,6 +137,7 @@ class AsyncReplayClient:
         policy_version: int | None = None,
         permits: PermitLease | None = None,
         tags: Mapping[str, str | int] | None = None,
+        closes: Sequence[Sample] = (),
         timeout: Timeout = DEFAULT,
     ) -> int:
         """Inserts one group, or raw bytes, into each table of `priorities`, and returns its key.
@@ -145,12 +148,16 @@ class AsyncReplayClient:
         unless given. With `permits` the insert uses up one permit of that lease. `tags`: at most 8 small values by
         which the item can be found, such as {"environment": "math"}.
 
+        `closes`: samples that were drawn with a lease, and from which the group was made. They are taken in the same
+        moment in which the group enters its tables, so that a kill leaves both or neither. If the lease of one has
+        ended, another reader may have it: LeaseEndedError, and the group is not inserted.
+
         Raises InvalidRequestError, TableNotFoundError, StaleItemError, PayloadTooLargeError, TableFullError,
         ServerBusyError, StorageError, or DeadlineExceededError with the reason of the wait.
         """
         seconds = self._fleet.seconds(timeout)
         key = next(self._keys) if key is None else key
-        item = Item.of(key, group, priorities, policy_version, seconds, permits, tags)
+        item = Item.of(key, group, priorities, policy_version, seconds, permits, tags, closes)
         await self._placement.insert(item)
         return item.key
 
@@ -349,6 +356,20 @@ class AsyncReplayClient:
         found = {item.key: item for answer in answers.values() for item in stored_items_of(*answer)}
         return [found[key] for key in dict.fromkeys(wanted) if key in found]
 
+    async def departures(self, confirmed: int = 0, *, timeout: Timeout = DEFAULT) -> Departures:
+        """The items that have left a table of a server with [archive], each with table and reason.
+
+        These are the oldest that no archiver has confirmed.
+
+        `confirmed`: `next` of an answer that was kept; the server forgets all before it. Raises UnsupportedError if the
+        server has no [archive], and InvalidRequestError if the client has several servers: each has its own.
+        """
+        if self._fleet.only is None:
+            raise InvalidRequestError("departures are those of one server: make a client for each")
+        request = message_of(pb.DeparturesRequest, confirmed=confirmed)
+        answers = await self._fleet.ask("Departures", request, timeout)
+        return departures_of(answers[self._fleet.only])
+
     async def list_items(
         self,
         table: str,
@@ -428,15 +449,22 @@ class AsyncReplayClient:
     # ------------------------------------------------------------------------------- policy version, admission
 
     async def set_policy_version(
-        self, version: int, weights: str = "", *, rollback: bool = False, timeout: Timeout = DEFAULT
+        self, version: int, weights: str = "", *, rollback: bool = False, state: str = "", timeout: Timeout = DEFAULT
     ) -> Policy:
         """Announces that the trainer has finished `version` updates, and where it saved the weights.
 
-        With `rollback` the trainer starts again from this version, which may be the current one or a lower one. Items
-        that it took beyond its finished steps are lost, and the server starts to count permits again. Raises
-        InvalidRequestError for a lower version without `rollback`.
+        `state` names the full state of the trainer that is saved with this version: any id that was not used before. It
+        contains all that was taken until now. Tables with keep_consumed keep what is taken after it.
+
+        With `rollback` the trainer starts again from this version, which may be the current one or a lower one, and the
+        server counts permits anew. With `state` too, what was taken after that state is back in its tables, and items
+        of later versions are dropped. Without it, what was taken stays away. Raises InvalidRequestError for a lower
+        version without `rollback`, and for a state that the server does not know or that has another version.
         """
-        request = message_of(pb.SetPolicyVersionRequest, version=version, weights=weights, rollback=rollback)
+        fields = {"version": version, "weights": weights, "rollback": rollback, "state": state}
+        request = message_of(pb.SetPolicyVersionRequest, **fields)
+        if rollback and state:
+            once(request)
         return await self._board.publish(request, timeout)
 
     async def policy(self, *, timeout: Timeout = DEFAULT) -> Policy:

@@ -147,6 +147,7 @@ class ReplayClient:
     update_priority_arrays = blocking(AsyncReplayClient.update_priority_arrays)
     delete = blocking(AsyncReplayClient.delete)
     get = blocking(AsyncReplayClient.get)
+    departures = blocking(AsyncReplayClient.departures)
     list_items = blocking(AsyncReplayClient.list_items)
     server_info = blocking(AsyncReplayClient.server_info)
     update_table = blocking(AsyncReplayClient.update_table)
@@ -224,6 +225,7 @@ class Writer:
         group: RolloutGroup | Buffer,
         priorities: Mapping[str, float],
         *,
+        key: int | None = None,
         policy_version: int | None = None,
         permits: PermitLease | None = None,
         tags: Mapping[str, str | int] | None = None,
@@ -234,7 +236,7 @@ class Writer:
         """
         # No hand-over to the loop: it would cost more than all the rest.
         self._thread.check()
-        item = self._writer.item(group, priorities, policy_version, permits, tags)
+        item = self._writer.item(group, priorities, key, policy_version, permits, tags)
         if not self._pipeline.offer(item):
             room = Wake()
             while not self._pipeline.offer(item, room.set):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from replay_client.columns.axes import OFFSETS, RAGGED
 from replay_client.rollout import Int32, RolloutGroup, vector
+
+Columns = Mapping[str, tuple[str, Sequence[Any]]]
+"""Arrays of rows by name: the axis, and an entry for each of the S rows."""
 
 
 def group_from_completions(
@@ -51,17 +55,25 @@ def group_from_rows(
     advantages: npt.ArrayLike,
     loss_masks: Iterable[npt.ArrayLike] | None = None,
     token_advantages: Iterable[npt.ArrayLike] | None = None,
+    columns: Columns | None = None,
     **fields: Any,
 ) -> RolloutGroup:
     """A group of S rows that each have their own prompt, completion, log-probabilities and, if given, loss mask and
     advantages of tokens: one value for each token of the completion.
 
     The common beginning of the prompts becomes `prompt_ids`, and the rest of each prompt the context of its row.
-    `RolloutGroup.prompts` and `sampled_spans` give the rows back. An extra with the axis "token" or "whole" must have
-    rows for the contexts too. Other arguments and errors: `group_from_completions`.
+    `RolloutGroup.prompts` and `sampled_spans` give the rows back.
+
+    `columns` become `extras` with axes. For each row they have an array, by their axis:
+
+    "token": one entry for each token of the completion. "whole": one for each token of the prompt and the completion;
+    prompts are shared only as far as these agree too. "ragged:token": a pair of values and of offsets into them, one
+    more than the completion has tokens. `row_of` gives them back. An extra in `fields` must itself have entries for the
+    contexts. Other arguments and errors: `group_from_completions`.
     """
     prompts_S = [vector("prompts", np.asarray(ids).reshape(-1), np.int32) for ids in prompts]
-    shared = _common_beginning(prompts_S)
+    whole = [rows for axis, rows in (columns or {}).values() if axis == "whole"]
+    shared = _common_beginning(prompts_S, whole)
     contexts_S = [ids[shared:] for ids in prompts_S]
     completions_S = [np.asarray(ids).reshape(-1) for ids in completions]
     logprobs_S = [np.asarray(lps, dtype=np.float32).reshape(-1) for lps in logprobs]
@@ -71,6 +83,12 @@ def group_from_rows(
         fields["loss_mask"] = _behind(contexts_S, loss_masks, np.bool_)
     if token_advantages is not None:
         fields["token_advantages"] = _behind(contexts_S, token_advantages, np.float32)
+    if columns:
+        extras, axes = dict(fields.get("extras", {})), dict(fields.get("axes", {}))
+        for name, (axis, rows) in columns.items():
+            extras |= _column(name, axis, rows, shared, [ids.size for ids in contexts_S])
+            axes[name] = axis
+        fields |= {"extras": extras, "axes": axes}
     return group_from_completions(
         prompt_ids=prompts_S[0][:shared] if prompts_S else (),
         completions=[_joined(*pair) for pair in zip(contexts_S, completions_S, strict=True)],
@@ -89,11 +107,53 @@ def _behind(contexts_S: list[Int32], rows: Iterable[npt.ArrayLike], dtype: type[
     )
 
 
-def _common_beginning(rows: list[Int32]) -> int:
-    """Number of tokens with which all rows begin."""
-    shortest = min((row.size for row in rows), default=0)
-    differs = [np.flatnonzero(row[:shortest] != rows[0][:shortest]) for row in rows]
-    return min((int(places[0]) for places in differs if places.size), default=shortest)
+def row_of(group: RolloutGroup, name: str, sequence: int) -> Any:
+    """What `columns` of `group_from_rows` had under this name for the row `sequence`, as views where possible."""
+    axis, array = group.axes.get(name, "group"), group.extra_of(name, sequence)
+    context = 0 if group.context_lengths is None else int(group.context_lengths[sequence])
+    if axis == "token":
+        return array[context:]
+    if axis == RAGGED:
+        # Tokens of the context have empty sets.
+        return array, group.offsets_of(name, sequence)[context:]
+    return array
+
+
+def _column(
+    name: str, axis: str, rows: Sequence[Any], shared: int, contexts_S: Sequence[int]
+) -> dict[str, npt.NDArray[Any]]:
+    """The array of a column, and its offsets if it is ragged. Tokens of contexts have zeros, or empty sets."""
+    if axis == "whole":
+        rows_S = [np.asarray(row) for row in rows]
+        return {name: np.concatenate([*(row[:shared] for row in rows_S[:1]), *(row[shared:] for row in rows_S)])}
+    if axis == "token":
+        return {
+            name: np.concatenate(
+                [
+                    part
+                    for context, row in zip(contexts_S, map(np.asarray, rows), strict=True)
+                    for part in (np.zeros_like(row, shape=(context, *row.shape[1:])), row)
+                ]
+            )
+        }
+    if axis != RAGGED:
+        raise ValueError(f"columns has {name!r} with the axis {axis!r}: put it into extras and axes")
+    offsets, start = [np.zeros(1, np.int64)], 0
+    for context, (_, row_offsets) in zip(contexts_S, rows, strict=True):
+        offsets += [np.full(context, start), start + np.asarray(row_offsets, np.int64)[1:]]
+        start += int(row_offsets[-1])
+    return {name: np.concatenate([values for values, _ in rows]), name + OFFSETS: np.concatenate(offsets)}
+
+
+def _common_beginning(rows: list[Int32], columns: Sequence[Sequence[Any]] = ()) -> int:
+    """Number of entries with which all rows begin, and in which the rows of each of `columns` agree too."""
+    shared = min((row.size for row in rows), default=0)
+    for each in (rows, *columns):
+        for row in each[1:]:
+            differs: npt.NDArray[Any] = np.asarray(row)[:shared] != np.asarray(each[0])[:shared]
+            places = np.flatnonzero(differs.reshape(len(differs), -1).any(axis=1)) if shared else differs
+            shared = int(places[0]) if places.size else shared
+    return shared
 
 
 def _joined(*arrays: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from replay_client.columns.kept import TRUNCATING, truncates
 from replay_client.records import ServerInfo, TableInfo, Waiting
 from replay_client.shards.merging import shards_of
 from replay_client.units import byte_size, counted, duration, listed, waiting, waits_for
@@ -97,6 +98,7 @@ def diagnose(
     yield from _permits(info)
     yield from _recipe(info)
     yield from _batches(info)
+    yield from _kept(info)
     fed = info.uptime > YOUNG or any(table.inserts for table in info.tables.values())
     for table in tables:
         found = list(_table_findings(info, table, fed))
@@ -167,6 +169,14 @@ def _clock(info: ServerInfo, now: float) -> Finding:
 
 def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
     held = f"{byte_size(info.bytes)} in {counted(info.items, 'item')}"
+    if kept := sum(table.info.kept_bytes for table in tables):
+        held += f", {byte_size(kept)} of them kept for a rollback"
+    if lost := sum(table.info.kept_dropped for table in tables):
+        yield _warning(
+            "memory",
+            f"{counted(lost, 'item')} kept for a rollback made room for others: no rollback brings them back",
+            "raise [server] max_bytes, or lower keep_consumed of the table",
+        )
     unbounded = [table.name for table in tables if table.config["max_bytes"] is None]
     if not info.max_bytes and unbounded:
         yield _warning(
@@ -227,7 +237,10 @@ def _disk(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _policy(info: ServerInfo) -> Finding:
-    if info.policy.version == 0 and not info.policy.weights and any(table.samples for table in info.tables.values()):
+    # Generators, and no trainer, sample groups under construction.
+    building = "" if info.admission is None else info.admission.building_table
+    sampled = any(table.samples for table in info.tables.values() if table.name != building)
+    if info.policy.version == 0 and not info.policy.weights and sampled:
         return _warning(
             "policy",
             "items are sampled, yet no policy version was ever published: staleness stays 0",
@@ -274,6 +287,7 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
             f"{counted(admission.expired, 'permit')} expired unused",
             "raise [admission] permit_ttl above the time a group takes, and see whether generators die",
         )
+    yield from _building(admission.building_table, info)
     wait = admission.acquiring
     if not is_long(wait, info):
         return
@@ -294,6 +308,18 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
             message,
             "see whether the trainer runs and publishes versions; or raise [admission] max_staleness",
             headline,
+        )
+
+
+def _building(name: str, info: ServerInfo) -> Iterator[Finding]:
+    """Groups under construction that wait for a generator hold permits, and nobody else can use these."""
+    table = info.tables.get(name)
+    if table is not None and table.size and table.age.max > info.long_wait and table.sampled.age > info.long_wait:
+        yield _warning(
+            name,
+            f"{counted(table.size, 'group')} under construction, the oldest for {duration(table.age.max)}, and no "
+            f"generator takes them: each holds a permit",
+            f"start a generator with building = {name!r} (--building {name}), or delete them",
         )
 
 
@@ -381,6 +407,23 @@ def _batches(info: ServerInfo) -> Iterator[Finding]:
                     f"{listed(filled)}",
                     f"start the generator with --table {table}, or set rollouts_table of the trainer",
                 )
+
+
+def _kept(info: ServerInfo) -> Iterator[Finding]:
+    """Generators that draw from a part of the vocabulary, and whether they say which."""
+    for name, said in _said(info, "generator"):
+        if not truncates(said):
+            continue
+        how = listed([f"{each} {said[each]:g}" for each in TRUNCATING if truncates({each: said.get(each)})])
+        if said.get("sampling_masks"):
+            yield _ok("sampling", f"generator {name} draws with {how}, and stores what that keeps")
+        else:
+            yield _warning(
+                "sampling",
+                f"generator {name} draws with {how}, and stores no sampling masks: its log-probabilities are relative "
+                f"to the kept tokens, and those of the trainer to all, which is a bias at every staleness",
+                "let it store them (--sampling-masks), or draw from all tokens: top_p 1, top_k 0 and min_p 0",
+            )
 
 
 def _fed_from(info: ServerInfo, names: Sequence[str]) -> list[str]:
@@ -613,6 +656,17 @@ def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
 
 def _losses(table: _Table) -> Iterator[Finding]:
     counts, config = table.info, table.config
+    if counts.archive_of:
+        if counts.evicted_unsampled:
+            yield _warning(
+                table.name,
+                f"{counted(counts.evicted_unsampled, 'item')} of {counts.archive_of} "
+                f"({counts.evicted_unsampled / max(1, counts.inserts):.0%} of all) were not archived: they were let go "
+                f"before the archiver took them",
+                "see in the log whether `replay archive run` runs; give it a faster disk, or raise max_size and "
+                "max_bytes of [archive]",
+            )
+        return
     # A forwarded item was sampled where it came from; it may leave the pool without being sampled again.
     lost = max(0, counts.evicted_unsampled - table.forwarded_in)
     if lost > MUCH_LOST * table.direct_inserts:

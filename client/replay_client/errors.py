@@ -100,6 +100,15 @@ class ShardDrainingError(ServerClosedError):
     """
 
 
+class LeaseEndedError(ReplayError):
+    """A batch that the insert was to close has gone back to its table, or was taken: another reader may have it now.
+
+    The item was not inserted. To try again cannot help.
+    """
+
+    code = grpc.StatusCode.ABORTED
+
+
 class UnsupportedError(ReplayError):
     """The server does not have this operation, as it is configured or at all."""
 
@@ -125,6 +134,8 @@ _CLASSES[grpc.StatusCode.PERMISSION_DENIED] = AuthenticationError
 _BY_REASON: dict[str, type[ReplayError]] = {"server-busy": ServerBusyError, "storage-failed": StorageError}
 """By the reason that comes with RESOURCE_EXHAUSTED. Any other reason, or none, means a full table."""
 _BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
+GONE = (ServerUnavailableError, ServerClosedError)
+"""Errors that mean: this server does not answer now. It may be back soon, and another shard may answer."""
 
 
 def error_of(code: grpc.StatusCode | int, message: str, reason: str = "") -> ReplayError:
@@ -133,6 +144,6 @@ def error_of(code: grpc.StatusCode | int, message: str, reason: str = "") -> Rep
     kind = _CLASSES.get(status, ReplayError)
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
         kind = _BY_REASON.get(reason, TableFullError)
-    if kind is ServerClosedError and reason == "draining":
-        kind = ShardDrainingError
+    if kind is ServerClosedError:
+        kind = {"draining": ShardDrainingError, "lease-ended": LeaseEndedError}.get(reason, kind)
     return kind(message or f"the server answered {status.name} without a message")

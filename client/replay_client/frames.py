@@ -21,6 +21,9 @@ from replay_protos.labels import NO_LABELS, Labels, TagValue, labels_of
 
 ROWS_PER_MESSAGE = 1024
 """Items in one message. A message costs both sides what a hundred small items do."""
+BYTES_TOGETHER = 2 << 20
+"""Payload bytes of items that share a message, at most. Only a single item is cut, and at less: the server waits up to
+`stall_timeout` for each next piece of a cut item, and a slow link must carry a piece in that time."""
 
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow to create
@@ -40,6 +43,10 @@ class Item:
     granted_by: str = ""
     """The name of the shard that granted the permit."""
     labels: Labels = NO_LABELS
+    closes: tuple[int, ...] = ()
+    """The leases of the batches that the item closes."""
+    closed_on: str = ""
+    """The name of the shard that gave them."""
     request: int = 0
     """Of a segment, which is appended to the item that is there with its key: a number under which it is known if it
     comes again; 0: a new item."""
@@ -67,6 +74,7 @@ class Item:
         timeout: float | None,
         permits: PermitLease | None,
         tags: Mapping[str, TagValue] | None = None,
+        closes: Iterable[Sample] = (),
     ) -> Item:
         columns: Iterable[str] = ()
         if isinstance(group, RolloutGroup):
@@ -96,7 +104,23 @@ class Item:
             raise InvalidRequestError(str(error)) from None
         nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))
         lease, granted_by = (permits.id, permits.shard) if permits else (0, "")
-        return cls(key, priorities, version, payload, nbytes, timeout, lease, granted_by, labels)
+        leases, shard = _closed(closes) if closes else ((), "")
+        return cls(key, priorities, version, payload, nbytes, timeout, lease, granted_by, labels, leases, shard)
+
+
+def _closed(samples: Iterable[Sample]) -> tuple[tuple[int, ...], str]:
+    """The leases of these samples, and the shard that gave all of them. Raises InvalidRequestError."""
+    drawn = list(samples)
+    for sample in drawn:
+        if not sample.info.lease:
+            raise InvalidRequestError(
+                f"item {sample.info.key} cannot be closed: it was drawn without a lease, and is taken already"
+            )
+    if len(shards := {sample.info.shard for sample in drawn}) > 1:
+        raise InvalidRequestError(
+            f"an item cannot close samples of several shards ({', '.join(sorted(shards))}): draw them from one"
+        )
+    return tuple(dict.fromkeys(sample.info.lease for sample in drawn)), "".join(shards)
 
 
 def check_extension(item: Sample | StoredItem, extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str]) -> None:
@@ -116,17 +140,20 @@ def check_extension(item: Sample | StoredItem, extras: Mapping[str, npt.ArrayLik
 def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE) -> Iterator[Frame[pb.InsertRequest]]:
     """Yields messages that carry `items`: many small items share a message, and a large item spans several.
 
-    All items of a message share its timeout and its permits, because the protocol has one field for each.
+    All items of a message share its timeout and its permits, because the protocol has one field for each. An item that
+    closes batches has a message of its own.
     """
+    bytes_together = max(bytes_per_message, BYTES_TOGETHER)
     start = 0
     while start < len(items):
         first, stop, nbytes = items[start], start, 0
         while (
             stop < len(items)
             and stop - start < ROWS_PER_MESSAGE
-            and (stop == start or nbytes + items[stop].nbytes <= bytes_per_message)
+            and (stop == start or nbytes + items[stop].nbytes <= bytes_together)
             and (items[stop].permits, items[stop].timeout) == (first.permits, first.timeout)
             and bool(items[stop].request) == bool(first.request)
+            and (stop == start or not (items[stop].closes or first.closes))
         ):
             nbytes += items[stop].nbytes
             stop += 1
@@ -151,12 +178,13 @@ def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iter
             payload_sizes=[item.nbytes for item in items],
             timeout=items[0].timeout,
             permits=items[0].permits,
+            closes=items[0].closes,
         )
     if any(item.labels is not NO_LABELS for item in items):
         labels = [item.labels for item in items]
         request.columns.extend(columns_message(labels))
         request.tags.extend(tags_message(labels))
-    if nbytes <= bytes_per_message:
+    if len(items) > 1 or nbytes <= bytes_per_message:
         yield Frame(request, [chunk for item in items for chunk in item.payload])
         return
     for chunks in cut(items[0].payload, bytes_per_message):

@@ -91,7 +91,8 @@ class RolloutGroup:
     finish_reasons: tuple[str, ...] | None = None
     """(G,) why each rollout ended, for example "stop" or "length". None: unknown."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """How the tokens were drawn: temperature, top_p, top_k, logprobs_mode. Without a temperature it was 1."""
+    """The settings with which the generator drew the tokens: temperature, top_p, top_k, min_p, logprobs_mode. The
+    trainer reads them. A temperature that is absent was 1."""
     extras: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Any other arrays by name: log-probabilities of a reference model, images, expert routing. Whoever has a use for
     them writes and reads them; bfloat16 is the dtype of the package ml_dtypes."""

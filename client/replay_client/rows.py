@@ -9,7 +9,7 @@ import numpy as np
 
 from replay_client.errors import error_of
 from replay_client.records import Buffer
-from replay_protos.memory import keep_freed_memory
+from replay_protos.memory import LARGE_PLACE, keep_freed_memory, large_place
 from replay_protos.shared_memory import Keep
 
 _LARGE = 128 << 10
@@ -57,9 +57,9 @@ class Rows:
 
     def _begin(self, size: int, start: memoryview) -> None:
         try:
-            # numpy asks the system for huge pages where they pay: 32 MB take 200 page faults instead of 3,900.
-            place = np.empty(size, dtype=np.uint8).data
-        except (MemoryError, ValueError) as error:
+            # numpy, too, asks the system for huge pages where they pay.
+            place = (np.empty(size, dtype=np.uint8) if size < LARGE_PLACE else large_place(size)).data
+        except (MemoryError, OSError, OverflowError, ValueError) as error:
             raise _wrong(f"the server announced a payload of {size} bytes, for which there is no memory") from error
         place[: len(start)] = start
         self._gap = place[len(start) :]

@@ -31,9 +31,16 @@ import grpc
 
 from replay_client import tracing
 from replay_client.connection import Connection, Patience, Timeout
-from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError, ServerClosedError
+from replay_client.errors import (
+    GONE,
+    DeadlineExceededError,
+    InvalidRequestError,
+    ReplayError,
+    ServerClosedError,
+    ServerUnavailableError,
+)
 from replay_client.records import MutationResult, Sample, samples_of
-from replay_client.shards.fleet import GONE, Deadline, Fleet, Shard
+from replay_client.shards.fleet import Deadline, Fleet, Shard
 from replay_client.shared_memory import SharedSamples
 from replay_client.streams import end_stream, failure, read_message
 from replay_protos import CLOSING, REASON_KEY
@@ -395,7 +402,10 @@ class AsyncSampler:
         return self
 
     async def __anext__(self) -> list[Sample]:
-        """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout."""
+        """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout.
+
+        Raises ServerUnavailableError if no server answers, whichever timeout ends first, this one or the client's.
+        """
         if self._closed:
             raise StopAsyncIteration
         try:
@@ -414,12 +424,16 @@ class AsyncSampler:
             raise
 
     async def _explain(self) -> str:
-        """Why sampling this table waits."""
+        """Why sampling this table waits. Raises ServerUnavailableError if that is because no server answers."""
         table = self._request.table
-        with suppress(ReplayError):
+        try:
             info = await self._connection.unary("GetServerInfo", pb.GetServerInfoRequest(tables=[table]), 1.0)
             if reason := info.tables[0].sampling.reason:
                 return str(reason)
+        except ServerUnavailableError:
+            raise
+        except ReplayError:
+            pass  # the reason is a help, and its failure says nothing about the draws
         return f"{table}: no batch of {self._request.num_samples} within the time"
 
     async def _next(self) -> list[Sample]:

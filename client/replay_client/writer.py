@@ -430,6 +430,7 @@ class AsyncWriter:
         group: RolloutGroup | Buffer,
         priorities: Mapping[str, float],
         *,
+        key: int | None = None,
         policy_version: int | None = None,
         permits: PermitLease | None = None,
         tags: Mapping[str, str | int] | None = None,
@@ -437,9 +438,9 @@ class AsyncWriter:
         """Queues a group and returns its key; waits only while `max_in_flight` or `max_bytes` are in flight.
 
         Raises the first error of earlier inserts that was not raised yet, and then does not queue this group.
-        `refused` has all of them. `tags` as in `AsyncReplayClient.insert`.
+        `refused` has all of them. `key` and `tags` as in `AsyncReplayClient.insert`.
         """
-        item = self.item(group, priorities, policy_version, permits, tags)
+        item = self.item(group, priorities, key, policy_version, permits, tags)
         if not self.pipeline.offer(item):
             room = asyncio.Event()
             while not self.pipeline.offer(item, room.set):
@@ -451,11 +452,13 @@ class AsyncWriter:
         self,
         group: RolloutGroup | Buffer,
         priorities: Mapping[str, float],
+        key: int | None,
         policy_version: int | None,
         permits: PermitLease | None,
         tags: Mapping[str, str | int] | None,
     ) -> Item:
-        return Item.of(next(self._keys), group, priorities, policy_version, self.pipeline.timeout, permits, tags)
+        key = next(self._keys) if key is None else key
+        return Item.of(key, group, priorities, policy_version, self.pipeline.timeout, permits, tags)
 
     async def flush(self, timeout: Timeout = DEFAULT) -> None:
         """Returns when everything inserted so far is acknowledged. Raises the first error of any of it."""

@@ -56,6 +56,7 @@ class InsertRequest(_message.Message):
     TAGS_FIELD_NUMBER: _builtins.int
     EXTEND_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    CLOSES_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
     timeout: _builtins.float
@@ -94,6 +95,13 @@ class InsertRequest(_message.Message):
         """of each segment, as in DeleteRequest"""
 
     @_builtins.property
+    def closes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids of batches that the reader has drawn and not taken. They are taken in the moment in which the only row of this
+        message enters its tables: what a reader makes of a batch takes its place. If one of them has gone back, or is
+        taken already, the row is refused.
+        """
+
+    @_builtins.property
     def shared(self) -> Global___SharedBytes:
         """in a stream: instead of `payloads`"""
 
@@ -110,12 +118,13 @@ class InsertRequest(_message.Message):
         tags: _abc.Iterable[Global___Tags] | None = ...,
         extend: _builtins.bool = ...,
         requests: _abc.Iterable[_builtins.int] | None = ...,
+        closes: _abc.Iterable[_builtins.int] | None = ...,
         shared: Global___SharedBytes | None = ...,
         payloads: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "shared", b"shared", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "columns", b"columns", "extend", b"extend", "keys", b"keys", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "permits", b"permits", "policy_versions", b"policy_versions", "requests", b"requests", "shared", b"shared", "tags", b"tags", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "closes", b"closes", "columns", b"columns", "extend", b"extend", "keys", b"keys", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "permits", b"permits", "policy_versions", b"policy_versions", "requests", b"requests", "shared", b"shared", "tags", b"tags", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout: _TypeAlias = _typing.Literal["timeout"]  # noqa: Y015
     _WhichOneofArgType__timeout: _TypeAlias = _typing.Literal["_timeout", b"_timeout"]  # noqa: Y015
@@ -1106,6 +1115,98 @@ class ListItemsResponse(_message.Message):
 Global___ListItemsResponse: _TypeAlias = ListItemsResponse  # noqa: Y015
 
 @_typing.final
+class DeparturesRequest(_message.Message):
+    """Of a server with [archive]: which items left which table, and why. The server remembers some of them, until the reader
+    confirms that it has kept them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONFIRMED_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    confirmed: _builtins.int
+    """`next` of an answer that was kept: all before it is forgotten; 0: none was"""
+    limit: _builtins.int
+    """keys, at most; 0: 65536"""
+    def __init__(
+        self,
+        *,
+        confirmed: _builtins.int = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmed", b"confirmed", "limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeparturesRequest: _TypeAlias = DeparturesRequest  # noqa: Y015
+
+@_typing.final
+class DeparturesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEPARTURES_FIELD_NUMBER: _builtins.int
+    NEXT_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    next: _builtins.int
+    lost: _builtins.int
+    """keys forgotten since the start of the server before anybody confirmed them"""
+    @_builtins.property
+    def departures(self) -> _containers.RepeatedCompositeFieldContainer[Global___Departure]:
+        """the oldest first; those that happened together are one"""
+
+    def __init__(
+        self,
+        *,
+        departures: _abc.Iterable[Global___Departure] | None = ...,
+        next: _builtins.int = ...,
+        lost: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["departures", b"departures", "lost", b"lost", "next", b"next"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeparturesResponse: _TypeAlias = DeparturesResponse  # noqa: Y015
+
+@_typing.final
+class Departure(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    reason: _builtins.str
+    """consumed, evicted, stale, deleted or reset"""
+    time: _builtins.float
+    """seconds since the epoch"""
+    policy_version: _builtins.int
+    """the current one at that time"""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        table: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        time: _builtins.float = ...,
+        policy_version: _builtins.int = ...,
+        keys: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "policy_version", b"policy_version", "reason", b"reason", "table", b"table", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Departure: _TypeAlias = Departure  # noqa: Y015
+
+@_typing.final
 class CallRequest(_message.Message):
     """A call of one of UpdatePriorities, Delete and TakeItems. A message on an open stream costs half of a call. The
     responses come in the order of the requests.
@@ -1561,6 +1662,12 @@ class TableInfo(_message.Message):
     WAITING_SECONDS_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
     FLOW_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    KEPT_BYTES_FIELD_NUMBER: _builtins.int
+    KEPT_DROPPED_FIELD_NUMBER: _builtins.int
+    RESTORED_FIELD_NUMBER: _builtins.int
+    UNDONE_FIELD_NUMBER: _builtins.int
+    ARCHIVE_OF_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     config: _builtins.str
     """JSON of the table's TableConfig, defaults filled in."""
@@ -1591,6 +1698,14 @@ class TableInfo(_message.Message):
     extensions: _builtins.int
     waiting_seconds: _builtins.float
     """Since when items wait for columns and none of them was extended; 0: none waits."""
+    kept: _builtins.int
+    """With keep_consumed: items that were consumed and are kept, so that the trainer can go back to an older state."""
+    kept_bytes: _builtins.int
+    kept_dropped: _builtins.int
+    restored: _builtins.int
+    undone: _builtins.int
+    archive_of: _builtins.str
+    """Of the table that [archive] declares: the table of which it keeps each item, until the archiver has it."""
     @_builtins.property
     def inserting(self) -> Global___Waiting: ...
     @_builtins.property
@@ -1662,10 +1777,16 @@ class TableInfo(_message.Message):
         waiting_seconds: _builtins.float = ...,
         values: _abc.Iterable[Global___ValueInfo] | None = ...,
         flow: Global___Flow | None = ...,
+        kept: _builtins.int = ...,
+        kept_bytes: _builtins.int = ...,
+        kept_dropped: _builtins.int = ...,
+        restored: _builtins.int = ...,
+        undone: _builtins.int = ...,
+        archive_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "flow", b"flow", "inserted", b"inserted", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampled", b"sampled", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extensions", b"extensions", "flow", b"flow", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "lacking", b"lacking", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "values", b"values", "waiting_rows", b"waiting_rows", "waiting_seconds", b"waiting_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "archive_of", b"archive_of", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extensions", b"extensions", "flow", b"flow", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "kept", b"kept", "kept_bytes", b"kept_bytes", "kept_dropped", b"kept_dropped", "lacking", b"lacking", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "restored", b"restored", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "undone", b"undone", "values", b"values", "waiting_rows", b"waiting_rows", "waiting_seconds", b"waiting_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2047,11 +2168,14 @@ class Policy(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
     USUAL_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     weights: _builtins.str
     """Where they lie; the server passes it on and never opens it."""
     age: _builtins.float
     usual: _builtins.float
+    state: _builtins.str
+    """Id of the state that the trainer named last, or went back to; empty: it has named none."""
     def __init__(
         self,
         *,
@@ -2059,10 +2183,11 @@ class Policy(_message.Message):
         weights: _builtins.str = ...,
         age: _builtins.float = ...,
         usual: _builtins.float = ...,
+        state: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "usual", b"usual", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "state", b"state", "usual", b"usual", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2076,6 +2201,8 @@ class SetPolicyVersionRequest(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     ROLLBACK_FIELD_NUMBER: _builtins.int
     SHARE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     weights: _builtins.str
     rollback: _builtins.bool
@@ -2084,6 +2211,13 @@ class SetPolicyVersionRequest(_message.Message):
     """How many times its own groups_per_step this server grants from now on, and for the versions up to this one. The
     shards that are up make up so for one that is away. Absent: as before, at first 1.
     """
+    state: _builtins.str
+    """Id of a full state of the trainer, of this version. It contains all that was consumed until now. With `rollback`
+    the trainer goes back to this state, which was named before: what tables have consumed since, and kept
+    (keep_consumed), returns to them, and items of versions that this undoes are dropped. Empty: neither.
+    """
+    request: _builtins.int
+    """as in DeleteRequest; 0: none. For a rollback to a state"""
     def __init__(
         self,
         *,
@@ -2091,10 +2225,12 @@ class SetPolicyVersionRequest(_message.Message):
         weights: _builtins.str = ...,
         rollback: _builtins.bool = ...,
         share: _builtins.float | None = ...,
+        state: _builtins.str = ...,
+        request: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_share", b"_share", "share", b"share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_share", b"_share", "rollback", b"rollback", "share", b"share", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_share", b"_share", "request", b"request", "rollback", b"rollback", "share", b"share", "state", b"state", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__share: _TypeAlias = _typing.Literal["share"]  # noqa: Y015
     _WhichOneofArgType__share: _TypeAlias = _typing.Literal["_share", b"_share"]  # noqa: Y015
@@ -2322,6 +2458,8 @@ class AdmissionInfo(_message.Message):
     ACQUIRING_FIELD_NUMBER: _builtins.int
     EXPIRED_FIELD_NUMBER: _builtins.int
     TABLE_FIELD_NUMBER: _builtins.int
+    BUILDING_FIELD_NUMBER: _builtins.int
+    BUILDING_TABLE_FIELD_NUMBER: _builtins.int
     groups_per_step: _builtins.int
     max_staleness: _builtins.int
     accepted: _builtins.int
@@ -2330,6 +2468,10 @@ class AdmissionInfo(_message.Message):
     expired: _builtins.int
     table: _builtins.str
     """only inserts into this table need permits"""
+    building: _builtins.int
+    """Of `running`: items of the table `building` that came with a permit, drawn ones included."""
+    building_table: _builtins.str
+    """The table of groups under construction; empty: there is none."""
     @_builtins.property
     def acquiring(self) -> Global___Waiting: ...
     def __init__(
@@ -2343,10 +2485,12 @@ class AdmissionInfo(_message.Message):
         acquiring: Global___Waiting | None = ...,
         expired: _builtins.int = ...,
         table: _builtins.str = ...,
+        building: _builtins.int = ...,
+        building_table: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["acquiring", b"acquiring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "acquiring", b"acquiring", "capacity", b"capacity", "expired", b"expired", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "running", b"running", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "acquiring", b"acquiring", "building", b"building", "building_table", b"building_table", "capacity", b"capacity", "expired", b"expired", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "running", b"running", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from replay_server.cli.archive import archive
 from replay_server.cli.bench import bench
 from replay_server.cli.change import policy, reset, update
 from replay_server.cli.doctor import doctor
@@ -41,6 +42,7 @@ for command in _LOOK:
 app.add_typer(policy, name="policy")
 app.add_typer(shards, name="shards")
 app.command("import")(import_items)
+app.add_typer(archive, name="archive")
 for command in (*_KEEP, *_RUN):
     app.command()(command)
 

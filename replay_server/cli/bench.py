@@ -116,7 +116,7 @@ def _rate(step: Callable[[], int], seconds: float, finish: Callable[[], None] = 
     """How many items a second `step` moves, after one step that does not count."""
     step()
     finish()
-    begin, done = time.perf_counter(), 0
+    begin, done = time.perf_counter(), step()  # at least once, however long the process is kept waiting
     while time.perf_counter() - begin < seconds:
         done += step()
     finish()

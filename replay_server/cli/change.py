@@ -163,15 +163,22 @@ def _set_policy(
     rollback: Annotated[
         bool, typer.Option("--rollback", help="Allow a lower version, and count permits anew.")
     ] = False,
+    state: Annotated[
+        str,
+        typer.Option(
+            help="Id of the trainer's full state of this version. With --rollback, what was consumed after it returns."
+        ),
+    ] = "",
     yes: Yes = False,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:
     """Set the policy version, as the trainer does after each update. Drops items that are too stale for it."""
     if rollback:
-        confirm(f"Go back to version {version}, and count permits anew?", yes)
+        more = f", bring back what was consumed after state {state!r}, drop items of later versions," if state else ","
+        confirm(f"Go back to version {version}{more} and count permits anew?", yes)
     with connect(access, timeout) as client:
-        _print(ask(lambda: client.set_policy_version(version, weights, rollback=rollback)), as_json)
+        _print(ask(lambda: client.set_policy_version(version, weights, rollback=rollback, state=state)), as_json)
 
 
 def _show(access: dict[str, Any], as_json: bool, timeout: float) -> None:
@@ -186,4 +193,5 @@ def _print(current: Policy, as_json: bool) -> None:
     from replay_client.units import duration
 
     weights = current.weights or "no weights published"
-    say(f"version {current.version}, {weights}, set {duration(current.age)} ago")
+    state = f", state {current.state!r}" if current.state else ""
+    say(f"version {current.version}, {weights}, set {duration(current.age)} ago{state}")

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,7 +31,7 @@ from replay_server.cli.process import (
 if TYPE_CHECKING:
     from replay_client.generator import GeneratorStats
     from replay_client.generator.engines import Engine
-    from replay_client.generator.group_maker import PromptSource
+    from replay_client.generator.prompts import PromptRows, PromptSource
     from replay_client.generator.rollouts import RolloutHook
 
 _GENERATOR = options_of(
@@ -136,6 +136,8 @@ def generate(
     try:
         beat()  # now and not in the middle of the run: its file may be impossible to write
         check_source(prompts, rollout, environment, environment_args, chat, system)
+        if environment and generator["prompts_table"] is not None:
+            raise ValueError("--prompts-table needs --prompts: an environment gives its own prompts one by one")
         settings = GeneratorConfig(
             sampling=SamplingConfig(**sampling, seed=seed),
             tables=tuple(table or ["rollouts"]),
@@ -150,9 +152,10 @@ def generate(
         if environment:
             need("--environment", "verifiers", "verifiers")
             hook: RolloutHook = (played := load_environment(environment, environment_args))
-            rows: Iterator[PromptSource] = played.prompts(seed)
+            rows: Iterable[PromptSource] | PromptRows = played.prompts(seed)
         else:
-            rows = load_rows(str(prompts), prompt_field, split, chat, system, seed)
+            shared = settings.prompts_table is not None
+            rows = load_rows(str(prompts), prompt_field, split, chat, system, None if shared else seed)
             if not (reward or rollout):
                 raise ValueError("--reward exact_match or --reward package.module:function is needed")
             hook = load_function("rollout", rollout, {}) if rollout else single_turn
@@ -222,18 +225,18 @@ class Report:
 
 
 def load_rows(
-    prompts: str, prompt_field: str, split: str, chat: bool, system: str | None, seed: int
-) -> Iterator[PromptSource]:
-    """The prompts over and over, shuffled anew for each epoch. Raises ValueError, OSError or ImportError."""
-    from replay_client.generator.prompts import chat_prompts, cycle_prompts, load_prompts
+    prompts: str, prompt_field: str, split: str, chat: bool, system: str | None, seed: int | None
+) -> Iterable[PromptSource] | PromptRows:
+    """The prompts over and over, shuffled anew for each epoch; without a seed the rows as they are.
 
-    loaded = load_prompts(prompts, prompt_field=prompt_field, split=split)
-    rows = cycle_prompts(loaded, seed=seed, prompt_field=prompt_field)
-    if chat:
-        return chat_prompts(rows, system)
-    if system is not None:
+    Raises ValueError, OSError or ImportError.
+    """
+    from replay_client.generator.prompts import PreparedRows, cycle_prompts, load_prompts
+
+    if system is not None and not chat:
         raise ValueError("--system needs --chat")
-    return rows
+    rows = PreparedRows(load_prompts(prompts, prompt_field=prompt_field, split=split), prompt_field, system, chat=chat)
+    return rows if seed is None else cycle_prompts(rows, seed=seed)
 
 
 def engine_args(given: list[str]) -> dict[str, Any]:

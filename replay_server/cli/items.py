@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -202,6 +203,7 @@ def show(
 ) -> None:
     """Print one item: prompt and completions, rewards, advantages, lengths, log-probabilities, age, and its tables."""
     from replay_client.dashboard.group import dump, item_facts
+    from replay_client.generator.stored_prompts import document_of
 
     with connect(access, timeout) as client:
         found = ask(lambda: client.get([key]))
@@ -216,9 +218,12 @@ def show(
         group, problem = item.group, ""
     except ValueError as error:
         group, problem = None, str(error)
+    stored = None if group is not None else document_of(item.payload)
     if as_json:
         document = item_facts(item) | {"group": None}
-        if group is None:
+        if stored is not None:
+            document |= stored
+        elif group is None:
             document["problem"] = problem
             document["head"] = bytes(item.payload[:_HEAD]).hex()
         else:
@@ -230,6 +235,9 @@ def show(
     out = console()
     for line in _item_lines(item):
         out.print(line, soft_wrap=True)
+    if stored is not None:
+        out.print(json.dumps(stored, ensure_ascii=False, indent=2, default=str), soft_wrap=True, markup=False)
+        return
     if group is None:
         out.print(f"payload: {problem}", soft_wrap=True)
         out.print(*dump(item.payload[:_HEAD]), sep="\n")
@@ -333,6 +341,8 @@ def _item_lines(item: StoredItem) -> list[str]:
 def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> list[Text]:
     from rich.text import Text
 
+    from replay_client.units import byte_size
+
     document = group_document(group, decoder)
     named = f" {group.prompt_id!r}" if group.prompt_id else ""
     ended = "" if group.policy_version_end is None else f", ended with version {group.policy_version_end}"
@@ -347,7 +357,9 @@ def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> 
             lines.append(Text(f"{name}: {facts}"))
     for name, facts in document["extras"].items():
         axis = "" if facts["axis"] == "group" else f", axis {facts['axis']}"
-        lines.append(Text(f"extras.{name}: {facts['dtype']} {tuple(facts['shape'])}{axis}"))
+        lines.append(
+            Text(f"extras.{name}: {facts['dtype']} {tuple(facts['shape'])}, {byte_size(facts['bytes'])}{axis}")
+        )
     lines += [
         Text(),
         Text(f"prompt{named}: {_tokens(document['prompt']['tokens'])}", style="bold"),

@@ -86,6 +86,11 @@ def _staleness(table: TableInfo) -> str:
     return f"{table.staleness.p50:.0f} (max {table.staleness.max:.0f})" if table.size else "-"
 
 
+def _size(table: TableInfo) -> str:
+    kept = f" (+{table.kept} kept)" if table.kept else ""
+    return f"{table.size} / {capacity(table)}{kept}"
+
+
 def _blocked(table: TableInfo) -> str:
     shares = table.insert_blocked_share, table.sample_blocked_share
     return f"{shares[0]:.0%} in, {shares[1]:.0%} out" if any(shares) else "-"
@@ -105,7 +110,7 @@ def _stale(table: TableInfo) -> Text:
 
 COLUMNS = (
     TableColumn("table", lambda table: table.name, lambda table: table.name),
-    TableColumn("size", lambda table: f"{table.size} / {capacity(table)}", lambda table: float(table.size)),
+    TableColumn("size", _size, lambda table: float(table.size)),
     TableColumn("bytes", lambda table: byte_size(table.bytes), lambda table: float(table.bytes), goes=8),
     TableColumn(
         "in/s", lambda table: f"{table.inserts_per_second:.1f}", lambda table: table.inserts_per_second, goes=1
@@ -195,9 +200,10 @@ def balances(info: ServerInfo) -> Iterator[Text]:
 
 def permits(info: ServerInfo) -> Iterator[Text]:
     if (admission := info.admission) is not None:
+        building = f" ({admission.building} under construction)" if admission.building_table else ""
         yield Text(
-            f"permits: {admission.running} running, {admission.accepted} accepted, {admission.capacity} available, "
-            f"{admission.expired} expired"
+            f"permits: {admission.running} running{building}, {admission.accepted} accepted, "
+            f"{admission.capacity} available, {admission.expired} expired"
         )
 
 

@@ -76,16 +76,11 @@ def train(
     elif eval_reward:
         fail("--eval-reward needs --eval-prompts")
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
-
     from replay_client import ReplayClient
     from replay_client.errors import ReplayError
     from replay_client.waits import beat
-    from replay_trainer import GRPOTrainer
     from replay_trainer.config import config_from
 
-    transformers_logging.disable_progress_bar()
     try:
         training = config_from(options)
     except ValueError as error:
@@ -96,6 +91,13 @@ def train(
     try:
         beat()  # now and not in the middle of the run: its file may be impossible to write
         evaluation = None if eval_prompts is None else _evaluation(eval_prompts, eval_reward, eval_max_tokens)
+        # Not before: they take seconds to import, and people wait for the errors above.
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging as transformers_logging
+
+        from replay_trainer import GRPOTrainer
+
+        transformers_logging.disable_progress_bar()
         callbacks = []
         if tracing:
             from replay_trainer import StepSpans
@@ -160,12 +162,14 @@ def _evaluation(prompts: str, rewards: list[str] | None, max_tokens: int) -> Pro
     """Raises ValueError, OSError or ImportError for prompts and rewards that cannot be used."""
     from replay_client.generator.prompts import Prompt, load_prompts
     from replay_client.generator.rewards import load_reward
-    from replay_trainer import PromptEvaluation
 
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
     rows = load_prompts(prompts)
     loaded = [Prompt.of(rows[index]) for index in range(len(rows))]
-    return PromptEvaluation(loaded, [load_reward(name) for name in rewards or ["exact_match"]], max_tokens)
+    scored_by = [load_reward(name) for name in rewards or ["exact_match"]]
+    from replay_trainer import PromptEvaluation  # needs torch; prompts and rewards that cannot be used end it before
+
+    return PromptEvaluation(loaded, scored_by, max_tokens)
 
 
 def _as_typed(message: str, names: set[str]) -> str:

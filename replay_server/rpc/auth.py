@@ -45,6 +45,7 @@ ROLES = {
     "GetServerInfo": Role.READ_ONLY,
     "ListItems": Role.READ_ONLY,
     "Get": Role.READ_ONLY,
+    "Departures": Role.READ_WRITE,  # what its reader confirms is forgotten
     "ShareMemory": Role.READ_ONLY,  # only a way for the bytes of the other methods
     "GetPolicy": Role.READ_ONLY,
     "WatchPolicy": Role.READ_ONLY,
@@ -281,7 +282,7 @@ class FileWatch:
     def __init__(self, *files: Path | None) -> None:
         """Files that are None are left out."""
         self._files = [path for path in files if path is not None]
-        self._times = self._modified()
+        self._seen = self._look()
         self._looked = float("-inf")
 
     def has_changed(self) -> bool:
@@ -290,12 +291,14 @@ class FileWatch:
         if now - self._looked < SECONDS_PER_LOOK:
             return False
         self._looked = now
-        before, self._times = self._times, self._modified()
-        return self._times != before
+        before, self._seen = self._seen, self._look()
+        return self._seen != before
 
-    def _modified(self) -> list[int]:
+    def _look(self) -> list[tuple[int, int, int]]:
+        # The clock of a file system moves every few milliseconds: who sees a file that was emptied, and is written in
+        # the same moment, finds the same time again.
         try:
-            return [path.stat().st_mtime_ns for path in self._files]
+            return [(found.st_mtime_ns, found.st_size, found.st_ino) for found in map(Path.stat, self._files)]
         except OSError:
             return []  # a file is missing while it is being replaced
 

@@ -61,7 +61,7 @@ class Backend:
         self.unfinished = Budget(unfinished, "bytes of items that are not complete (max_unfinished_bytes)")
         self.waiting = Budget(limits.max_waiting_bytes, "bytes of items that wait for their table (max_waiting_bytes)")
         self.outstanding = Budget(MAX_ROWS_OUTSTANDING, "samples under leases or drawn ahead")
-        self.memory = MemoryGuard(limits.memory_share)
+        self.memory = MemoryGuard(limits.memory_share, buffer.items.let_archive_go)
         self.clients = Clients(buffer.clock)
         self.draining = False
         """Whether items with new keys are refused. Another thread may set it."""
@@ -169,6 +169,9 @@ _MACHINE_RESERVE = 512 << 20
 _LOOK_EVERY = 0.05
 _TRIM_EVERY = 1.0
 """Seconds between two looks, and between two requests to give freed memory back to the system."""
+_SHARE_BETWEEN_LOOKS = 0.25
+"""The guard looks again once the server has received this share of the room above the reserve. A fast client fills the
+reserve of a small container within _LOOK_EVERY."""
 
 
 class MemoryGuard:
@@ -177,21 +180,33 @@ class MemoryGuard:
     Inserts are refused until items have left, or others have freed memory.
     """
 
-    def __init__(self, share: float, look: Callable[[], Sequence[Memory]] = memories) -> None:
-        """`share` of each memory may be in use; 1: all of it."""
+    def __init__(
+        self,
+        share: float,
+        let_go: Callable[[], None] = lambda: None,
+        look: Callable[[], Sequence[Memory]] = memories,
+    ) -> None:
+        """`share` of each memory may be in use; 1: all of it. `let_go` drops what nobody but the archive needs."""
         self._share = share
+        self._let_go = let_go
         self._look = look
         self._why: str | None = None
         self._looked_at = self._trimmed_at = -_TRIM_EVERY
+        self._until_next_look = 0.0
+        """Bytes that may still be received before the next look."""
 
-    def why_full(self) -> str | None:
-        """Why no more items can be kept; None: they can. What has been received counts already."""
+    def why_full(self, received: int) -> str | None:
+        """Why no more items can be kept; None: they can. `received`: bytes that have come into memory
+        since the last question. If a caller names the same bytes twice, the guard only looks sooner."""
         now = time.monotonic()
-        if self._share < 1 and now - self._looked_at >= _LOOK_EVERY:
+        self._until_next_look -= received
+        due = now - self._looked_at >= _LOOK_EVERY or (self._until_next_look < 0 and self._why is None)
+        if self._share < 1 and due:
             self._looked_at, before = now, self._why
             self._why = self._find()
             if self._why and now - self._trimmed_at >= _TRIM_EVERY:
                 self._trimmed_at = now
+                self._let_go()
                 give_back_freed()
                 self._why = self._find()
             if bool(before) != bool(self._why):
@@ -199,6 +214,7 @@ class MemoryGuard:
         return self._why
 
     def _find(self) -> str | None:
+        self._until_next_look = float("inf")
         for memory in self._look():
             reserve = int(memory.limit * (1 - self._share))
             if memory.name == "the machine":
@@ -208,6 +224,7 @@ class MemoryGuard:
                     f"{memory.name} has {memory.available} of {memory.limit} bytes of memory left, and {reserve} stay "
                     f"free ([limits] memory_share): give it more memory, or let tables evict with a lower max_bytes"
                 )
+            self._until_next_look = min(self._until_next_look, _SHARE_BETWEEN_LOOKS * (memory.available - reserve))
         return None
 
 

@@ -22,6 +22,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 """A call, as gRPC describes it."""
 
 _PREFIX = "replay/"
+_MOST_PROMPT_TABLES = 64
 
 
 class Side(StrEnum):
@@ -33,6 +34,8 @@ class Side(StrEnum):
     """It samples, or publishes policy versions."""
     TEACHER = "teacher"
     """It extends items with later columns."""
+    ARCHIVER = "archiver"
+    """It draws from the table `archive`."""
 
 
 @dataclass
@@ -61,6 +64,8 @@ class Clients:
         self._clock = clock
         self._by_name: OrderedDict[str, Client] = OrderedDict()
         """The one that was seen last stands last."""
+        self.prompt_tables: set[str] = set()
+        """The tables from which generators say that they draw their prompts."""
 
     def __iter__(self) -> Iterator[Client]:
         """The one that was seen last comes first."""
@@ -89,7 +94,11 @@ class Clients:
     def describe(self, context: Context, settings: dict[str, str]) -> None:
         """The client says what it is set to, instead of what it said before."""
         if name := name_of(context):
-            self._see(name, None).settings = settings
+            client = self._see(name, None)
+            client.settings = settings
+            if (table := settings.get("prompts_table")) and len(self.prompt_tables) < _MOST_PROMPT_TABLES:
+                self.prompt_tables.add(table.strip('"'))  # it is JSON
+                client.roles.discard(Side.TRAINER)  # it may have drawn prompts before it said so
 
     def leave(self, context: Context) -> None:
         """The client says that it ends."""

@@ -60,7 +60,7 @@ def append(backend: Backend, segment: SegmentRow) -> pb.UnchangedRow | None:
         digest = segment.digest()
         if (answer := first_answer(buffer, segment.request, digest)) is not None:
             return _row(pb.UnchangedRow.FromString(answer))
-    if full := backend.memory.why_full():
+    if full := backend.memory.why_full(sum(map(len, segment.payload))):
         raise busy(full)
     result = buffer.extend(segment.key, segment.names, segment.payload)
     row = pb.UnchangedRow(key=segment.key, present=result.present, missing=result.missing)

@@ -35,7 +35,13 @@ from replay_server.tables.waiting import Line
 def policy(buffer: ReplayBuffer) -> pb.Policy:
     current = buffer.policy
     age = max(0.0, buffer.clock() - current.set_at)
-    return pb.Policy(version=current.version, weights=current.weights, age=age, usual=buffer.versions.usual)
+    return pb.Policy(
+        version=current.version,
+        weights=current.weights,
+        age=age,
+        usual=buffer.versions.usual,
+        state=buffer.history.last_state,
+    )
 
 
 def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
@@ -67,6 +73,8 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
                 acquiring=_waiting(admission.line, None if head is None else admission.why_not(head.count)),
                 expired=admission.expired,
                 table=admission.table,
+                building=len(admission.building),
+                building_table=buffer.building,
             )
         )
     return info
@@ -75,9 +83,10 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
 def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
     now, lines, columns = buffer.clock(), buffer.lines[table.name], table.columns
     slots = columns.occupied()
+    kept = np.array(list(columns.kept.values()), dtype=np.int64)
     staleness = buffer.policy.version - columns.policy_version[slots]
     np.maximum(staleness, 0, out=staleness)
-    insert, sample = lines.inserts.head, lines.samples.head
+    insert = lines.inserts.head
     return pb.TableInfo(
         name=table.name,
         config=table.config.model_dump_json(),
@@ -85,7 +94,7 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         bytes=table.bytes,
         reserved=table.outstanding,
         inserting=_waiting(lines.inserts, None if insert is None else buffer.why_waiting(insert)),
-        sampling=_waiting(lines.samples, None if sample is None else buffer.why_waiting(sample)),
+        sampling=_samples_waiting(buffer, table),
         age=_quantiles(now - columns.inserted_at[slots]),
         staleness=_quantiles(staleness),
         priority=_quantiles(columns.priority[slots]),
@@ -102,12 +111,22 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         lacking=[pb.Lacking(name=name, items=items) for name, items in table.waiting.lacking().items()],
         waiting_seconds=max(0.0, now - table.waits_since) if table.waiting.count else 0.0,
         flow=_flow(table.flow),
+        kept=kept.size,
+        kept_bytes=int(columns.size[kept].sum()),
+        archive_of=buffer.archived if table is buffer.archive else "",
         **table.counts(),
     )
 
 
 def _waiting(line: Line[Any], reason: str | None) -> pb.Waiting:
     return pb.Waiting(count=len(line), reason=reason or "", seconds=line.standstill)
+
+
+def _samples_waiting(buffer: ReplayBuffer, table: Table) -> pb.Waiting:
+    line = buffer.lines[table.name].samples
+    if table is buffer.archive:  # the archiver waits for the next item; that is no standstill
+        return pb.Waiting(count=len(line))
+    return _waiting(line, None if line.head is None else buffer.why_waiting(line.head))
 
 
 def _limiter(limiter: RateLimiter) -> pb.Limiter:
@@ -182,22 +201,24 @@ def long_wait(buffer: ReplayBuffer, clients: Clients) -> float:
     """Seconds from which on a wait is long."""
     if step := _usual_step(buffer):
         return _limit(step)
-    return FIRST_STEPS if all(clients.missed(role) for role in Side) else LONG_WAIT
+    return FIRST_STEPS if all(clients.missed(role) for role in (Side.TRAINER, Side.GENERATOR)) else LONG_WAIT
 
 
 def silences(buffer: ReplayBuffer, clients: Clients) -> Iterator[pb.Silence]:
     """Each side that is gone; of generators each table that they do not fill any more."""
-    now, lines = buffer.clock(), buffer.lines.values()
+    # Prompts are loaded and drawn by generators, many at once and then none for long.
+    tables = [table for table in buffer.trained if table.name not in clients.prompt_tables]
+    now, lines = buffer.clock(), [buffer.lines[table.name] for table in tables]
     if (gone := clients.missed(Side.TRAINER)) and not _any_waits(line.samples for line in lines):
-        yield from _trainer(buffer, now, gone)
+        yield from _trainer(buffer, tables, now, gone)
     waits: list[Line[Any]] = [line.inserts for line in lines]
     if buffer.admission is not None:
         waits.append(buffer.admission.line)
     if (gone := clients.missed(Side.GENERATOR)) and not _any_waits(waits):
-        yield from _generators(buffer, now, gone)
+        yield from _generators(buffer, tables, now, gone)
 
 
-def _trainer(buffer: ReplayBuffer, now: float, gone: Sequence[Client]) -> Iterator[pb.Silence]:
+def _trainer(buffer: ReplayBuffer, tables: Sequence[Table], now: float, gone: Sequence[Client]) -> Iterator[pb.Silence]:
     policy, usual = buffer.policy, buffer.versions.usual
     if usual:
         if (age := now - policy.set_at) > _limit(usual):
@@ -205,18 +226,22 @@ def _trainer(buffer: ReplayBuffer, now: float, gone: Sequence[Client]) -> Iterat
             yield _silence(Side.TRAINER, "", age, usual, what, now, gone)
         return
     # A pool may be sampled seldom. Only when no table is sampled any more is the trainer gone.
-    sampled = [table for table in buffer.tables.values() if table.sampled.rhythm.usual]
+    # Generators, and not the trainer, sample groups under construction.
+    sampled = [table for table in tables if table.sampled.rhythm.usual and table.name != buffer.building]
     if sampled and all(now - table.sampled.last > _limit(table.sampled.rhythm.usual) for table in sampled):
         last = max(sampled, key=lambda table: table.sampled.last)
         age, what = now - last.sampled.last, f"nobody samples {last.name}"
         yield _silence(Side.TRAINER, last.name, age, last.sampled.rhythm.usual, what, now, gone)
 
 
-def _generators(buffer: ReplayBuffer, now: float, gone: Sequence[Client]) -> Iterator[pb.Silence]:
-    forwarded = {table.config.forward_to for table in buffer.tables.values()}
-    for table in buffer.tables.values():
+def _generators(
+    buffer: ReplayBuffer, tables: Sequence[Table], now: float, gone: Sequence[Client]
+) -> Iterator[pb.Silence]:
+    forwarded = {table.config.forward_to for table in tables}
+    for table in tables:
         # What another table feeds gets its items when the trainer samples that one.
-        if table.name in forwarded or not (usual := table.inserted.rhythm.usual):
+        # What is under construction says itself that nobody works at it.
+        if table.name in {buffer.building, *forwarded} or not (usual := table.inserted.rhythm.usual):
             continue
         usual = max(usual, _usual_step(buffer))
         if (age := now - table.inserted.last) > _limit(usual):
@@ -245,7 +270,7 @@ def _usual_step(buffer: ReplayBuffer) -> float:
     """Seconds that a step of the trainer usually takes, as far as its traces here tell; 0: unknown."""
     if usual := buffer.versions.usual:
         return usual
-    return max(chain.from_iterable(map(_usual_uses, buffer.tables.values())), default=0.0)
+    return max(chain.from_iterable(map(_usual_uses, buffer.trained)), default=0.0)
 
 
 def _usual_uses(table: Table) -> tuple[float, float]:

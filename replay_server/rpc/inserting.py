@@ -35,11 +35,14 @@ from replay_server.rpc.backend import Backend, endless, unary
 from replay_server.rpc.clients import Context, Seen, Side
 from replay_server.rpc.extending import SegmentRow, append, segments_of
 from replay_server.storage.journal import Journal
-from replay_server.tables.buffer import PendingInsert
+from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import FloatArray
+from replay_server.tables.insert_rules import PendingInsert
 from replay_server.tables.items import InsertBatch, Payload
 from replay_server.tables.waiting import deadline_at, result_of
 
+MAX_CLOSES = 64
+"""Batches that one item closes."""
 ROWS_PER_YIELD = 256
 """Rows inserted before other requests may run: rows that are inserted one by one can take seconds."""
 
@@ -152,6 +155,7 @@ async def read_messages(
                 payloads=row_payloads,
                 permits=request.permits,
                 labels=labels,
+                closes=tuple(dict.fromkeys(request.closes)),
             )
             message.batches = list(_by_tables(request, columns))
         yield message
@@ -163,6 +167,12 @@ def _check_columns(request: pb.InsertRequest) -> None:
         raise invalid(f"{rows} items in one message: at most {MAX_ROWS}")
     if rows == 0:
         raise invalid("a message without items, and no item before it lacks payload bytes")
+    if request.closes and (rows > 1 or request.extend):
+        raise invalid(
+            f"{rows} rows that close batches: send such an item in a message of its own, and not as a segment"
+        )
+    if len(request.closes) > MAX_CLOSES:
+        raise invalid(f"an item closes {len(request.closes)} batches: at most {MAX_CLOSES}")
     for name, entries in (("policy_versions", request.policy_versions), ("payload_sizes", request.payload_sizes)):
         if len(entries) not in (0, rows):
             raise invalid(f"{name} has {len(entries)} entries for {rows} items")
@@ -260,7 +270,7 @@ async def decide(
 ) -> AsyncIterator[Decided]:
     """Inserts, appends or refuses each row, and waits for its tables where that is necessary."""
     async for message in messages:
-        seen(Side.TEACHER if message.segments else Side.GENERATOR)
+        seen(_side(backend.buffer, message.segments))
         decided, first = Decided(), True
         for row, segment in enumerate(message.segments, 1):
             _append(backend, message, segment, decided)
@@ -295,6 +305,11 @@ async def decide(
         yield decided
 
 
+def _side(buffer: ReplayBuffer, segments: Sequence[SegmentRow]) -> Side:
+    """Who sends a message. Generators extend groups under construction, and teachers all others."""
+    return Side.TEACHER if segments and segments[0].key not in buffer.items.building else Side.GENERATOR
+
+
 def _append(backend: Backend, message: InsertMessage, segment: SegmentRow, decided: Decided) -> None:
     try:
         if message.refusal is not None:
@@ -318,7 +333,7 @@ def _admit(
     if message.refusal is not None:
         return 0, message.refusal
     buffer = backend.buffer
-    full = backend.memory.why_full()
+    full = backend.memory.why_full(message.nbytes)
     if backend.draining or full:
         key = batch.keys[0]
         if key not in buffer.items and not buffer.known_keys.any_of([key]):  # otherwise it is a retry

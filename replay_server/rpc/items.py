@@ -1,4 +1,4 @@
-"""Items: the methods that update, delete, get and list items by key."""
+"""Items: the methods that update, delete, get and list items by key, and tell which have left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replay_protos.framing import Frame
 from replay_protos.label_columns import columns_message, tags_message
 from replay_protos.labels import MOST_TAGS, Labels
 from replay_server.config import MAX_KEYS, MAX_ROWS
-from replay_server.errors import invalid
+from replay_server.errors import invalid, unsupported
 from replay_server.rpc.backend import Backend, durable, once, split_payloads, stream, unary
 from replay_server.rpc.clients import Context
 from replay_server.tables.buffer import ReplayBuffer
@@ -116,6 +116,26 @@ class ItemMethods:
             columns=columns_message(labels),
             tags=tags_message(labels),
             lacking=_lacking(table, chosen),
+        )
+
+    @unary
+    async def Departures(self, request: pb.DeparturesRequest, context: Context) -> pb.DeparturesResponse:
+        if (departures := self.buffer.departures) is None:
+            raise unsupported("this server does not record what leaves: it has no [archive]")
+        found, following = departures.read(request.confirmed, request.limit or MAX_ROWS)
+        return pb.DeparturesResponse(
+            departures=[
+                pb.Departure(
+                    table=each.table,
+                    reason=each.reason,
+                    time=each.time,
+                    policy_version=each.policy_version,
+                    keys=each.keys,
+                )
+                for each in found
+            ],
+            next=following,
+            lost=departures.lost,
         )
 
     async def _with_tags(self, table: Table, slots: IntArray, wanted: Mapping[str, str]) -> IntArray:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from replay_protos import replay_pb2 as pb
-from replay_server.config import MAX_ROWS, MAX_SETTING, MAX_SETTINGS, MAX_SHARE, MAX_WEIGHTS
+from replay_server.config import MAX_ROWS, MAX_SETTING, MAX_SETTINGS, MAX_SHARE, MAX_STATE, MAX_WEIGHTS
 from replay_server.errors import invalid, unsupported
 from replay_server.rpc import info
 from replay_server.rpc.backend import Backend, durable, endless, once, unary
@@ -25,6 +25,7 @@ class PolicyMethods:
 
     @unary
     @durable
+    @once(pb.Policy)
     async def SetPolicyVersion(self, request: pb.SetPolicyVersionRequest, context: Context) -> pb.Policy:
         if len(request.weights) > MAX_WEIGHTS or not request.weights.isprintable():
             raise invalid(
@@ -34,8 +35,10 @@ class PolicyMethods:
         share = request.share if request.HasField("share") else None
         if share is not None and not 0 <= share <= MAX_SHARE:
             raise invalid(f"share {share}: must be a number from 0 to {MAX_SHARE:g}")
+        if len(request.state) > MAX_STATE or not request.state.isprintable():
+            raise invalid(f"state {request.state[:100]!r}: an id has at most {MAX_STATE} characters, all printable")
         with self.backend.clients.calling(context, Side.TRAINER):
-            self.buffer.set_policy_version(request.version, request.weights, request.rollback, share)
+            self.buffer.set_policy_version(request.version, request.weights, request.rollback, share, request.state)
         return info.policy(self.buffer)
 
     @unary

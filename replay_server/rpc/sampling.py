@@ -29,6 +29,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeVar
 
 from replay_protos import replay_pb2 as pb
@@ -47,10 +48,10 @@ from replay_server.config import (
 from replay_server.errors import Refused, busy, deadline, invalid, try_again
 from replay_server.rpc.backend import Backend, durable, endless, once, split_payloads, stream, unary
 from replay_server.rpc.clients import Context, Seen, Side
-from replay_server.tables.balance import ValueRows
-from replay_server.tables.buffer import PendingSample
+from replay_server.tables.config import ARCHIVE
 from replay_server.tables.items import DamagedPayloads, Payload
-from replay_server.tables.outstanding import MOST_ID, new_id
+from replay_server.tables.outstanding import MOST_ID, PendingSample, new_id
+from replay_server.tables.selecting.balance import ValueRows
 from replay_server.tables.table import SampleBatch, SampleRequest
 from replay_server.tables.waiting import deadline_at
 
@@ -75,7 +76,7 @@ class SampleMethods:
     @stream
     async def Sample(self, request: pb.SampleRequest, context: Context) -> AsyncGenerator[Response]:
         backend, draws, ready, leased = self.backend, self.draws, asyncio.Event(), False
-        with backend.clients.calling(context, Side.TRAINER):
+        with backend.clients.calling(context, _side(backend, request.table)):
             draw = draws.begin(request, context.peer(), lambda _: ready.set(), None)
             try:
                 while (responses := draws.responses(draw)) is None:
@@ -110,7 +111,7 @@ class SampleMethods:
         self.backend.sample_streams += 1
         self._streams[client] += 1
         try:
-            with self.backend.clients.calling(context, Side.TRAINER) as seen:
+            with self.backend.clients.calling(context, None) as seen:
                 draws = DrawResponder(self.backend, self.draws, client, requests, seen)
                 async with aclosing(draws.responses()) as responses:
                     async for response in responses:
@@ -133,6 +134,17 @@ class SampleMethods:
         if batch_id is not None:
             buffer.take(batch_id, sent=True)
         return pb.MutationResponse(applied=len(set(request.keys)) - len(missing), missing=missing)
+
+
+def _side(backend: Backend, table: str) -> Side | None:
+    """Who samples this table: the archiver, generators that look for prompts or for groups under construction, or else
+    trainers."""
+    buffer = backend.buffer
+    if not table:
+        return None
+    if table == ARCHIVE and buffer.archive is not None:
+        return Side.ARCHIVER
+    return Side.GENERATOR if table == buffer.building or table in backend.clients.prompt_tables else Side.TRAINER
 
 
 def _check_lease(seconds: float) -> None:
@@ -197,6 +209,7 @@ class OpenDraws:
         self._backend = backend
         self._buffer = backend.buffer
         self._by_id: dict[int, OpenDraw] = {}
+        self._buffer.outstanding.on_closed = self._closed
         for batch_id, seconds in self._buffer.outstanding.leased.items():  # of before a restart
             wanted = SampleRequest(1, 1, id=batch_id)
             draw = OpenDraw(pb.SampleRequest(), wanted, "", 0.0, lambda _: None, None, in_use=True)
@@ -386,6 +399,11 @@ class OpenDraws:
             self._buffer.abandon(draw.pending)
             draw.on_ready(draw)
 
+    def _closed(self, batch_id: int) -> None:
+        """An insert has taken the batch."""
+        if (draw := self._by_id.get(batch_id)) is not None:
+            self._remove(draw)
+
     def _is_drawn(self, draw: OpenDraw) -> bool:
         return draw.wanted.id in self._buffer.outstanding.by_id
 
@@ -405,7 +423,7 @@ class DrawResponder:
     def __init__(
         self, backend: Backend, draws: OpenDraws, client: str, requests: AsyncIterator[pb.DrawRequest], seen: Seen
     ) -> None:
-        """`seen` is called for each message of the reader."""
+        """`seen` is called for each message of the reader, with the side that it is on."""
         self._backend = backend
         self._buffer = backend.buffer
         self._draws = draws
@@ -464,7 +482,7 @@ class DrawResponder:
 
     async def _read(self) -> None:
         async for request in self._requests:
-            self._seen()
+            self._seen(_side(self._backend, self._table_of(request)))
             while len(self._answers) >= MAX_UNANSWERED:
                 self._answered.clear()
                 await self._answered.wait()
@@ -474,6 +492,14 @@ class DrawResponder:
             if answer is not None:
                 await self._backend.durable()
                 self._answer(answer)
+
+    def _table_of(self, request: pb.DrawRequest) -> str:
+        """The table that a request is about; empty: the batches that it names are not there."""
+        if request.HasField("draw"):
+            return request.draw.table
+        ids = chain(request.take, request.give_back, request.renew)
+        there = (found[0].name for each in ids if (found := self._buffer.outstanding.by_id.get(each)) is not None)
+        return next(there, "")
 
     def _begin(self, request: pb.SampleRequest) -> None:
         try:

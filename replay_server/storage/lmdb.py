@@ -33,7 +33,7 @@ from typing import NamedTuple
 import lmdb
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_digest, xxh3_64_intdigest
 
 from replay_protos.framing import cut
 from replay_server.storage.data_dir import (
@@ -136,6 +136,8 @@ class LmdbStorage:
         """What the next commit writes."""
         self._taken = Unwritten()
         """What the running commit writes."""
+        self._taken_bytes = 0
+        """Payload bytes of that."""
         self._writing: lmdb.Transaction
         """The transaction in which the running commit writes; of its thread."""
         self._half_written: set[int] = set()
@@ -290,6 +292,7 @@ class LmdbStorage:
     def begin_commit(self) -> Unwritten:
         """The payloads to write and to delete in the next commit. They can be read until it has ended."""
         self._taken, self._next = self._next, Unwritten()
+        self._taken_bytes = self.unwritten
         return self._taken
 
     def commit(self, delta: Delta, payloads: Unwritten, slices: Sequence[Delta] = ()) -> None:
@@ -381,7 +384,7 @@ class LmdbStorage:
             self.error = ""
             self.commits += 1
             self._half_written.clear()
-            self.unwritten -= taken.bytes_of(taken.fresh.keys() | taken.grown.keys())
+            self.unwritten -= self._taken_bytes
             return []
         self.error = f"the last commit failed ({error})"
         deleted = {key for key, _ in following.gone if key in taken.fresh or key in taken.grown}
@@ -500,6 +503,10 @@ def unsealed_chunk(key: int, number: int, value: bytes | memoryview | None, size
 
 def chunks_of(key: int, payload: Payload, first: int = 0) -> Iterator[tuple[bytes, bytes]]:
     """(name, value) of each chunk of a payload, or of its rest from the chunk with the number `first` on."""
+    if len(payload) == 1 and isinstance(whole := payload[0], bytes) and 0 < len(whole) <= CHUNK_BYTES:
+        # The most frequent case takes half the time so.
+        yield CHUNK_KEY.pack(key, first), xxh3_64_digest(whole, _seed(key, first)) + whole
+        return
     for number, parts in enumerate(cut(payload, CHUNK_BYTES), first):
         checksum = xxh3_64(seed=_seed(key, number))
         for part in parts:

@@ -26,16 +26,20 @@ from replay_server.storage import records
 from replay_server.storage.checkpoints import OpenCheckpoint
 from replay_server.storage.records import (
     ADMISSION,
+    BUILDING,
     CLOCK,
     FORWARDED,
-    IN_TABLE,
+    HISTORY,
     ITEM,
+    KEPT,
+    KEPT_WITH_PERMIT,
     LEASE,
     POLICY,
     REMEMBERED,
     ROW,
     SCOPE,
     TABLE,
+    UNUSED,
     Damaged,
     Delta,
     ItemRecords,
@@ -49,6 +53,7 @@ from replay_server.storage.records import (
 )
 from replay_server.tables.buffer import Policy, ReplayBuffer
 from replay_server.tables.columns import IntArray, KeyArray
+from replay_server.tables.history import Consumed, History
 from replay_server.tables.items import Item
 from replay_server.tables.table import Table
 
@@ -56,6 +61,7 @@ log = logging.getLogger("replay_server")
 
 ITEMS_PER_SLICE = 4096
 """Items whose records are collected before other requests run: some 15 ms of CPU."""
+_NO_OWNERS, _NO_ROWS = np.zeros(0, np.int64), np.zeros(0, ROW)
 _KEPT = (SCOPE, LEASE, REMEMBERED)
 """Names of the records that come only when they have changed, and not each time as of the moment."""
 
@@ -216,11 +222,18 @@ class ChangeCollector:
         rows: list[npt.NDArray[np.void]] = []
         for table in buffer.tables.values():
             of_items, of_table = rows_in_table(table, keys, *buffer.outstanding.drawn(table))
-            of_table["table"], of_table["inserted_at"] = self._tables[table.name], of_table["inserted_at"] + offset
-            owners.append(of_items)
-            rows.append(of_table)
+            if of_items.size:
+                of_table["table"], of_table["inserted_at"] = self._tables[table.name], of_table["inserted_at"] + offset
+                owners.append(of_items)
+                rows.append(of_table)
+            if table.columns.kept:
+                of_items, of_table = kept_rows(table, keys, buffer.history)
+                of_table["table"], of_table["inserted_at"] = self._tables[table.name], of_table["inserted_at"] + offset
+                owners.append(of_items)
+                rows.append(of_table)
         in_a_table = np.zeros(keys.size, dtype=np.bool_)
-        in_a_table[np.concatenate(owners)] = True
+        for of_items in owners:
+            in_a_table[of_items] = True
         forwarded = [
             (place, self._tables[name]) for place, item in enumerate(found) if item.forwarded for name in item.forwarded
         ]
@@ -229,18 +242,23 @@ class ChangeCollector:
             passed["table"], passed["kind"] = [table for _, table in forwarded], FORWARDED
             owners.append(np.array([place for place, _ in forwarded]))
             rows.append(passed)
-        all_owners, all_rows = np.concatenate(owners), np.concatenate(rows)
-        kept = in_a_table[all_owners]
-        order = np.argsort(all_owners[kept], kind="stable")
-        renumbered = np.cumsum(in_a_table) - 1
         items = np.zeros(keys.size, dtype=ITEM)
         items["key"] = keys
         for name in ("policy_version", "nbytes", "inserted_at"):
             items[name] = np.fromiter(map(attrgetter(name), found), dtype=ITEM[name], count=len(found))
         if permits := buffer.items.unused_permits:
-            items["unused_permit"] = [key in permits for key in keys.tolist()]
+            items["permit"] = [key in permits for key in keys.tolist()]
+        if building := buffer.items.building:
+            items["permit"][[key in building for key in keys.tolist()]] = BUILDING
         items["inserted_at"] += offset
-        records = ItemRecords(items[in_a_table], all_rows[kept][order], renumbered[all_owners[kept][order]])
+        if len(owners) == 1 and owners[0].size == keys.size and not forwarded:  # a row each: the most frequent case
+            records = ItemRecords(items, rows[0], owners[0])
+        else:
+            all_owners, all_rows = np.concatenate([_NO_OWNERS, *owners]), np.concatenate([_NO_ROWS, *rows])
+            kept = in_a_table[all_owners]
+            order = np.argsort(all_owners[kept], kind="stable")
+            renumbered = np.cumsum(in_a_table) - 1
+            records = ItemRecords(items[in_a_table], all_rows[kept][order], renumbered[all_owners[kept][order]])
         if buffer.items.labelled:
             packed = [pack_labels(item.labels) for item, there in zip(found, in_a_table.tolist(), strict=True) if there]
             records.items["labels"] = [len(labels) for labels in packed]
@@ -256,6 +274,7 @@ class ChangeCollector:
         policy = buffer.policy
         values.append((CLOCK, self._clock_record))
         values.append((POLICY, [policy.version, policy.weights, policy.set_at + offset]))
+        values.append((HISTORY, buffer.history.state_dict()))
         if buffer.admission is not None:
             admission = buffer.admission.state_dict(offset)
             # Items that only batches hold are not recorded, so nothing would give their permits back after a restart.
@@ -320,6 +339,8 @@ def rows_in_table(
     columns = table.columns
     slots = columns.find_with_reserved(keys)
     places = np.flatnonzero(slots >= 0)
+    if not places.size:
+        return _NO_OWNERS, _NO_ROWS
     rows = np.zeros(places.size, dtype=ROW)
     for name in ("order", "times_sampled", "priority", "inserted_at"):
         rows[name] = getattr(columns, name)[slots[places]]
@@ -327,6 +348,21 @@ def rows_in_table(
         at = np.searchsorted(drawn, keys[places]).clip(max=drawn.size - 1)
         rows["times_sampled"] -= np.where(drawn[at] == keys[places], times[at], 0)
     return places, rows
+
+
+def kept_rows(table: Table, keys: KeyArray, history: History) -> tuple[IntArray, npt.NDArray[np.void]]:
+    """As `rows_in_table`, the rows of `keys` that the table has consumed and keeps."""
+    kept, columns = table.columns.kept, table.columns
+    names: list[int] = keys.tolist()
+    places = [place for place, key in enumerate(names) if key in kept]
+    slots = [kept[names[place]] for place in places]
+    consumed = [history.rows[table.name, names[place]] for place in places]
+    rows = np.zeros(len(places), dtype=ROW)
+    for name in ("order", "priority", "inserted_at"):
+        rows[name] = getattr(columns, name)[slots]
+    rows["times_sampled"] = [each.number for each in consumed]
+    rows["kind"] = [KEPT_WITH_PERMIT if each.permit else KEPT for each in consumed]
+    return np.array(places, dtype=np.int64), rows
 
 
 def restore(buffer: ReplayBuffer, state: State) -> None:
@@ -354,6 +390,8 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
                 table.set_policy_version(buffer.policy.version)
         elif name == ADMISSION:
             admission = value
+        elif name == HISTORY:
+            buffer.history.load_state_dict(value)
     if buffer.admission is not None:
         buffer.admission.load_state_dict(admission, offset, buffer.policy.version)
     for table_name, scope, _, keys in sorted(scopes, key=lambda value: value[2]):
@@ -391,14 +429,14 @@ def restore_checkpoint(
 def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
     now = buffer.clock()
     items, rows, owners = state.items.items, state.items.rows, state.items.owners
-    keys, in_table = items["key"], rows["kind"] == IN_TABLE
+    keys, of_table, kept = items["key"], rows["kind"] != FORWARDED, rows["kind"] >= KEPT
     labels = state.items.labels_of_items()
     holders = np.zeros(keys.size, dtype=np.int64)
     names = table_numbers(state)
     for number, name in names.items():
-        chosen = np.flatnonzero(in_table & (rows["table"] == number))
+        chosen = np.flatnonzero(of_table & (rows["table"] == number))
         chosen = chosen[np.argsort(rows["order"][chosen], kind="stable")]
-        mine, own = rows[chosen], owners[chosen]
+        mine, own, consumed = rows[chosen], owners[chosen], kept[chosen]
         if own.size and name in buffer.tables:
             holders[own] += 1
             buffer.tables[name].add_rows(
@@ -408,9 +446,11 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
                 items["nbytes"][own],
                 mine["order"],
                 np.minimum(mine["inserted_at"] - offset, now),  # nothing comes from the future: the clock was set back
-                mine["times_sampled"],
+                np.where(consumed, 1, mine["times_sampled"]),
                 None if labels is None else [labels[owner] for owner in own.tolist()],
             )
+            if consumed.any():
+                _keep(buffer, buffer.tables[name], keys[own[consumed]], mine[consumed])
             continue
         if own.size:
             log.warning("table %r is not configured any more: its %d items are dropped", name, own.size)
@@ -432,15 +472,26 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
     for owner, tables in forwarded.items():
         loaded[columns[0][owner]].forwarded = tables
     buffer.items.update(loaded)
+    buffer.items.find_archived_only()
     if labels is not None:
         buffer.items.label(columns[0], labels)
-    buffer.items.unused_permits.update(keys[items["unused_permit"] != 0].tolist())
+    buffer.items.unused_permits.update(keys[items["permit"] == UNUSED].tolist())
+    if buffer.building:  # the table may have another name than before
+        there = buffer.tables[buffer.building].columns.find(keys) >= 0
+        buffer.items.building.update(keys[there & (items["permit"] == BUILDING)].tolist())
     buffer.items.bytes += int(items["nbytes"].sum())
     unheld = keys[holders == 0].tolist()  # they are in no table that is configured
     buffer.items.hold(unheld)
     for watcher in buffer.watchers:
         watcher.changed(unheld)
     buffer.items.release(unheld)
+
+
+def _keep(buffer: ReplayBuffer, table: Table, keys: KeyArray, rows: npt.NDArray[np.void]) -> None:
+    """These rows (n,), which are in the table, were consumed and kept before."""
+    table.keep(keys)
+    numbers, permits = rows["times_sampled"].tolist(), (rows["kind"] == KEPT_WITH_PERMIT).tolist()
+    buffer.history.keep_again(table, keys.tolist(), map(Consumed, numbers, permits))
 
 
 @contextmanager
@@ -459,6 +510,7 @@ def reconcile(buffer: ReplayBuffer) -> None:
     """Makes all that was loaded fit the configuration. What that costs is logged."""
     if buffer.admission is not None:
         buffer.admission.expire()
+    buffer.history.reconcile()
     for table in buffer.tables.values():
         size = table.size
         if lost := table.reconcile():

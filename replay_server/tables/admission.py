@@ -7,6 +7,11 @@ the insert (running -> accepted), by release, or by expiry of its grant (both lo
 Only inserts into one table need permits: the table whose groups are trained on. A permit that comes with an insert into
 other tables goes back, because no step will ever use that group.
 
+One other table may hold permits: `building`, of groups under construction. An item that comes into it with a permit is
+a building unit from then on, and `running` are granted permits and building units together. The unit ends when the item
+leaves that table: accepted, if an insert into the admitted table closes it, or back, if it leaves in any other way. The
+server knows the units from the items alone (`Items.building`), so they outlive a restart and a rollback as items do.
+
 While another shard is away, this one grants `share` times its groups_per_step, so that a step gets all its groups:
 
     accepted + running + n <= earlier + (max_staleness + 1) * share * groups_per_step
@@ -18,7 +23,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +54,13 @@ class PendingPermits(Pending[Grant]):
 
 
 class Admission:
-    def __init__(self, config: AdmissionConfig, table: str, clock: Callable[[], float]) -> None:
-        """`table`: the one whose inserts need permits."""
+    def __init__(
+        self, config: AdmissionConfig, table: str, clock: Callable[[], float], building: Collection[int] = ()
+    ) -> None:
+        """`table`: the one whose inserts need permits. `building`: the keys of groups under construction, as of now."""
         self.config = config
         self.table = table
+        self.building = building
         self._clock = clock
         self._version = 0
         self._share = 1.0
@@ -67,7 +75,8 @@ class Admission:
 
     @property
     def running(self) -> int:
-        return sum(grant.count for grant in self._grants.values())
+        """Permits that are granted and not used, and groups under construction."""
+        return sum(grant.count for grant in self._grants.values()) + len(self.building)
 
     @property
     def max_version(self) -> int:

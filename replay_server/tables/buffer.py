@@ -16,15 +16,18 @@ left are cleared away afterwards, in slices (`leaving.py`).
 
 * A drawn batch is outstanding until exactly one call of `take` or `give_back`.
 * A row of several tables waits in the lines of all of them, and enters all of them at once.
+* A row of the table that is archived joins `archive` as it enters. It waits for no place there, and is refused none.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,59 +37,38 @@ from replay_protos.labels import labels_of
 from replay_server.errors import Refused, closed, deadline, invalid, listed_tables, not_found, try_again
 from replay_server.tables.admission import Admission
 from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, KeyArray
-from replay_server.tables.config import AdmissionConfig, TableConfig, admitted_table, explain
+from replay_server.tables.config import (
+    ARCHIVE,
+    AdmissionConfig,
+    ArchiveConfig,
+    TableConfig,
+    admitted_table,
+    archived_table,
+    explain,
+)
+from replay_server.tables.history import History
 from replay_server.tables.insert_rules import (
     MAX_VERSION,
     Blocked,
     InsertRules,
     Known,
+    PendingInsert,
     Rows,
     TooStale,
+    Undone,
     are_priorities,
     bad_priority,
 )
 from replay_server.tables.items import DamagedPayloads, InsertBatch, Items, MemoryStorage, Payload, Storage
-from replay_server.tables.leaving import ROWS_PER_SLICE
+from replay_server.tables.leaving import ROWS_PER_SLICE, DepartureLog
 from replay_server.tables.meters import Rhythm
-from replay_server.tables.outstanding import OutstandingBatches, check_sample
+from replay_server.tables.outstanding import OutstandingBatches, PendingSample, check_sample
 from replay_server.tables.remembered import Remembered, Watcher
-from replay_server.tables.table import SampleBatch, SampleRequest, Table
-from replay_server.tables.waiting import Line, Pending
+from replay_server.tables.table import SampleRequest, Table
+from replay_server.tables.waiting import Line
 
 SILENCE = 10.0
 """Seconds in which nobody inserted or sampled, after which a reason says so."""
-
-
-class PendingInsert(Pending[None]):
-    """One row that waits, in the lines of all its tables."""
-
-    def __init__(
-        self,
-        insert: InsertBatch,
-        rows: Rows,
-        tables: Sequence[Table],
-        since: float,
-        deadline_at: float,
-        evicted: list[tuple[int, str]],
-    ) -> None:
-        """`evicted` receives the key and the table if the row leaves the table as soon as it is inserted."""
-        super().__init__(since, deadline_at)
-        self.evicted = evicted
-        self.insert = insert
-        self.rows = rows
-        self.tables = tables
-
-
-class PendingSample(Pending[tuple[int, SampleBatch]]):
-    def __init__(self, table: Table, request: SampleRequest, since: float, deadline_at: float) -> None:
-        super().__init__(since, deadline_at)
-        self.tables = [table]
-        self.request = request
-
-    @property
-    def drawn(self) -> int | None:
-        """The id of the batch, once it is drawn."""
-        return None if self.value is None else self.value[0]
 
 
 class Lines:
@@ -108,7 +90,7 @@ def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items
     This is about order alone: what the rows change for each other. Whether they may enter, the insert rules say.
     """
     n, nbytes = len(batch), int(batch.sizes.sum())
-    if items.why_full(nbytes) or len(set(batch.keys)) < n or any_insert_waits(tables, lines):
+    if items.bytes + nbytes > items.max_bytes or len(set(batch.keys)) < n or any_insert_waits(tables, lines):
         return 1
     at_once: float = n
     for table in tables:
@@ -168,6 +150,7 @@ class ReplayBuffer:
         *,
         storage: Storage | None = None,
         admission: AdmissionConfig | None = None,
+        archive: ArchiveConfig | None = None,
         max_bytes: int | None = None,
         max_payload_bytes: int = 1 << 30,
         rows_per_slice: int = ROWS_PER_SLICE,
@@ -176,17 +159,35 @@ class ReplayBuffer:
         self.clock = clock
         self.storage = MemoryStorage() if storage is None else storage
         configs = list(tables)
-        self.admission = None if admission is None else Admission(admission, admitted_table(admission, configs), clock)
         self.max_payload_bytes = max_payload_bytes
-        unused_permit = (lambda: None) if self.admission is None else self.admission.forget
-        self.items = Items(self.storage, max_bytes, unused_permit, rows_per_slice)
+        self.items = Items(self.storage, max_bytes, self._permit_ended, rows_per_slice)
+        self.admission: Admission | None = None
+        self.building = "" if admission is None else admission.building or ""
+        """The table of groups under construction; empty: there is none."""
+        if admission is not None:
+            self.admission = Admission(admission, admitted_table(admission, configs), clock, self.items.building)
+        self.archived = "" if archive is None else archived_table(archive, admission, configs)
+        """The name of the table whose items join the table `archive` too; empty: there is none."""
+        if archive is not None:
+            configs.append(archive.declared())
         self.tables = {config.name: Table(config, clock, self.left, self.items.labels) for config in configs}
+        self.archive = self.items.archive = None if archive is None else self.tables[ARCHIVE]
+        self.departures = None if archive is None else DepartureLog(time.time_ns)
+        """Of all tables but `archive`; None: nobody records them."""
+        if archive is not None:
+            for table in self.trained:
+                table.on_departure = self._departed
         self.lines = {name: Lines(clock) for name in self.tables}
         self.policy, self.versions = Policy(set_at=clock()), Rhythm()
         self.on_policy: set[Callable[[], None]] = set()
         """Called after every change of the policy."""
         self.watchers: list[Watcher] = []
-        self.outstanding = OutstandingBatches(self.tables, self.items, self.watchers, self.admission)
+        admitted = "" if self.admission is None else self.admission.table
+        self.history = History(self.tables, self.items, self.watchers, admitted)
+        self.items.kept = self.history
+        self.outstanding = OutstandingBatches(
+            self.tables, self.items, self.watchers, self.history, admitted, self.building
+        )
         self.known_keys: Remembered[frozenset[str]] = Remembered("keys", MAX_KNOWN_KEYS, self.watchers)
         """Of items: for which tables each was inserted. An insert is known as a retry also when its item is gone."""
         self.answers: Remembered[tuple[bytes, bytes]] = Remembered(
@@ -197,7 +198,9 @@ class ReplayBuffer:
         self.remembered: dict[str, Remembered[Any]] = {kind.kind: kind for kind in kinds}
         self.damaged = 0
         """Items lost because their bytes in the storage were not what was written."""
-        self._rules = InsertRules(self.items, self.known_keys, max_payload_bytes)
+        self._rules = InsertRules(
+            self.items, self.known_keys, self.outstanding.why_not_closed, self.history, max_payload_bytes
+        )
         self._closed = False
 
     @property
@@ -205,11 +208,29 @@ class ReplayBuffer:
         """Bytes of all payloads."""
         return self.items.bytes
 
+    @property
+    def trained(self) -> list[Table]:
+        """All tables but `archive`: those that trainers and generators use."""
+        return [table for table in self.tables.values() if table is not self.archive]
+
+    def _departed(self, table: str, reason: str, keys: Sequence[int]) -> None:
+        assert self.departures is not None
+        self.departures.add(table, reason, self.policy.version, keys)
+
     def table(self, name: str) -> Table:
         try:
             return self.tables[name]
         except KeyError:
             raise not_found(f"no table {name[:100]!r}; {listed_tables(self.tables, name)}") from None
+
+    def _permit_ended(self, accepted: bool) -> None:
+        """An item that was inserted with a permit is gone, and nobody has used it."""
+        if self.admission is None:
+            return
+        if accepted:
+            self.admission.forget()
+        else:
+            self.admission.progress()
 
     def check_open(self) -> None:
         if self._closed:
@@ -230,6 +251,11 @@ class ReplayBuffer:
         if not batch.priorities:
             raise invalid(f"item {batch.keys[0]} names no table; {listed_tables(self.tables)}")
         tables = [self.table(name) for name in batch.priorities]
+        if batch.permits and self.building in batch.priorities and len(tables) > 1:
+            raise invalid(
+                f"item {batch.keys[0]} comes with a permit into {', '.join(batch.priorities)}: a group under "
+                f"construction, in {self.building!r}, is in no other table until it is closed"
+            )
         n, insert = len(batch), batch
         if n > 1 and (at_once := insertable_at_once(batch, tables, self.items, self.lines)) < n:
             n, insert = at_once, batch[:at_once]
@@ -250,8 +276,7 @@ class ReplayBuffer:
                 self.lines[table.name].inserts.join(pending)
             self._mark_blocked(tables)
             return 0, pending
-        self._enter(insert, rows, tables, evicted)
-        self._progress(tables)
+        self._progress(self._enter(insert, rows, tables, evicted))
         return n, None
 
     def _count(self, verdict: Refused | Known, tables: Iterable[Table]) -> None:
@@ -260,20 +285,34 @@ class ReplayBuffer:
                 table.counters.duplicates += 1
         elif isinstance(verdict, TooStale):
             verdict.table.counters.stale_refused += 1
+        elif isinstance(verdict, Undone):
+            verdict.table.counters.undone += 1
 
-    def _enter(self, insert: InsertBatch, rows: Rows, tables: Sequence[Table], evicted: list[tuple[int, str]]) -> None:
-        """Inserts rows that the rules allow. Raises Refused if the server is full, and cannot evict enough."""
+    def _enter(
+        self, insert: InsertBatch, rows: Rows, tables: Sequence[Table], evicted: list[tuple[int, str]]
+    ) -> Sequence[Table]:
+        """Inserts rows that the rules allow, and takes the batches that they close. Returns the tables that changed.
+
+        Raises Refused if the server is full, and cannot evict enough.
+        """
         self.items.check_room(rows.nbytes, tables)
         before = [table.counters.evicted for table in tables]
-        admission = self.admission if insert.permits else None
+        built = bool(insert.closes and self.building) and self.outstanding.any_building(insert.closes)
+        admission = self.admission if insert.permits or built else None
         admitted = admission is not None and admission.table in insert.priorities
-        self.items.insert(insert, self.clock(), len(tables), admitted)
+        archive = self.archive if self.archived in insert.priorities else None
+        self.items.insert(insert, self.clock(), len(tables) + (archive is not None), admitted)
+        if insert.permits and self.building in insert.priorities:
+            self.items.building.update(insert.keys)
         if admission is not None:  # before anything is evicted, which may take a group off the accepted ones again
             admission.use(insert.permits, len(insert), accepted=admitted)
         for table in tables:
             priorities = insert.priorities[table.name]
             table.insert(insert.keys, priorities, insert.policy_versions, insert.sizes, insert.labels)
             self.lines[table.name].inserts.moved()
+        if archive is not None:
+            priorities = insert.priorities[self.archived]
+            archive.insert(insert.keys, priorities, insert.policy_versions, insert.sizes, insert.labels)
         self.known_keys.remember(insert.keys, _set_of(tuple(insert.priorities)))
         for watcher in self.watchers:
             watcher.changed(insert.keys)
@@ -283,8 +322,12 @@ class ReplayBuffer:
                 gone = [(key, table.name) for key in insert.keys if key not in table]
                 table.counters.evicted_on_arrival += len(gone)
                 evicted += gone
-        if admission is not None and not admitted:
+        if insert.closes:
+            self.items.closing.update(key for key in insert.keys if key in self.items)
+            tables = [*tables, *self.outstanding.close(insert.closes, self.policy.version)]
+        if admission is not None and (built or not admitted):
             admission.progress()
+        return tables if archive is None else [*tables, archive]
 
     def extend(self, key: int, names: Collection[str], segment: Payload) -> Extension:
         """Appends a segment, which has columns with these names, to the payload of an item.
@@ -294,7 +337,7 @@ class ReplayBuffer:
         self.check_open()
         if not names:
             raise invalid(f"a segment of item {key} names no column: name those that it has")
-        tables = [table for table in self.tables.values() if table.has_or_may_return(key)]
+        tables = [table for table in self.trained if table.has_or_may_return(key)]
         if not tables:
             return Extension(missing=True)
         before = self.items[key].labels
@@ -309,6 +352,9 @@ class ReplayBuffer:
             raise refusal
         self.items.extend(key, labels, segment, nbytes)
         completed = [table for table in tables if table.extend(key, nbytes, labels)]
+        self.history.extended(key, nbytes)
+        if self.archive is not None:  # what is over its bound goes with the next insert
+            self.archive.extend(key, nbytes, labels)
         for watcher in self.watchers:
             watcher.changed([key])
         self._progress(completed)
@@ -337,6 +383,8 @@ class ReplayBuffer:
             self.give_back(batch_id)
             return False
         self._progress(outstanding.lease(batch_id, lease, version) if lease else outstanding.take(batch_id, version))
+        if self.building and not lease and self.admission is not None:
+            self.admission.progress()  # a group under construction may have ended
         return True
 
     def give_back(self, batch_id: int, *, by_reader: bool = False) -> None:
@@ -391,10 +439,15 @@ class ReplayBuffer:
         if not later:
             items.release(keys)
             return
-        permitted = [slot for key in items.unused_permits if (slot := columns.leaving(key)) is not None]
-        if permitted:
+        of_permits = chain(items.unused_permits, items.building)
+        leaving = [slot for key in of_permits if (slot := columns.leaving(key)) is not None]
+        if leaving:
+            permitted = np.array(leaving)
+            # One may have left before, and wait in its slice: a rollback has given its item the permit back since.
+            if (before := permitted[~np.isin(permitted, slots)]).size:
+                items.leaving.take_out(columns, before)
             slots = slots[~np.isin(slots, permitted)]
-            items.release(columns.free(np.array(permitted)))
+            items.release(columns.free(permitted))
         items.leaving.add(columns, slots)
         items.freed = True  # an insert that waits for these bytes clears as many rows away as it needs
 
@@ -470,7 +523,8 @@ class ReplayBuffer:
             return False
         if verdict is None:
             try:
-                self._enter(pending.insert, pending.rows, pending.tables, pending.evicted)
+                changed = self._enter(pending.insert, pending.rows, pending.tables, pending.evicted)
+                dirty.update(dict.fromkeys(table.name for table in changed))
             except Refused as refusal:
                 verdict = refusal
         else:
@@ -526,12 +580,15 @@ class ReplayBuffer:
         return missing
 
     def roll_back(self, keys: Iterable[int]) -> set[int]:
-        """Undoes inserts that could not be written. Items that were drawn meanwhile stay. Returns the removed keys."""
+        """Undoes inserts that could not be written. Returns their keys.
+
+        Items that were drawn meanwhile stay, and those that have closed batches: their readers rely on that already.
+        """
         gone: set[int] = set()
         for key in keys:
             item = self.items.get(key)
             holding = [table for table in self.tables.values() if key in table]
-            if item is None or item.holders > len(holding) or item.forwarded:
+            if item is None or item.holders > len(holding) or item.forwarded or key in self.items.closing:
                 continue
             if any(table.columns.times_sampled[table.columns.slot(key)] for table in holding):
                 continue
@@ -549,6 +606,8 @@ class ReplayBuffer:
             for table in tables:
                 watcher.changed(list(table.columns.reserved))
                 watcher.scope_changed(table.name, "")
+        for table in tables:
+            self.history.reset(table)
         removed = sum(table.reset() for table in tables)
         self._progress(tables)
         return removed
@@ -556,7 +615,7 @@ class ReplayBuffer:
     def update_table(self, table_name: str, changes: dict[str, Any]) -> Table:
         """Changes the configuration of a table at run time; items and counters stay."""
         table = self.table(table_name)
-        if fixed := changes.keys() & {"name", "forward_to", "seed"}:
+        if fixed := changes.keys() & {"name", "forward_to", "seed", "keep_consumed"}:
             raise invalid(f"{', '.join(sorted(fixed))} of a table cannot change while the server runs")
         try:
             config = TableConfig.model_validate(table.config.model_dump(exclude_unset=True) | changes)
@@ -585,29 +644,41 @@ class ReplayBuffer:
     # ------------------------------------------------------------------------------------------------ policy
 
     def set_policy_version(
-        self, version: int, weights: str, rollback: bool = False, share: float | None = None
+        self, version: int, weights: str, rollback: bool = False, share: float | None = None, state: str = ""
     ) -> Policy:
         """Sets the current version, drops what has become too stale, and lets waiting generators go on.
 
-        `share`: see Admission.set_version.
+        `share`: see Admission.set_version. `state`: the full state of the trainer that is saved now or, with
+        `rollback`, that it goes back to: see History.
         """
         most = MAX_VERSION if self.admission is None else self.admission.max_version
         if not 0 <= version <= most:
             raise invalid(f"policy version {version}: must be from 0 to {most}")
-        if version < self.policy.version and not rollback:
+        before = self.policy.version
+        if version < before and not rollback:
             raise invalid(
-                f"policy version {version} is below the current {self.policy.version}; pass rollback=True (--rollback) "
+                f"policy version {version} is below the current {before}; pass rollback=True (--rollback) "
                 f"if the trainer really went back"
             )
-        moved = version - self.policy.version
+        back_to = self.history.find(state, version) if state and rollback else None
+        if state and not rollback:
+            self.history.check_new(state)
+        if not (state and version == before):  # a state is named after its version, which is not set once more
+            self.versions.beat(self.clock())
         self.policy = Policy(version, weights, self.clock())
-        self.versions.beat(self.policy.set_at)
         running = 0 if self.admission is None else self.admission.running
         for table in self.tables.values():
             table.set_policy_version(version)
+        if back_to is not None:
+            self.history.go_back(back_to, before)
+        elif state:
+            self.history.name(state, version)
+        elif version < before:
+            self.history.undone = 0  # only the version goes back: nothing is undone
+        for table in self.tables.values():
             table.drop_stale(version)
             trained_on = self.admission is not None and self.admission.table == table.name
-            table.flow.move(-1 if rollback else moved, table.size, running if trained_on else 0)
+            table.flow.move(-1 if rollback else version - before, table.size, running if trained_on else 0)
             for pending in self.lines[table.name].inserts:
                 if (refusal := self._rules.why_refused(pending.rows, [table], version)) is not None:
                     self._count(refusal, [table])

@@ -1,15 +1,18 @@
 """Columns: the items of one table. Each item has a slot, which is its index in one numpy array for each fact.
 
-A slot is in one state: FREE, LEAVING, RESERVED, WAITING or SELECTABLE.
+A slot is in one state: FREE, LEAVING, KEPT, RESERVED, WAITING or SELECTABLE.
 
-    add ──▶ SELECTABLE ◀──return_rows── RESERVED        SELECTABLE ──▶ WAITING ──▶ SELECTABLE: see WaitingRows
+    add ──▶ SELECTABLE ◀──return_rows── RESERVED ──keep──▶ KEPT ──return_kept──▶ SELECTABLE
              │   │ └────────reserve────────▲ │
-             │   └──────────▶ FREE ◀─────────┘ remove
+             │   └──────────▶ FREE ◀─────────┘ remove          SELECTABLE ──▶ WAITING ──▶ SELECTABLE: see WaitingRows
              └─leave─▶ LEAVING ─▲ free
 
 A row is reserved while a batch that may still be given back has used it up. A reserved row counts as gone for whoever
 looks: for size, lookup, listing and removal. It keeps its slot and its facts. So giving it back changes its state
 alone, and nobody has to carry a copy of the row.
+
+A row is kept when its batch was taken, if the trainer may go back to a state of before (history.py). It counts as gone,
+as a reserved one does, and can come back in the same way.
 
 A row waits while its item lacks a column that the table requires. It is here for whoever looks, and can leave, but no
 sampler holds it. `lacks` has a bit for each required column that it lacks.
@@ -37,7 +40,7 @@ KeyArray = npt.NDArray[np.uint64]
 
 ITEM_ORDERS = ("age", "priority", "policy_version", "times_sampled", "size")
 
-FREE, LEAVING, RESERVED, WAITING, SELECTABLE = range(5)
+FREE, LEAVING, KEPT, RESERVED, WAITING, SELECTABLE = range(6)
 """The state of a slot. Rows from WAITING on are here for whoever looks."""
 
 _HASH, _BITS = 0x9E3779B97F4A7C15, 64
@@ -166,7 +169,8 @@ class TagColumn:
 
 
 class Columns(RowFacts):
-    """Slots are reused. `reserved` maps the key of each reserved item to its slot. Arrays double when they are full.
+    """Slots are reused. `reserved` maps the key of each reserved item to its slot, and `kept` that of each kept one.
+    Arrays double when they are full.
 
     Among a million items a lookup in `slots` waits for main memory several times, one key after the other. `find`
     therefore guesses the slots of many keys with arrays, which waits for many at once, and asks `slots` only where the
@@ -183,6 +187,7 @@ class Columns(RowFacts):
         """How many slots are leaving."""
         self._size = 0
         self.reserved: dict[int, int] = {}
+        self.kept: dict[int, int] = {}
         self._free: list[int] = []
         self.key = np.zeros(0, dtype=np.uint64)
         self.inserted_at = np.zeros(0)
@@ -276,7 +281,20 @@ class Columns(RowFacts):
 
     def return_rows(self, keys: Sequence[int]) -> IntArray:
         """Ends the reservation of `keys`: their rows are here again. Returns their slots (n,)."""
-        slots = np.array([self.reserved.pop(key) for key in keys], dtype=np.int64)
+        return self._return(keys, self.reserved)
+
+    def keep(self, keys: Sequence[int]) -> None:
+        """Keeps reserved rows, whose batch was taken."""
+        for key in keys:
+            self.kept[key] = self.reserved.pop(key)
+        self.state[list(map(self.kept.__getitem__, keys))] = KEPT
+
+    def return_kept(self, keys: Sequence[int]) -> IntArray:
+        """Kept rows are here again, or leave now for good. Returns their slots (n,)."""
+        return self._return(keys, self.kept)
+
+    def _return(self, keys: Sequence[int], source: dict[int, int]) -> IntArray:
+        slots = np.array([source.pop(key) for key in keys], dtype=np.int64)
         self._slots.update(zip(keys, slots.tolist(), strict=True))
         self._size += len(keys)
         self._guess[self._hashes(self.key[slots])] = slots

@@ -12,10 +12,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic._internal._model_construction import ModelMetaclass  # pydantic has no public name for it
 
 from replay_protos.labels import MOST_COLUMN_BYTES
-from replay_server.tables import rate_limiters, selectors
+from replay_server.tables import rate_limiters
 from replay_server.tables.columns import MAX_BALANCED, IntArray, RowFacts
 from replay_server.tables.rate_limiters import RateLimiter
-from replay_server.tables.selectors import Selector
+from replay_server.tables.selecting import selectors
+from replay_server.tables.selecting.selectors import Selector
 
 MAX_PRIORITY = 3.4e38
 """The largest priority (about float32's). With the largest exponent, a sum of 10^9 weights stays finite in float64."""
@@ -28,6 +29,8 @@ MAX_INDEXED = 4
 """Tags that one table may index: each costs 4 bytes an item, and some work at each insert."""
 MAX_TAG_NAME, MAX_TAG_TEXT = 64, 256
 """Bytes of the name and of the value of a tag."""
+MAX_KEPT_STATES = 1024
+"""States of a trainer that a server remembers."""
 MOST_REQUIRED = 16
 """Columns that one table may require: Columns.lacks has a bit for each."""
 TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
@@ -226,6 +229,9 @@ class TableConfig(Model):
     and for the bound of a queue meanwhile, and not for `min_size`."""
     seed: int | None = Field(None, ge=0)
     """Of the random selectors; absent: from the operating system."""
+    keep_consumed: int = Field(0, ge=0, le=MAX_KEPT_STATES)
+    """How many states a trainer can go back: what was consumed since the n-th last state that it named is kept. 0:
+    nothing is kept. For a queue or stack."""
     index: tuple[str, ...] = Field((), max_length=MAX_INDEXED)
     """Names of tags by which items are found in one pass over an array, without looking at each item."""
     balance: BalanceConfig | None = None
@@ -274,6 +280,11 @@ class TableConfig(Model):
                 f"of one value and a draw that waits for another would wait for ever; forward its items to a table "
                 f"with balance"
             )
+        if self.keep_consumed and self.max_times_sampled != 1:
+            raise ValueError(
+                f"table {self.name!r}: keep_consumed = {self.keep_consumed} is for a table whose items leave when they "
+                f"are sampled: make it a queue or stack (max_times_sampled = 1), or leave keep_consumed out"
+            )
         if self.max_size < self.rate_limiter.min_size:
             raise ValueError(
                 f"table {self.name!r} could never be sampled: max_size {self.max_size} is below the rate limiter's "
@@ -314,15 +325,89 @@ class AdmissionConfig(Model):
     """Policy versions that a group may lag by when it is trained on; 0: on-policy."""
     permit_ttl: float = Field(600.0, gt=0)
     """Seconds until an unused permit goes back."""
+    building: str | None = None
+    """The table of groups under construction, which is declared by this name alone. An item that comes into it with a
+    permit keeps that permit until it leaves. Absent: there is none."""
+
+
+def with_building(admission: AdmissionConfig, tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
+    """The tables with that of groups under construction, which a user need not declare.
+
+    What it is not told, it has as a table of such groups needs it: the oldest comes first, each is drawn once, nothing
+    is evicted, and nothing is kept that the admitted table would refuse as too old. Raises ValueError for what cannot
+    be so.
+    """
+    name = admission.building
+    if name is None:
+        return tuple(tables)
+    admitted = admitted_table(admission, tables)
+    if name == admitted:
+        raise ValueError(f"[admission] building = {name!r} is the table that is trained on: name another one")
+    bound = next(table.max_staleness for table in tables if table.name == admitted)
+    given = next((table.model_dump(exclude_unset=True) for table in tables if table.name == name), {"name": name})
+    defaults = {"sampler": "fifo", "remover": "fifo", "max_times_sampled": 1, "when_full": "block"}
+    made = TableConfig.model_validate(defaults | {"max_staleness": bound} | given)
+    # A group that was closed must not come back as one under construction.
+    if made.max_times_sampled != 1 or made.forward_to is not None or made.keep_consumed:
+        raise ValueError(
+            f"table {name!r} is of groups under construction ([admission] building): leave out max_times_sampled, "
+            f"forward_to and keep_consumed"
+        )
+    if any(table.name == name for table in tables):
+        return tuple(made if table.name == name else table for table in tables)
+    return (*tables, made)
+
+
+ARCHIVE = "archive"
+"""The name of the table that [archive] declares."""
+
+
+class ArchiveConfig(Model):
+    """What is archived, and how much of it may wait for the archiver, in a table `archive` that this declares.
+
+    Each item that is inserted into `table` joins `archive` too, over the same payload. It leaves when the archiver has
+    written it, or to make room. No insert ever waits for it, or fails because of it.
+    """
+
+    table: str | None = None
+    """The table whose items are archived. Absent: that of [admission], else the one queue or stack with forward_to,
+    else the only queue or stack, else the only table."""
+    max_size: int = Field(65_536, ge=1, le=MAX_COUNT)
+    """The most items that wait. Beyond it the oldest are not archived, and counted as evicted."""
+    max_bytes: Bytes = 2 << 30
+    """The most payload bytes of the items that wait. At [server] max_bytes they go before any item of another table."""
+
+    def declared(self) -> TableConfig:
+        """The configuration of the table `archive`."""
+        return TableConfig(
+            name=ARCHIVE,
+            sampler=SelectorConfig(type="fifo"),
+            max_size=self.max_size,
+            max_bytes=self.max_bytes,
+            max_times_sampled=1,
+        )
 
 
 def admitted_table(admission: AdmissionConfig, tables: Sequence[TableConfig]) -> str:
     """The name of the table whose inserts need permits. Raises ValueError if it is not clear which one that is."""
+    others = [table for table in tables if table.name != admission.building]
+    return _one_table("admission", "trained on", admission.table, others or tables)
+
+
+def archived_table(archive: ArchiveConfig, admission: AdmissionConfig | None, tables: Sequence[TableConfig]) -> str:
+    """The name of the table that is archived. Raises ValueError if it is not clear which one that is."""
+    if archive.table is None and admission is not None:
+        return admitted_table(admission, tables)
+    return _one_table("archive", "archived", archive.table, tables)
+
+
+def _one_table(section: str, what: str, given: str | None, tables: Sequence[TableConfig]) -> str:
+    """The table that a section is about: the one that it names, or the one that it can only be."""
     names = ", ".join(table.name for table in tables)
-    if admission.table is not None:
-        if all(table.name != admission.table for table in tables):
-            raise ValueError(f"[admission] table = {admission.table!r}: there is no such table; tables: {names}")
-        return admission.table
+    if given is not None:
+        if all(table.name != given for table in tables):
+            raise ValueError(f"[{section}] table = {given!r}: there is no such table; tables: {names}")
+        return given
     queues = [table for table in tables if table.rate_limiter.type in ("queue", "stack")]
     for candidates in ([table for table in queues if table.forward_to is not None], queues, tables):
         if len(candidates) == 1:
@@ -330,9 +415,9 @@ def admitted_table(admission: AdmissionConfig, tables: Sequence[TableConfig]) ->
         if candidates:
             tables = candidates
             break
-    example = f"[admission] table = {tables[0].name!r}" if tables else "[[tables]]"
+    example = f"[{section}] table = {tables[0].name!r}" if tables else "[[tables]]"
     raise ValueError(
-        f"[admission] does not say which table is trained on, and {', '.join(table.name for table in tables)} could "
+        f"[{section}] does not say which table is {what}, and {', '.join(table.name for table in tables)} could "
         f"be: name it, for example {example}"
     )
 

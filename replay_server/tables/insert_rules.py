@@ -8,16 +8,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from replay_server.errors import Code, Refused, full, invalid, storage_failed, too_large
 from replay_server.tables.columns import MAX_BALANCED, FloatArray
 from replay_server.tables.config import MAX_PRIORITY
-from replay_server.tables.items import InsertBatch, Items
+from replay_server.tables.items import InsertBatch, Items, Kept
 from replay_server.tables.remembered import Remembered
 from replay_server.tables.table import Table
+from replay_server.tables.waiting import Pending
 
 MAX_VERSION = 1 << 62
 
@@ -43,6 +44,26 @@ class Rows:
         return cls(n, sizes.sum().item(), sizes.max().item(), versions.min().item(), versions.max().item())
 
 
+class PendingInsert(Pending[None]):
+    """One row that waits, in the lines of all its tables."""
+
+    def __init__(
+        self,
+        insert: InsertBatch,
+        rows: Rows,
+        tables: Sequence[Table],
+        since: float,
+        deadline_at: float,
+        evicted: list[tuple[int, str]],
+    ) -> None:
+        """`evicted` receives the key and the table if the row leaves the table as soon as it is inserted."""
+        super().__init__(since, deadline_at)
+        self.evicted = evicted
+        self.insert = insert
+        self.rows = rows
+        self.tables = tables
+
+
 class Known:
     """The item was inserted before. The insert is a retry, and is acknowledged without any effect."""
 
@@ -64,10 +85,30 @@ class TooStale(Refused):
         self.table = table
 
 
+class Undone(Refused):
+    def __init__(self, table: Table, version: int, current: int) -> None:
+        super().__init__(
+            Code.FAILED_PRECONDITION,
+            f"item of policy version {version}, which a rollback to version {current} has undone: generate with the "
+            f"weights of version {current}",
+        )
+        self.table = table
+
+
 class InsertRules:
-    def __init__(self, items: Items, known_keys: Remembered[frozenset[str]], max_payload_bytes: int) -> None:
+    def __init__(
+        self,
+        items: Items,
+        known_keys: Remembered[frozenset[str]],
+        why_not_closed: Callable[[Sequence[int]], Refused | None],
+        history: Kept,
+        max_payload_bytes: int,
+    ) -> None:
+        """`why_not_closed`: as OutstandingBatches.why_not_closed."""
         self._items = items
         self._known_keys = known_keys
+        self._why_not_closed = why_not_closed
+        self._history = history
         self._max_bytes = min(max_payload_bytes, items.max_bytes)
 
     def verdict(
@@ -78,6 +119,8 @@ class InsertRules:
             return refusal
         if self._known_keys.any_of(batch.keys) or not self._items.keys().isdisjoint(batch.keys):
             return self._why_no_retry(batch) or Known()
+        if batch.closes and (refusal := self._why_not_closed(batch.closes)) is not None:
+            return refusal
         if (refusal := self.why_refused(rows, tables, policy_version)) is not None:
             return refusal
         for table in tables:
@@ -116,9 +159,13 @@ class InsertRules:
         """Why the rows are refused in the current state of the server."""
         if why := self._items.storage.why_full(rows.nbytes):
             return storage_failed(why)
+        undone = rows.newest > policy_version and self._history.undone > policy_version
         for table in tables:
             if table.too_stale(rows.oldest, policy_version):
                 return TooStale(table, rows.oldest, policy_version)
+            # Of several rows, the newest may be beyond all versions that were undone. Then they are decided one by one.
+            if undone and (rows.count > 1 or self._history.is_undone(rows.newest, policy_version)):
+                return Undone(table, rows.newest, policy_version)
             if table.config.when_full == "reject" and (why := table.why_full(rows.count, rows.nbytes)):
                 return full(f"table {table.name!r} is full: {why}, and when_full is 'reject'")
         return None

@@ -1,17 +1,21 @@
 """Items: what all tables share of their items, and which payloads the storage has to keep.
 
 * A table holds each of its items once; an outstanding batch holds each of its rows once, and so does a reader of bytes.
-* Rows that have left a table hold their items until they are cleared away (`leaving.py`).
+* Rows that have left a table hold their items until they are cleared away (`leaving.py`), or while they are kept for a
+  rollback (`history.py`).
 * As long as anything holds an item, its payload is in the storage and its bytes count. After that both are gone.
+* What only the archive holds is gone for everything else: its permit is given back, and its bytes are the first to go.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
+
+import numpy as np
 
 from replay_protos.labels import NO_LABELS, Labels
 from replay_server.errors import busy
@@ -35,6 +39,8 @@ class InsertBatch:
     """Id of the grant from which each row uses one permit; 0: none."""
     labels: Sequence[Labels] | None = None
     """None: no row has any."""
+    closes: Sequence[int] = ()
+    """Ids of batches that are taken when the row enters its tables. Only an insert of one row has any."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -42,7 +48,14 @@ class InsertBatch:
     def to(self, priorities: Mapping[str, FloatArray]) -> InsertBatch:
         """The same items for other tables."""
         return InsertBatch(
-            self.keys, priorities, self.policy_versions, self.sizes, self.payloads, self.permits, self.labels
+            self.keys,
+            priorities,
+            self.policy_versions,
+            self.sizes,
+            self.payloads,
+            self.permits,
+            self.labels,
+            self.closes,
         )
 
     def __getitem__(self, rows: slice) -> InsertBatch:
@@ -54,6 +67,7 @@ class InsertBatch:
             self.payloads[rows],
             self.permits,
             None if self.labels is None else self.labels[rows],
+            self.closes,
         )
 
 
@@ -227,6 +241,34 @@ class Item:
     labels: Labels = NO_LABELS
 
 
+class Kept(Protocol):
+    """Rows that were consumed, and are only kept for a rollback: History. Their bytes count until they leave."""
+
+    undone: int
+
+    @property
+    def rows(self) -> Sized:
+        """All of them."""
+
+    def keeps(self, table: Table) -> bool:
+        """Whether what `table` consumes now is kept."""
+
+    def keep(self, table: Table, keys: Iterable[int], permits: Collection[int]) -> None:
+        """`table` has consumed and kept these rows just now. `permits`: the keys of those whose permit it used."""
+
+    def let_go(self, table: Table, keys: Sequence[int]) -> None:
+        """These kept rows leave for good."""
+
+    def make_room(self, needed: float) -> bool:
+        """Lets rows go to free so many bytes. Returns whether that frees any."""
+
+    def holds_of(self, key: int) -> int:
+        """How many of these rows hold this item."""
+
+    def is_undone(self, version: int, current: int) -> bool:
+        """Whether a rollback has undone the policy version, and the trainer, now at `current`, is below it."""
+
+
 class Items(dict[int, Item]):
     """All items, by key."""
 
@@ -234,21 +276,32 @@ class Items(dict[int, Item]):
         self,
         storage: Storage,
         max_bytes: int | None,
-        on_unused_permit: Callable[[], object],
+        on_permit_ended: Callable[[bool], object],
         rows_per_slice: int = ROWS_PER_SLICE,
     ) -> None:
-        """`on_unused_permit` is called when an item goes that was inserted with a permit and never sampled."""
+        """`on_permit_ended` is called when an item goes that was inserted with a permit: with True if it was accepted
+        and never sampled, with False if it was a group under construction that nobody took."""
         super().__init__()
         self.storage = storage
         self.max_bytes = math.inf if max_bytes is None else max_bytes
         self.bytes = 0
         self.freed = False
-        """Whether bytes became free since this was last set to False."""
+        """Whether bytes became free, or are only kept for a rollback, since this was last set to False."""
         self.unused_permits: set[int] = set()
         """Keys of items that were inserted with a permit, and not sampled since."""
+        self.building: set[int] = set()
+        """Keys of groups under construction: items of the table `building` that came with a permit and are there yet,
+        drawn ones included."""
+        self.closing: set[int] = set()
+        """Keys of items whose inserts have closed batches. Such an insert cannot be taken back alone."""
         self.labelled = self.tagged = False
         """Whether some item ever had labels, and tags: otherwise nobody has to look for them."""
-        self._on_unused_permit = on_unused_permit
+        self.kept: Kept | None = None
+        self._on_permit_ended = on_permit_ended
+        self.archive: Table | None = None
+        """The table `archive`, if there is one."""
+        self._archived_only: dict[int, None] = {}
+        """Keys that only the archive held when they were last released, in this order."""
         self.leaving = Leaving(self.release, rows_per_slice)
 
     def insert(self, batch: InsertBatch, now: float, holders: int, permits: bool) -> None:
@@ -295,6 +348,7 @@ class Items(dict[int, Item]):
     def release(self, keys: Iterable[int]) -> None:
         """Removes a holder from each of `keys`; deletes the items that have none left."""
         gone, sizes = [], []
+        kept = self.kept if self.kept is not None and self.kept.rows else None
         for key in keys:
             item = self[key]
             item.holders -= 1
@@ -302,22 +356,71 @@ class Items(dict[int, Item]):
                 del self[key]
                 self.bytes -= item.nbytes
                 self.freed = True
-                if key in self.unused_permits:
-                    self.unused_permits.remove(key)
-                    self._on_unused_permit()
+                self._end_permit(key)
                 gone.append(key)
                 sizes.append(item.nbytes)
+            elif self.archive is not None and item.holders == 1 and self.archive.has_or_may_return(key):
+                self._archived_only[key] = None
+                self.freed = True  # an insert that waits for these bytes lets the archive go
+                self._end_permit(key)
+            elif kept is not None and item.holders == kept.holds_of(key) + self._is_archived(key):
+                self.freed = True  # the same, and what is kept
+        if self.archive is not None:
+            for key in gone:
+                self._archived_only.pop(key, None)
+        if self.closing:
+            self.closing.difference_update(gone)
         self.storage.delete(gone, sizes)
+
+    def _is_archived(self, key: int) -> bool:
+        """Whether the archive has the item, and could let it go."""
+        return self.archive is not None and key in self.archive
+
+    def _end_permit(self, key: int) -> None:
+        """The item is gone for all but the archive: nobody will use its permit."""
+        if key in self.unused_permits:
+            self.unused_permits.remove(key)
+            self._on_permit_ended(True)
+        elif key in self.building:
+            self.building.remove(key)
+            self._on_permit_ended(False)
+
+    def find_archived_only(self) -> None:
+        """Call it after items were loaded. Finds what only the archive holds."""
+        if (archive := self.archive) is not None:
+            keys: list[int] = archive.columns.key[archive.columns.used()].tolist()
+            self._archived_only = dict.fromkeys(key for key in keys if self[key].holders == 1)
+
+    def let_archive_go(self) -> None:
+        """Evicts from the archive all that nothing else holds."""
+        while self._archived_only:
+            self._evict_archived()
+
+    def _evict_archived(self) -> None:
+        """Evicts from the archive the item that it has held alone for longest, if it still does."""
+        assert self.archive is not None
+        key = next(iter(self._archived_only))
+        del self._archived_only[key]
+        if self[key].holders == 1 and (slot := self.archive.columns.slot(key)) is not None:
+            self.archive.evict_slots(np.array([slot]))
 
     def payloads(self, keys: Sequence[int], sizes: Sequence[int]) -> Iterator[Payload]:
         """As `read`. The items must be held until all is read."""
         return read(self.storage, keys, sizes)
 
     def why_full(self, nbytes: int) -> str | None:
-        """Why the server has no room for `nbytes` more; None: it has, perhaps after clearing away what has left."""
-        while self.bytes + nbytes > self.max_bytes and self.leaving:
-            self.leaving.clear_slice()
-        if self.bytes + nbytes > self.max_bytes:
+        """Why the server has no room for `nbytes` more; None: it has.
+
+        Perhaps after clearing away what has left, what only the archive has, and what is kept for a rollback.
+        """
+        while (needed := self.bytes + nbytes - self.max_bytes) > 0:
+            if self.leaving:
+                self.leaving.clear_slice()
+            elif self._archived_only:
+                self._evict_archived()
+            elif self.kept is None or not self.kept.make_room(needed):
+                break
+        if needed > 0:
             return f"{self.bytes} bytes + {nbytes} > max_bytes {self.max_bytes}"
         return None
 
@@ -326,6 +429,8 @@ class Items(dict[int, Item]):
         if (why := self.why_full(nbytes)) is None:
             return
         evicting = [table for table in tables if table.config.when_full == "evict"]
+        if evicting and self.archive is not None and self.archive not in evicting:
+            evicting.append(self.archive)  # it lets go of what they evict
         if not self._can_free(self.bytes + nbytes - self.max_bytes, evicting):
             names = ", ".join(table.name for table in tables)
             raise busy(f"the server is full: {why}, and {names} has too little to evict")
@@ -349,7 +454,8 @@ class Items(dict[int, Item]):
                 if any(key in earlier for earlier in tables[:place]):
                     continue
                 item = self[key]
-                if item.holders == sum(key in other for other in tables):
+                kept = 0 if self.kept is None else self.kept.holds_of(key)
+                if item.holders - kept == sum(key in other for other in tables):
                     freed += item.nbytes
                     if freed >= needed:
                         return True

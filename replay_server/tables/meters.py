@@ -37,6 +37,9 @@ class Counters:
     forwarded: int = 0
     forward_refused: int = 0
     extensions: int = 0
+    kept_dropped: int = 0
+    restored: int = 0
+    undone: int = 0
 
 
 class Meter:

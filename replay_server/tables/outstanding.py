@@ -8,16 +8,16 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from replay_server.errors import invalid, try_again
-from replay_server.tables.admission import Admission
+from replay_server.errors import Refused, invalid, lease_ended, try_again
 from replay_server.tables.columns import IntArray, KeyArray
-from replay_server.tables.items import Items
+from replay_server.tables.items import Items, Kept
 from replay_server.tables.remembered import Remembered, Watcher
 from replay_server.tables.table import SampleBatch, SampleRequest, Table
+from replay_server.tables.waiting import Pending
 
 MOST_ID = (1 << 63) - 1
 """The largest id of a batch."""
@@ -27,17 +27,40 @@ MAX_GIVEN_BACK = 1 << 16
 """Batches whose readers gave them back last, and may ask again."""
 
 
+class PendingSample(Pending[tuple[int, SampleBatch]]):
+    def __init__(self, table: Table, request: SampleRequest, since: float, deadline_at: float) -> None:
+        super().__init__(since, deadline_at)
+        self.tables = [table]
+        self.request = request
+
+    @property
+    def drawn(self) -> int | None:
+        """The id of the batch, once it is drawn."""
+        return None if self.value is None else self.value[0]
+
+
 class OutstandingBatches:
     def __init__(
-        self, tables: Mapping[str, Table], items: Items, watchers: Sequence[Watcher], admission: Admission | None
+        self,
+        tables: Mapping[str, Table],
+        items: Items,
+        watchers: Sequence[Watcher],
+        history: Kept,
+        admitted: str,
+        building: str,
     ) -> None:
+        """`admitted`: the table whose inserts need permits. `building`: that of groups under construction. "": none."""
         self._tables = tables
         self._items = items
         self._watchers = watchers
-        self._admitted = "" if admission is None else admission.table
+        self._history = history
+        self._admitted = admitted
+        self._building = building
         self.by_id: dict[int, tuple[Table, SampleBatch]] = {}
         self.leased: dict[int, float] = {}
         """The seconds for which each batch is leased, of those that are in use."""
+        self.on_closed: Callable[[int], object] = lambda _: None
+        """Called with each batch that an insert has closed, and not its reader by the batch's id."""
         self.taken: Remembered[None] = Remembered("taken", MAX_TAKEN, watchers)
         self.given_back: Remembered[None] = Remembered("given back", MAX_GIVEN_BACK, watchers)
 
@@ -72,8 +95,14 @@ class OutstandingBatches:
         return table, batch
 
     def has_stale_row(self, batch_id: int, policy_version: int) -> bool:
+        """Whether a row of the batch has become too old, or its version was undone."""
         table, batch = self.by_id[batch_id]
-        return any(table.too_stale(version, policy_version) for version in batch.policy_versions.tolist())
+        versions: list[int] = batch.policy_versions.tolist()
+        if self._history.undone > policy_version and any(
+            self._history.is_undone(version, policy_version) for version in versions
+        ):
+            return True
+        return any(table.too_stale(version, policy_version) for version in versions)
 
     def take(self, batch_id: int, policy_version: int) -> list[Table]:
         """The batch is its reader's for good. Forwards its rows. Returns the tables that have changed."""
@@ -84,12 +113,42 @@ class OutstandingBatches:
             watcher.changed(keys)
             if batch.scope:
                 watcher.scope_changed(table.name, batch.scope)
+        permits: set[int] = set()
         if table.name == self._admitted:
-            self._items.unused_permits.difference_update(keys)
-        table.take(batch)
+            permits = self._items.unused_permits.intersection(keys)
+            self._items.unused_permits -= permits
+        elif self._building and table.name == self._building:
+            self._items.building.difference_update(keys)
+        kept = table.take(batch, keep=self._history.keeps(table))
+        if kept:
+            self._history.keep(table, kept, permits)
+            keys = batch.keys[~batch.consumed].tolist()  # a kept row takes over the hold of the batch
         changed = [table, *self._forward_rows(table, batch, policy_version)]
         self._items.release(keys)
         return changed
+
+    def close(self, batch_ids: Sequence[int], policy_version: int) -> list[Table]:
+        """The reader's new item takes the place of these batches. Returns the tables that have changed."""
+        changed = []
+        for batch_id in batch_ids:
+            changed += self.take(batch_id, policy_version)
+            self.on_closed(batch_id)
+        return changed
+
+    def any_building(self, batch_ids: Sequence[int]) -> bool:
+        """Whether one of these batches has a group under construction, whose permit the item gets that closes it."""
+        return any(not self._items.building.isdisjoint(self.by_id[each][1].keys.tolist()) for each in batch_ids)
+
+    def why_not_closed(self, batch_ids: Sequence[int]) -> Refused | None:
+        """Why an item cannot close these batches; None: it can."""
+        for batch_id in batch_ids:
+            if batch_id not in self.by_id:
+                became = "was taken already" if batch_id in self.taken else "has gone back to its table"
+                return lease_ended(
+                    f"the batch {batch_id} that the item closes {became}: its lease has ended, so another reader may "
+                    f"have it; renew leases in time, or ask for longer ones"
+                )
+        return None
 
     def lease(self, batch_id: int, seconds: float, policy_version: int) -> list[Table]:
         """The reader has the batch, under a lease. Forwards its rows. Returns the tables that have changed."""
@@ -120,12 +179,16 @@ class OutstandingBatches:
         self._items.hold(table.give_back(batch))
         self._items.release(batch.keys.tolist())
         table.drop_stale(policy_version)
+        if self._history.undone > policy_version:
+            table.drop_versions(policy_version, self._history.undone)
         return table
 
     def drawn(self, table: Table) -> tuple[KeyArray, IntArray]:
         """The keys of the outstanding rows of `table`, ascending, and how often each was drawn."""
         drawn = [batch.keys for of, batch in self.by_id.values() if of is table and batch.epoch == table.epoch]
-        return np.unique(np.concatenate(drawn or [np.zeros(0, np.uint64)]), return_counts=True)
+        if not drawn:  # np.unique takes 10 us for nothing, and a commit asks for each table
+            return np.zeros(0, np.uint64), np.zeros(0, np.int64)
+        return np.unique(np.concatenate(drawn), return_counts=True)
 
     def drawn_in_scope(self, table: Table, scope: str) -> set[int]:
         """The keys of outstanding rows of `table` that were drawn under `scope`."""
@@ -134,7 +197,8 @@ class OutstandingBatches:
 
     def unused_permits(self) -> int:
         """How many items with an unused permit have left all tables, so that they go when their batches end."""
-        tables, items = self._tables.values(), self._items
+        items = self._items
+        tables = [table for table in self._tables.values() if table is not items.archive]
         keys = {key for _, batch in self.by_id.values() for key in batch.keys.tolist() if key in items.unused_permits}
         return sum(not any(table.has_or_may_return(key) for table in tables) for key in keys)
 
@@ -161,6 +225,10 @@ class OutstandingBatches:
             target.counters.stale_refused += 1
             source.counters.forward_refused += 1
             return
+        if self._history.is_undone(item.policy_version, policy_version):
+            target.counters.undone += 1
+            source.counters.forward_refused += 1
+            return
         if (
             item.nbytes > (target.config.max_bytes or np.inf)
             or (target.config.when_full != "evict" and target.why_full(1, item.nbytes))
@@ -169,6 +237,8 @@ class OutstandingBatches:
             source.counters.forward_refused += 1
             return
         source.counters.forwarded += 1
+        if key in target.columns.kept:  # the same item cannot have two rows in a table
+            self._history.let_go(target, [key])
         self._items.hold([key])
         versions, sizes = np.array([item.policy_version]), np.array([item.nbytes])
         target.insert([key], np.array([priority]), versions, sizes, self._items.labels([key]))

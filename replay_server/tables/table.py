@@ -22,16 +22,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from replay_protos.labels import Labels
-from replay_server.tables.balance import Balanced, ValueRows, ValueWeight
 from replay_server.tables.columns import (
     SELECTABLE,
     WAITING,
@@ -46,7 +44,9 @@ from replay_server.tables.columns import (
 )
 from replay_server.tables.config import TableConfig
 from replay_server.tables.meters import Activity, BlockedTime, Counters, FlowMeter
-from replay_server.tables.selectors import effective_priorities
+from replay_server.tables.remembered import Scopes
+from replay_server.tables.selecting.balance import Balanced, ValueRows, ValueWeight
+from replay_server.tables.selecting.selectors import effective_priorities
 
 
 @dataclass
@@ -124,9 +124,13 @@ class Table:
     labels_of: Callable[[Sequence[int]], Sequence[Labels] | None] = no_labels
     """The labels of items, by key; None: no item has any. Asked where columns are required or tags indexed."""
     counters: Counters = field(default_factory=Counters)
+    on_departure: Callable[[str, str, Sequence[int]], None] | None = None
+    """Called with the table's name, the reason and the keys of items that leave for good; None: nobody records it."""
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.config.seed)
+        self._rng_seen: tuple[Mapping[str, Any], str] = {}, ""
+        """Its state when it was last recorded, and as JSON."""
         self.inserted = Activity(self.clock())
         self.sampled = Activity(self.clock())
         self.flow = FlowMeter()
@@ -238,10 +242,15 @@ class Table:
         if slots.size < n:  # `prioritized` never chooses an item of priority 0: of these the oldest go
             others = self.columns.used()
             slots = np.concatenate([slots, others[~np.isin(others, slots)]])[:n]
+        self.evict_slots(slots)
+
+    def evict_slots(self, slots: IntArray) -> None:
+        """Removes these items (n,) to make room."""
+        n = slots.size
         self.counters.evicted += n
         self.counters.evicted_unsampled += int(np.count_nonzero(self.columns.times_sampled[rows_at(slots)] == 0))
         self.limiter.deletes += n
-        self._remove(slots)
+        self._remove(slots, "evicted")
 
     def _evict_excess(self) -> None:
         max_size, max_bytes = self.config.max_size, self.config.max_bytes or math.inf
@@ -338,8 +347,11 @@ class Table:
         self.sampler.insert(np.array([slot]))
         return True
 
-    def _remove(self, slots: IntArray) -> None:
+    def _remove(self, slots: IntArray, reason: str = "") -> None:
+        """`reason`: why, for the record; empty: the items were never really there."""
         if slots.size:
+            if self.on_departure is not None and reason:
+                self.on_departure(self.name, reason, self.columns.key[slots].tolist())
             self._hide(slots)
             self.on_leave(self.columns, slots)
 
@@ -445,12 +457,43 @@ class Table:
         self.outstanding += n
         return batch
 
-    def take(self, batch: SampleBatch) -> None:
-        """The batch is its reader's for good. Its reserved rows leave the table."""
+    def take(self, batch: SampleBatch, keep: bool = False) -> list[int]:
+        """The batch is its reader's for good. Its reserved rows leave the table.
+
+        `keep`: these rows are kept, so that `restore` can bring them back. Returns their keys.
+        """
         if batch.epoch != self.epoch:
-            return
+            return []
         self.outstanding -= len(batch)
-        self.columns.remove_reserved(batch.keys[batch.consumed].tolist())
+        consumed: list[int] = batch.keys[batch.consumed].tolist()
+        if self.on_departure is not None:
+            self.on_departure(self.name, "consumed", consumed)
+        if keep:
+            self.columns.keep(consumed)
+            return consumed
+        self.columns.remove_reserved(consumed)
+        return []
+
+    def keep(self, keys: KeyArray) -> None:
+        """These rows, which are here, were consumed and kept before a restart."""
+        slots = self.columns.find(keys)
+        self._hide(slots)
+        self.columns.reserve(slots)
+        self.columns.keep(keys.tolist())
+
+    def restore(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
+        """Brings kept rows back, in their old order: as if they had not been drawn. `sizes`: bytes of their items."""
+        columns, n = self.columns, len(keys)
+        slots = columns.return_kept(keys)
+        columns.size[slots] = sizes  # a segment may have come meanwhile, by another table
+        columns.times_sampled[slots] -= 1
+        self.scopes.forget(keys)
+        self.limiter.samples -= n
+        self.limiter.deletes -= n
+        self.counters.samples -= n
+        self.counters.consumed -= n
+        self.counters.restored += n
+        self._show(slots, self.labels_of(keys) if self.config.requires else None)
 
     def give_back(self, batch: SampleBatch) -> list[int]:
         """Undoes the draw. Returns the keys of its reserved rows, which are selectable again."""
@@ -514,7 +557,7 @@ class Table:
         slots = slots[self.columns.last_rows(slots)]
         self.counters.deleted += slots.size
         self.limiter.deletes += slots.size
-        self._remove(slots)
+        self._remove(slots, "deleted")
         return missing
 
     def _found(self, keys: KeyArray) -> tuple[IntArray, list[int]]:
@@ -536,20 +579,33 @@ class Table:
             return 0
         slots = self.columns.occupied()
         slots = slots[current - self.columns.policy_version[slots] > self.config.max_staleness]
+        self._drop(slots, "stale")
+        self.counters.stale += slots.size
+        return int(slots.size)
+
+    def drop_versions(self, above: int, newest: int) -> None:
+        """Drops every item of a version above `above`, up to `newest`: a rollback has undone them."""
+        slots = self.columns.occupied()
+        versions = self.columns.policy_version[slots]
+        slots = slots[(versions > above) & (versions <= newest)]
+        self._drop(slots, "undone")
+        self.counters.undone += slots.size
+
+    def _drop(self, slots: IntArray, reason: str) -> None:
         owed = np.maximum(0.0, self.limiter.samples_per_insert - self.columns.times_sampled[slots])
-        self._remove(slots)
+        self._remove(slots, reason)
         self.limiter.deletes += slots.size
         # A dropped item can give no more samples. Unless the limiter counts the samples that it still owed, the
         # difference between inserts and samples, which bounds a queue, would never come down again.
         self.limiter.samples += float(owed.sum())
-        self.counters.stale += slots.size
-        return int(slots.size)
 
     def reset(self) -> int:
         """Removes all items and sets all counters to 0. Returns how many items there were."""
         columns, slots = self.columns, self.columns.used()
         self.counters = Counters()
         self._clear(columns.current_version)
+        if self.on_departure is not None:
+            self.on_departure(self.name, "reset", columns.key[slots].tolist())
         self.on_leave(columns, slots)
         return int(slots.size)
 
@@ -565,7 +621,8 @@ class Table:
         columns, known = self.columns, self.columns.tags
         tags = {name: known[name] if name in known else TagColumn(name, columns.key.size) for name in config.indexed}
         if new := [tag for name, tag in tags.items() if name not in known]:
-            slots = np.concatenate([columns.occupied(), np.array(list(columns.reserved.values()), dtype=np.int64)])
+            away = [*columns.reserved.values(), *columns.kept.values()]
+            slots = np.concatenate([columns.occupied(), np.array(away, dtype=np.int64)])
             if (labels := self.labels_of(columns.key[slots].tolist())) is not None:
                 for tag in new:
                     tag.set(slots, labels)
@@ -597,11 +654,11 @@ class Table:
             used_up = slots[self.columns.times_sampled[slots] >= limit]
             self.counters.consumed += used_up.size
             self.limiter.deletes += used_up.size
-            self._remove(used_up)
+            self._remove(used_up, "consumed")
         self._evict_excess()
 
     def counts(self) -> dict[str, int]:
-        return {item.name: getattr(self.counters, item.name) for item in fields(Counters)}
+        return dict(vars(self.counters))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but items and scopes, as if outstanding batches had been given back."""
@@ -612,8 +669,14 @@ class Table:
             "limiter": [limiter.inserts, limiter.samples - self.outstanding, limiter.deletes - consumed],
             "counters": self.counts()
             | {"samples": self.counters.samples - self.outstanding, "consumed": self.counters.consumed - consumed},
-            "rng": json.dumps(self.rng.bit_generator.state),  # its numbers have 128 bits
+            "rng": self._rng_json(),
         }
+
+    def _rng_json(self) -> str:
+        """The state of the generator, whose numbers have 128 bits. Most commits find it as it was."""
+        if (state := self.rng.bit_generator.state) != self._rng_seen[0]:
+            self._rng_seen = state, json.dumps(state)
+        return self._rng_seen[1]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._order = state["order"]
@@ -629,61 +692,3 @@ class Table:
         if self.config.when_full == "evict":
             self._fit()
         return lost
-
-
-MAX_SCOPES = 1024
-MAX_SCOPE_KEYS = 1 << 20
-"""Keys of all scopes of a table together, beyond those that the current scope needs."""
-_NO_KEYS: frozenset[int] = frozenset()
-
-
-class Scopes:
-    """Which keys of a table were given out under which scope. Under one scope no item is given out twice.
-
-    A scope is a name that clients choose, usually of one training step. The scopes used longest ago are forgotten
-    first. The current scope never forgets a key that may still come again.
-    """
-
-    def __init__(self, may_come_again: Callable[[int], bool]) -> None:
-        """`may_come_again(key)`: whether the table has the item, or may get it back from an outstanding batch."""
-        self._may_come_again = may_come_again
-        self._keys: OrderedDict[str, set[int]] = OrderedDict()
-        self._trim_at = MAX_SCOPE_KEYS
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __contains__(self, scope: str) -> bool:
-        return scope in self._keys
-
-    def given(self, scope: str) -> Set[int]:
-        """The keys given out under `scope`."""
-        return self._keys.get(scope, _NO_KEYS)
-
-    def give(self, scope: str, keys: Iterable[int]) -> None:
-        self._use(scope).update(keys)
-
-    def give_back(self, scope: str, keys: Iterable[int]) -> None:
-        self._use(scope).difference_update(keys)
-
-    def load(self, scope: str, keys: Iterable[int]) -> None:
-        """Restores a scope. Call it in the order in which the scopes were last used."""
-        self._keys[scope] = set(keys)
-
-    def _use(self, scope: str) -> set[int]:
-        keys = self._keys.setdefault(scope, set())
-        self._keys.move_to_end(scope)
-        if len(self._keys) > MAX_SCOPES:
-            self._keys.popitem(last=False)
-        if sum(map(len, self._keys.values())) > self._trim_at:
-            self._trim()
-        return keys
-
-    def _trim(self) -> None:
-        for known in self._keys.values():
-            known.intersection_update([key for key in known if self._may_come_again(key)])
-        total = sum(map(len, self._keys.values()))
-        while len(self._keys) > 1 and total > MAX_SCOPE_KEYS // 2:
-            total -= len(self._keys.popitem(last=False)[1])
-        # If the current scope alone has many keys, trimming again soon would free nothing and cost O(keys) each time.
-        self._trim_at = max(MAX_SCOPE_KEYS, 2 * total)

@@ -52,7 +52,10 @@ class BlockedLog:
         for name, lines in buffer.lines.items():
             inserts, samples = lines.inserts, lines.samples
             yield f"{name}: inserting", inserts, buffer.why_waiting(inserts.head) if inserts.head else None
-            yield f"{name}: sampling", samples, buffer.why_waiting(samples.head) if samples.head else None
+            if (
+                buffer.archive is None or name != buffer.archive.name
+            ):  # the archiver waits for the next item all the time
+                yield f"{name}: sampling", samples, buffer.why_waiting(samples.head) if samples.head else None
         if buffer.admission is not None:
             line, head = buffer.admission.line, buffer.admission.line.head
             yield "permits: acquiring", line, f"permits: {buffer.admission.why_not(head.count)}" if head else None

@@ -345,7 +345,7 @@ def test_leased_samples_go_back_unless_they_are_acknowledged_in_time(client):
     assert client.acknowledge(returned, give_back=True).applied == 1
     assert client.acknowledge(kept, give_back=True).missing == (kept[0].info.lease,)  # what is settled stays so
     assert client.acknowledge(returned).missing == (returned[0].info.lease,)
-    assert [sample.info.key for sample in client.sample("rollouts", 2, timeout=5.0)] == keys[1:]
+    assert [sample.info.key for sample in client.sample("rollouts", 2, timeout=60.0)] == keys[1:]
     assert client.acknowledge(expired).missing == (expired[0].info.lease,)
     info = client.server_info().tables
     assert (info["rollouts"].samples, info["rollouts"].reserved, info["replay"].size) == (3, 0, 3)
@@ -367,7 +367,7 @@ def test_watching_the_policy_sees_the_current_one_and_every_change(client, serve
 
 
 def test_permits_pace_generators_over_the_wire():
-    admission = AdmissionConfig(groups_per_step=1, max_staleness=1, permit_ttl=4.0)
+    admission = AdmissionConfig(groups_per_step=1, max_staleness=1)
     with ReplayServer(tables=TABLES, port=0, admission=admission) as server, ReplayClient(server.address) as client:
         lease = client.acquire_permits(2)
         with pytest.raises(
@@ -376,10 +376,17 @@ def test_permits_pace_generators_over_the_wire():
             client.acquire_permits(1, timeout=0.5)
         client.insert(make_group(), {"rollouts": 1.0}, permits=lease)
         assert client.release_permits(lease) == 1
-        client.acquire_permits(1)  # never used: expires
-        client.acquire_permits(1, timeout=60.0)
-        admission_info = client.server_info().admission
-        assert (admission_info.accepted, admission_info.running, admission_info.expired) == (1, 1, 1)
+        client.acquire_permits(1)
+        info = client.server_info().admission
+        assert (info.accepted, info.running, info.expired) == (1, 1, 0)
+
+
+def test_a_permit_that_nobody_uses_goes_back_at_the_end_of_its_life():
+    admission = AdmissionConfig(groups_per_step=1, max_staleness=0, permit_ttl=0.2)
+    with ReplayServer(tables=TABLES, port=0, admission=admission) as server, ReplayClient(server.address) as client:
+        for before in range(3):  # there is only one
+            client.acquire_permits(1, timeout=60.0)
+            assert client.server_info().admission.expired >= before
 
 
 def test_without_admission_asking_for_permits_says_so(client):
@@ -473,8 +480,9 @@ def test_no_server_gives_a_clear_error_in_time():
     with ReplayClient("127.0.0.1:1", timeout=0.3) as client:
         with pytest.raises(ServerUnavailableError, match=r"no replay server answers at 127\.0\.0\.1:1"):
             client.insert(b"x", {"t": 1.0})
-        with client.sampler("t") as sampler, pytest.raises(ServerUnavailableError):
-            next(sampler)
+        for first_to_end in (0.01, 60.0):  # the timeout of the sampler, and that of the client
+            with client.sampler("t", timeout=first_to_end) as sampler, pytest.raises(ServerUnavailableError):
+                next(sampler)
         writer = client.writer()
         writer.insert(b"x", {"t": 1.0})
         with pytest.raises(ServerUnavailableError):
@@ -485,7 +493,7 @@ def test_no_server_gives_a_clear_error_in_time():
 
 
 def test_stopping_the_server_ends_every_wait_with_a_clear_error(server):
-    with ReplayClient(server.address, timeout=0.5) as client:
+    with ReplayClient(server.address) as client:
         thread, outcome = wait_in_a_thread(client)
         server.stop()
         thread.join(timeout=60)

@@ -12,6 +12,7 @@ import pytest
 from replay_client import diagnosis
 from replay_client.diagnosis import Finding, Level, diagnose
 from replay_client.generator import GeneratorConfig
+from replay_client.generator.engines import SamplingConfig
 from replay_client.records import ServerInfo, TableInfo, server_info_of
 from replay_client.shards.merging import merge_infos
 from replay_protos import replay_pb2 as pb
@@ -189,6 +190,11 @@ WARNINGS = {
         server(table("pool", {"max_staleness": 1}, inserts=80, stale_refused=20, samples=80)),
         "pool",
         "20% of what was generated was dropped unused",
+    ),
+    "an archive that nobody writes": (
+        server(table("archive", archive_of="rollouts", evicted=60, evicted_unsampled=60)),
+        "archive",
+        "60 items of rollouts (60% of all) were not archived",
     ),
     "a table too small for what is inserted": (
         server(table("pool", evicted=60, evicted_unsampled=60)),
@@ -441,6 +447,24 @@ def test_parts_that_run_by_one_recipe_agree_and_what_is_changed_on_purpose_is_li
 )
 def test_who_does_not_run_by_the_recipe_of_the_others_is_named_with_what_differs(changes, message, remedy):
     assert said_of(by_recipe(**changes), "recipe") == [(Level.WARNING, message, remedy)]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "level", "words"),
+    [
+        ({"top_p": 0.95}, Level.OK, "generator gen draws with top_p 0.95, and stores what that keeps"),
+        ({"min_p": 0.05}, Level.OK, "generator gen draws with min_p 0.05, and stores what that keeps"),
+        ({"top_p": 0.95, "top_k": 20, "sampling_masks": 0}, Level.WARNING, "gen draws with top_p 0.95, top_k 20, and"),
+        ({"min_p": 0.05, "sampling_masks": 0}, Level.WARNING, "gen draws with min_p 0.05, and stores no sampling"),
+        ({}, None, ""),
+    ],
+    ids=["masks are stored", "masks of min_p", "no masks", "no masks of min_p", "all tokens"],
+)
+def test_a_generator_that_draws_from_a_part_of_the_vocabulary_is_named_if_it_does_not_say_which(sampling, level, words):
+    says = GeneratorConfig(sampling=SamplingConfig(**sampling)).described()
+    found = said_of(by_recipe(recipe="", gen=("generator", says)), "sampling")
+    assert [each[0] for each in found] == ([level] if level else [])
+    assert all(words in message for _, message, _ in found)
 
 
 def test_who_has_the_settings_of_the_recipe_without_its_name_agrees():

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from replay_client import RolloutGroup, group_from_completions, group_from_rows
 from replay_client.columns import ALIGNMENT, encode_columns
+from replay_client.completions import row_of
 from replay_client.rollout import MAGIC
 from tests.factories import make_group
 
@@ -240,6 +242,44 @@ def test_rows_may_be_the_turns_of_a_rollout_with_advantages_for_each_token():
         [0.5, 0.5, 0, 0, 0, 2],
         [0, -1],
     ]
+
+
+def make_columns() -> dict[str, tuple[str, list[Any]]]:
+    """Columns of rows with 2, 4 and 3 tokens of a prompt, and 2, 1 and 0 others. Routing differs from token 1 on."""
+    routing = [np.array(row, np.uint8)[:, None] for row in ([9, 8, 7, 6], [9, 1, 2, 3, 4], [9, 8, 5])]
+    sets = [([5, 6, 7], [0, 2, 3]), ([8], [0, 1]), ([], [0])]
+    ragged = [(np.array(values, np.int32), np.array(offsets, np.int64)) for values, offsets in sets]
+    teacher = [np.float32([-1, -2]), np.float32([-3]), np.float32([])]
+    return {"routing": ("whole", routing), "sets": ("ragged:token", ragged), "teacher": ("token", teacher)}
+
+
+def test_columns_of_rows_come_back_row_by_row_and_share_a_prompt_only_where_they_agree():
+    columns = make_columns()
+    group = group_from_rows(
+        prompts=[[1, 2], [1, 2, 3, 4], [1, 2, 5]],
+        completions=[[7, 8], [9], []],
+        logprobs=[[-1.0, -1.0], [-2.0], []],
+        rewards=[1.0, 0.0, 0.0],
+        advantages=[1.0, -1.0, 0.0],
+        columns=columns,
+        extras={"image": np.zeros((2, 2))},
+    )
+    group = RolloutGroup.decode(group.encode())
+    assert group.prompt_ids.tolist() == [1], "token 2 was routed differently in the second row"
+    assert group.context_lengths.tolist() == [1, 3, 2]
+    assert group.axes == {"routing": "whole", "sets": "ragged:token", "teacher": "token"}
+    assert group.extras["image"].shape == (2, 2)
+    for name, (_, rows) in columns.items():
+        for row, expected in enumerate(rows):
+            parts = (x if isinstance(x, tuple) else (x,) for x in (row_of(group, name, row), expected))
+            for got, part in zip(*parts, strict=True):
+                np.testing.assert_array_equal(got, part, strict=True)
+
+
+def test_a_column_of_another_axis_is_refused_with_the_place_for_it():
+    row = {"prompts": [[1]], "completions": [[7]], "logprobs": [[-1.0]], "rewards": [1], "advantages": [1]}
+    with pytest.raises(ValueError, match=r"columns has 'x' with the axis 'rollout': put it into extras and axes"):
+        group_from_rows(**row, columns={"x": ("rollout", [1])})
 
 
 def test_rows_without_a_common_beginning_have_an_empty_shared_prompt():

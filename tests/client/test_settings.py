@@ -44,6 +44,8 @@ def test_an_unknown_field_gets_the_nearest_name(kind, misspelt, hint):
         (SamplingConfig, "top_p", 0.0, "must be above 0"),
         (SamplingConfig, "top_p", 1.1, "must be at most 1"),
         (SamplingConfig, "top_k", -1, "must be at least 0, not -1"),
+        (SamplingConfig, "min_p", -0.1, "must be at least 0, not -0.1"),
+        (SamplingConfig, "min_p", 1.1, "must be at most 1, not 1.1"),
         (SamplingConfig, "max_tokens", 0, "must be at least 1"),
     ],
 )

@@ -18,7 +18,7 @@ from replay_client import ReplayClient
 from replay_client.errors import ReplayError
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.docker.files import DOCKER, ROOT
-from tests.factories import free_port, until
+from tests.factories import PATIENCE, free_port, until
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus")
 DASHBOARD = json.loads((DOCKER / "grafana/replay.json").read_text())
@@ -39,12 +39,14 @@ def server():
 
 @pytest.fixture(scope="module")
 def ask(server, tmp_path_factory):
-    """Asks a Prometheus that has seen some seconds of a server at work."""
+    """Asks a Prometheus that has seen a server at work."""
     folder = tmp_path_factory.mktemp("prometheus")
     config = (DOCKER / "prometheus.yml").read_text()
     assert "server:7401" in config
     assert "scrape_interval: 5s" in config
-    config = config.replace("server:7401", server.metrics_address).replace("scrape_interval: 5s", "scrape_interval: 1s")
+    config = config.replace("server:7401", server.metrics_address).replace(
+        "scrape_interval: 5s", "scrape_interval: 250ms"
+    )
     assert "rule_files: [alerts.yml]" in config
     config = config.replace("[alerts.yml]", f"[{DOCKER / 'alerts.yml'}]")
     (folder / "prometheus.yml").write_text(config)
@@ -53,7 +55,7 @@ def ask(server, tmp_path_factory):
 
     def ask(expression):
         query = urllib.parse.urlencode({"query": expression})
-        with urllib.request.urlopen(f"http://{address}/api/v1/query?{query}", timeout=10) as response:
+        with urllib.request.urlopen(f"http://{address}/api/v1/query?{query}", timeout=PATIENCE) as response:
             return json.load(response)["data"]["result"]
 
     def seen(expression):
@@ -64,7 +66,7 @@ def ask(server, tmp_path_factory):
         try:
             with ReplayClient(server.address) as client:
                 uptime = "count_over_time(replay_uptime_seconds[1m]) > 5"
-                until(lambda: work(client) or seen(uptime), seconds=60, pause=0.2)
+                until(lambda: work(client) or seen(uptime), pause=0.2)
             yield ask
         finally:
             process.terminate()
@@ -195,7 +197,7 @@ def test_a_server_on_disk_has_the_metrics_of_the_disk(tmp_path):
     tables = [TableConfig(name="pool")]
     with (
         ReplayServer(tables, port=0, data_dir=tmp_path / "data", metrics_address="127.0.0.1:0") as server,
-        urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as response,
+        urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=PATIENCE) as response,
     ):
         lines = response.read().decode().splitlines()
     values = dict(line.split(" ") for line in lines if line.startswith("replay_") and "{" not in line)
@@ -208,6 +210,6 @@ def test_a_server_on_disk_has_the_metrics_of_the_disk(tmp_path):
 def test_promtool_finds_nothing_to_complain_about(server, ask):
     subprocess.run(["promtool", "check", "config", str(DOCKER / "prometheus.yml")], check=True)
     subprocess.run(["promtool", "check", "rules", str(DOCKER / "alerts.yml")], check=True)
-    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=PATIENCE) as response:
         result = subprocess.run(["promtool", "check", "metrics"], input=response.read(), capture_output=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")

@@ -35,7 +35,6 @@ def shortened(text: str) -> str:
     return text
 
 
-@pytest.mark.timeout(200)
 def test_the_program_of_the_page_trains_a_model_that_knows_nothing(tmp_path, monkeypatch, capsys):
     """It calls no tool, so there are no turns to look at: the last block is left to the other test."""
     monkeypatch.chdir(tmp_path)
@@ -62,7 +61,6 @@ def test_the_program_of_the_page_trains_a_model_that_knows_nothing(tmp_path, mon
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_the_program_of_the_page_shows_the_turns_of_a_model_that_has_seen_calls(tmp_path):
     write_files(PAGE, tmp_path)
     (tmp_path / "program.py").write_text(shortened("\n".join(block.text for block in program())))
@@ -74,7 +72,7 @@ def test_the_program_of_the_page_shows_the_turns_of_a_model_that_has_seen_calls(
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = dict(line.split(":", 1) for line in done.stdout.splitlines() if ":" in line)

@@ -29,7 +29,7 @@ with ReplayServer([TableConfig(name="pool")], port=0) as server, ReplayClient(se
 @pytest.mark.parametrize(("uvloop", "module"), [("with", "uvloop"), ("without", "asyncio.unix_events")])
 def test_server_and_blocking_client_take_the_same_kind_of_loop(uvloop, module):
     done = subprocess.run(
-        [sys.executable, "-c", _BOTH_SIDES, uvloop], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", _BOTH_SIDES, uvloop], capture_output=True, text=True, check=True, timeout=200
     )
     assert (done.stdout.split(), done.stderr) == ([module, module], "")
 
@@ -48,8 +48,8 @@ def test_the_loop_ends_with_what_runs_on_it_and_raises_its_errors():
 
 
 def test_replay_serve_runs_on_it_and_ends_at_sigterm(tmp_path):
-    with server_process(tmp_path) as server:
+    with server_process(tmp_path, anew=True) as server:
         mapped = Path(f"/proc/{server.process.pid}/maps").read_text()
         assert "uvloop" in mapped
         server.process.terminate()
-        assert server.process.wait(60) == 0
+        assert server.process.wait(200) == 0

@@ -25,7 +25,7 @@ def run(code: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """Runs `code` in a fresh process, without this process's settings of gRPC."""
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"} | settings
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=200
     )
 
 

@@ -1,10 +1,14 @@
 """Memory: large blocks that are freed serve the next ones, without new pages from the system."""
 
+import mmap
 import platform
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+
+from replay_protos.memory import LARGE_PLACE, large_place
 
 _PROGRAM = """
 import resource
@@ -27,3 +31,29 @@ def test_blocks_that_are_freed_serve_the_next_ones(monkeypatch):
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True)
     # 80 MB in pages of 4 KB are 20,480 faults, if malloc gives each block back.
     assert int(done.stdout) < 1000
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="this system gives freed memory back at once")
+def test_a_large_place_serves_again_when_its_last_view_is_gone_and_not_before():
+    size = 5 * LARGE_PLACE  # of which few pages are touched
+    first = large_place(size)
+    address = first.ctypes.data
+    view = np.frombuffer(memoryview(first).toreadonly()[size // 2 :], np.uint8)
+    first[-1] = 7
+    del first
+    second = large_place(size)
+    second[-1] = 8
+    assert second.ctypes.data != address
+    assert view[-1] == 7
+    del view
+    third = large_place(size - 1000)
+    assert third.ctypes.data == address
+    assert second[-1] == 8
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="this system gives freed memory back at once")
+def test_a_much_smaller_place_leaves_a_freed_one_alone():
+    first = large_place(9 * LARGE_PLACE)
+    address = first.ctypes.data
+    del first
+    assert large_place(3 * LARGE_PLACE).ctypes.data != address

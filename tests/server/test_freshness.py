@@ -16,7 +16,7 @@ def serving(*tables, restore=None, **options):
     server = ReplayServer(tables or (TableConfig(name="pool", sampler=AGEING, seed=0),), port=0, **options)
     if restore is not None:
         server.restore(restore)
-    with server, ReplayClient(server.address, timeout=10.0) as client:
+    with server, ReplayClient(server.address, timeout=60.0) as client:
         yield client
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from replay_trainer.demo.task import make_model, make_tokenizer, problems
+from tests.commands import Running
 
 CONFIG = """
 [[tables]]
@@ -39,20 +38,13 @@ def model_folder(tmp_path_factory) -> Path:
     return folder
 
 
-class Command(subprocess.Popen[str]):
+class Command(Running):
     """A `replay` command, with its output in a file."""
 
     def __init__(self, *arguments: str, log: Path) -> None:
         self.log = log
-        path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
         with log.open("a") as file:
-            super().__init__(
-                [sys.executable, "-m", "replay_server.cli", *arguments],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path},
-            )
+            super().__init__(*arguments, stdout=file, stderr=subprocess.STDOUT)
 
     def output(self) -> str:
         return self.log.read_text()

@@ -25,7 +25,7 @@ import numpy as np
 from replay_client import ExtendResult, ReplayClient, RolloutGroup, StoredItem
 from replay_client.columns.segments import encode_columns
 from tests.factories import free_port, make_group, start_server, until
-from tests.system.crash import Crew
+from tests.system.crash import Crew, settle
 from tests.system.ledger import Books
 
 CONFIG = """
@@ -211,7 +211,7 @@ def run(kills: int, seed: int, folder: Path, fsync: str) -> ColumnLedger:
             added = ledger.totals["added"]
             time.sleep(0.1 + rng.random())
             # On a loaded machine the clients may not have begun by then.
-            until(lambda added=added: ledger.totals["added"] >= added + 10, "nobody extends", 60.0)
+            until(lambda crew=crew, added=added: crew.are_at_work("added", added + 10), "nobody extends")
             server.kill()
             ledger.totals["kills"] += 1
             clients_go = rng.random() < 0.5
@@ -222,6 +222,7 @@ def run(kills: int, seed: int, folder: Path, fsync: str) -> ColumnLedger:
                 time.sleep(0.3 + rng.random())
                 crew.stop(at_once=False)
             with ReplayClient(address) as client:
+                settle(client)
                 ledger.check(client)
     finally:
         server.kill()

@@ -65,7 +65,7 @@ class FaultyProxy:
         self._thread = threading.Thread(target=self._loop.run_forever, name="faulty-proxy", daemon=True)
         self._thread.start()
         asyncio.run_coroutine_threadsafe(main(), self._loop)
-        assert ready.wait(10)
+        assert ready.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,7 +75,7 @@ class FaultyProxy:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

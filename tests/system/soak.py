@@ -39,7 +39,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server.tables.buffer import MAX_ANSWERS, MAX_KNOWN_KEYS
 from replay_server.tables.outstanding import MAX_TAKEN
-from tests.factories import until
+from tests.factories import PATIENCE, until
 
 TOKEN = "soak-0123456789abcdef"
 CONFIG = """
@@ -260,7 +260,7 @@ class Server:
 
     def stop(self) -> int:
         self.process.terminate()
-        return self.process.wait(30)
+        return self.process.wait(200)
 
 
 class _Malloc(ctypes.Structure):
@@ -355,7 +355,7 @@ def observe(server: Server, minutes: float, fill: bool) -> list[str]:
     columns = ["minute", *GROWTH, "policy_p99", "insert_p99", "sample_p99", "live_mb", "items", "cpu"]
     print("  ".join(f"{name:>10}" for name in columns), flush=True)
     with workload.client() as client:
-        while (passed := time.monotonic() - started) < 60 * minutes and not workload.failures:
+        while ((passed := time.monotonic() - started) < 60 * minutes or len(rows) < 6) and not workload.failures:
             time.sleep(INTERVAL)
             info = client.server_info()
             row = server.measure() | {"minute": passed / 60, "live_mb": info.bytes / 1e6, "items": info.items}
@@ -369,7 +369,7 @@ def observe(server: Server, minutes: float, fill: bool) -> list[str]:
                 print("  ".join(f"{row[name]:10.1f}" for name in columns), flush=True)
         workload.stop.set()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE)
         print(f"refused: {json.dumps(dict(workload.refused))}")
         tables = client.server_info().tables
         print(f"inserts: { {name: table.inserts for name, table in tables.items()} }")
@@ -390,7 +390,7 @@ def growth(rows: list[dict[str, float]]) -> list[str]:
 
 def leftovers(server: Server, idle: dict[str, float]) -> list[str]:
     """What is still there of clients that have gone, and whether the books balance. `idle`: what it measured before."""
-    end = time.monotonic() + 30  # leases have ended by then
+    end = time.monotonic() + PATIENCE  # leases have ended by then
     with ReplayClient(server.address, 10.0, token=TOKEN) as client:
         while True:
             info = client.server_info()
@@ -412,14 +412,19 @@ def leftovers(server: Server, idle: dict[str, float]) -> list[str]:
         client.reset("")
         info = client.server_info()
         problems += [f"{info.items} items of {info.bytes} bytes are left after a reset"] if info.items else []
-    time.sleep(2)
+    with suppress(AssertionError):  # the server notices a moment later that the last client has gone
+        until(lambda: not more_than(idle, server.measure()), pause=1.0)
     measured = server.measure()
     print(f"at rest: {json.dumps({name: round(value, 1) for name, value in measured.items()})}")
-    for name in ("tasks", "fds"):
-        if measured[name] > idle[name] + 2:
-            problems.append(f"{measured[name]:.0f} {name} at rest, {idle[name]:.0f} before the first client")
+    for name in more_than(idle, measured):
+        problems.append(f"{measured[name]:.0f} {name} at rest, {idle[name]:.0f} before the first client")
     status = server.stop()
     return [*problems, *([f"the server ended with status {status}"] if status else [])]
+
+
+def more_than(idle: dict[str, float], measured: dict[str, float]) -> list[str]:
+    """Of what there is more than before the first client."""
+    return [name for name in ("tasks", "fds") if measured[name] > idle[name] + 2]
 
 
 def main() -> None:

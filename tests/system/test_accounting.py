@@ -48,7 +48,7 @@ rng, note = random.Random(seed), os.open(record, os.O_CREAT | os.O_APPEND | os.O
 def say(sign, keys):
     os.write(note, (sign + " " + " ".join(map(str, keys)) + "\\n").encode())
 while True:
-    client = ReplayClient(address, timeout=20.0)
+    client = ReplayClient(address, timeout=600.0)  # on a loaded machine nobody may make room for long
     if rng.random() < 0.5:
         for _ in range(rng.randint(1, 20)):
             key = rng.getrandbits(63)
@@ -77,7 +77,7 @@ rng, note = random.Random(seed), os.open(record, os.O_CREAT | os.O_APPEND | os.O
 def say(samples):
     os.write(note, ("= " + " ".join(str(sample.info.key) for sample in samples) + "\\n").encode())
 while True:
-    client = ReplayClient(address, timeout=20.0)
+    client = ReplayClient(address, timeout=60.0)
     if rng.random() < 0.3:
         for _ in range(rng.randint(1, 10)):
             try:
@@ -139,11 +139,11 @@ def left_in_table(client: ReplayClient) -> list[int]:
             return keys
 
 
-@pytest.mark.timeout(120 + 3 * SECONDS)
+@pytest.mark.timeout(600 + 3 * SECONDS)
 @pytest.mark.parametrize("seconds", [2.0, pytest.param(SECONDS, marks=pytest.mark.long)])
 def test_every_acknowledged_item_is_accounted_for_exactly_once(tmp_path, transport, seconds):
     rng = random.Random(1)
-    with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address, timeout=20.0) as client:
+    with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address, timeout=60.0) as client:
         producers = Fleet(PRODUCER, "producer", PRODUCERS, server.address, tmp_path)
         consumers = Fleet(CONSUMER, "consumer", CONSUMERS, server.address, tmp_path)
         try:
@@ -155,7 +155,8 @@ def test_every_acknowledged_item_is_accounted_for_exactly_once(tmp_path, transpo
                 fleet.kill(index)
                 fleet.running[index] = fleet.start()
             # On a slow machine no process may have lived long enough to do anything until now.
-            until(lambda: producers.records("~") and consumers.records("="), "nobody did anything", 60.0, pause=0.5)
+            shared = int(transport == "shared memory")  # the first rings can come too late for the first payloads
+            until(lambda: shared in producers.records("~") and consumers.records("="), "nobody did anything", pause=0.5)
             for fleet in (producers, consumers):
                 for index in range(len(fleet.running)):
                     fleet.kill(index)
@@ -213,6 +214,6 @@ def quiet(client: ReplayClient) -> None:
         return not any(held.values())
 
     try:
-        until(is_quiet, seconds=60.0, pause=0.05)
+        until(is_quiet, pause=0.05)
     except AssertionError:
         raise AssertionError(f"all clients are dead, and the server still holds something for one: {held}") from None

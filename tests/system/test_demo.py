@@ -46,16 +46,15 @@ def parts(demo: subprocess.Popen[str]) -> dict[str, psutil.Process]:
 def wait_for_steps(out, demo: subprocess.Popen[str]) -> dict[str, psutil.Process]:
     metrics = out / "train" / "metrics.jsonl"
     steps = lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2  # noqa: E731
-    until(lambda: steps() or demo.poll() is not None, "no steps", seconds=120, pause=0.1)
+    until(lambda: steps() or demo.poll() is not None, "no steps", pause=0.1)
     assert demo.poll() is None, demo.communicate()[0]
     return parts(demo)
 
 
-@pytest.mark.timeout(240)
 def test_the_demo_ends_with_a_summary_metrics_and_a_picture(tmp_path):
     out = tmp_path / "demo"
     demo = start_demo(out, 8)
-    said, _ = demo.communicate(timeout=200)
+    said, _ = demo.communicate(timeout=800)
     assert demo.returncode == 0, said
     assert "Traceback" not in said
     for words in ("fresh reward", "replaced groups", "weights", "staleness", "importance weights", "tokens/s"):
@@ -74,7 +73,7 @@ def test_the_warm_up_of_the_tools_shows_what_the_tool_loop_plays_token_for_token
     said = iter([call, answer])
 
     class Engine:
-        async def generate(self, token_ids, sampling, n):
+        async def generate(self, token_ids, sampling, n, *_):
             ids = next(said)
             text = tokenizer.decode(ids, skip_special_tokens=True)
             return [Completion(ids, [-1.0] * len(ids), text, "stop", [0] * len(ids))]
@@ -100,13 +99,12 @@ def test_a_calculator_that_is_asked_for_something_else_says_how_to_ask():
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_the_demo_with_a_tool_trains_on_two_turns_and_counts_the_calls(tmp_path):
     out = tmp_path / "demo"
     code = CODE.replace("DemoError, run", "WITH_TOOL, DemoError, run").replace(
         "target_solve_rate=0.005", "variant=WITH_TOOL"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(out), "4"], capture_output=True, text=True, timeout=380)
+    done = subprocess.run([sys.executable, "-c", code, str(out), "4"], capture_output=True, text=True, timeout=800)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     assert "calculator          called in" in said
@@ -131,12 +129,11 @@ def test_a_task_that_the_demo_does_not_have_is_refused(options, says, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(640)
 def test_a_comparison_trains_both_ways_on_the_same_number_of_groups_and_draws_both(tmp_path):
     out = tmp_path / "demo"
     code = CODE.replace("DemoError, run", "DemoError, compare as run")
     done = subprocess.run(
-        [sys.executable, "-c", code, str(out), "3"], capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, "-c", code, str(out), "3"], capture_output=True, text=True, timeout=800, check=False
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
@@ -162,7 +159,6 @@ def test_a_comparison_trains_both_ways_on_the_same_number_of_groups_and_draws_bo
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("victim", ["generate", "serve"])
 def test_a_part_that_dies_stops_the_demo_which_says_which_and_why(tmp_path, victim):
     out = tmp_path / "demo"
@@ -170,7 +166,7 @@ def test_a_part_that_dies_stops_the_demo_which_says_which_and_why(tmp_path, vict
     running = wait_for_steps(out, demo)
     assert set(running) == {"serve", "generate", "train"}
     running[victim].kill()
-    said, _ = demo.communicate(timeout=60)
+    said, _ = demo.communicate(timeout=800)
     assert demo.returncode == 1
     name = {"generate": "generator", "serve": "server"}[victim]
     assert f"demo: the {name} was killed by SIGKILL" in said
@@ -178,12 +174,11 @@ def test_a_part_that_dies_stops_the_demo_which_says_which_and_why(tmp_path, vict
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 def test_an_interrupt_stops_every_process_of_the_demo(tmp_path):
     out = tmp_path / "demo"
     demo = start_demo(out, 1000)
     running = wait_for_steps(out, demo)
     os.kill(demo.pid, signal.SIGINT)
-    demo.communicate(timeout=60)
+    demo.communicate(timeout=800)
     assert demo.returncode != 0
     assert not any(process.is_running() for process in running.values())

@@ -85,7 +85,7 @@ def test_inserts_are_refused_before_the_system_kills_the_server_and_go_on_when_t
         assert client.insert(b"a retry", {"pool": 1.0}, key=kept[0]) == kept[0]
         assert client.sample("pool", 4)
         client.delete("pool", kept[:40])
-        until(lambda: inserts_again(client), "the server never accepts inserts again", 60)
+        until(lambda: inserts_again(client), "the server never accepts inserts again")
         assert {item.key for item in client.list_items("pool", limit=2000).items} >= set(kept[40:])
 
 
@@ -125,7 +125,7 @@ def test_without_file_descriptors_clients_that_are_there_go_on_and_others_come_i
             assert client.checkpoint("in-want")
             assert client.server_info().commit_error == ""
         with ReplayClient(server.address, timeout=60) as other:
-            kept.append(until(lambda: try_insert(other), "nobody gets in any more", 60))
+            kept.append(until(lambda: try_insert(other), "nobody gets in any more"))
         assert {item.key for item in client.list_items("pool").items} == set(kept)
 
 

@@ -257,7 +257,7 @@ def test_no_message_breaks_a_server_and_every_answer_is_one_of_ours(server, sequ
             ):
                 code, details = answer(channel, method, raw)
                 assert code not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN), f"{method.name}: {details}"
-    with ReplayClient(server.address, timeout=10.0) as client:
+    with ReplayClient(server.address, timeout=60.0) as client:
         client.update_table("plain", max_size=20, sampler="fifo", rate_limiter="min_size", when_full="evict",
                             max_bytes=None, max_staleness=None, max_times_sampled=0, remover="fifo")  # fmt: skip
         key = client.insert(b"alive", {"plain": 1.0}, policy_version=client.policy().version)

@@ -35,8 +35,8 @@ class Recorder:
             self.replacements.append(replacement)
             return replacement
 
-        def recording_to_batch(trainer, groups):
-            self.batches.append(to_batch(trainer, groups))
+        def recording_to_batch(trainer, *arguments):
+            self.batches.append(to_batch(trainer, *arguments))
             return self.batches[-1]
 
         monkeypatch.setattr(ZeroVarianceReplacer, "replace", recording_replace)
@@ -61,7 +61,6 @@ def check_rows(batch: Batch, rows: list[int], group: RolloutGroup) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(500)
 def test_vllm_fills_the_server_and_the_trainer_replaces_and_trains(tmp_path, monkeypatch, model_folder, generate):
     pytest.importorskip("vllm", reason="the set-up installs vLLM unless ENGINE=transformers")
     with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address, timeout=60.0) as client:
@@ -106,9 +105,9 @@ def test_vllm_fills_the_server_and_the_trainer_replaces_and_trains(tmp_path, mon
 
         # The generator followed: it reloaded later versions and agrees with the trainer on them.
         assert client.policy().version == STEPS
-        until(lambda: client.sample("rollouts", 1)[0].info.policy_version == STEPS, seconds=60, pause=0.1)
+        until(lambda: client.sample("rollouts", 1)[0].info.policy_version == STEPS, pause=0.1)
         generator.terminate()
-        assert generator.wait(timeout=90) == 0
+        assert generator.wait(timeout=200) == 0
         assert "Traceback" not in generator.output()
         last = json.loads([line for line in generator.output().splitlines() if line.startswith("{")][-1])
         assert last["policy_version"] == STEPS
@@ -123,7 +122,7 @@ def steps_done(folder: Path) -> int:
 
 @pytest.fixture
 def train(replay, model_folder, tmp_path):
-    (tmp_path / "train.toml").write_text(f"groups_per_step = {GROUPS}\nlearning_rate = 1e-4\nsample_timeout = 60.0\n")
+    (tmp_path / "train.toml").write_text(f"groups_per_step = {GROUPS}\nlearning_rate = 1e-4\nsample_timeout = 600.0\n")
 
     def start(address: str, steps: int, *more: str):
         return replay(
@@ -135,40 +134,39 @@ def train(replay, model_folder, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 def test_generator_and_trainer_may_be_killed_and_started_again(tmp_path, generate, train):
     folder = tmp_path / "train"
     with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address) as client:
-        generator, trainer = generate(server.address, "transformers"), train(server.address, 60, "--resume")
-        until(lambda: steps_done(folder) >= 5, seconds=90, pause=0.1)
+        generator, trainer = generate(server.address, "transformers"), train(server.address, 100_000, "--resume")
+        until(lambda: steps_done(folder) >= 5, pause=0.1)
         generator.kill()
         generator.wait()
         generate(server.address, "transformers")
         after = steps_done(folder) + 10
-        until(lambda: steps_done(folder) >= after, seconds=90, pause=0.1)
+        until(lambda: steps_done(folder) >= after, pause=0.1)
         assert trainer.poll() is None
         trainer.kill()
         trainer.wait()
         published = client.policy().version
         assert published > 0
-        again = train(server.address, 60, "--resume")
-        assert again.wait(timeout=120) == 0, again.output()
+        steps = steps_done(folder) + 20
+        again = train(server.address, steps, "--resume")
+        assert again.wait(timeout=200) == 0, again.output()
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines] == list(range(1, 61))
-        assert client.policy().version == 60
-        nothing = train(server.address, 60, "--resume")
-        assert nothing.wait(timeout=120) == 0, nothing.output()
+        assert [line["step"] for line in lines] == list(range(1, steps + 1))
+        assert client.policy().version == steps
+        nothing = train(server.address, steps, "--resume")
+        assert nothing.wait(timeout=200) == 0, nothing.output()
         assert "nothing was trained, for the run has all its steps already: --steps makes it longer" in nothing.output()
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 def test_killing_the_server_ends_generator_and_trainer_with_a_clear_error(tmp_path, generate, train):
     with server_process(tmp_path, CONFIG) as server:
         generator, trainer = generate(server.address, "transformers"), train(server.address, 1000)
-        until(lambda: steps_done(tmp_path / "train") >= 2, seconds=90, pause=0.1)
+        until(lambda: steps_done(tmp_path / "train") >= 2, pause=0.1)
         server.kill()
         for command in (generator, trainer):
-            assert command.wait(timeout=120) == 1
+            assert command.wait(timeout=200) == 1
             assert f"no replay server answers at {server.address} (tried for 5 s)" in command.output()
             assert "Traceback" not in command.output()

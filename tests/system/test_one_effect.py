@@ -59,7 +59,7 @@ def cut_anywhere(call, check, nbytes=ANSWER_BYTES, prepare=lambda client: None):
     with (
         serving() as (server, direct),
         FaultyProxy(server.address, 0, QUIET) as proxy,
-        ReplayClient(proxy.address, timeout=30.0) as client,
+        ReplayClient(proxy.address, timeout=60.0) as client,
     ):
         client.policy()  # connected
         cuts = list(range(1, nbytes, STEP))

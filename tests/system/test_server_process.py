@@ -9,7 +9,7 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError, ServerUnavailableError
-from tests.factories import server_process, until
+from tests.factories import free_port, server_process, until
 
 CONFIG = """
 [[tables]]
@@ -19,34 +19,39 @@ sampler = "fifo"
 
 
 def test_killing_the_server_gives_clear_errors_and_no_hang(tmp_path):
-    with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address, timeout=1.0) as client:
+    with (
+        server_process(tmp_path, CONFIG) as server,
+        ReplayClient(server.address) as client,
+        ReplayClient(server.address, timeout=1.0) as hasty,
+    ):
         client.insert(b"x", {"plain": 1.0})
         errors: list[ReplayError] = []
 
         def wait_for_more() -> None:
             try:
-                client.sample("plain", 5, timeout=1.0)
+                client.sample("plain", 5, timeout=5.0)
             except ReplayError as error:
                 errors.append(error)
 
+        writer = hasty.writer()
+        writer.insert(b"y", {"plain": 1.0})
+        writer.flush(timeout=60.0)
         thread = threading.Thread(target=wait_for_more)
         thread.start()
-        writer = client.writer()
-        writer.insert(b"y", {"plain": 1.0})
-        writer.flush()
+        until(lambda: client.server_info().tables["plain"].sampling.count)
         server.kill()
         writer.insert(b"z", {"plain": 1.0})
         with pytest.raises(ServerUnavailableError, match="is it running"):
             writer.flush()
         writer.close()
-        thread.join(timeout=60)
+        thread.join()
         assert [type(error) for error in errors] == [ServerUnavailableError]
 
 
 def test_writers_and_samplers_go_on_by_themselves_when_the_server_comes_back(tmp_path):
-    with server_process(tmp_path, CONFIG) as first:
-        address = first.address
-        client = ReplayClient(address, timeout=20.0)
+    address = f"127.0.0.1:{free_port()}"
+    with server_process(tmp_path, CONFIG, address=address) as first:
+        client = ReplayClient(address, timeout=60.0)
         writer, sampler = client.writer(), client.sampler("plain", batch_size=1)
         writer.insert(b"a", {"plain": 1.0})
         writer.flush()
@@ -65,7 +70,7 @@ def test_writers_and_samplers_go_on_by_themselves_when_the_server_comes_back(tmp
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_with_status_zero(tmp_path, number):
-    with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address) as client:
+    with server_process(tmp_path, CONFIG, anew=True) as server, ReplayClient(server.address) as client:
         client.insert(b"x", {"plain": 1.0})
         watch, sampler, writer = client.watch_policy(), client.sampler("plain", batch_size=1), client.writer()
         next(watch), next(sampler), writer.insert(b"y", {"plain": 1.0}), writer.flush()
@@ -73,7 +78,7 @@ def test_a_signal_ends_the_server_with_status_zero(tmp_path, number):
         thread.start()
         until(lambda: client.server_info().tables["plain"].sampling.count)
         server.process.send_signal(number)
-        assert server.process.wait(timeout=60) == 0
+        assert server.process.wait(timeout=200) == 0
         thread.join(timeout=60)
         assert not thread.is_alive()
 

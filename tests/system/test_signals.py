@@ -32,9 +32,10 @@ def client() -> Iterator[ReplayClient]:
 
 
 def switches(thread: int) -> list[str]:
-    """How often a thread of this process has begun to wait, and has been made to."""
-    status = Path(f"/proc/self/task/{thread}/status").read_text()
-    return [line for line in status.splitlines() if "ctxt_switches" in line]
+    """How often a thread of this process has begun to wait, and has been made to; empty while it does not wait."""
+    lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
+    waits = any(line.startswith("State:") and "sleeping" in line for line in lines)
+    return [line for line in lines if "ctxt_switches" in line] if waits else []
 
 
 def hears_a_signal_in(wait: Callable[[], object]) -> bool:
@@ -47,16 +48,16 @@ def hears_a_signal_in(wait: Callable[[], object]) -> bool:
 
     def send() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-        before = []
-        while before != (before := switches(waiting)):  # until the other thread waits
+        before: list[str] = []
+        while before != (before := switches(waiting)) or not before:  # until the other thread waits
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, hear)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     sender = threading.Thread(target=send)
-    sender.start()
     try:
+        sender.start()
         wait()
     except Heard:
         return True

@@ -39,8 +39,14 @@ with ReplayClient(sys.argv[1]) as client, client.sampler("rollouts", lease=60.0)
 
 
 @pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setattr(info, "LONG_WAIT", 3.0)  # for 20 s
+def impatient(monkeypatch):
+    """Called when somebody has gone: the server waits 3 s for him. Until then a machine that is busy misses nobody."""
+    monkeypatch.setattr(info, "LONG_WAIT", 1000.0)
+    return lambda: monkeypatch.setattr(info, "LONG_WAIT", 3.0)
+
+
+@pytest.fixture
+def server():
     tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 100_000})]
     with ReplayServer(tables, port=0, max_bytes="1GB") as server:
         yield server
@@ -81,7 +87,7 @@ def doctor(server):
     return done.returncode, {each["check"]: each["message"] for each in findings if each["level"] == "failure"}
 
 
-def test_a_killed_trainer_and_then_a_killed_generator_are_missed_by_name(server, client, start):
+def test_a_killed_trainer_and_then_a_killed_generator_are_missed_by_name(server, client, start, impatient):
     generator, trainer = start(GENERATOR), start(TRAINER, 1_000_000)
     until(lambda: client.server_info().policy.usual and len(by_name(client)) == 2)
     known = by_name(client)
@@ -96,10 +102,11 @@ def test_a_killed_trainer_and_then_a_killed_generator_are_missed_by_name(server,
 
     trainer.kill()
     until(lambda: by_name(client)[name].open == 0)
-    said = until(lambda: sides(client))["trainer"]
+    impatient()
+    said = until(lambda: sides(client).get("trainer"))
     assert said.startswith("no new policy version since version ")
     assert f"last seen: {name} (" in said
-    assert set(sides(client)) == {"trainer"}
+    until(lambda: set(sides(client)) == {"trainer"})
 
     generator.kill()
     until(lambda: set(sides(client)) == {"trainer", "generators"})
@@ -109,13 +116,14 @@ def test_a_killed_trainer_and_then_a_killed_generator_are_missed_by_name(server,
     assert "gen-a (" in failures["generators"]
 
 
-def test_a_trainer_that_says_that_it_ends_is_not_missed(server, client, start):
+def test_a_trainer_that_says_that_it_ends_is_not_missed(server, client, start, impatient):
     generator, trainer = start(GENERATOR), start(TRAINER, 20)
-    assert trainer.wait(60) == 0
-    ended = [each for each in client.server_info().clients if each.role == "trainer"]
-    assert [(each.ended, each.open) for each in ended] == [(True, 0)]
-    until(lambda: client.server_info().policy.age > 3 * client.server_info().long_wait)
-    assert sides(client) == {}
+    assert trainer.wait(200) == 0
+    ended = lambda: [each for each in client.server_info().clients if each.role == "trainer"]  # noqa: E731
+    until(lambda: [(each.ended, each.open) for each in ended()] == [(True, 0)])
+    impatient()
+    until(lambda: client.server_info().policy.age > 1.5 * client.server_info().long_wait)  # from 1.0 on it is missed
+    until(lambda: sides(client) == {})
     generator.kill()
     until(lambda: set(sides(client)) == {"generators"})
 
@@ -126,8 +134,8 @@ def test_a_client_that_only_reads_leaves_no_trace_and_cannot_say_that_others_end
     with (
         ReplayServer([TableConfig(name="pool")], port=0, security=security) as server,
         ReplayClient(server.address, token=writer, name="honest") as client,
-        ReplayClient(server.address, token=reader, name="honest", timeout=5.0) as spy,
-        ReplayClient(server.address, token=reader, name="another", timeout=5.0) as other,
+        ReplayClient(server.address, token=reader, name="honest", timeout=60.0) as spy,
+        ReplayClient(server.address, token=reader, name="another", timeout=60.0) as other,
     ):
         client.insert(b"x", {"pool": 1.0})
         for reads in (spy, other):

@@ -16,6 +16,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from replay_client import MutationResult, Policy, RolloutGroup, Sample, SampleInfo
+from replay_client.columns.axes import RAGGED
+from replay_client.columns.kept import KEPT, kept_column
 from replay_client.errors import DeadlineExceededError
 from replay_client.generator.weights import Probe
 from replay_client.records import AdmissionInfo
@@ -165,7 +167,7 @@ class FakeClient:
 
     def server_info(self, **_: Any) -> Any:
         admission = None if self.admitted is None else AdmissionInfo(groups_per_step=self.admitted)
-        return SimpleNamespace(admission=admission)
+        return SimpleNamespace(admission=admission, tables={})
 
     def policy(self, **_: Any) -> Policy:
         return Policy(self.version, self.weights, age=0.0)
@@ -285,7 +287,8 @@ def in_pieces(group: RolloutGroup, cuts: Sequence[Sequence[int]]) -> RolloutGrou
     """
     ids, logprobs, masks, advantages = [], [], [], []
     lengths, contexts = [], []
-    for span, places in zip(group.sequence_spans(), cuts, strict=True):
+    sets: list[list[int]] = []
+    for sequence, (span, places) in enumerate(zip(group.sequence_spans(), cuts, strict=True)):
         length = span.stop - span.start
         for start, end in itertools.pairwise([0, *places, length]):
             known = slice(span.start + start, span.start + end)
@@ -296,6 +299,9 @@ def in_pieces(group: RolloutGroup, cuts: Sequence[Sequence[int]]) -> RolloutGrou
             masks += [np.zeros(start, np.bool_), group.trained_mask[known]]
             if group.token_advantages is not None:
                 advantages += [np.zeros(start, np.float32), group.token_advantages[known]]
+            if KEPT in group.extras:
+                offsets, values = group.offsets_of(KEPT, sequence), group.extra_of(KEPT, sequence)
+                sets += [[]] * start + [values[offsets[t] : offsets[t + 1]].tolist() for t in range(start, end)]
     return replace(
         group,
         completion_ids=np.concatenate(ids),
@@ -305,5 +311,7 @@ def in_pieces(group: RolloutGroup, cuts: Sequence[Sequence[int]]) -> RolloutGrou
         rollout_logprobs=np.concatenate(logprobs),
         loss_mask=np.concatenate(masks),
         token_advantages=np.concatenate(advantages) if advantages else None,
+        extras=kept_column(sets) if sets else {},
+        axes={KEPT: RAGGED} if sets else {},
         validate=False,
     )

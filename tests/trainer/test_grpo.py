@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from replay_client import RolloutGroup, Sample
 from replay_client.scoring import group_priority
-from replay_trainer import PRESETS, GRPOConfig, GRPOTrainer, TableEvaluation
+from replay_trainer import PRESETS, GRPOConfig, GRPOTrainer, LossConfig, TableEvaluation
 from replay_trainer.batching import to_batch
 from replay_trainer.config import config_from
 from replay_trainer.correction import CorrectionConfig, Rejection
 from replay_trainer.logprobs import LogprobModel
-from replay_trainer.losses import LossConfig
 from replay_trainer.weights import probe_tokens, publish_weights, published, saved
 from tests.factories import make_group
 from tests.trainer.factories import (

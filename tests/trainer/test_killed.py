@@ -15,7 +15,7 @@ from replay_client import ReplayClient
 from replay_client.scoring import group_priority
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
-from tests.factories import make_group, server_process, until
+from tests.factories import free_port, make_group, server_process, until
 from tests.trainer.factories import NEAR, OnStep, assert_same_weights
 from tests.trainer.killed_trainer import PHASES, kill_in_a_process, run, trained
 
@@ -154,20 +154,19 @@ def test_trainer_and_server_killed_together_come_back_together(tmp_path: Path, p
 
 
 def test_a_server_that_restarts_in_the_middle_of_a_step_gives_no_group_twice(tmp_path: Path) -> None:
-    config = durable(tmp_path)
+    config, address = durable(tmp_path), f"127.0.0.1:{free_port()}"
     servers = []
 
     def restart(metrics: dict[str, float]) -> None:
         if metrics["step"] == 2:
-            address = servers[-1].address
             servers[-1].kill()
             servers.append(stack.enter_context(server_process(tmp_path, config, address)))
 
     with ExitStack() as stack:
-        servers.append(stack.enter_context(server_process(tmp_path, config)))
-        with ReplayClient(servers[0].address) as client:
+        servers.append(stack.enter_context(server_process(tmp_path, config, address)))
+        with ReplayClient(address) as client:
             keys = insert(client)
-            run(servers[0].address, tmp_path, callbacks=[OnStep(restart)])
+            run(address, tmp_path, callbacks=[OnStep(restart)])
             assert trained(tmp_path) == sorted(keys)
             check_used_up(client, keys, len(keys))
 
@@ -188,3 +187,29 @@ def test_an_interrupted_run_gives_its_groups_back_at_once_without_the_bad_ones(
     assert client.get([bad]) == []
     assert [path.name for path in (tmp_path / "run").glob("leases-*")] == []
     assert json.loads((tmp_path / "drawn.jsonl").read_text().splitlines()[0])["keys"] == keys[:1]
+
+
+@pytest.mark.parametrize(
+    ("phase", "lost", "restored"),
+    [
+        pytest.param("updated", [2], GROUPS, id="groups of step 2 were acknowledged, and those of step 3 leased"),
+        pytest.param("written", [2, 3], GROUPS, id="a newer state was written, and its groups leased"),
+        pytest.param("acknowledged", [2, 3], 2 * GROUPS, id="groups of a state that was not named yet"),
+        pytest.param("acknowledged", [], 0, id="the newest state, which was not named yet"),
+    ],
+)
+def test_a_trainer_that_resumes_from_an_older_state_trains_again_on_what_came_after_it(
+    tmp_path: Path, phase: str, lost: list[int], restored: int
+) -> None:
+    config = durable(tmp_path).replace("forward_to", "keep_consumed = 2, forward_to")
+    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
+        keys = insert(client)
+        kill_in_a_process(server.address, tmp_path, phase, 3, publish_in_background=False)
+        server.kill()
+    for step in lost:
+        (tmp_path / "run" / f"step-{step}").rename(tmp_path / f"step-{step}")
+    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
+        run(server.address, tmp_path, resume=True)
+        assert trained(tmp_path) == sorted(keys)
+        check_used_up(client, keys, len(keys))
+        assert client.server_info().tables["rollouts"].restored == restored

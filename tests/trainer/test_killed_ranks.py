@@ -18,7 +18,7 @@ from replay_client import ReplayClient
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer.weights import saved
-from tests.factories import ServerProcess, server_process, start, until
+from tests.factories import ServerProcess, free_port, server_process, start, until
 from tests.trainer.factories import OnStep
 from tests.trainer.killed_trainer import kill_in_a_process, run, run_rank, trained
 from tests.trainer.test_killed import check_used_up, durable, insert, until_gone
@@ -145,12 +145,12 @@ class Pair:
         self._folders = [tmp_path / name for name in "ab"]
         for folder in self._folders:
             folder.mkdir()
-        self._servers = [self._serve(folder) for folder in self._folders]
-        self.addresses = [server.address for server in self._servers]
+        self.addresses = [f"127.0.0.1:{free_port()}" for _ in self._folders]
+        self._servers = [self._serve(*each) for each in zip(self._folders, self.addresses, strict=True)]
         self.address = ",".join(f"{name}={address}" for name, address in zip("ab", self.addresses, strict=True))
         self.keys: list[int] = []
 
-    def _serve(self, folder: Path, address: str = "127.0.0.1:0") -> ServerProcess:
+    def _serve(self, folder: Path, address: str) -> ServerProcess:
         return self._stack.enter_context(server_process(folder, durable(folder), address))
 
     def fill(self, each: int = EACH) -> None:
@@ -161,7 +161,7 @@ class Pair:
 
     def end_leases(self) -> None:
         """Ends the leases of the second shard while its clients cannot see it."""
-        server = self._serve(self._folders[1])
+        server = self._serve(self._folders[1], "127.0.0.1:0")
         with ReplayClient(server.address) as client:
             until(lambda: client.server_info().tables["rollouts"].reserved == 0, seconds=60.0)
         server.kill()

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from replay_trainer.config import LossConfig
 from replay_trainer.correction import CorrectionConfig, Rejection
-from replay_trainer.losses import LossConfig, corrected_policy_loss, kl_loss, policy_loss
+from replay_trainer.losses import corrected_policy_loss, kl_loss, policy_loss
 
 # Two completions: ratios 2 and 0.5 with A = 1, and a ratio of 2 with A = -2; the last place is padding.
 # -min(c A, clip(c, 0.8, 1.2) A):  -min(2, 1.2) = -1.2,  -min(0.5, 0.8) = -0.5,  -min(-4, -2.4) = 4.

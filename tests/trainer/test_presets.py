@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from replay_trainer.config import LossConfig
 from replay_trainer.correction import PRESETS, CorrectionConfig, correct
-from replay_trainer.losses import LossConfig, corrected_policy_loss
+from replay_trainer.losses import corrected_policy_loss
 from replay_trainer.metrics import Alarms
 
 # Token ratios; products 5.6 and 0.64, geometric means 1.776 and 0.862.

@@ -87,14 +87,15 @@ def test_the_next_step_runs_while_a_version_is_written_and_does_not_change_it(
 
 
 def test_a_version_waits_until_the_one_before_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, release, writing = held(monkeypatch, version=1)
+    begun, release, writing = held(monkeypatch, version=1)
     waits, begun_3, wait = threading.Event(), threading.Event(), BackgroundTask.wait
     monkeypatch.setattr(BackgroundTask, "wait", lambda *given: waits.set() or wait(*given))
     client = FakeClient(make_batches(4))
     seen = []
 
     def release_version_1() -> None:
-        waits.wait(60)
+        assert waits.wait(60)
+        assert begun.wait(60)  # its thread may come later than this one
         seen.append((begun_3.is_set(), list(writing)))
         release.set()
 

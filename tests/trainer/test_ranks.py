@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from replay_trainer.weights import published
+from replay_trainer.weights import WEIGHTS_FILE, published
 from tests.factories import run_ranks
 from tests.trainer.factories import NEAR, assert_same_weights, lines_of
 from tests.trainer.run_rank import main
@@ -140,7 +141,19 @@ def test_a_batch_that_does_not_divide_by_the_ranks_is_refused(tmp_path: Path) ->
         run(tmp_path / "two", 2, groups_per_step=3)
 
 
-def test_two_ranks_train_the_same_adapter_as_one(tmp_path: Path) -> None:
-    alone, together = (run(tmp_path / str(ranks), ranks, lora=True, beta=0.1) for ranks in (1, 2))
+@pytest.mark.parametrize("fsdp", [False, True], ids=["whole", "partitioned"])
+def test_two_ranks_train_the_same_adapter_as_one(tmp_path: Path, fsdp: bool) -> None:
+    options = {"lora": True, "beta": 0.1, "fsdp": fsdp}
+    alone, together = (run(tmp_path / str(ranks), ranks, **options) for ranks in (1, 2))
     assert any("lora_B" in name and tensor.abs().max() > 1e-4 for name, tensor in alone.items())
     assert_same_weights(together, alone, **NEAR)
+    assert_same_weights(*(load_file(published(tmp_path / ranks / "out")[-1] / WEIGHTS_FILE) for ranks in "12"), **NEAR)
+
+
+@pytest.mark.long
+def test_a_run_with_a_partitioned_adapter_resumes_on_the_same_and_on_another_number_of_ranks(tmp_path: Path) -> None:
+    options = {"lora": True, "sgd": False, "learning_rate": 1e-3, "fsdp": True, "max_steps": 4}
+    whole = run(tmp_path / "whole", 1, **options)
+    for steps, ranks in ((1, 1), (2, 2), (3, 2)):
+        run(tmp_path / "parts", ranks, **options | {"resume": steps > 1, "max_steps": steps})
+    assert_same_weights(run(tmp_path / "parts", 1, **options | {"resume": True}), whole, **NEAR)

@@ -405,3 +405,43 @@ def test_a_rollout_in_pieces_is_shown_as_what_the_policy_wrote_in_them(tmp_path:
     (shown,) = (json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines())
     assert (shown["prompt"], shown["completion"]) == ("9", "6 7\n3")  # step 1: the second rollout
     assert (shown["reward"], shown["advantage"]) == (0.5, 2.0)
+
+
+WAYS_TO_BE_RIGHT: dict[str, tuple[Sequence[Cuts] | None, dict[str, Any]]] = {
+    "a sequence each": (None, {}),
+    "several sequences": (WAYS["every turn alone"], {}),
+    "in micro-batches of whole rollouts": (WAYS["every turn alone"], {"loss_type": "gspo"}),
+    "advantages computed anew": (None, {"scale_rewards": "batch"}),
+    "drifted groups left out": (None, {"replay_max_drift": 9.0}),
+}
+
+
+@pytest.mark.parametrize(("cuts", "options"), WAYS_TO_BE_RIGHT.values(), ids=WAYS_TO_BE_RIGHT)
+def test_of_stored_groups_only_the_right_rollouts_are_trained_on_if_one_says_so(
+    tmp_path: Path, cuts: Sequence[Cuts] | None, options: dict[str, Any]
+) -> None:
+    fresh, stored = FLAT if cuts is None else map(in_pieces, FLAT, cuts)
+    # The second rollout of the stored group is right. It keeps the advantage that it had beside the wrong one.
+    alone = replace(
+        make_group(rewards=[1.0], prompt=[9], completions=[FLAT[1].completions()[1]], logprobs=-2.8),
+        advantages=FLAT[1].advantages[1:],
+    )
+    if "scale_rewards" in options:
+        # The trainer computes advantages from all rewards of the step, also from those that it then leaves out.
+        std = np.concatenate([group.rewards for group in FLAT]).std(ddof=1) + 1e-4
+        fresh = replace(fresh, advantages=((fresh.rewards - 0.5) / std).astype(np.float32))
+        alone = replace(alone, advantages=np.array([0.5 / std], np.float32))
+
+    def trained(name: str, pool: RolloutGroup, **own: Any) -> tuple[Any, dict[str, Any]]:
+        client = FakeClient([[make_sample(fresh, key=1)]], pool=[make_sample(pool, key=2)])
+        model, (line,) = sgd_run(client, tmp_path / name, replay_share=0.5, **own)
+        return model, line
+
+    model, line = trained("right", stored, replay_rollouts="right", **options)
+    options = {name: value for name, value in options.items() if name != "scale_rewards"}
+    expected, _ = trained("alone", alone, **options)
+    whole, _ = trained("whole", stored, **options)
+    assert_same_weights(model, expected, **NEAR)
+    assert line["train/rows"] == 4
+    with pytest.raises(AssertionError):
+        assert_same_weights(whole, expected, **NEAR)

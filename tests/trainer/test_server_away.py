@@ -26,7 +26,7 @@ from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.publication import Publication
 from replay_trainer.ranks import Ranks
 from replay_trainer.weights import published
-from tests.factories import ctrl_c_raises, make_group, run_ranks, until
+from tests.factories import ctrl_c_raises, free_port, make_group, run_ranks, until
 from tests.trainer.factories import lines_of, make_trainer
 
 STEPS = 4
@@ -41,7 +41,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "ServerWaits", quick)
 
 
-def serve(tmp_path: Path, port: int = 0) -> ReplayServer:
+def serve(tmp_path: Path, port: int) -> ReplayServer:
     server = ReplayServer(DEFAULT_TABLES, port=port, data_dir=tmp_path / "data")
     server.start()
     return server
@@ -68,8 +68,7 @@ def test_the_trainer_announces_a_version_when_the_server_is_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publication, "FIRST_TRY", 0.2)
-    server = serve(tmp_path)
-    port = int(server.address.rpartition(":")[2])
+    server = serve(tmp_path, port := free_port())
     done: list[int] = []
     servers = [server]
 
@@ -104,8 +103,7 @@ def test_a_run_that_is_stopped_while_the_server_is_away_ends_and_its_last_versio
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publication, "LAST_TRY", 0.5)
-    server = serve(tmp_path)
-    port = int(server.address.rpartition(":")[2])
+    server = serve(tmp_path, port := free_port())
 
     def interrupt() -> None:
         until(lambda: any("waiting to announce version" in said for said in caplog.messages), seconds=120)
@@ -157,7 +155,7 @@ class Resumed:
 
 @pytest.fixture(params=[2, 1], ids=["whole batch", "part of a batch"])
 def resumed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Resumed]:
-    away = ReplayServer(DEFAULT_TABLES, port=0, data_dir=tmp_path / "data")
+    away = ReplayServer(DEFAULT_TABLES, port=free_port(), data_dir=tmp_path / "data")
     away.start()
     with ReplayServer(DEFAULT_TABLES, port=0) as stays, ReplayClient([stays.address, away.address]) as client:
         for server in (stays, away):

@@ -1,6 +1,8 @@
 """The GRPO trainer in PyTorch for the replay server. Each of its modules also works by itself."""
 
+from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import replay_client  # noqa: F401, before `grpc` is imported
 
@@ -11,14 +13,17 @@ if missing := [name for name in ("torch", "transformers", "safetensors") if find
         name=missing[0],
     )
 
-from replay_trainer.batching import PaddedBatch, from_padded, to_padded
-from replay_trainer.callbacks import Callback, Run, StepReport, StepSpans
-from replay_trainer.config import GRPOConfig
-from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection, correct
-from replay_trainer.evaluation import PromptEvaluation, TableEvaluation
-from replay_trainer.groups import ZeroVarianceReplacer
-from replay_trainer.grpo import GRPOTrainer
-from replay_trainer.losses import LossConfig, policy_loss
+from replay_trainer.config import GRPOConfig, LossConfig
+from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
+
+if TYPE_CHECKING:
+    from replay_trainer.batching import PaddedBatch, from_padded, to_padded
+    from replay_trainer.callbacks import Callback, Run, StepReport, StepSpans
+    from replay_trainer.correction import correct
+    from replay_trainer.evaluation import PromptEvaluation, TableEvaluation
+    from replay_trainer.groups import ZeroVarianceReplacer
+    from replay_trainer.grpo import GRPOTrainer
+    from replay_trainer.losses import policy_loss
 
 __all__ = [
     "PRESETS",
@@ -40,3 +45,18 @@ __all__ = [
     "policy_loss",
     "to_padded",
 ]
+
+_MODULES = tuple(
+    f"replay_trainer.{name}"
+    for name in ("correction", "losses", "batching", "callbacks", "evaluation", "groups", "grpo")
+)
+
+
+def __getattr__(name: str) -> Any:
+    """The names above that need torch, when somebody asks for them. torch and transformers take seconds to import, and
+    a run whose options cannot work is refused before."""
+    if name in __all__:
+        for module in map(import_module, _MODULES):
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

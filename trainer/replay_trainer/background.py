@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -72,8 +75,9 @@ class BackgroundTask:
     """Runs one function at a time on a thread, and keeps its error for the thread that asks."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        # Not the thread itself: after an interrupt of its `join`, Python 3.11 takes a running thread for an ended one.
+        # One thread for all functions: the loop waits a millisecond or more for a new one to start. At its end the
+        # interpreter waits for this thread, so a write is finished first.
+        self._thread = ThreadPoolExecutor(1, name)
         self._ended = threading.Event()
         self._ended.set()
         self._error: Exception | None = None
@@ -82,8 +86,7 @@ class BackgroundTask:
         """Run the function. The one before must have ended: call `wait` first."""
         assert self._ended.is_set()
         self._ended.clear()
-        # Not a daemon: an interpreter that ends by itself finishes the write first.
-        threading.Thread(target=self._run, args=(function,), name=self._name).start()
+        self._thread.submit(self._run, function)
 
     def wait(self, only_while: Callable[[], bool] = lambda: True) -> bool:
         """Wait until the function has ended, or `only_while` is false. Returns whether it has ended."""
@@ -123,10 +126,21 @@ LOOK_SECONDS = 2.0
 """Between two looks at the server during a wait."""
 
 
+@dataclass(frozen=True)
+class _Wait:
+    what: str
+    number: int
+    log: WaitLog
+
+
 class ServerWaits:
     """Says that one thread waits for one server, and why: after half a minute, every half minute, and when it goes on.
 
     It says within seconds that the server is gone, and that a server which came back is another one.
+
+    A thread looks at the wait of the moment, again and again. It does not start and end with each wait: a step has
+    several, nearly all of them shorter than a look, and to start and join a thread takes the trainer a millisecond or
+    more. The thread ends when there was no wait since its last look, and the next wait starts it again.
     """
 
     def __init__(
@@ -141,8 +155,14 @@ class ServerWaits:
         """`table`: the one that groups come from, if the waits are for groups. `quiet`: log nothing."""
         self._client = client
         self._table = table
-        self._waiting = quiet
-        """Whether there is nothing to begin, because a wait is watched already or none is to be."""
+        self._quiet = quiet
+        self._lock = threading.Lock()
+        self._wait: _Wait | None = None
+        """The wait of the moment."""
+        self._waits = 0
+        """How many waits have begun."""
+        self._watched = False
+        """Whether the thread that looks at waits runs."""
         self._seconds = seconds
         self._look_seconds = look_seconds
         self._server_id: int | None = None
@@ -164,19 +184,22 @@ class ServerWaits:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Logs a long wait for `what` inside of the block. A wait inside of a wait is a part of it."""
-        if self._waiting:
+        if self._quiet or self._wait is not None:
             yield
             return
-        done = threading.Event()
-        watcher = threading.Thread(target=self._watch, args=(done, what), name="wait-log", daemon=True)
-        watcher.start()
-        self._waiting = True
         try:
+            with self._lock:
+                self._waits += 1
+                self._wait = _Wait(what, self._waits, WaitLog("the trainer", every=self._seconds, late=True))
+                start, self._watched = not self._watched, True
+            if start:
+                threading.Thread(target=self._watch, name="wait-log", daemon=True).start()
             yield
         finally:
-            self._waiting = False
-            done.set()
-            watcher.join()
+            with self._lock:
+                wait, self._wait = self._wait, None
+                if wait is not None:
+                    wait.log.go_on()
 
     def _next(self, batches: Iterator[Any]) -> Any:
         while True:
@@ -190,14 +213,22 @@ class ServerWaits:
                 else:
                     raise
 
-    def _watch(self, done: threading.Event, what: str) -> None:
+    def _watch(self) -> None:
         """In a thread of its own, because the trainer's is blocked."""
-        log = WaitLog("the trainer", every=self._seconds, late=True)
-        while not done.wait(min(self._look_seconds, self._seconds)):
+        while True:
+            before = self._waits
+            time.sleep(min(self._look_seconds, self._seconds))
+            with self._lock:
+                wait = self._wait
+                if wait is None and self._waits == before:
+                    self._watched = False
+                    return
+            if wait is None or wait.number > before:  # that began a moment ago
+                continue
             reason, is_news = self._look()
-            if not done.is_set():
-                log.wait(f"waiting {what}: {reason}", is_news=is_news)
-        log.go_on()
+            with self._lock:
+                if self._wait is wait:
+                    wait.log.wait(f"waiting {wait.what}: {reason}", is_news=is_news)
 
     def _look(self) -> tuple[str, bool]:
         """Why there are no groups, and whether the server has just gone or is another one than before."""

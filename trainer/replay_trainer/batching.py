@@ -27,8 +27,10 @@ from torch import Tensor
 
 from replay_client.completions import group_from_rows
 from replay_client.rollout import MAX_LOGPROB, MAX_VALUE, RolloutGroup
-from replay_trainer.losses import Teacher, distillation_advantages
+from replay_trainer.config import Teacher
+from replay_trainer.losses import distillation_advantages
 from replay_trainer.packing.beginnings import Beginnings, Ints, Layout
+from replay_trainer.packing.kept_sets import KeptSets
 
 
 class Rollouts:
@@ -103,6 +105,8 @@ class Batch:
     """float32, of a teacher in nats, finite inside the mask. None: the batch distils from none."""
     teacher_weight: float = 0.0
     """Of the teacher in the advantages."""
+    kept: KeptSets | None = None
+    """The tokens that top_p, top_k or min_p kept for each token; None: all tokens of the batch were drawn from all."""
 
     @property
     def num_rows(self) -> int:
@@ -137,6 +141,14 @@ class Batch:
         """The device of the tensors."""
         return self.mask_BT.device
 
+    def without_wrong(self, groups: Sequence[int]) -> Batch:
+        """Of these groups, only the rollouts with an advantage above 0; all sequences of a rollout go together.
+
+        The denominator of the loss counts what is left. The other groups keep all rollouts.
+        """
+        wrong_B = np.isin(self.group_B, np.array(groups, np.int64)) & ~(self.advantages_B.cpu().numpy() > 0)
+        return self.select(np.flatnonzero(~wrong_B)) if wrong_B.any() else self
+
     def select(self, rows: Ints) -> Batch:
         """These rows, without padding that none of them needs. The prompts are unchanged."""
         longest = max(int(self.completion_lengths_B[rows].max(initial=1)), 1)
@@ -159,6 +171,7 @@ class Batch:
             rollout_B=self.rollout_B[rows],
             beginnings=self.beginnings.select(rows),
             teacher_logprobs_BT=optional(self.teacher_logprobs_BT),
+            kept=None if self.kept is None else self.kept.select(rows, longest),
         )
 
 
@@ -261,6 +274,7 @@ def to_batch(
         beginnings=Beginnings.of(inputs),
         teacher_logprobs_BT=None if teacher_logprobs_BT is None else tensor(teacher_logprobs_BT),
         teacher_weight=0.0 if teacher is None else teacher.weight,
+        kept=KeptSets.of(groups, shape[1]),
     )
 
 

@@ -20,7 +20,6 @@ from replay_client.settings import (
     with_recipe,
 )
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
-from replay_trainer.losses import LossConfig, LossType, Teacher
 
 ZeroVariance = Literal["replace", "none", "dynamic"]
 """What happens to groups that carry no gradient, because all their rewards are equal.
@@ -29,8 +28,63 @@ draws fresh groups until it has enough (DAPO, arXiv 2503.14476)."""
 OnEmpty = Literal["keep", "drop", "wait"]
 """What happens to a zero-variance group if the pool has no replacement.
 keep: train on it; it adds no gradient. drop: leave it out. wait: wait for the pool to fill."""
+ReplayRollouts = Literal["all", "right"]
+"""Which rollouts of a group of the pool a step trains on.
+all: every one. right: those with an advantage above 0, with all their sequences; nothing is computed for the others.
+Where a group has token_advantages, the advantages of its rollouts still decide."""
 Schedule = Literal["constant", "linear", "cosine"]
 Reporter = Literal["tensorboard", "wandb"]
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"]
+
+
+@suggests_names
+@dataclass(frozen=True)
+class LossConfig:
+    """Which loss, and its constants; `replay_trainer.losses` has the formulas.
+
+    Raises ValueError for an unknown loss type, and if the type needs a constant that is missing.
+    """
+
+    loss_type: LossType = "dapo"
+    epsilon: float = 0.2
+    """The ratio is clipped below 1 - epsilon."""
+    epsilon_high: float | None = None
+    """The ratio is clipped above 1 + epsilon_high; None: epsilon. For cispo: the cap of c itself, required."""
+    clip_ratio_c: float | None = None
+    """Dual clip (arXiv 1912.09729): where A < 0, the loss is at most -c A with this c, and has no gradient above it.
+    Above 1; None: off. verl: 3.0; TRL's `delta`. Not for cispo, and not for reinforce."""
+    max_completion_length: int | None = None
+    """The most tokens that the policy writes in one rollout, over all its turns and sequences: the generator's limit.
+    Required for dr_grpo, which divides by it: a constant, so that the gradient of a token does not depend on how long
+    its rollout is, or on how it is cut into sequences."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            raise ValueError("loss_type='cispo' needs epsilon_high, the cap of the ratio itself, such as 5.0")
+        if self.clip_ratio_c is not None and not self.clip_ratio_c > 1:
+            raise ValueError(f"clip_ratio_c bounds a ratio and must be above 1, such as 3.0, not {self.clip_ratio_c}")
+        if self.loss_type == "dr_grpo" and (self.max_completion_length is None or self.max_completion_length < 1):
+            raise ValueError(
+                f"loss_type='dr_grpo' needs max_completion_length, the generator's limit in tokens, "
+                f"not {self.max_completion_length}"
+            )
+
+    @property
+    def clip_high(self) -> float:
+        """epsilon_high, or its default."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Whom the policy is distilled from, and how much that counts beside the rewards."""
+
+    column: str
+    """The column of extras with its log-probabilities: (T,) nats, axis "token". The process of the teacher writes it,
+    by `client.extend`; nobody can train on a group without it."""
+    weight: float
+    """Of log teacher - log policy in the advantage of a token; above 0."""
 
 
 @suggests_names
@@ -78,6 +132,8 @@ class GRPOConfig:
     """The share of groups_per_step that comes from the pool, from 0 to 0.9, rounded to whole groups. The other groups
     are fresh; zero_variance treats those of them without variance. If the pool has fewer groups, the step is smaller.
     [admission] groups_per_step of the server counts the fresh groups alone: fresh_groups_per_step."""
+    replay_rollouts: ReplayRollouts = "all"
+    """Which rollouts of the groups of the pool are trained on: see ReplayRollouts."""
     replay_start_step: int = bounded(0, least=0)
     """The steps up to this one take nothing from the pool. See also min_size of the table's rate limiter."""
     replay_max_drift: float | None = bounded(None, least=0)

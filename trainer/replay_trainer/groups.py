@@ -14,6 +14,7 @@ import numpy as np
 from torch import nn
 
 from replay_client import ReplayClient, Sample
+from replay_client.columns.kept import why_no_sets
 from replay_client.errors import DeadlineExceededError, ReplayError, TableNotFoundError
 from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_TEMPERATURE, RolloutGroup
 from replay_client.scoring import Scale, carries_gradient, trained_priority
@@ -207,6 +208,8 @@ def why_unusable(sample: Sample, limits: ModelLimits | None = None) -> str:
     temperature = group.sampling.get("temperature", 1.0)
     if not isinstance(temperature, int | float) or not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         return f"it was sampled at temperature {temperature!r}, not from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+    if reason := why_no_sets(group, limits.vocabulary):
+        return reason
     return why_no_teacher(group, limits.teacher) if limits.teacher else ""
 
 

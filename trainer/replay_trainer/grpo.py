@@ -109,9 +109,12 @@ class GRPOTrainer:
             self.reference = self.policy if self.adapter else copy.deepcopy(self.policy).requires_grad_(False)
         self.partitioned = config.fsdp and self.ranks.size > 1
         if self.partitioned:
-            if self.adapter is not None:
-                raise ValueError("fsdp=True does not take an adapter: leave fsdp off, or train whole weights")
-            for module in (self.policy, self.reference):
+            if self.adapter is not None and config.merge_adapter:
+                raise ValueError(
+                    "fsdp=True publishes the adapter alone, because no rank has the whole base to add it to: leave "
+                    "merge_adapter off, or fsdp"
+                )
+            for module in dict.fromkeys((self.policy, self.reference)):  # one under an adapter
                 if module is not None:
                     partition(module, self.model._no_split_modules or (), self.device, config.bf16)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
@@ -198,6 +201,7 @@ class GRPOTrainer:
         trained = self._without_failing(step, taken, partial(self._train_on, step))  # passes and optimizer steps
         self._laps.lap("update")
         self._report(step, trained)
+        self._laps.lap("report")
         if step % self.config.publish_every == 0 or step == self.config.max_steps:
             self.publication.publish(step, self._source.left)  # its thread writes, announces and acknowledges
         self._laps.lap("publish")
@@ -267,7 +271,8 @@ class GRPOTrainer:
         limit = self.config.replay_max_drift
         if limit is None:
             return taken
-        batch = to_batch([taken.samples[i].group for i in taken.replaced], self.device)
+        stored = [taken.samples[i].group for i in taken.replaced]
+        batch = self._to_batch(stored, range(len(stored)))
         try:
             drifts = group_drifts(batch, self.passes.logprobs(batch))
         except StepFailure as failure:
@@ -276,8 +281,11 @@ class GRPOTrainer:
         drifted = [i for i, drift in zip(taken.replaced, drifts, strict=True) if drift > limit]
         return taken.without(drifted).counting(drifted=len(drifted))
 
-    def _to_batch(self, groups: Sequence[RolloutGroup]) -> Batch:
-        """This rank's batch, with the advantages that `scale_rewards` asks for."""
+    def _to_batch(self, groups: Sequence[RolloutGroup], replaced: Sequence[int]) -> Batch:
+        """This rank's batch, with the advantages that `scale_rewards` asks for.
+
+        Of the groups with the indices `replaced`, which are of the pool, it has what `replay_rollouts` says.
+        """
         scale, advantages = self.config.scale_rewards, None
         if scale == "batch":
             # A = (r - mean of the group) / (std of all rewards of the step + 1e-4), as TRL's scale_rewards="batch".
@@ -288,13 +296,14 @@ class GRPOTrainer:
         elif scale is not None:
             advantages = [group_advantages(group.rewards, scale=scale) for group in groups]
         mask_truncated, teacher = self.config.mask_truncated_completions, self.config.teacher
-        return to_batch(groups, self.device, mask_truncated, advantages, teacher)
+        batch = to_batch(groups, self.device, mask_truncated, advantages, teacher)
+        return batch if self.config.replay_rollouts == "all" else batch.without_wrong(replaced)
 
     def _train_on(self, step: int, taken: Replacement) -> TrainedStep:
         """All updates of one step. Raises StepFailure if groups make one fail."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate_at(step)
-        batch, old_BT = self._to_batch(taken.groups), None
+        batch, old_BT = self._to_batch(taken.groups, taken.replaced), None
         for _ in range(self.config.num_iterations):
             old_BT, loss, metrics = self.passes.backward(batch, old_BT)
             grad_norm = self._update()
@@ -381,6 +390,7 @@ class GRPOTrainer:
             rollouts=len(batch.rollouts.first_J),
             sequences=batch.num_rows,
             tokens=int(batch.mask_BT.sum()),
+            unknown_sets=0 if batch.kept is None else batch.kept.unknown(batch.mask_BT),
         )
 
     def _record(self, step: int, parts: Sequence[RankPart]) -> dict[str, Any]:
@@ -402,6 +412,8 @@ class GRPOTrainer:
         """Metrics of the step over all ranks, the same on each of them."""
         config, taken = self.config, trained.taken
         correction = Moments.of_parts([part.moments for part in parts]).metrics()
+        tokens = sum(part.tokens for part in parts)
+        correction["unknown_sets_fraction"] = sum(part.unknown_sets for part in parts) / tokens if tokens else 0.0
         if self.ranks.is_first:
             self.alarms.check(correction)
         return {
@@ -414,7 +426,7 @@ class GRPOTrainer:
             **_prefixed("train", describe_groups([facts for part in parts for facts in part.trained])),
             "train/rows": sum(part.rollouts for part in parts),
             "train/sequences": sum(part.sequences for part in parts),
-            "train/tokens": sum(part.tokens for part in parts),
+            "train/tokens": tokens,
             "train/learning_rate": config.learning_rate_at(step),
             "train/packed": int(self.policy.route == "packed"),
             **_prefixed("correction", correction),
@@ -462,6 +474,8 @@ class RankPart:
     rollouts: int
     sequences: int
     tokens: int
+    unknown_sets: int
+    """Tokens that were drawn from a part of the vocabulary which the trainer does not know."""
 
 
 def _named(facts: GroupFacts) -> dict[str, Any]:

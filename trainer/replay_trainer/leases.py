@@ -112,6 +112,8 @@ class GroupLeases:
         """What the full state under way contains, if one is."""
         self._settled_part: list[int] = []
         """`part` of the last full state."""
+        self._listed: set[Lease] = set()
+        """The leases that the list file of this rank names."""
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
@@ -156,14 +158,20 @@ class GroupLeases:
             self._settling = groups
         return groups
 
-    def settled(self) -> None:
-        """The full state under way, if one was, is written, and its groups are acknowledged."""
-        if self._settling is None:
+    def settled(self, groups: TrainedGroups | None = None) -> None:
+        """The full state under way, if one was, is written, and its groups are acknowledged.
+
+        `groups`: those of an older state, where others have begun since.
+        """
+        settled = groups or self._settling
+        if settled is None:
             return
         with self._lock:
-            for lease in self._settling.whole:
+            for lease in settled.whole:
                 self._held.pop(lease, None)
-            self._settled_part, self._settling = self._settling.part, None
+            self._settled_part = settled.part
+            if settled is self._settling:
+                self._settling = None
             self._list()
 
     def acknowledge(self, groups: TrainedGroups) -> None:
@@ -191,10 +199,11 @@ class GroupLeases:
                 self.table,
             )
 
-    def give_back_of_dead(self, groups: TrainedGroups) -> bool:
+    def give_back_of_dead(self, groups: TrainedGroups, rolled_back: bool = False) -> bool:
         """Gives back what ranks of a killed run had, apart from the groups that its full state contains.
 
-        One rank calls it. Returns whether there was anything to do.
+        `rolled_back`: what was consumed after the state is in its table again, perhaps with groups of the state that
+        were taken late. One rank calls it. Returns whether there was anything to do.
         """
         leases: list[Lease] = []
         paths = sorted(self._output_dir.glob(_FILES.format("*")))
@@ -202,12 +211,12 @@ class GroupLeases:
             leases += _read(path)
         if leases:
             self._client.acknowledge(map(_stub, leases), give_back=True)
-        if groups.part:
-            missing = self._client.take(self.table, groups.part).missing
-            self.unconfirmed = TrainedGroups(self.unconfirmed.whole, list(missing))
+        if contained := sorted(groups.keys) if rolled_back else groups.part:
+            missing = set(self._client.take(self.table, contained).missing)
+            self.unconfirmed = TrainedGroups(self.unconfirmed.whole, [key for key in groups.part if key in missing])
         for path in paths:
             path.unlink(missing_ok=True)
-        return bool(leases or groups.part)
+        return bool(leases or contained)
 
     def give_back(self) -> list[int]:
         """Gives back all groups that no full state contains. Returns the keys of the returned groups."""
@@ -231,13 +240,15 @@ class GroupLeases:
 
     def _list(self) -> None:
         """Write which leases are held. Without the list, what a killed rank had goes back only with time."""
-        if not (self._held or self._coming):
+        leases = {*self._held, *self._coming}
+        if not leases:
             self._path.unlink(missing_ok=True)
-            return
-        unfinished = self._path.with_suffix(".tmp")
-        with writing(unfinished):
-            unfinished.write_text(json.dumps([*self._held, *self._coming]))
-        os.replace(unfinished, self._path)
+        elif leases != self._listed:  # a batch that comes was listed when it was expected
+            unfinished = self._path.with_suffix(".tmp")
+            with writing(unfinished):
+                unfinished.write_text(json.dumps(sorted(leases)))
+            os.replace(unfinished, self._path)
+        self._listed = leases
 
     def _renew(self) -> None:
         """In a thread of its own: a step may take longer than a lease."""

@@ -29,6 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from replay_trainer.batching import Batch, ModelInput, bare_group, packed_input, padded_input, to_batch
 from replay_trainer.packing.attention import enable_packing, packed_forward
+from replay_trainer.packing.kept_sets import ChunkSets, TokenSets
 
 CHUNK_LOGITS = 2**24
 """Logits in memory at once, 64 MiB in float32."""
@@ -64,7 +65,7 @@ class LogprobModel(nn.Module):
         """(B, T) log-probabilities of the tokens of `batch.mask_BT`, and (B, T) entropies without gradient.
 
         Both float32, in nats, 0 outside the mask, at the temperature the tokens were sampled at:
-        log softmax(logits / temperature)[token].
+        log softmax(logits / temperature)[token], over the tokens that were kept (`batch.kept`), else over all.
         """
         return self._run(batch, self.route)
 
@@ -72,13 +73,14 @@ class LogprobModel(nn.Module):
         inputs = packed_input(batch) if route == "packed" else padded_input(batch)
         ids_N = batch.completion_ids_BT[batch.mask_BT]
         temperature_N = batch.temperature_B[:, None].expand_as(batch.mask_BT)[batch.mask_BT]
+        sets = None if batch.kept is None else batch.kept.over(batch.mask_BT)
         if route == "logits":
             logits_NV = self._call(self.model, inputs).logits.flatten(0, 1)[inputs.predicts_N]
-            logprobs_N, entropy_N = _of_logits(logits_NV, ids_N, temperature_N)
+            logprobs_N, entropy_N = _of_logits(logits_NV, ids_N, temperature_N, sets)
         else:
             hidden_NH = self._call(self._base(), inputs).last_hidden_state.flatten(0, 1)[inputs.predicts_N]
             head = self.model.get_output_embeddings()
-            logprobs_N, entropy_N = chosen_logprobs(hidden_NH, head.weight, head.bias, ids_N, temperature_N)
+            logprobs_N, entropy_N = chosen_logprobs(hidden_NH, head.weight, head.bias, ids_N, temperature_N, sets)
         zeros_BT = torch.zeros_like(batch.rollout_logprobs_BT)
         return (
             zeros_BT.masked_scatter(batch.mask_BT, logprobs_N),
@@ -147,22 +149,52 @@ def _trial(model: Any) -> Batch:
 
 
 def chosen_logprobs(
-    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, ids_N: Tensor, temperature_N: Tensor
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    ids_N: Tensor,
+    temperature_N: Tensor,
+    sets: TokenSets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax((hidden @ weight.T + bias) / temperature)[id] and the entropy: (N,) float32, in nats.
+
+    `sets`: the tokens that the softmax of each token goes over; None, or a token without a set: all.
 
     Logits are computed in the dtype of the weight (under autocast, in that of autocast), all later values in float32.
     Memory: CHUNK_LOGITS logits. The gradient flows into hidden, weight and bias, but not through the entropy.
     """
     # `apply` has no type in torch.
-    logprobs_N, entropy_N = _ChosenLogprobs.apply(hidden_NH, weight_VH, bias_V, ids_N, temperature_N)  # type: ignore[no-untyped-call]
+    logprobs_N, entropy_N = _ChosenLogprobs.apply(hidden_NH, weight_VH, bias_V, ids_N, temperature_N, sets)  # type: ignore[no-untyped-call]
     return logprobs_N, entropy_N
 
 
-def _of_logits(logits_NV: Tensor, ids_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-    logprobs_NV = (logits_NV.float() / temperature_N[:, None]).log_softmax(dim=-1)
-    entropy_N = -(logprobs_NV.detach().exp() * logprobs_NV.detach()).sum(dim=-1)
-    return logprobs_NV.gather(-1, ids_N[:, None]).squeeze(-1), entropy_N
+def _of_logits(
+    logits_NV: Tensor, ids_N: Tensor, temperature_N: Tensor, sets: TokenSets | None
+) -> tuple[Tensor, Tensor]:
+    logits_NV = logits_NV.float() / temperature_N[:, None]
+    logsum_N, entropy_N = _logsum_and_entropy(logits_NV, None if sets is None else sets.of_chunk(slice(None)))
+    return logits_NV.gather(-1, ids_N[:, None]).squeeze(-1) - logsum_N, entropy_N.detach()
+
+
+def _logsum_and_entropy(logits_CV: Tensor, sets: ChunkSets | None) -> tuple[Tensor, Tensor]:
+    """(C,) logsumexp of the logits and the entropy of their softmax; over the sets of the tokens that have one."""
+    if sets is None:
+        return _logsum_and_entropy_of(logits_CV)
+    kept = _logsum_and_entropy_of(sets.kept(logits_CV))
+    if sets.all_known:
+        return kept
+    logsum_C, entropy_C = (
+        torch.where(sets.known_C, *pair) for pair in zip(kept, _logsum_and_entropy_of(logits_CV), strict=True)
+    )
+    return logsum_C, entropy_C
+
+
+def _logsum_and_entropy_of(logits_CK: Tensor) -> tuple[Tensor, Tensor]:
+    logsum_C = logits_CK.logsumexp(dim=-1)
+    with torch.no_grad():
+        # Entropy = logsumexp - E[logit]. A logit of -inf adds nothing, and 0 * -inf is NaN.
+        expected_C = (logits_CK - logsum_C[:, None]).exp_().mul_(logits_CK).nan_to_num_(nan=0.0).sum(dim=-1)
+    return logsum_C, logsum_C - expected_C
 
 
 class _ChosenLogprobs(torch.autograd.Function):
@@ -170,7 +202,13 @@ class _ChosenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, ids_N: Tensor, temperature_N: Tensor
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        ids_N: Tensor,
+        temperature_N: Tensor,
+        sets: TokenSets | None,
     ) -> tuple[Tensor, Tensor]:
         device = hidden_NH.device.type
         ctx.compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
@@ -180,13 +218,12 @@ class _ChosenLogprobs(torch.autograd.Function):
         weight = weight_VH.to(ctx.compute)
         for chunk in _chunks(N, V):
             logits_CV = _logits(hidden_NH[chunk], weight, bias_V, temperature_N[chunk], ctx.compute)
-            logsum_C = logits_CV.logsumexp(dim=-1)
+            logsum_C, entropy_C = _logsum_and_entropy(logits_CV, None if sets is None else sets.of_chunk(chunk))
             logprobs_N[chunk] = logits_CV.gather(-1, ids_N[chunk, None]).squeeze(-1) - logsum_C
-            # Entropy = logsumexp - E[logit]. The largest logit may be far from 0 where others are -inf.
-            expected_C = (logits_CV - logsum_C[:, None]).exp_().mul_(logits_CV.clamp_(min=-1e30)).sum(dim=-1)
-            entropy_N[chunk] = logsum_C - expected_C
+            entropy_N[chunk] = entropy_C
             logsum_N[chunk] = logsum_C
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N, temperature_N, logsum_N)
+        ctx.sets = sets
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
@@ -200,9 +237,11 @@ class _ChosenLogprobs(torch.autograd.Function):
         weight = weight_VH.to(ctx.compute)
         for chunk in _chunks(len(ids_N), weight_VH.shape[0]):
             grad_CV = _logits(hidden_NH[chunk], weight, bias_V, temperature_N[chunk], ctx.compute)
-            # d log p[id] / d logit = (onehot - p) / temperature
+            # d log p[id] / d logit = (onehot - p) / temperature; of a logit that was not kept it is 0.
             scale_C1 = (gradient_N[chunk] / temperature_N[chunk])[:, None]
             grad_CV = grad_CV.sub_(logsum_N[chunk, None]).exp_().mul_(-scale_C1)
+            if ctx.sets is not None:
+                grad_CV = ctx.sets.of_chunk(chunk).within(grad_CV)
             grad_CV.scatter_add_(-1, ids_N[chunk, None], scale_C1)
             if bias_grad_V is not None:
                 bias_grad_V += grad_CV.sum(dim=0)
@@ -218,6 +257,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             hidden_grad_NH,
             None if weight_grad_VH is None else weight_grad_VH.to(weight_VH.dtype),
             None if bias_grad_V is None or bias_V is None else bias_grad_V.to(bias_V.dtype),
+            None,
             None,
             None,
         )

@@ -33,68 +33,15 @@ as in TRL. On-policy distillation: Thinking Machines, "On-Policy Distillation", 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from replay_client.settings import check_fields, suggests_names
+from replay_trainer.config import LossConfig, LossType
 from replay_trainer.correction import CorrectionConfig, correct
 from replay_trainer.correction.config import LOG_RATIO_LIMIT
 from replay_trainer.correction.correction import at_least_float32
-
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"]
-
-
-@suggests_names
-@dataclass(frozen=True)
-class LossConfig:
-    """Which loss, and its constants; the module has the formulas.
-
-    Raises ValueError for an unknown loss type, and if the type needs a constant that is missing.
-    """
-
-    loss_type: LossType = "dapo"
-    epsilon: float = 0.2
-    """The ratio is clipped below 1 - epsilon."""
-    epsilon_high: float | None = None
-    """The ratio is clipped above 1 + epsilon_high; None: epsilon. For cispo: the cap of c itself, required."""
-    clip_ratio_c: float | None = None
-    """Dual clip (arXiv 1912.09729): where A < 0, the loss is at most -c A with this c, and has no gradient above it.
-    Above 1; None: off. verl: 3.0; TRL's `delta`. Not for cispo, and not for reinforce."""
-    max_completion_length: int | None = None
-    """The most tokens that the policy writes in one rollout, over all its turns and sequences: the generator's limit.
-    Required for dr_grpo, which divides by it: a constant, so that the gradient of a token does not depend on how long
-    its rollout is, or on how it is cut into sequences."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.loss_type == "cispo" and self.epsilon_high is None:
-            raise ValueError("loss_type='cispo' needs epsilon_high, the cap of the ratio itself, such as 5.0")
-        if self.clip_ratio_c is not None and not self.clip_ratio_c > 1:
-            raise ValueError(f"clip_ratio_c bounds a ratio and must be above 1, such as 3.0, not {self.clip_ratio_c}")
-        if self.loss_type == "dr_grpo" and (self.max_completion_length is None or self.max_completion_length < 1):
-            raise ValueError(
-                f"loss_type='dr_grpo' needs max_completion_length, the generator's limit in tokens, "
-                f"not {self.max_completion_length}"
-            )
-
-    @property
-    def clip_high(self) -> float:
-        """epsilon_high, or its default."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """Whom the policy is distilled from, and how much that counts beside the rewards."""
-
-    column: str
-    """The column of extras with its log-probabilities: (T,) nats, axis "token". The process of the teacher writes it,
-    by `client.extend`; nobody can train on a group without it."""
-    weight: float
-    """Of log teacher - log policy in the advantage of a token; above 0."""
 
 
 def distillation_advantages(

@@ -163,6 +163,12 @@ ALARMS: dict[str, tuple[float, float, str]] = {
     ),
     "kl": (-0.1, 0.1, "the data is far from the policy: lower max_staleness of the tables or the learning rate"),
     "chi2": (-math.inf, 1.0, "single tokens have huge ratios: take action='mask', a rejection by k3 or a veto"),
+    "unknown_sets_fraction": (
+        -math.inf,
+        0.01,
+        "the sampler drew with top_p, top_k or min_p and did not say what they kept, so each ratio is too small by "
+        "what was cut off: let it store sampling masks (sampling_masks of the generator), or leave all three off",
+    ),
 }
 """Metrics of `correct`: the least and the highest value that is safe, and the remedy for others."""
 
@@ -225,7 +231,7 @@ def summary(lines: Sequence[Line]) -> Iterator[str]:
     )
     yield (
         f"importance weights  mean ratio {_mean_of('correction/ratio_mean', lines):.4f}, "
-        f"{_mean_of('correction/clipped_fraction', lines):.2%} of the tokens truncated"
+        f"{_mean_of('correction/clipped_fraction', lines):.2%} of the tokens at a bound of the weights"
     )
     yield (
         f"speed               {sum(line['train/tokens'] for line in lines) / seconds:.0f} tokens/s trained, "

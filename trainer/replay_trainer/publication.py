@@ -20,7 +20,9 @@ without the file of some rank therefore has no manifest, and does not count.
 
 from __future__ import annotations
 
+import json
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,7 +43,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from replay_client import ReplayClient, Sample
-from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
+from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError, ServerUnavailableError
 from replay_trainer.background import BackgroundTask, HostCopy, ServerWaits
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
@@ -111,6 +113,10 @@ class Publication:
         self._waits = ServerWaits(self.client, quiet=not self.ranks.is_first)
         self._announcing = ""
         """What waits for the server now, if all its files are written."""
+        self._keeps = False
+        """Whether the server keeps consumed groups, so that a resume can go back to an older state."""
+        self._state_id = ""
+        """Of the last full state of this run; on the first rank."""
         self._rank_files = RankFiles(self.ranks, self.output_dir) if self.partitioned else None
 
     def start(self) -> int:
@@ -132,7 +138,9 @@ class Publication:
 
     def _start(self) -> int:
         with self._waits.waiting("for the server"):
-            admission = self.client.server_info().admission
+            info = self.client.server_info()
+        admission, table = info.admission, info.tables.get(self.config.rollouts_table)
+        self._keeps = table is not None and bool(json.loads(table.config)["keep_consumed"])
         if admission is not None:
             self.config.check_admission(admission.groups_per_step)
         metrics_path = self.output_dir / "metrics.jsonl"
@@ -208,14 +216,28 @@ class Publication:
             groups = TrainedGroups.from_state_dict(state["groups"])
             self.leases.acknowledge(groups)
             # Before groups go back: the server measures their staleness against the version that trains on them.
-            self.client.set_policy_version(version, weights=str(folder), rollback=True)
-            if self.leases.give_back_of_dead(groups):
+            self._go_back(version, folder, **state["history"])
+            if self.leases.give_back_of_dead(groups, rolled_back=self._keeps):
                 self.client.set_policy_version(version, weights=str(folder), rollback=True)  # counts permits anew
             self._describe()
             for later in self._published():
                 if version_of(later) > version:
                     remove(later)
         self.ranks.wait()
+
+    def _go_back(self, version: int, folder: Path, id: str, before: str) -> None:
+        """Takes the server back to a full state, which comes after the state `before`. Both are ids."""
+        self._state_id = id
+        # Otherwise the trainer was killed before it named the state: then nothing was consumed since.
+        if self._keeps and self.client.policy().state != before:
+            try:
+                self.client.set_policy_version(version, weights=str(folder), rollback=True, state=id)
+                return
+            except InvalidRequestError as error:
+                logger.warning("groups that were consumed after step %d do not come back: %s", version, error)
+        self.client.set_policy_version(version, weights=str(folder), rollback=True)
+        if self._keeps:
+            self.client.set_policy_version(version, weights=str(folder), state=id)
 
     def publish(self, version: int, left: Sequence[Sample] = ()) -> None:
         """Copy the weights to the host, with the full state if one is due; then write and announce them.
@@ -235,6 +257,8 @@ class Publication:
         groups = TrainedGroups.of_ranks(self.ranks.all(self.leases.trained(left))) if full else TrainedGroups()
         if state is not None:
             state["groups"] = groups.state_dict()
+            before, self._state_id = self._state_id, f"step-{version}-{secrets.token_hex(8)}"
+            state["history"] = {"id": self._state_id, "before": before}
         if self.ranks.is_first:
             checkpoint = ""
             if full and config.checkpoint_server:
@@ -332,6 +356,9 @@ class Publication:
                 self.client.set_policy_version(version, weights=str(folder))
             # Last: a trainer that is killed before this resumes from the state, which names its groups.
             self.leases.acknowledge(groups)
+            if state is not None and self._keeps:
+                # After the groups that it contains: what the server hears of later comes back with a rollback to it.
+                self.client.set_policy_version(version, weights=str(folder), state=state["history"]["id"])
         self._describe()  # each time, for the server may have started again
         self._announcing = ""
 
@@ -347,15 +374,22 @@ class Publication:
 
     def _weights(self) -> dict[str, Tensor]:
         """The weights in host memory, by the names of the model; empty on other ranks than the first."""
-        if self.partitioned:
+        if self.partitioned and self.adapter is None:
             # On the host already, and nothing else holds these tensors.
             state: dict[str, Any] = get_model_state_dict(self.policy, options=_GATHERED)
             return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+        # The ranks gather a partitioned adapter together.
+        weights = {} if self.adapter is None or not self._takes_part else self.adapter.weights()
         if not self.ranks.is_first:
             return {}
-        weights = dict(self.policy.model.state_dict()) if self.adapter is None else self.adapter.weights()
+        weights = weights or dict(self.policy.model.state_dict())
         copied: dict[str, Tensor] = self._weights_copy.take(weights)
         return copied
+
+    @property
+    def _takes_part(self) -> bool:
+        """Whether this rank reads the tensors of the adapter: the first, and all where the weights are partitioned."""
+        return self.ranks.is_first or self.partitioned
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """The state that a resume needs besides weights and version; of it, with partitioned weights, this rank's rows.
@@ -374,7 +408,7 @@ class Publication:
             if self.partitioned or self.ranks.is_first:
                 optimizer, rows = self._state_copy.take([optimizer, rows])
         adapter = {}
-        if self.adapter is not None and self.ranks.is_first:
+        if self.adapter is not None and self._takes_part:
             adapter["adapter"] = {
                 name: tensor.detach().cpu().clone() for name, tensor in self.adapter.tensors().items()
             }

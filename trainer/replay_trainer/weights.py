@@ -32,7 +32,10 @@ from typing import IO, Any
 import torch
 import xxhash
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.utils import logging
+
+from replay_trainer.ranks import gather_full
 
 
 @contextmanager
@@ -345,7 +348,14 @@ class Adapter:
         return None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the adapter, by their names in `adapter_model.safetensors`. They are those being trained."""
+        """The tensors of the adapter, by their names in `adapter_model.safetensors`. They are those being trained.
+
+        Where weights are partitioned, these are whole copies, which all ranks make together: an adapter is small.
+        """
+        return {name: gather_full(tensor) for name, tensor in self._own().items()}
+
+    def _own(self) -> dict[str, Tensor]:
+        """The tensors themselves, each partitioned if the weights are."""
         from peft import get_peft_model_state_dict
 
         # The embeddings are the base's. With "auto", peft would ask the hub whether they have been resized.
@@ -363,15 +373,25 @@ class Adapter:
         return merged
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the tensors of the adapter. Raises RuntimeError if their names or shapes are not those of this one."""
+        """Set the tensors of the adapter, on all ranks. Raises RuntimeError if their names or shapes are not those of
+        this one."""
         from peft import set_peft_model_state_dict
 
-        if differ := sorted(set(tensors) ^ set(self.tensors())):
+        if differ := sorted(set(tensors) ^ set(own := self._own())):
             raise RuntimeError(
                 f"the saved adapter and this one differ in {len(differ)} tensors, such as {differ[0]!r}: make the "
                 "model with the LoraConfig of the run"
             )
-        set_peft_model_state_dict(self._model, dict(tensors), adapter_name=self._name)
+        if not any(isinstance(tensor, DTensor) for tensor in own.values()):
+            set_peft_model_state_dict(self._model, dict(tensors), adapter_name=self._name)
+            return
+        for name, tensor in own.items():
+            assert isinstance(tensor, DTensor), name
+            if tensor.shape != tensors[name].shape:
+                raise RuntimeError(f"the saved adapter has {name!r} with the shape {list(tensors[name].shape)}")
+            rows = distribute_tensor(tensors[name].to(tensor.device), tensor.device_mesh, tensor.placements)
+            with torch.no_grad():
+                tensor.to_local().copy_(rows.to_local())
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
         """Write `weights()` to a folder, as PreTrainedModel.save_pretrained does."""

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.learning.report import rounded
+from benchmarks.learning.report import rounded, setting_of
+from benchmarks.learning.tuned import TUNING_SEEDS
 
 COLUMNS = {
     "reward": "fresh reward",
@@ -40,7 +41,7 @@ def look(steps: Iterable[dict[str, Any]], parts: int) -> list[str]:
     found: dict[tuple[str, str, int], list[dict[str, Any]]] = defaultdict(list)
     for step in _finished(steps):
         part = min(parts - 1, int(parts * step["generated"] / step["budget"]))
-        found[f"{step['task']}, {step['regime']}", step["arm"], part].append(step)
+        found[setting_of(step), step["arm"], part].append(step)
     lines = [
         f"| task, start | arm | part | seeds | steps | {' | '.join(COLUMNS.values())} |",
         "|---" * (5 + len(COLUMNS)) + "|",
@@ -55,14 +56,15 @@ def look(steps: Iterable[dict[str, Any]], parts: int) -> list[str]:
 
 
 def _finished(steps: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps without those of runs that were cut off, whether they began again or not."""
+    """The steps of the comparison's runs without those that were cut off, whether they began again or not."""
     runs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for step in steps:
         run = tuple(step[name] for name in ("task", "regime", "arm", "seed", "learning_rate", "budget"))
         if step["step"] == 1:
             runs[run] = []
         runs[run].append(step)
-    return [step for run in runs.values() for step in run if run[-1]["generated"] >= run[-1]["budget"]]
+    whole = [run for run in runs.values() if run[-1]["generated"] >= run[-1]["budget"]]
+    return [step for run in whole for step in run if step["seed"] not in TUNING_SEEDS]
 
 
 def main() -> None:

@@ -32,8 +32,6 @@ from replay_client.generator.engines.continuous_batch import ContinuousBatch, Re
 from replay_client.scoring import group_advantages
 from replay_server import ReplayServer
 
-PRETRAINED = "pretrained"
-"""The start of such a run, in the place of a regime."""
 POINT_COMPLETIONS = 128
 
 
@@ -55,19 +53,24 @@ class PretrainedPolicy:
     ) -> list[RolloutGroup]:
         if state is not None:
             raise ValueError("a pretrained model is never sampled from an older version: use an arm without lag")
-        self._load()
+        self.load()
+        return self.generate(chosen, group_size, version)
+
+    def generate(self, chosen: Sequence[int], group_size: int, version: int) -> list[RolloutGroup]:
+        """As `sample`, with the weights that the engine has."""
         return self._groups(self._engine, [self._problems.train[index] for index in chosen], group_size, version)
 
     def evaluate(self) -> tuple[float, Variety]:
         """The solve rate on the held-out problems and the variety of the right answers. Draws the same each time."""
-        self._load()
+        self.load()
         groups: list[RolloutGroup] = []
         engine = self._new_engine(0)
         for start in range(0, len(self._problems.held_out), 4):
             groups += self._groups(engine, self._problems.held_out[start : start + 4], GROUP_SIZE, 0)
         return float(np.mean([group.rewards for group in groups])), sampled_variety(groups)
 
-    def _load(self) -> None:
+    def load(self) -> None:
+        """Gives the engine the weights of the model."""
         with torch.no_grad():
             for copy, weight in zip(self._copy.parameters(), self.model.parameters(), strict=True):
                 copy.copy_(weight)

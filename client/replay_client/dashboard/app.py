@@ -30,6 +30,7 @@ from replay_client.dashboard.group import TokenText, item_document, window
 from replay_client.dashboard.guard import COOKIE, BodyTooLargeError, Guard, Protocol, accepts, body_of, key_of
 from replay_client.dashboard.health import signals
 from replay_client.dashboard.live import MOST_VIEWERS, Live, dumps
+from replay_client.dashboard.prompt_tables import PromptsOfTable
 from replay_client.dashboard.prompts import PromptLog
 from replay_client.dashboard.query import Query, View
 from replay_client.dashboard.training import Runs
@@ -180,7 +181,20 @@ class Dashboard:
         """How often each prompt was solved."""
         given = request.query_params
         limit, descending = min(MOST_ROWS, int(given.get("limit", 100))), given.get("descending") == "1"
-        return self.prompts.document(given.get("search", ""), given.get("sort", ""), descending, max(0, limit))
+        search, sort = given.get("search", ""), given.get("sort", "")
+        tables = self._prompt_tables()
+        held = {name: each for table in tables for name, each in table.prompts.items()}
+        found = self.prompts.document(search, sort, descending, max(0, limit), held)
+        return found | {"tables": [table.document() for table in tables]}
+
+    def _prompt_tables(self) -> list[PromptsOfTable]:
+        """The tables from which generators draw prompts."""
+        facts, found = self.catalog.facts, []
+        for name, snapshot in self.catalog.snapshots.items():
+            make = partial(PromptsOfTable.of, name, snapshot, facts)
+            if (table := self._cached(("prompts", snapshot.id, facts.version), make)) is not None:
+                found.append(table)
+        return found
 
     async def login(self, request: Request) -> Response:
         """Checks the token that a viewer sends, and answers with a cookie that holds it."""

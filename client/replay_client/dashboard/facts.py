@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_client.dashboard.group import TokenText
+from replay_client.generator.stored_prompts import LoadMark, decode_item, is_stored_prompt
 from replay_client.rollout import MAGIC, RolloutGroup
 from replay_client.scoring import carries_gradient
 
@@ -17,6 +18,8 @@ COLUMNS = (
     *("truncated_share", "solved_share"),
 )
 """Numbers of a group; NaN where unknown."""
+A_PROMPT, A_MARK = "a prompt", "how far prompts are loaded"
+"""Flags of the items of a table of prompts."""
 NOTES = ("damaged", "raw bytes", "no variance", "all cut off", "identical answers", "no log-probs", "bad log-probs")
 """Flags of odd groups. Finish reasons are flags as well, such as "ended by stop"."""
 SEARCHED = 16_000
@@ -44,10 +47,33 @@ def facts_of(payload: bytes | memoryview, text: TokenText, solved_above: float) 
     try:
         group = RolloutGroup.decode(payload)
     except ValueError:
+        if is_stored_prompt(payload):
+            return _facts_of_prompt(payload)
         looks_like_one = bytes(memoryview(payload)[: len(MAGIC) - 1]) == MAGIC[:-1]
         return Facts(flags=frozenset(("damaged" if looks_like_one else "raw bytes",)))
     with np.errstate(all="ignore"):  # rewards and log-probabilities may be infinite
         return _facts(group, text, solved_above)
+
+
+def _facts_of_prompt(payload: bytes | memoryview) -> Facts:
+    try:
+        item = decode_item(payload)
+    except ValueError:
+        return Facts(flags=frozenset(("damaged",)))
+    if isinstance(item, LoadMark):
+        return Facts(flags=frozenset((A_MARK,)))
+    content = item.prompt.content
+    text = content if isinstance(content, str) else "\n".join(str(message["content"]) for message in content)
+    return Facts(
+        flags=frozenset((A_PROMPT,)),
+        prompt_id=item.prompt.prompt_id[:200],
+        prompt=_shortened(text),
+        text=text[:SEARCHED].lower(),
+    )
+
+
+def _shortened(prompt: str) -> str:
+    return prompt if len(prompt) <= 160 else f"{prompt[:80]} … {prompt[-76:]}"
 
 
 def _facts(group: RolloutGroup, text: TokenText, solved_above: float) -> Facts:
@@ -83,7 +109,7 @@ def _facts(group: RolloutGroup, text: TokenText, solved_above: float) -> Facts:
         },
         flags=frozenset([*(name for name, holds in notes.items() if holds), *(f"ended by {each}" for each in reasons)]),
         prompt_id=str(group.prompt_id)[:200],
-        prompt=prompt if len(prompt) <= 160 else f"{prompt[:80]} … {prompt[-76:]}",
+        prompt=_shortened(prompt),
         text="\n".join(words)[:SEARCHED].lower(),
     )
 

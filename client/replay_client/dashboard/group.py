@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_client.dashboard.turns import turns_of
+from replay_client.generator.stored_prompts import document_of
 from replay_client.records import StoredItem
 from replay_client.rollout import RolloutGroup
 
@@ -101,6 +103,10 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
     try:
         group = item.group
     except ValueError as error:
+        if (stored := document_of(item.payload)) is not None:
+            lines = json.dumps(stored, ensure_ascii=False, indent=1, default=str).splitlines()
+            what = "a prompt, of which a group is to be made" if "mark" not in stored else "how far prompts are loaded"
+            return document | {"problem": what, "head": [line[:500] for line in lines[:100]]}
         return document | {"problem": str(error)[:500], "head": dump(item.payload[:HEAD])}
     extras = group.extras.items()
     first = group.num_tokens if whole else max(64, min(1024, FIRST_TOKENS // group.num_sequences))
@@ -170,9 +176,10 @@ def completion_facts(group: RolloutGroup) -> list[dict[str, Any]]:
 
 
 def extra_facts(group: RolloutGroup, name: str) -> dict[str, Any]:
-    """Dtype, shape and axis of an array among the extras."""
+    """Dtype, shape, bytes and axis of an array among the extras."""
     array = group.extras[name]
-    return {"dtype": str(array.dtype), "shape": list(array.shape), "axis": group.axes.get(name, "group")}
+    facts = {"dtype": str(array.dtype), "shape": list(array.shape), "bytes": array.nbytes}
+    return facts | {"axis": group.axes.get(name, "group")}
 
 
 def window(

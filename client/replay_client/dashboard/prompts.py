@@ -1,15 +1,20 @@
-"""PromptLog: how often each prompt was solved, by policy version, over all groups that the page has read."""
+"""PromptLog: how often each prompt was solved, by policy version, over all groups that the page has read.
+
+Where generators draw their prompts from a table, it has those of which no group was read as well, and what the table
+says of each (`prompt_tables.py`).
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from replay_client.dashboard.facts import Facts
+from replay_client.dashboard.facts import A_PROMPT, Facts
 
 MOST_PROMPTS = 20_000
 MOST_VERSIONS = 2_000
@@ -56,6 +61,8 @@ class PromptLog:
         name, numbers = facts.prompt_id or facts.prompt, facts.numbers
         if again and name in self._prompts:
             self._prompts[name].text = facts.prompt
+        if A_PROMPT in facts.flags:
+            self._prompts.setdefault(name, Prompt(facts.prompt)).text = facts.prompt
         if again or not numbers:
             return
         completions, logprob = numbers["completions"], numbers["logprob_mean"]
@@ -82,18 +89,27 @@ class PromptLog:
             rows.append(row | {"logprob": sums["logprob"] / sums["with_logprob"] if sums["with_logprob"] else None})
         return rows
 
-    def document(self, search: str, sort: str, descending: bool, limit: int) -> dict[str, Any]:
-        """Prompts whose name or text contains `search`, with the solve rate at each version that has groups of them."""
+    def document(
+        self, search: str, sort: str, descending: bool, limit: int, held: Mapping[str, Mapping[str, float]]
+    ) -> dict[str, Any]:
+        """Prompts whose name or text contains `search`, with the solve rate at each version that has groups of them.
+
+        `held`: what tables say of the prompts that are in them, by name: how often each was drawn, and its priority.
+        """
         needle = search.lower()
         found = [
-            prompt.row(name)
+            prompt.row(name) | {"held": held.get(name)}
             for name, prompt in self._prompts.items()
             if needle in name.lower() or needle in prompt.text.lower()
         ]
         if sort in ("solved", "change", "groups", "prompt"):
             found.sort(key=lambda row: row[sort])
+        elif sort == "priority":
+            found.sort(key=lambda row: -1.0 if row["held"] is None else row["held"]["priority"])
         elif sort:
-            raise ValueError(f"sort {sort[:40]!r}: solved, change, groups, prompt, or nothing for the one seen last")
+            raise ValueError(
+                f"sort {sort[:40]!r}: solved, change, groups, priority, prompt, or nothing for the one seen last"
+            )
         return {
             "rows": found[::-1][:limit] if descending else found[:limit],
             "matching": len(found),

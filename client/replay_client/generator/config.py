@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from replay_client.columns.kept import TRUNCATING, truncates
 from replay_client.generator.engines import SamplingConfig
 from replay_client.generator.policy_follower import ReloadMode
 from replay_client.generator.rewards import Priority, load_priority
@@ -46,8 +47,31 @@ class GeneratorConfig:
     max_concurrent_groups: int | None = bounded(16, least=1)
     """Groups that are generated or wait for their table at the same time. When all wait for a full queue, the generator
     waits too. None: as many as there are permits; the server must then have [admission]."""
+    building: str | None = None
+    """Table of groups under construction, as in the server's [admission]; otherwise there are none.
+
+    With it, each rollout is stored in this table as soon as it is finished. If a generator dies or ends, another one
+    goes on with its groups, and plays only the rollouts that are missing."""
+    building_lease: float = bounded(30.0, above=0)
+    """Seconds after which another generator is handed the groups of one that has died. A generator that lives renews
+    its leases all the time."""
+    group_timeout: float | None = bounded(None, above=0)
+    """Seconds after which a group under construction is inserted with the rollouts that are finished, once these are
+    `min_rollouts`; otherwise it waits for all. It needs `building` and `min_rollouts`."""
     max_groups: int | None = None
     """Start this many groups and then finish; otherwise one for each prompt."""
+    prompts_table: str | None = None
+    """Table that all generators draw their prompts from, so that each is done once; otherwise each has its own order.
+
+    The prompts are then all rows, in the order of their file: docs/how-to/prompts.md."""
+    prompts_mode: Literal["epoch", "curriculum"] = "epoch"
+    """Order in which prompts of a table come: epoch, each once an epoch, or curriculum, by how much they teach.
+
+    epoch: in an order that follows from the seed of `sampling`. curriculum: by p (1 - p), again and again."""
+    prompts_epochs: int | None = bounded(None, least=1)
+    """Epochs after which a generator with a table of prompts ends; otherwise it goes on for ever."""
+    prompts_lease: float = bounded(60.0, above=0)
+    """Seconds after which the prompts of a generator that died go to others. It renews them while it lives."""
     follow_policy: bool = True
     """Reload the engine's weights whenever the trainer publishes new ones."""
     reload: ReloadMode = "between_groups"
@@ -111,6 +135,15 @@ class GeneratorConfig:
         check_fields(self)
         if self.min_rollouts is not None and self.min_rollouts > self.group_size:
             raise ValueError(f"min_rollouts {self.min_rollouts} is more than group_size {self.group_size}")
+        if self.group_timeout is not None and (self.building is None or self.min_rollouts is None):
+            raise ValueError(
+                f"group_timeout {self.group_timeout:g} needs building, where finished rollouts are stored, and "
+                f"min_rollouts, how many of them are enough"
+            )
+        if self.building in self.tables:
+            raise ValueError(f"building {self.building!r} is one of the tables of finished groups: name another one")
+        if self.prompts_table is not None and self.prompts_table in (self.building, *self.tables):
+            raise ValueError(f"prompts_table {self.prompts_table!r} is a table of groups as well: name another one")
         if not self.tables:
             raise ValueError("tables must name at least one table")
         labels_of((), self.tags)
@@ -133,5 +166,11 @@ class GeneratorConfig:
 
     def described(self) -> dict[str, str]:
         """What the generator says of itself to the server (`describe`)."""
-        own = {"recipe": self.recipe_name, "max_concurrent_groups": self.max_concurrent_groups}
+        own: dict[str, Any] = {"recipe": self.recipe_name, "max_concurrent_groups": self.max_concurrent_groups}
+        sampling = self.sampling.describe()
+        if truncates(sampling):
+            own |= {name: sampling[name] for name in TRUNCATING if name in sampling}
+            own["sampling_masks"] = self.sampling.sampling_masks
+        if self.prompts_table is not None:
+            own["prompts_table"] = self.prompts_table
         return described("generator", vars(self), own)

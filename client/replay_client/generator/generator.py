@@ -20,19 +20,23 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from replay_client import tracing
-from replay_client.errors import ReplayError
+from replay_client.errors import LeaseEndedError, ReplayError, StaleItemError
+from replay_client.generator.building import SECONDS_PER_LOOK, BuildingSite, LeaseLostError, UnderConstruction
 from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.engines import Engine
-from replay_client.generator.group_maker import GroupMaker, LeftOut, PromptSource
+from replay_client.generator.group_maker import GroupMaker, LeftOut
 from replay_client.generator.metrics import GeneratorMetrics, GeneratorStats, GroupTimes
+from replay_client.generator.openings import Opening
 from replay_client.generator.policy_follower import PolicyFollower, StaleGroups, TooOldToFinish
-from replay_client.generator.prompts import Prompt, PromptError
-from replay_client.generator.rewards import Rewards, in_daemon_thread
+from replay_client.generator.prompts import Prompt, PromptError, PromptRows, PromptSource
+from replay_client.generator.prompts_table import supply_of
+from replay_client.generator.rewards import Rewards
 from replay_client.generator.rollouts import RolloutHook, held, single_turn
 from replay_client.generator.server import GeneratorServer
+from replay_client.generator.supply import Drawn
 from replay_client.records import PermitLease
 from replay_client.rollout import RolloutGroup
 from replay_client.waits import beat
@@ -43,6 +47,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+_STARTS = 4
+"""Groups under construction that are being opened or handed out at a time."""
 _MOST_SKIPPED = 100
 """When this many groups in a row were skipped, the run ends: the cause is not a single prompt."""
 
@@ -55,8 +62,11 @@ class _Work:
     prompt_ids: list[int]
     number: int
     """In the order of the prompts. The seed of its completions comes from it."""
+    drawn: Drawn
     again: bool = False
     """Whether it was given up once."""
+    building: UnderConstruction | None = None
+    """Where it is under construction; None: in this process alone."""
 
 
 class RolloutGenerator:
@@ -76,7 +86,7 @@ class RolloutGenerator:
         self,
         client: AsyncReplayClient,
         engine: Engine,
-        prompts: Iterable[PromptSource],
+        prompts: Iterable[PromptSource] | PromptRows,
         reward: Rewards | None = None,
         config: GeneratorConfig | None = None,
         *,
@@ -86,13 +96,13 @@ class RolloutGenerator:
     ) -> None:
         """The engine belongs to the generator from now on: the end of `run` closes it. The client stays the caller's.
 
-        `prompts`: anything that `Prompt.of` takes. `rollout` plays each rollout; without it a rollout is one completion
-        of its prompt. `reward` None: rollouts bring their own. `keep` decides whether a finished group is inserted.
-        `on_group` is called on the event loop after each group, with the current statistics.
+        `prompts`: anything that `Prompt.of` takes; with a `prompts_table` a list of these, or any rows by number.
+        `rollout` plays each rollout; without it a rollout is one completion of its prompt. `reward` None: rollouts
+        bring their own. `keep` decides whether a finished group is inserted. `on_group` is called on the event loop
+        after each group, with the current statistics.
         """
         self.config = config or GeneratorConfig()
         self._engine = engine
-        self._prompts = iter(prompts)
         self._rollout = rollout
         self._on_group = on_group
         self._policy = PolicyFollower(
@@ -102,13 +112,16 @@ class RolloutGenerator:
         path = self.config.metrics_path
         self._metrics = GeneratorMetrics(self.config.solved_reward, Path(path) if path else None)
         self._server = GeneratorServer(client, self.config, self._metrics.stats, self._policy)
+        self._supply = supply_of(client, self._server.answer, prompts, self.config)
         self._stale = StaleGroups(self._policy, self._metrics.stats, self.config.stale_timeout)
         self._slots = asyncio.Semaphore(self.config.max_concurrent_groups or sys.maxsize)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._groups: set[asyncio.Task[None]] = set()
-        self._again: deque[_Work] = deque()  # given up once
+        self._again: deque[_Work] = deque()  # given up once, or put back
+        # For groups under construction, several of which begin at a time:
+        self._permits: list[asyncio.Task[PermitLease]] = []  # asked for, and not needed by who asked
+        self._drawing = asyncio.Lock()  # held by the one that draws a prompt
         self._started = 0
-        self._prompts_left = True
         self._ended = asyncio.Event()  # by `stop` or by a failure
         self._failure: BaseException | None = None
         self._skipped_in_a_row = 0
@@ -151,7 +164,7 @@ class RolloutGenerator:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._server.release_all()
+            await asyncio.gather(self._server.release_all(), self._supply.close())
             self._see_policy()
             self._metrics.write()
         if self._failure is None:
@@ -166,16 +179,17 @@ class RolloutGenerator:
         if self.config.follow_policy:
             self._spawn(self._policy.follow())
         self._spawn(self._server.watch())
+        self._spawn(self._supply.watch())
         await self._start_groups()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A task whose failure ends the run."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
         return task
 
-    def _on_done(self, task: asyncio.Task[None]) -> None:
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -212,37 +226,129 @@ class RolloutGenerator:
                 "max_concurrent_groups = None leaves the number of groups to permits, and the server has no "
                 f"[admission] for {', '.join(self.config.tables)}: configure it there, or set max_concurrent_groups"
             )
+        await self._supply.begin()
+        if (site := self._server.site) is not None:
+            await self._start_building(site, admission)
+            return
         while (group := await self._next()) is not None:
             await self._slots.acquire()
             await self._stale.hold()
             times = GroupTimes(permit=-time.monotonic())
             lease = await self._server.acquire() if admission else None
-            times.permit += time.monotonic()
-            # A partial, and not a coroutine: a task that is cancelled before it starts would never await that.
-            work = partial(self._make_group, group, lease, times)
-            task = self._spawn(tracing.in_span("replay.generate", work, prompt_id=group.prompt.prompt_id))
-            self._groups.add(task)
-            task.add_done_callback(self._groups.discard)
-            task.add_done_callback(lambda _: self._slots.release())
+            self._start(group, lease, times)
 
-    async def _next(self) -> _Work | None:
-        """The next group to start: one that was given up, or that of the next prompt. None: all groups have ended."""
+    def _start(self, group: _Work, lease: PermitLease | None, times: GroupTimes) -> None:
+        times.permit += time.monotonic()
+        # A partial, and not a coroutine: a task that is cancelled before it starts would never await that.
+        work = partial(self._make_group, group, lease, times)
+        task = self._spawn(tracing.in_span("replay.generate", work, prompt_id=group.prompt.prompt_id))
+        self._groups.add(task)
+        task.add_done_callback(self._groups.discard)
+        task.add_done_callback(lambda _: self._slots.release())
+
+    async def _start_building(self, site: BuildingSite, admission: bool) -> None:
+        """Start groups under construction, several at a time: their questions to the server take time, too."""
+        self._spawn(site.keep())
+        await asyncio.wait({self._spawn(self._start_handed(site, admission)) for _ in range(_STARTS)})
+
+    async def _start_handed(self, site: BuildingSite, admission: bool) -> None:
+        """Start a group when there is room: one that nobody works at, or a new one. Returns when all have ended."""
+        while True:
+            await self._slots.acquire()
+            times = GroupTimes(permit=-time.monotonic())
+            if (group := await self._handed(site, admission)) is None:
+                self._slots.release()
+                return
+            opening = group.opening
+            drawn = Drawn(opening.prompt, item=opening.item)
+            work = _Work(opening.prompt, opening.prompt_ids, opening.number, drawn, opening.again, group)
+            self._start(work, None, times)
+
+    async def _handed(self, site: BuildingSite, admission: bool) -> UnderConstruction | None:
+        """The next group to work at; opens groups until there is one. None: all groups have ended."""
+        opened = False
+        while True:
+            await self._stale.hold()
+            if (group := await site.next(surely=opened)) is not None:
+                return group
+            async with self._drawing:
+                work = await self._next(patient=False)
+            if work is None:
+                if self._is_through:
+                    return await site.next(surely=True)
+                continue
+            permit = await self._permit_or_group(site) if admission else None
+            if isinstance(permit, UnderConstruction):
+                self._again.appendleft(work)
+                return permit
+            opened = await self._open(site, work, permit)
+
+    async def _permit_or_group(self, site: BuildingSite) -> PermitLease | UnderConstruction:
+        """Waits for a permit, or for a group that a dead generator has left: that may have the last permit."""
+        permit = self._permits.pop() if self._permits else self._spawn(self._server.acquire())
+        while not permit.done():
+            await asyncio.wait({permit}, timeout=SECONDS_PER_LOOK)
+            if not permit.done() and (group := await site.next()) is not None:
+                self._permits.append(permit)
+                return group
+        return permit.result()
+
+    async def _open(self, site: BuildingSite, work: _Work, lease: PermitLease | None) -> bool:
+        """Open a group, with its permit if it needs one. Returns whether the server has it."""
+        version, config = self._policy.version, self.config
+        opening = Opening(
+            *(site.new_key(), work.prompt, work.prompt_ids, work.number, config.group_size, config.sampling),
+            again=work.again,
+            item=work.drawn.item,
+        )
+        try:
+            await site.open(opening, lease, version, work.drawn.closes)
+        except (StaleItemError, PromptError, LeftOut, LeaseEndedError) as error:
+            if lease is not None:
+                await self._server.release(lease)
+            if isinstance(error, PromptError):
+                self._skip(error)
+                await self._supply.finished(work.drawn, None, inserted=False)
+            elif isinstance(error, StaleItemError):
+                self._metrics.stats["stale_refused"] += 1
+                self._stale.refused(version, error)
+                self._again.appendleft(work)
+            else:
+                self._metrics.stats["prompts_lost"] += isinstance(error, LeaseEndedError)
+                await self._supply.returned(work.drawn)
+            return False
+        self._supply.opened(work.drawn)
+        if lease is not None:
+            self._server.used(lease)
+        return True
+
+    @property
+    def _is_through(self) -> bool:
+        """Whether all groups have ended, and none will begin."""
+        no_prompts = self._supply.ended or self._started == self.config.max_groups
+        return no_prompts and not self._again and not self._groups
+
+    async def _next(self, *, patient: bool = True) -> _Work | None:
+        """The next group to start: one that was given up, or that of the next prompt.
+
+        None: all groups have ended, or there is no prompt now, and it does not wait for one (`patient`).
+        """
         while True:
             if self._again:
                 return self._again.popleft()
-            if self._prompts_left and self._started != self.config.max_groups:
-                # In a thread: the next prompt of a streamed data set may take its time.
-                source = await in_daemon_thread(lambda: next(self._prompts, None))
-                if source is None:
-                    self._prompts_left = False
-                    continue
+            if not self._supply.ended and self._started != self.config.max_groups:
+                if (drawn := await self._supply.next()) is None:
+                    if patient:
+                        continue
+                    return None
                 try:
-                    prompt, prompt_ids = self._maker.tokenize(source)
+                    prompt, prompt_ids = self._maker.tokenize(drawn.source)
                 except PromptError as error:
                     self._skip(error)
+                    await self._supply.finished(drawn, None, inserted=False)
                     continue
                 self._started += 1
-                return _Work(prompt, prompt_ids, self._started - 1)
+                return _Work(prompt, prompt_ids, self._started - 1, drawn)
             if not self._groups:
                 return None
             await asyncio.wait(self._groups, return_when=asyncio.FIRST_COMPLETED)  # one of them may be given up
@@ -250,29 +356,38 @@ class RolloutGenerator:
     async def _make_group(self, work: _Work, lease: PermitLease | None, times: GroupTimes) -> None:
         """Make and insert one group, in a span of its own."""
         prompt, acquired = work.prompt, time.monotonic()
+        site, building = self._server.site, work.building
         try:
-            group, by_function = await self._maker.make(prompt, work.prompt_ids, work.number, times)
-            group.meta |= tracing.carrier()
-            if lease is not None:
-                self._check_permit(lease, time.monotonic() - acquired)
-            staleness = max(0, self._policy.newest_version - group.policy_version)
-            times.insert = -time.monotonic()
-            await self._server.insert(group, lease, prompt.tags)
-            times.insert += time.monotonic()
+            async with site.work(building) if site is not None and building is not None else contextlib.nullcontext():
+                group, by_function = await self._maker.make(prompt, work.prompt_ids, work.number, times, building)
+                group.meta |= tracing.carrier()
+                if lease is not None:
+                    self._check_permit(lease, time.monotonic() - acquired)
+                staleness = max(0, self._policy.newest_version - group.policy_version)
+                times.insert = -time.monotonic()
+                await self._server.insert(group, lease, prompt.tags, building, work.drawn.closes)
+                times.insert += time.monotonic()
+        except LeaseLostError:
+            self._metrics.stats["leases_lost"] += 1
         except (LeftOut, PromptError, TooOldToFinish) as error:
             # First of all: another group may wait for this permit.
             if lease is not None:
                 await self._server.release(lease)
+            await self._end_prompt(work, error)
+            if site is not None and building is not None:
+                await site.drop(building)
             if isinstance(error, PromptError):
                 self._skip(error)
             elif isinstance(error, TooOldToFinish):
-                self._give_up(work, error.version, times)
+                self._give_up(work, error, times)
             elif error.counts_as is not None:
                 self._metrics.stats[error.counts_as] += 1
-                if error.counts_as == "stale_refused":
+                if error.counts_as in ("stale_refused", "prompts_lost"):
                     self._metrics.stats["tokens_wasted"] += group.num_tokens
+                if error.counts_as == "stale_refused":
                     self._stale.refused(group.policy_version, error.__cause__)
         else:
+            await self._supply.finished(work.drawn, group.rewards, inserted=True)
             self._stale.inserted()
             self._skipped_in_a_row = 0
             self._metrics.count_inserted(group, by_function, staleness, times)
@@ -280,14 +395,27 @@ class RolloutGenerator:
         if self._on_group is not None:
             self._on_group(self.stats)
 
-    def _give_up(self, work: _Work, version: int, times: GroupTimes) -> None:
+    async def _end_prompt(self, work: _Work, error: Exception) -> None:
+        """The group was not inserted. Its prompt is done if that was to blame for it, and otherwise goes back."""
+        left_out = isinstance(error, LeftOut) and error.counts_as in ("skipped", "filtered")
+        if left_out or (isinstance(error, PromptError) and self.config.on_prompt_error == "skip"):
+            rewards = error.rewards if isinstance(error, LeftOut) else None
+            await self._supply.finished(work.drawn, rewards, inserted=False)
+        elif not self._stays_here(work, error):
+            await self._supply.returned(work.drawn, None if work.building is None else work.building.sample)
+
+    def _stays_here(self, work: _Work, error: Exception) -> bool:
+        """Whether this generator makes the group again: once, and only while it is known whose the prompt is."""
+        return isinstance(error, TooOldToFinish) and not work.again and (work.building is None or not work.drawn.item)
+
+    def _give_up(self, work: _Work, error: TooOldToFinish, times: GroupTimes) -> None:
         """Make a group again with newer weights, but once only: one that takes too long would begin for ever."""
         self._metrics.count_given_up(times)
-        self._stale.given_up(version)
+        self._stale.given_up(error.version)
         if work.again:
             logger.warning("prompt %r: left out, because its group was too old twice", work.prompt.prompt_id)
-        else:
-            self._again.append(replace(work, again=True))
+        elif self._stays_here(work, error):
+            self._again.append(replace(work, again=True, building=None))
 
     def _check_permit(self, lease: PermitLease, seconds: float) -> None:
         """Count a permit that expired before its group was made; warn of the first."""
@@ -317,7 +445,7 @@ class RolloutGenerator:
 def run_generator(
     connect: Callable[[], AsyncReplayClient],
     engine: Engine,
-    prompts: Iterable[PromptSource],
+    prompts: Iterable[PromptSource] | PromptRows,
     reward: Rewards | None = None,
     config: GeneratorConfig | None = None,
     *,

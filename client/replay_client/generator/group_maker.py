@@ -8,34 +8,40 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from replay_client.generator.building import UnderConstruction
 from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.engines import Engine, SamplingConfig
 from replay_client.generator.metrics import GroupTimes
+from replay_client.generator.openings import lowest_version
 from replay_client.generator.policy_follower import PolicyFollower
-from replay_client.generator.prompts import Message, Prompt, PromptError
+from replay_client.generator.prompts import Prompt, PromptError, PromptSource
 from replay_client.generator.rewards import OWN_REWARD, RewardError, Rewards, Scorer
-from replay_client.generator.rollouts import Rollout, RolloutHook, Task, group_of_rollouts, play, where
+from replay_client.generator.rollouts import Rollout, RolloutError, RolloutHook, Task, group_of_rollouts, play, where
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
 
 logger = logging.getLogger(__name__)
 
-PromptSource = Prompt | Mapping[str, Any] | str | list[Message]
-
 
 class LeftOut(Exception):
     """The group is not inserted. The generator gives its permit back."""
 
-    def __init__(self, counts_as: Literal["skipped", "filtered", "stale_refused"] | None) -> None:
-        """`counts_as`: the field of GeneratorStats to count it in; None: it is counted already."""
+    def __init__(
+        self,
+        counts_as: Literal["skipped", "filtered", "stale_refused", "prompts_lost"] | None,
+        rewards: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        """`counts_as`: the field of GeneratorStats to count it in; None: it is counted already. `rewards`: (G,), of a
+        group that is left out for what they are."""
         self.counts_as = counts_as
+        self.rewards = rewards
 
 
 class GroupMaker:
@@ -74,18 +80,28 @@ class GroupMaker:
         return prompt, prompt_ids
 
     async def make(
-        self, prompt: Prompt, prompt_ids: list[int], number: int, times: GroupTimes
+        self,
+        prompt: Prompt,
+        prompt_ids: list[int],
+        number: int,
+        times: GroupTimes,
+        building: UnderConstruction | None = None,
     ) -> tuple[RolloutGroup, dict[str, npt.NDArray[np.float32]]]:
         """The group with this number, and the rewards (G,) of each function by name. Writes seconds into `times`.
 
+        `building`: the group under construction, if it is one; only the rollouts that it lacks are played.
+
         Raises LeftOut if the group must not be inserted, TooOldToFinish if it would be too old, PromptError if it
-        cannot be scored, and any error of the engine.
+        cannot be scored, LeaseLostError if another generator builds it, and any error of the engine.
         """
         times.generate = -time.monotonic()
         try:
-            async with self._policy.generation():
+            async with self._policy.generation(None if building is None else lowest_version(building.rollouts)):
                 version = self._policy.version
-                rollouts = await self._play(prompt, prompt_ids, number)
+                if building is None:
+                    rollouts = await self._play(prompt, prompt_ids, number)
+                else:
+                    rollouts = await self._play_missing(building)
         finally:
             times.generate += time.monotonic()
         times.reward = -time.monotonic()
@@ -99,46 +115,83 @@ class GroupMaker:
         if not group.trained_mask.any():
             raise LeftOut("skipped")  # no token to train on
         if self._keep is not None and not self._keep(group):
-            raise LeftOut("filtered")
+            raise LeftOut("filtered", group.rewards)
         return group, by_function
 
     async def _play(self, prompt: Prompt, prompt_ids: list[int], number: int) -> list[Rollout]:
         """The rollouts that were finished. Raises PromptError if they are too few."""
-        config, sampling = self._config, self._sampling(number)
-        messages = None if isinstance(prompt.content, str) else prompt.content
-        tokenizer, longest = self._engine.tokenizer, self._engine.max_length
-        tasks = [
-            Task(
-                prompt.prompt_id,
-                prompt_ids,
-                prompt.row,
-                messages,
-                index,
-                sampling,
-                tokenizer,
-                longest,
-                config.chat_template,
-            )
-            for index in range(config.group_size)
-        ]
+        config, sampling = self._config, self._seeded(self._config.sampling, f"{number}")
+        tasks = [self._task(prompt, prompt_ids, index, sampling) for index in range(config.group_size)]
         played = await play(self._rollout, tasks, self._engine, config.rollout_timeout)
-        if not (failures := played.failures):
-            return played.rollouts
-        self.rollouts_failed += len(failures)
-        least = config.group_size if config.min_rollouts is None else config.min_rollouts
-        first = f"{failures[0]!r:.300}{where(failures[0])}"
-        said = f"{len(failures)} of {config.group_size} rollouts failed, the first with {first}"
-        if len(played.rollouts) < least:
-            raise PromptError(f"prompt {prompt.prompt_id!r}: {said}; min_rollouts is {least}") from failures[0]
-        logger.warning("prompt %r: %s; its group has the other %d", prompt.prompt_id, said, len(played.rollouts))
+        self._see_failures(prompt, played.failures, len(played.rollouts), config.group_size)
         return played.rollouts
 
-    def _sampling(self, number: int) -> SamplingConfig:
-        """How to draw the group with this number. Each has its own seed, or equal prompts would complete equally."""
-        sampling = self._config.sampling
+    async def _play_missing(self, building: UnderConstruction) -> list[Rollout]:
+        """Plays the rollouts that are missing, and stores each as soon as it is finished.
+
+        Returns all, in their order. With a seed they are those of a group that is not under construction, until a
+        generator dies: what is missing then gets another seed. Raises PromptError if they are too few.
+        """
+        opening, config = building.opening, self._config
+
+        async def store(index: int, rollout: Rollout) -> None:
+            await self._policy.checked()  # others will use it before this generation ends
+            await building.append(index, rollout)
+
+        place = f"{opening.number}" if not building.rollouts else f"{opening.number}/{len(building.rollouts)}"
+        sampling = self._seeded(opening.sampling, place)
+        tasks = [self._task(opening.prompt, opening.prompt_ids, index, sampling) for index in building.missing]
+        if tasks:
+            played = await play(
+                *(self._rollout, tasks, self._engine, config.rollout_timeout),
+                store=store,
+                patience=lambda: self._patience(building),
+            )
+            await building.flush()  # what has ended just before the others were too late
+            failures = played.failures
+            if late := len(building.missing) - len(failures):
+                too_long = RolloutError(f"it was not finished within {config.group_timeout:g} s (group_timeout)")
+                failures = [*failures, *[too_long] * late]
+            self._see_failures(opening.prompt, failures, len(building.rollouts), opening.group_size)
+        return [building.rollouts[index] for index in sorted(building.rollouts)]
+
+    def _patience(self, building: UnderConstruction) -> float | None:
+        """Seconds that the next rollout may take; None: the group needs it, however long it takes."""
+        timeout, least = self._config.group_timeout, self._config.min_rollouts
+        if timeout is None or least is None or len(building.rollouts) < least:
+            return None
+        return max(0.0, timeout - building.age)
+
+    def _task(self, prompt: Prompt, prompt_ids: list[int], index: int, sampling: SamplingConfig) -> Task:
+        return Task(
+            prompt.prompt_id,
+            prompt_ids,
+            prompt.row,
+            None if isinstance(prompt.content, str) else prompt.content,
+            index,
+            sampling,
+            self._engine.tokenizer,
+            self._engine.max_length,
+            self._config.chat_template,
+        )
+
+    def _see_failures(self, prompt: Prompt, failures: Sequence[Exception], finished: int, size: int) -> None:
+        """Counts rollouts that failed. Raises PromptError if too few of `size` were finished."""
+        if not failures:
+            return
+        self.rollouts_failed += len(failures)
+        least = size if self._config.min_rollouts is None else self._config.min_rollouts
+        first = f"{failures[0]!r:.300}{where(failures[0])}"
+        said = f"{len(failures)} of {size} rollouts failed, the first with {first}"
+        if finished < least:
+            raise PromptError(f"prompt {prompt.prompt_id!r}: {said}; min_rollouts is {least}") from failures[0]
+        logger.warning("prompt %r: %s; its group has the other %d", prompt.prompt_id, said, finished)
+
+    def _seeded(self, sampling: SamplingConfig, place: str) -> SamplingConfig:
+        """How to draw what stands at this place. Each has its own seed, or equal prompts would complete equally."""
         if sampling.seed is None:
             return sampling
-        return replace(sampling, seed=random.Random(f"{sampling.seed}/{number}").getrandbits(31))
+        return replace(sampling, seed=random.Random(f"{sampling.seed}/{place}").getrandbits(31))
 
     def _assemble(
         self,

@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from replay_client.columns.kept import unknown_sets
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import carries_gradient
 
@@ -30,6 +31,8 @@ class GeneratorStats(TypedDict):
     """Of completions."""
     nan_logprobs: int
     """Tokens whose log-probability the engine does not know."""
+    unknown_sets: int
+    """Tokens drawn with top_p, top_k or min_p whose sampling mask is not stored; the trainer takes all tokens there."""
     groups_under_way: int
     """Groups that are generated or wait for their table."""
     tokens_per_second: float
@@ -54,6 +57,14 @@ class GeneratorStats(TypedDict):
     """Of groups that were too old on arrival, and, as an estimate, those drawn for groups that were given up."""
     tokens_saved: int
     """An estimate of those that groups which were given up would have had besides."""
+    rollouts_stored: int
+    """Finished rollouts of groups under construction that the server has acknowledged."""
+    taken_over: int
+    """Groups under construction that this generator was handed with finished rollouts of another one."""
+    tokens_kept: int
+    """Of those rollouts. Without groups under construction they would have been lost."""
+    leases_lost: int
+    """Groups under construction that another generator may have been handed while this one worked at them."""
     stale_seconds: float
     """For which generation was held, because all groups would have been too old."""
     full_refused: int
@@ -66,6 +77,8 @@ class GeneratorStats(TypedDict):
     """How often no permit came for `permit_timeout`."""
     permits_expired: int
     """Groups that took longer than their permit lives."""
+    prompts_lost: int
+    """Groups left out because the lease of their prompt had ended: another generator makes one of it."""
     servers_lost: int
     """How often a vLLM server went away; 0 with other engines than vllm-server."""
     servers_away: int
@@ -139,6 +152,7 @@ class GeneratorMetrics:
         self.stats["completions"] += group.group_size
         self.stats["tokens"] += group.num_tokens
         self.stats["nan_logprobs"] += unknown
+        self.stats["unknown_sets"] += unknown_sets(group)
         self.stats["tokens_per_second"] = tokens / (last - first) if last > first else 0.0
         self.stats["reward_mean"] = sum(reward for _, _, reward, _ in self._recent) / len(self._recent)
         if self.path is None:

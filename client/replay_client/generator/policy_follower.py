@@ -106,8 +106,10 @@ class PolicyFollower:
         """Of the latest weights, in nats; NaN without a probe."""
 
     @contextlib.asynccontextmanager
-    async def generation(self) -> AsyncIterator[None]:
+    async def generation(self, oldest: int | None = None) -> AsyncIterator[None]:
         """Surrounds everything that draws tokens. After it, the weights of those tokens have passed their check.
+
+        `oldest`: the version of tokens that the group has already; None: it has none.
 
         Raises TooOldToFinish inside, as soon as the newest version is too far from that of the first tokens. Whatever
         draws them is cancelled, and with it the requests of the engine. So a reload need not wait for it either.
@@ -116,11 +118,15 @@ class PolicyFollower:
             if self._mode == "between_groups":
                 await self._condition.wait_for(lambda: not self._reloading)
             self._generating += 1
-        version, limit = self.version, asyncio.timeout(None)
+        version = self.version if oldest is None else min(oldest, self.version)
+        limit = asyncio.timeout(None)
         try:
             async with limit:
                 self._under_way[limit] = version
                 try:
+                    if oldest is not None:
+                        self._give_up()
+                        await asyncio.sleep(0)  # what is too old already ends here, before anything is drawn
                     yield
                 finally:
                     self._under_way.pop(limit, None)
@@ -132,6 +138,10 @@ class PolicyFollower:
             async with self._condition:
                 self._generating -= 1
                 self._condition.notify_all()
+        await self.checked()
+
+    async def checked(self) -> None:
+        """Returns when all weights that have drawn tokens until now have passed their check."""
         if self._mode == "at_once":
             async with self._condition:
                 await self._condition.wait_for(lambda: not self._reloading)

@@ -162,6 +162,29 @@ def load_prompts(source: str, *, prompt_field: str = "prompt", split: str = "tra
     return rows
 
 
+PromptSource = Prompt | Mapping[str, Any] | str | list[Message]
+"""Whatever `Prompt.of` makes a prompt of."""
+
+
+class PreparedRows:
+    """Rows as prompts, each made when it is asked for: a large data set costs nothing before."""
+
+    def __init__(
+        self, rows: PromptRows, prompt_field: str = "prompt", system: str | None = None, *, chat: bool = False
+    ) -> None:
+        """`system`: the message of the system in each chat that has none."""
+        self._rows = rows
+        self._prompt_field = prompt_field
+        self._chat, self._system = chat, system
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        prompt = Prompt.of(self._rows[index], self._prompt_field)
+        return prompt.as_chat(self._system) if self._chat else prompt
+
+
 def cycle_prompts(
     rows: PromptRows, *, seed: int = 0, epochs: int | None = None, prompt_field: str = "prompt"
 ) -> Iterator[Prompt]:
@@ -177,15 +200,21 @@ def cycle_prompts(
 
 def _cycle(rows: PromptRows, seed: int, epochs: int | None, prompt_field: str) -> Iterator[Prompt]:
     for epoch in range(epochs) if epochs is not None else itertools.count():
-        draw = random.Random(f"{seed}/{epoch}")
-        moved: dict[int, int] = {}  # Fisher-Yates, but only rows that are not at their own position are stored
-        for position in range(len(rows)):
-            chosen = draw.randrange(position, len(rows))
-            here = moved.pop(position, position)
-            index = here if chosen == position else moved.get(chosen, chosen)
-            if chosen != position:
-                moved[chosen] = here
+        for index in epoch_order(len(rows), seed, epoch):
             yield Prompt.of(rows[index], prompt_field)
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> Iterator[int]:
+    """The order of `count` rows in this epoch: each index once."""
+    draw = random.Random(f"{seed}/{epoch}")
+    moved: dict[int, int] = {}  # Fisher-Yates, but only rows that are not at their own position are stored
+    for position in range(count):
+        chosen = draw.randrange(position, count)
+        here = moved.pop(position, position)
+        index = here if chosen == position else moved.get(chosen, chosen)
+        if chosen != position:
+            moved[chosen] = here
+        yield index
 
 
 def chat_prompts(prompts: Iterable[Prompt], system: str | None = None) -> Iterator[Prompt]:

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from replay_client.columns.axes import OFFSETS, RAGGED
 from replay_client.completions import group_from_rows
 from replay_client.errors import ReplayError
 from replay_client.generator.engines import Completion, Engine, SamplingConfig
@@ -92,8 +93,8 @@ class RolloutSequence:
         """For each token, in nats; NaN: unknown, or given."""
         self.policy_versions: list[int] = []
         """For each token, the version that drew it. A given one has that of the token before it, or -1."""
-        self.extras: list[tuple[int, Mapping[str, npt.NDArray[Any]]]] = []
-        """The extras of each completion, with the place of its first token."""
+        self.drawn: list[tuple[int, Completion]] = []
+        """The completions that have extras, each with the place of its first token."""
         self.turns: list[Turn] = []
         self.finish_reason = ""
         """Of the last completion; "": there was none."""
@@ -103,7 +104,7 @@ class RolloutSequence:
         """Adds what the policy wrote. Returns it as a turn, whose text the hook can read."""
         n = len(completion.token_ids)
         if completion.extras:
-            self.extras.append((len(self.token_ids), completion.extras))
+            self.drawn.append((len(self.token_ids), completion))
         mask = [True] * n if completion.loss_mask is None else completion.loss_mask
         self._add(completion.token_ids, mask, completion.logprobs, completion.policy_versions)
         self.finish_reason = completion.finish_reason
@@ -174,9 +175,11 @@ class RolloutPolicy:
     engine, which then computes their common beginning once.
     """
 
-    def __init__(self, engine: Engine, sampling: SamplingConfig) -> None:
+    def __init__(self, engine: Engine, sampling: SamplingConfig, *, early: bool = False) -> None:
+        """`early`: each rollout goes on as soon as its own completion has ended, and not all of the request."""
         self._engine = engine
         self._sampling = sampling
+        self._early = early
         self._asked: dict[tuple[tuple[int, ...], SamplingConfig], list[asyncio.Future[Completion]]] = {}
         self._requests: set[asyncio.Task[None]] = set()
         self._sent = 0
@@ -225,17 +228,23 @@ class RolloutPolicy:
             seed = random.Random(f"{sampling.seed}/request {self._sent}").getrandbits(31)
             sampling = replace(sampling, seed=seed)
         self._sent += 1
+
+        def finished(number: int, completion: Completion) -> None:
+            if not waiting[number].done():  # its rollout was given up meanwhile
+                waiting[number].set_result(completion)
+
         try:
-            completions = await self._engine.generate(list(token_ids), sampling, len(waiting))
+            completions = await self._engine.generate(
+                list(token_ids), sampling, len(waiting), *([finished] if self._early else [])
+            )
         except Exception as error:
             self.failure = self.failure or error
             for done in waiting:
                 if not done.done():
                     done.set_exception(error)
             return
-        for done, completion in zip(waiting, completions, strict=True):
-            if not done.done():  # its rollout was given up meanwhile
-                done.set_result(completion)
+        for number, completion in enumerate(completions):
+            finished(number, completion)
 
     async def close(self) -> None:
         """Ends the requests that nobody waits for any more."""
@@ -270,17 +279,36 @@ class Played:
     rollouts: list[Rollout]
     """Those that were finished."""
     failures: list[Exception]
-    """Why the others were not."""
+    """Why others were not. What was given up for want of patience is in neither list."""
 
 
-async def play(hook: RolloutHook, tasks: Sequence[Task], engine: Engine, timeout: float | None) -> Played:
+Store = Callable[[int, Rollout], Awaitable[None]]
+
+
+async def play(
+    hook: RolloutHook,
+    tasks: Sequence[Task],
+    engine: Engine,
+    timeout: float | None,
+    *,
+    store: Store | None = None,
+    patience: Callable[[], float | None] = lambda: None,
+) -> Played:
     """Plays one rollout for each of `tasks`, all at the same time. `timeout`: seconds for each.
 
-    Raises any error of the engine: it is not the rollouts' own.
+    `store` is awaited with each rollout and its number as soon as it is finished. `patience`: seconds that the next
+    one may take; None: as long as it needs. Raises any error of the engine, which is not the rollouts' own, and of
+    `store`.
     """
-    policy = RolloutPolicy(engine, tasks[0].sampling)
+    policy = RolloutPolicy(engine, tasks[0].sampling, early=store is not None or hook is not single_turn)
 
     async def one(task: Task) -> Rollout | Exception:
+        rollout = await attempt(task)
+        if store is not None and isinstance(rollout, Rollout):
+            await store(task.index, rollout)
+        return rollout
+
+    async def attempt(task: Task) -> Rollout | Exception:
         try:
             async with asyncio.timeout(timeout) as limit:
                 if not inspect.isawaitable(playing := hook(task, policy)):
@@ -293,15 +321,22 @@ async def play(hook: RolloutHook, tasks: Sequence[Task], engine: Engine, timeout
                 return RolloutError(f"it took longer than {timeout:g} s (rollout_timeout)")
             return error
 
-    running = [asyncio.create_task(one(task)) for task in tasks]
+    playing = [asyncio.create_task(one(task)) for task in tasks]
+    running, done = set(playing), set(playing)
     try:
-        ended = await asyncio.gather(*running)
+        while running and done:
+            done, running = await asyncio.wait(running, timeout=patience(), return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
     finally:
-        for task in running:
-            task.cancel()
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)  # the error of one is enough
         await policy.close()
+    results = [each.result() for each in playing if each not in running]
     return Played(
-        [each for each in ended if isinstance(each, Rollout)], [each for each in ended if isinstance(each, Exception)]
+        [each for each in results if isinstance(each, Rollout)],
+        [each for each in results if isinstance(each, Exception)],
     )
 
 
@@ -358,14 +393,10 @@ def group_of_rollouts(rollouts: Sequence[Rollout], version: int, **fields: Any) 
     if last != group.policy_version:
         group.policy_version_end = last
         _set_column(group, "policy_versions", list(zip(spans, drawn, strict=True)), fill=group.policy_version)
-    pieces: dict[str, list[tuple[slice, npt.NDArray[Any]]]] = {}
-    for sequence, head, span in zip(sequences, heads, spans, strict=True):
-        for start, extras in sequence.extras:
-            for name, values in extras.items():
-                at = span.start + start - head
-                pieces.setdefault(name, []).append((slice(at, at + len(values)), np.asarray(values)))
-    for name, parts in pieces.items():
-        _set_column(group, name, parts, fill=0)
+    _set_extras(
+        group,
+        [(sequence.drawn, span.start - head) for sequence, head, span in zip(sequences, heads, spans, strict=True)],
+    )
     if unknown:
         group.meta["unknown_logprobs"] = unknown
     if any(len(sequence.turns) > 2 for sequence in sequences):
@@ -389,10 +420,52 @@ def _leave_out_unknown(
     return count
 
 
-def _set_column(group: RolloutGroup, name: str, parts: Sequence[tuple[slice, npt.NDArray[Any]]], fill: int) -> None:
-    """An extra with an entry for each of the T tokens: `parts` in their places, and `fill` elsewhere."""
-    first = parts[0][1]
-    column = np.full((group.num_tokens, *first.shape[1:]), fill, first.dtype)
+def _set_extras(group: RolloutGroup, sequences: Sequence[tuple[Sequence[tuple[int, Completion]], int]]) -> None:
+    """The extras of all completions as columns of the group. Tokens whose completion has none get 0, or an empty set.
+
+    Each sequence: its completions with the place of their first token, and where the place 0 would stand among the T
+    tokens of the group. A token of the shared prompt stands before the first of them.
+    """
+    shared = group.prompt_ids.size
+    pieces: dict[tuple[str, str], list[tuple[slice, npt.NDArray[Any]]]] = {}
+    ragged: dict[str, list[tuple[int, Completion]]] = {}
+    for drawn, offset in sequences:
+        for start, completion in drawn:
+            for name, values in completion.extras.items():
+                axis = completion.axes.get(name, "token")
+                if axis == RAGGED:
+                    ragged.setdefault(name, []).append((offset + start, completion))
+                elif axis == "whole":
+                    # The engine has read the sequence from its first token on, which is one of the shared prompt.
+                    at = offset + shared
+                    pieces.setdefault((name, axis), []).append((slice(0, shared), values[:shared]))
+                    pieces[name, axis].append((slice(at + shared, at + len(values)), values[shared:]))
+                elif completion.axes.get(name.removesuffix(OFFSETS)) != RAGGED:
+                    at = offset + start
+                    pieces.setdefault((name, axis), []).append((slice(at, at + len(values)), np.asarray(values)))
+    for (name, axis), parts in pieces.items():
+        _set_column(group, name, parts, fill=0, axis=axis)
+    for name, completions in ragged.items():
+        _set_sets(group, name, completions)
+
+
+def _set_sets(group: RolloutGroup, name: str, completions: Sequence[tuple[int, Completion]]) -> None:
+    """An extra with a set for each of the T tokens: those of the completions from these tokens on, empty elsewhere."""
+    counts_T = np.zeros(group.num_tokens, np.int64)
+    for start, completion in completions:
+        counts = np.diff(completion.extras[name + OFFSETS])
+        counts_T[start : start + counts.size] = counts
+    in_order = [completion.extras[name] for _, completion in sorted(completions, key=lambda each: each[0])]
+    group.extras[name], group.axes[name] = np.concatenate(in_order), RAGGED
+    group.extras[name + OFFSETS] = np.concatenate(([0], np.cumsum(counts_T))).astype(np.int32)
+
+
+def _set_column(
+    group: RolloutGroup, name: str, parts: Sequence[tuple[slice, npt.NDArray[Any]]], fill: int, axis: str = "token"
+) -> None:
+    """An extra with a row for each of the T tokens, or P + T for "whole": `parts` in their places, `fill` elsewhere."""
+    first, rows = parts[0][1], group.num_tokens + (group.prompt_ids.size if axis == "whole" else 0)
+    column = np.full((rows, *first.shape[1:]), fill, first.dtype)
     for span, values in parts:
         column[span] = values
-    group.extras[name], group.axes[name] = column, "token"
+    group.extras[name], group.axes[name] = column, axis

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from replay_client.errors import (
     DeadlineExceededError,
+    LeaseEndedError,
     PayloadTooLargeError,
     ReplayError,
     ServerBusyError,
@@ -22,13 +23,14 @@ from replay_client.errors import (
     StorageError,
     TableFullError,
 )
+from replay_client.generator.building import BuildingSite, LeaseLostError, UnderConstruction
 from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.group_maker import LeftOut
 from replay_client.generator.metrics import GeneratorStats
 from replay_client.generator.policy_follower import PolicyFollower
 from replay_client.generator.prompts import PromptError
 from replay_client.generator.rewards import load_priority
-from replay_client.records import PermitLease, ServerInfo
+from replay_client.records import PermitLease, Sample, ServerInfo
 from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
 from replay_client.shards.merging import restarted
@@ -73,21 +75,27 @@ class GeneratorServer:
         self._leases: set[PermitLease] = set()
         self._waiting = WaitLog()
         self._table_full = WaitLog()
+        self.site = None if config.building is None else BuildingSite(client, config, stats, self.answer)
+        """The table of groups under construction; None: this generator uses none."""
 
     async def begin(self) -> bool:
         """Asks the server what it is. Returns whether groups for the configured tables need permits.
 
-        They do if one of the tables is that of [admission].
+        They do if one of the tables is that of [admission]. Raises ReplayError if the server has no table for groups
+        under construction, and this generator needs one.
         """
-        info = await self._answer(self._client.server_info)
+        info = await self.answer(self._client.server_info)
         await self._see(info)
         self._tells_prompts = _index_prompts(info, self._config.tables)
-        return (admission := info.admission) is not None and admission.table in self._config.tables
+        needs_permits = (admission := info.admission) is not None and admission.table in self._config.tables
+        if self.site is not None:
+            self.site.check(info, needs_permits)
+        return needs_permits
 
     async def acquire(self) -> PermitLease:
         """One permit, as soon as there is one."""
         attempt = partial(self._client.acquire_permits, 1, timeout=self._config.permit_timeout)
-        lease = await self._answer(attempt, counts_as="permit_waits")
+        lease = await self.answer(attempt, counts_as="permit_waits")
         self._leases.add(lease)
         return lease
 
@@ -98,8 +106,14 @@ class GeneratorServer:
             async with asyncio.timeout(_RELEASE_SECONDS):
                 await self._client.release_permits(lease)
 
+    def used(self, lease: PermitLease) -> None:
+        """An insert has used the permit up."""
+        self._leases.discard(lease)
+
     async def release_all(self) -> None:
-        """Gives back every permit that was neither used nor given back."""
+        """Gives back every permit, and every group under construction, that was neither used nor given back."""
+        if self.site is not None:
+            await self.site.let_go_of_all()
         await asyncio.gather(*map(self.release, [*self._leases]))
 
     async def leave(self) -> None:
@@ -107,11 +121,20 @@ class GeneratorServer:
         await self._client.leave(timeout=_RELEASE_SECONDS)
 
     async def insert(
-        self, group: RolloutGroup, lease: PermitLease | None, tags: Mapping[str, TagValue] = NO_TAGS
+        self,
+        group: RolloutGroup,
+        lease: PermitLease | None,
+        tags: Mapping[str, TagValue] = NO_TAGS,
+        building: UnderConstruction | None = None,
+        closes: Sequence[Sample] = (),
     ) -> None:
-        """Returns when the group is in its tables and its permit is used up. `tags` are those of its prompt.
+        """Returns when the group is in its tables, its permit is used up, and what it `closes` is taken.
 
-        Raises LeftOut if the group will not get there: it is too old, or its table is full and `when_full` is "drop".
+        `tags` are those of its prompt. The group takes the place of `building`, the group under construction that it
+        was made of, if it was made of one. Raises LeaseLostError if another generator may have that by now.
+
+        Raises LeftOut if the group will not get there: it is too old, its table is full and `when_full` is "drop", or
+        the lease of what it closes has ended.
         Raises PromptError if the group is too large for the server, or its priority function fails.
         """
         try:
@@ -120,22 +143,31 @@ class GeneratorServer:
             raise PromptError(f"prompt {group.prompt_id!r}: no priority: {type(error).__name__}: {error}") from error
         priorities = dict.fromkeys(self._config.tables, priority)
         # One key for all attempts: if the answer to an earlier one was lost, the item is not inserted twice.
-        key, timeout = next(self._keys), self._config.insert_timeout
+        key = next(self._keys) if building is None else building.opening.key
+        timeout = self._config.insert_timeout
         tags = {**self._config.tags, **tags}
         if self._tells_prompts:
             tags.setdefault("prompt_id", group.prompt_id)
         attempt = partial(self._client.insert, group, priorities, key=key, permits=lease, timeout=timeout, tags=tags)
+        if closes := (*closes, *([building.sample] if building is not None else ())):
+            attempt = partial(attempt, closes=closes)
         try:
-            await self._answer(attempt, counts_as="insert_waits")
+            await self.answer(attempt, counts_as="insert_waits")
             self._table_full.go_on()
         except StaleItemError as error:
             raise LeftOut("stale_refused") from error
+        except LeaseEndedError as error:
+            if building is not None:
+                raise LeaseLostError from error
+            raise LeftOut("prompts_lost") from error
         except PayloadTooLargeError as error:
             raise PromptError(f"prompt {group.prompt_id!r}: its group cannot be inserted: {error}") from error
         if lease is not None:
-            self._leases.discard(lease)
+            self.used(lease)
+        if building is not None and self.site is not None:
+            self.site.closed(building)
 
-    async def _answer(
+    async def answer(
         self,
         attempt: Callable[[], Awaitable[T]],
         counts_as: Literal["insert_waits", "permit_waits"] | None = None,

@@ -28,14 +28,12 @@ from grpc import ChannelConnectivity
 
 from replay_client.access import Access, split_addresses
 from replay_client.connection import Connection, Timeout, Unset, check_timeout
-from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError, ServerUnavailableError
+from replay_client.errors import GONE, DeadlineExceededError, ReplayError, ServerClosedError, ServerUnavailableError
 from replay_client.shards.ray_names import RayNames
 from replay_protos import replay_pb2 as pb
 
 T = TypeVar("T")
 
-GONE = (ServerUnavailableError, ServerClosedError)
-"""Errors that mean: this shard does not answer, another one may."""
 SECONDS_PER_LOOK = 5.0
 """Seconds between two looks for shards that were added or taken away."""
 LATE_SECONDS = 0.5

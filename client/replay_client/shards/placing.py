@@ -23,8 +23,10 @@ from google.protobuf.message import Message
 
 from replay_client.connection import Timeout
 from replay_client.errors import (
+    GONE,
     DeadlineExceededError,
     InvalidRequestError,
+    LeaseEndedError,
     ServerClosedError,
     ServerUnavailableError,
     ShardDrainingError,
@@ -32,7 +34,7 @@ from replay_client.errors import (
 from replay_client.frames import Item
 from replay_client.records import MutationResult, mutation_of
 from replay_client.requests import FIRST_KEY, LAST_KEY, once
-from replay_client.shards.fleet import GONE, Deadline, Fleet, Shard
+from replay_client.shards.fleet import Deadline, Fleet, Shard
 from replay_protos import replay_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -102,17 +104,22 @@ class Placement:
         """The shard for an insert, by the first rule that holds.
 
         1. The shard that this client has tried the key on before: it may have the item.
-        2. The shard that granted the permit, if it is up: so its admission counts the group. Otherwise the admission of
+        2. The shard that gave the samples that the item closes, and no other one.
+        3. The shard that granted the permit, if it is up: so its admission counts the group. Otherwise the admission of
            the shard that gets the group counts it, and the permit stays in use until its lease ends.
-        3. The shard to which the key belongs, if it is up. A shard that is draining has said that it lacks the key: it
+        4. The shard to which the key belongs, if it is up. A shard that is draining has said that it lacks the key: it
            counts as one that is not there.
-        4. The next shard for the key that is up, if a client chose the key at random: nobody else has tried it.
-        5. The shard to which the key belongs. Another process may have tried the key there before, so wait for it.
+        5. The next shard for the key that is up, if a client chose the key at random: nobody else has tried it.
+        6. The shard to which the key belongs. Another process may have tried the key there before, so wait for it.
         """
         if self._fleet.only is not None:
             return self._fleet.only
         if (tried := self._tried.get(item.key)) is not None:
             return tried
+        if item.closes:
+            if (gave := self._fleet.named(item.closed_on)) is None:
+                raise LeaseEndedError(f"shard {item.closed_on}, which gave what the item closes, is not there any more")
+            return gave
         granted = self._fleet.named(item.granted_by) if item.granted_by else None
         if granted is not None and granted.takes_inserts:
             self._passed_over.discard(granted)
@@ -128,7 +135,7 @@ class Placement:
         return shard
 
     def _shard_for_key(self, key: int) -> Shard:
-        """The shard by rules 3 to 5 of `shard_for`."""
+        """The shard by rules 4 to 6 of `shard_for`."""
         rendezvous, shards = self._ranking()
         if chosen_by_client(key) and (owner := shards[rendezvous.owner(key)]).takes_inserts:
             return owner

@@ -2,7 +2,8 @@
 
 Every shard gets a version, and the lowest confirmed one counts. A generator must never see a version that some shard
 does not have yet: that shard would take its groups for newer than the policy. A shard that comes back with an older
-version does not take the others back with it: the client that published a version brings such a shard up to date.
+version does not take the others back with it: the client that published a version brings such a shard up to date. It
+also names the state to it that the shard has missed, and takes it back where the trainer went back meanwhile.
 
 Each shard grants permits from its own share of `groups_per_step`. While a shard is away, the others grant its share.
 """
@@ -17,10 +18,10 @@ from contextlib import aclosing, suppress
 import grpc
 
 from replay_client.connection import DEFAULT, Connection, Patience, Timeout
-from replay_client.errors import DeadlineExceededError, ReplayError
+from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestError, ReplayError
 from replay_client.records import PermitLease, Policy, policy_of
 from replay_client.requests import once
-from replay_client.shards.fleet import GONE, Deadline, Fleet, Shard
+from replay_client.shards.fleet import Deadline, Fleet, Shard
 from replay_client.shards.merging import lowest
 from replay_protos import replay_pb2 as pb
 
@@ -36,6 +37,13 @@ class PolicyBoard:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._published: pb.SetPolicyVersionRequest | None = None
+        self._named: pb.SetPolicyVersionRequest | None = None
+        """What named the last state, unless the trainer has gone back since."""
+        self._missed: dict[Shard, pb.SetPolicyVersionRequest] = {}
+        """The last rollback, of the shards that have not heard of it."""
+        self._told: set[Shard] = set()
+        """Shards that have heard of what was published last, and have not been gone since. If another client has taken
+        them back meanwhile, they stay there."""
         self._away: set[Shard] = set()
         """Shards for which the others make up."""
         self._groups: dict[Shard, int] = {}
@@ -56,7 +64,12 @@ class PolicyBoard:
                     await self._bring_up_to_date(shard)
             share = self._share
             answers = await self._fleet.ask("SetPolicyVersion", _with_share(request, share), timeout)
-            self._published = request
+            self._published, self._told = request, set(answers)
+            if request.rollback:
+                self._missed = {shard: request for shard in self._fleet.shards if shard not in answers}
+                self._named = None
+            elif request.state:
+                self._named = request
         for shard in self._fleet.shards:
             if shard not in self._groups or not shard.is_up or shard not in answers:
                 self._came_or_went(shard)
@@ -120,6 +133,8 @@ class PolicyBoard:
                 await asyncio.sleep(0.1)
 
     def _came_or_went(self, shard: Shard) -> None:
+        if not shard.is_up:
+            self._told.discard(shard)
         if self._published is not None:
             work = self._came_back(shard) if shard.is_up else self._stays_away(shard)
             task = asyncio.create_task(work)
@@ -138,7 +153,8 @@ class PolicyBoard:
                 info = await shard.ask("GetServerInfo", pb.GetServerInfoRequest(), 5.0)
                 self._groups[shard] = info.admission.groups_per_step  # 0 without admission
                 async with self._one_at_a_time:
-                    await self._bring_up_to_date(shard)
+                    if shard not in self._told:
+                        await self._bring_up_to_date(shard)
                 break
             except ReplayError:
                 await asyncio.sleep(0.1)
@@ -148,19 +164,40 @@ class PolicyBoard:
         """Tells the shard the version, if it has another one. It counts as away until it has heard of it."""
         published = self._published
         assert published is not None
+        if (rollback := self._missed.get(shard)) is not None:
+            await self._roll_back(shard, rollback)
         current = await shard.ask("GetPolicy", pb.GetPolicyRequest(), 5.0)
         behind = current.version < published.version
-        if behind or (published.rollback and current.version > published.version):
-            # For versions that it missed, the others have granted its share.
-            share = 0.0 if behind and shard in self._away else self._share
+        # For versions that it missed, the others have granted its share.
+        share = 0.0 if behind and shard in self._away else self._share
+        named = self._named
+        if named is not None and current.state != named.state and current.version <= named.version:
+            await shard.ask("SetPolicyVersion", _with_share(named, share), 5.0)
+        if behind:
             await shard.ask("SetPolicyVersion", _with_share(published, share), 5.0)
         self._away.discard(shard)
+
+    async def _roll_back(self, shard: Shard, request: pb.SetPolicyVersionRequest) -> None:
+        """Takes a shard back that was away when the trainer went back."""
+        try:
+            await shard.ask("SetPolicyVersion", _with_share(request, self._share), 5.0)
+        except InvalidRequestError:  # it does not know the state any more
+            if not request.state:
+                raise
+            only_version = pb.SetPolicyVersionRequest(
+                version=request.version, weights=request.weights, rollback=True, share=self._share
+            )
+            await shard.ask("SetPolicyVersion", only_version, 5.0)
+        self._missed.pop(shard, None)
 
     async def _tell_shares(self) -> None:
         async with self._one_at_a_time:
             assert self._published is not None
             request = _with_share(self._published, self._share)
             request.rollback = False  # it would take the shards that have done it back once more
+            request.ClearField("request")
+            if self._published.rollback:
+                request.ClearField("state")
             up = [shard for shard in self._fleet.up() if self._groups.get(shard)]
             with suppress(ReplayError):  # the next version comes with the share, too
                 await self._fleet.try_to_ask("SetPolicyVersion", request, 5.0, up)

@@ -110,7 +110,7 @@ def test_half_a_request_is_closed(server, monkeypatch, half):
 
 
 def test_a_viewer_keeps_its_stream_for_longer_than_a_request_may_take(server, monkeypatch):
-    monkeypatch.setattr(requests, "SECONDS_PER_REQUEST", 0.3)
+    monkeypatch.setattr(requests, "SECONDS_PER_REQUEST", 2.0)  # the looks come a second apart
     with serving(Settings({"address": server.address})) as url:
         viewer = looks_of(url)
         assert len([next(viewer) for _ in range(4)]) == 4

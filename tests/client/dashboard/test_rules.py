@@ -23,7 +23,8 @@ from replay_client.errors import ServerUnavailableError
 from replay_client.records import Policy, ServerInfo, TableInfo
 from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
-from tests.commands import fails
+from tests.commands import Running, fails
+from tests.factories import PATIENCE
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "client/replay_client/dashboard/page"
@@ -62,10 +63,10 @@ async def test_a_call_waits_for_credit_and_a_background_call_for_half_of_it():
     budget = Budget(0.01, 0.5, clock=clock)
     await spend(budget, clock, 0.4)
     waiting = [asyncio.create_task(hold(budget, background)) for background in (True, False)]
-    await asyncio.wait_for(waiting[1], 30)
+    await asyncio.wait_for(waiting[1], PATIENCE)
     assert not waiting[0].done()
     clock.now += 100
-    await asyncio.wait_for(waiting[0], 30)
+    await asyncio.wait_for(waiting[0], PATIENCE)
 
 
 async def hold(budget: Budget, background: bool) -> None:
@@ -232,15 +233,15 @@ def test_prompts_remember_groups_that_are_gone_and_how_they_changed():
         log.add(version, facts(hard, prompt_id="hard", prompt="1 + 1"))
         log.add(version, facts(easy, prompt_id="easy"))
     log.add(9, Facts(flags=frozenset(("damaged",))))
-    found = log.document("", "solved", False, 10)
+    found = log.document("", "solved", False, 10, {})
     assert [(row["prompt"], row["solved"], row["change"]) for row in found["rows"]] == [
         ("hard", 0.25, 0.5),
         ("easy", 0.9375, 0.125),
     ]
-    assert log.document("1 + 1", "", True, 10)["matching"] == 1
+    assert log.document("1 + 1", "", True, 10, {})["matching"] == 1
     assert [(row["version"], row["solved"]) for row in log.by_version()][2:] == [(2, 0.75), (3, 0.75)]
     with pytest.raises(ValueError, match="sort"):
-        log.document("", "nothing", False, 10)
+        log.document("", "nothing", False, 10, {})
 
 
 def test_slots_of_groups_that_are_gone_are_used_again():
@@ -289,9 +290,8 @@ def test_the_page_parses_no_html_and_asks_no_other_host():
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def command(*arguments: str, **options) -> subprocess.Popen:
-    line = [sys.executable, "-m", "replay_server.cli", "dashboard", "--no-browser", *arguments]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+def command(*arguments: str) -> Running:
+    return Running("dashboard", "--no-browser", *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from replay_client.columns.axes import OFFSETS, RAGGED
+from replay_client.columns.kept import KEPT
+from replay_client.generator import GeneratorConfig, RolloutGenerator
 from replay_client.generator.engines import Completion, Engine, SamplingConfig
 from replay_client.generator.prompts import Prompt
 from replay_client.records import AdmissionInfo, PermitLease, Policy
@@ -77,18 +81,41 @@ def logprobs_of(
     model: Any, prompt_ids: Sequence[int], completion_ids: Sequence[int], sampling: SamplingConfig
 ) -> list[float]:
     """`recomputed` with a model that is loaded."""
+    logprobs_TV = distributions(model, prompt_ids, completion_ids, sampling)
+    return [logprobs_TV[step, token].item() for step, token in enumerate(completion_ids)]
+
+
+def distributions(
+    model: Any, prompt_ids: Sequence[int], completion_ids: Sequence[int], sampling: SamplingConfig
+) -> torch.Tensor:
+    """(T, V) log-probabilities that each token of a completion is drawn with."""
     ids = torch.tensor([[*prompt_ids, *completion_ids]])
     with torch.no_grad():
         logits_TV = model(ids).logits[0, len(prompt_ids) - 1 : -1] / sampling.temperature
     for row in logits_TV:
         _restrict(row, sampling)
-    logprobs_TV = logits_TV.log_softmax(-1)
-    return [logprobs_TV[step, token].item() for step, token in enumerate(completion_ids)]
+    return logits_TV.log_softmax(-1)
+
+
+def check_kept(completion: Completion, prompt_ids: Sequence[int], sampling: SamplingConfig, weights: Path) -> None:
+    """As `check_completion`, and it names the tokens that were kept for each token, if they are not too many."""
+    check_completion(completion, prompt_ids, sampling, weights)
+    logprobs_TV = distributions(loaded(weights), prompt_ids, completion.token_ids, sampling)
+    kept = [row.isfinite().nonzero()[:, 0].tolist() for row in logprobs_TV]
+    ids, offsets = completion.extras[KEPT], completion.extras[KEPT + OFFSETS]
+    assert completion.axes[KEPT] == RAGGED
+    assert (ids.dtype, offsets.dtype) == (np.int32, np.int32)
+    found = [sorted(ids[start:end].tolist()) for start, end in pairwise(offsets)]
+    assert found == [row if len(row) <= sampling.sampling_masks else [] for row in kept]
 
 
 def _restrict(logits_V: torch.Tensor, sampling: SamplingConfig) -> None:
-    """Leave out what top_k and then top_p leave out, token by token as their definitions read."""
+    """Leave out what min_p, then top_k and then top_p leave out, token by token as their definitions read."""
     ranked = logits_V.argsort(descending=True).tolist()
+    likely = logits_V.softmax(-1).tolist()
+    for token in ranked:
+        if likely[token] < sampling.min_p * likely[ranked[0]]:
+            logits_V[token] = -torch.inf
     if sampling.top_k:
         logits_V[ranked[sampling.top_k :]] = -torch.inf
     reached, probabilities = 0.0, logits_V.softmax(-1).tolist()
@@ -308,7 +335,7 @@ class ScriptedEngine:
     probe_scores: list[float] = field(default_factory=list)
     closed: int = 0
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, *_: Any) -> list[Completion]:
         version = self.version
         self.generating += 1
         self.most_generating = max(self.most_generating, self.generating)
@@ -340,3 +367,52 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         self.closed += 1
+
+
+async def check_each_is_told(engine: Any, sampling: SamplingConfig) -> None:
+    """Every completion is told before the request is answered, and some while others are still drawn.
+
+    A busy machine may tell all at once, but hardly each time.
+    """
+    for _ in range(20):
+        told: dict[int, Completion] = {}
+        one = asyncio.Event()
+
+        def finished(number: int, completion: Completion, told: Any = told, one: asyncio.Event = one) -> None:
+            assert number not in told
+            told[number] = completion
+            one.set()
+
+        request = asyncio.create_task(engine.generate([3, 9], sampling, 24, finished))
+        await one.wait()
+        early = not request.done() and len(told) < 24
+        completions = await request
+        assert told == dict(enumerate(completions))
+        if early:
+            return
+    raise AssertionError("no completion was told before all had ended")
+
+
+SAID = Completion([7, 8], [-0.1, -0.2], "78", "stop", [])
+"""The completion that engines return in tests where its tokens do not matter."""
+
+
+def zero(row: Any, text: str) -> float:
+    return 0.0
+
+
+async def generate(
+    client: Any, engine: Any, hook: Any, *, reward: Any = zero, prompts: Any = None, **config: Any
+) -> Any:
+    config = {"group_size": 4, "max_groups": 1, "max_concurrent_groups": 1} | config
+    prompts = make_prompts() if prompts is None else prompts
+    generator = RolloutGenerator(client, engine, prompts, reward, GeneratorConfig(**config), rollout=hook)
+    await generator.run()
+    return generator.stats
+
+
+async def played(hook: Any, engine: Any = None, **config: Any) -> RolloutGroup:
+    """The group that a hook makes of one prompt."""
+    client = RecordingClient()
+    await generate(client, ScriptedEngine(completions=[SAID]) if engine is None else engine, hook, **config)
+    return client.inserts[0][0]

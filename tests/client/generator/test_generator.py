@@ -34,6 +34,7 @@ from replay_client.generator.engines import Completion, Engine, SamplingConfig
 from replay_client.generator.engines.transformers import TransformersEngine
 from replay_client.generator.prompts import Prompt
 from replay_client.generator.rewards import Reward
+from replay_client.rollout import RolloutGroup
 from tests.client.generator.factories import (
     EOS,
     RecordingClient,
@@ -43,7 +44,7 @@ from tests.client.generator.factories import (
     make_prompts,
     make_version,
 )
-from tests.factories import async_until
+from tests.factories import PATIENCE, async_until, turns
 
 # Work that nobody awaits has held back its group, and perhaps its permit.
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
@@ -197,7 +198,7 @@ async def test_a_blocking_reward_function_holds_up_neither_the_loop_nor_generati
 
     def reward(row: Any, text: str) -> float:
         inside.set()
-        assert go_on.wait(20)
+        assert go_on.wait(PATIENCE)
         return 0.0
 
     client, engine = RecordingClient(), ScriptedEngine()
@@ -212,7 +213,7 @@ async def test_a_blocking_reward_function_holds_up_neither_the_loop_nor_generati
 
 async def test_a_slow_group_holds_up_no_other() -> None:
     class Slow(ScriptedEngine):
-        async def generate(self, prompt_ids: Any, sampling: SamplingConfig, n: int) -> list[Completion]:
+        async def generate(self, prompt_ids: Any, sampling: SamplingConfig, n: int, *_: Any) -> list[Completion]:
             if prompt_ids == [ord(character) for character in "0+1="]:
                 await slow.wait()
             return await super().generate(prompt_ids, sampling, n)
@@ -396,7 +397,7 @@ async def test_at_once_weights_are_loaded_while_groups_are_generated(tmp_path: P
 
 async def test_a_group_that_spans_versions_says_the_version_of_every_token() -> None:
     class Spanning(ScriptedEngine):
-        async def generate(self, prompt_ids: Any, sampling: SamplingConfig, n: int) -> list[Completion]:
+        async def generate(self, prompt_ids: Any, sampling: SamplingConfig, n: int, *_: Any) -> list[Completion]:
             return [
                 Completion([7, 8, 9], [-0.1, -0.2, -0.3], "789", "stop", [4, 5, 6]),
                 Completion([7], [-0.1], "7", "stop", [4]),
@@ -630,24 +631,31 @@ async def test_a_damaged_probe_is_an_error_that_names_the_file(tmp_path: Path) -
 async def test_a_model_is_followed_with_exact_logprobs_for_every_token(
     model: Path, tmp_path: Path, reload: Any
 ) -> None:
-    versions = {0: model} | {step: make_version(model, tmp_path / f"step-{step}", seed=step) for step in (1, 2, 3)}
-    client = RecordingClient()
+    folders = [make_version(model, tmp_path / f"step-{step}", seed=step) for step in (1, 2, 3)]
+    versions, client = {0: model}, RecordingClient()
     sampling = SamplingConfig(temperature=0.8, max_tokens=50)
     generator = make_generator(client, TransformersEngine(model, seed=0), sampling=sampling, reload=reload)
+
+    def spanning() -> list[RolloutGroup]:
+        return [group for group, _ in client.inserts if group.policy_version_end is not None]
+
     task = await running(generator)
-    for step in (1, 2, 3):
+    # A version may come in a moment in which no group has tokens yet. So they come until one finds a group under way.
+    while len(versions) <= 3 or (reload == "at_once" and not spanning()):
+        step = len(versions)
+        versions[step] = folders[step % 3]
         await client.inserted(len(client.inserts) + 1)
         await client.publish(step, versions[step])
         await async_until(lambda step=step: generator.stats["policy_version"] == step)
-    await client.inserted(len(client.inserts) + 3)
+    last = max(versions)
+    await async_until(lambda: any(group.policy_version == last for group, _ in client.inserts))
     generator.stop()
     await task
     assert generator.stats["probe_max_difference"] < 1e-4
-    spanning = [group for group, _ in client.inserts if group.policy_version_end is not None]
-    assert bool(spanning) == (reload == "at_once")
-    for group in (*spanning[:3], client.inserts[-1][0]):
+    assert bool(spanning()) == (reload == "at_once")
+    newest = next(group for group, _ in client.inserts if group.policy_version == last)
+    for group in (*spanning()[:3], newest):  # a group that began earlier can be finished after it
         check_group(group, sampling, versions, atol=1e-5)
-    assert client.inserts[-1][0].policy_version == 3
 
 
 # --------------------------------------------------------------------------------------- metrics
@@ -696,7 +704,7 @@ async def test_staleness_on_arrival_is_measured_against_the_newest_version_known
     task = await running(generator)
     await async_until(lambda: engine.generating == 2)
     await client.publish(5, fake_weights(tmp_path / "step-5"))
-    await asyncio.sleep(0)  # the generator hears of it
+    await turns()  # the generator hears of it
     engine.let_go()
     await task
     assert json.loads(path.read_text().splitlines()[-1])["staleness_mean"] == 5

@@ -5,7 +5,6 @@ import itertools
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from replay_client.generator.rewards import (
     thread_safe,
 )
 from tests.client.generator.factories import make_model
+from tests.factories import stopped_clock
 
 
 def write(folder: Path, *lines: str) -> Path:
@@ -275,23 +275,26 @@ async def test_a_function_that_takes_too_long_has_failed_and_the_next_group_is_s
 
     def hangs(row: Any, text: str) -> float:
         if text == "hang":
-            stuck.wait(20)
+            go_on(2.0)
+            stuck.wait(60)
         return 1.0
 
-    scorer = Scorer(hangs, timeout=1.0)  # much for the group that does not hang
-    with pytest.raises(RewardError, match=r"'hangs' took longer than 1 s for 1 completions"):
-        await scorer.score({}, ["hang"])
-    assert (await scorer.score({}, ["fine"]))[0].tolist() == [1.0]
+    scorer = Scorer(hangs, timeout=1.0)
+    with stopped_clock() as go_on:
+        with pytest.raises(RewardError, match=r"'hangs' took longer than 1 s for 1 completions"):
+            await scorer.score({}, ["hang"])
+        assert (await scorer.score({}, ["fine"]))[0].tolist() == [1.0]
     stuck.set()
 
 
 async def test_the_clock_of_a_function_starts_with_its_call_and_not_with_the_wait_for_its_thread() -> None:
     def slow(row: Any, text: str) -> float:
-        time.sleep(0.4)
+        go_on(2.0)
         return 1.0
 
     scorer = Scorer(slow, timeout=3.0)  # one call has time enough, all together have not
-    groups = await asyncio.gather(*(scorer.score({}, ["a"]) for _ in range(9)))
+    with stopped_clock() as go_on:
+        groups = await asyncio.gather(*(scorer.score({}, ["a"]) for _ in range(9)))
     assert [rewards.tolist() for rewards, _ in groups] == [[1.0]] * 9
 
 

@@ -1,17 +1,29 @@
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from replay_client.generator.engines import Completion, EngineError, SamplingConfig
 from replay_client.generator.engines.continuous_batch import processed_logprobs
 from replay_client.generator.engines.transformers import TransformersEngine
-from tests.client.generator.factories import EOS, check_completion, check_scores, make_model, make_version
+from tests.client.generator.factories import (
+    EOS,
+    check_completion,
+    check_each_is_told,
+    check_kept,
+    check_scores,
+    loaded,
+    make_model,
+    make_version,
+)
+from tests.factories import turns
 
 
 @pytest.fixture
@@ -31,6 +43,7 @@ async def test_requests_of_every_kind_share_a_batch_and_keep_their_own_numbers(
         ([14, 3, 3], SamplingConfig(top_p=0.5, temperature=1.4, max_tokens=17), 4),
         ([3, 9, 4], SamplingConfig(temperature=1.3, top_k=5, max_tokens=20), 6),
         ([3, 9, 4], SamplingConfig(temperature=0.9, top_k=9, top_p=0.7, max_tokens=20), 6),
+        ([3, 9], SamplingConfig(temperature=1.2, min_p=0.3, max_tokens=20), 6),
     ]
     answers = await asyncio.gather(*(engine.generate(*request) for request in requests))
     for (prompt_ids, sampling, n), completions in zip(requests, answers, strict=True):
@@ -87,12 +100,33 @@ async def test_tied_embeddings_reload_whole(tmp_path: Path) -> None:
     await engine.close()
 
 
-async def test_a_long_request_does_not_hold_up_a_short_one(engine: TransformersEngine) -> None:
-    long = asyncio.create_task(engine.generate([3], SamplingConfig(max_tokens=60, seed=1), 16))
-    await asyncio.sleep(0)  # the first one is asked for before the second
-    await engine.generate([4], SamplingConfig(max_tokens=1), 1)
-    assert not long.done()
-    await long
+async def test_each_completion_is_told_as_it_ends(engine: TransformersEngine) -> None:
+    await check_each_is_told(engine, SamplingConfig(temperature=2.0, max_tokens=60))
+
+
+async def test_a_long_request_does_not_hold_up_a_short_one(
+    engine: TransformersEngine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, all_asked, load = list[str](), threading.Event(), AutoModelForCausalLM.from_pretrained
+
+    def load_late(*given: Any, **options: Any) -> Any:
+        assert all_asked.wait(60)
+        return load(*given, **options)
+
+    async def ask(name: str, max_tokens: int, n: int) -> None:
+        await engine.generate([3], SamplingConfig(max_tokens=max_tokens, seed=1), n)
+        ended.append(name)
+
+    # The engine loads weights until both are asked for, the long one first.
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load_late)
+    tasks = [
+        asyncio.create_task(work)
+        for work in (engine.load_weights(str(model), 0), ask("long", 60, 16), ask("short", 1, 1))
+    ]
+    await turns()
+    all_asked.set()
+    await asyncio.gather(*tasks)
+    assert ended == ["short", "long"]
 
 
 async def finished_while_loading(
@@ -170,10 +204,79 @@ async def test_a_request_that_is_given_up_leaves_the_batch_and_the_others_stay(
         check_completion(completion, [6], sampling, model, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 0.7},
+        {"top_k": 4},
+        {"min_p": 0.1},
+        {"min_p": 0.1, "top_k": 6, "top_p": 0.8, "temperature": 0.8},
+        {"top_p": 0.9, "sampling_masks": 3},
+    ],
+    ids=["top_p", "top_k", "min_p", "all three", "no more than three tokens"],
+)
+async def test_the_kept_tokens_come_with_each_token(
+    model: Path, engine: TransformersEngine, options: dict[str, Any]
+) -> None:
+    sampling, prompt_ids = SamplingConfig(max_tokens=12, **options), [3, 9, 4]
+    others = engine.generate([5], SamplingConfig(max_tokens=12), 2)
+    for completion in (await asyncio.gather(engine.generate(prompt_ids, sampling, 4), others))[0]:
+        check_kept(completion, prompt_ids, sampling, model)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.7, "sampling_masks": 0}], ids=["all are kept", "none are wanted"])
+async def test_who_needs_no_kept_tokens_gets_none(engine: TransformersEngine, options: dict[str, Any]) -> None:
+    for completion in await engine.generate([3, 9, 4], SamplingConfig(max_tokens=4, **options), 2):
+        assert completion.extras == completion.axes == {}
+
+
 def test_top_p_keeps_at_least_one_token_and_top_k_all_where_it_exceeds_the_vocabulary() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
     ones = torch.ones(2)
-    only = processed_logprobs(logits, ones, ones * 1e-6, torch.zeros(2))
+    only = processed_logprobs(logits, ones, ones * 1e-6, torch.zeros(2), torch.zeros(2))
     assert only.exp().tolist() == [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
-    everything = processed_logprobs(logits, ones, ones, torch.tensor([50, 3]))
+    everything = processed_logprobs(logits, ones, ones, torch.tensor([50, 3]), torch.zeros(2))
     torch.testing.assert_close(everything, logits.log_softmax(-1))
+
+
+def test_min_p_comes_after_the_temperature_and_before_top_k_and_top_p() -> None:
+    # At temperature 2 the tokens are 1, 0.61, 0.37, 0.22 times as likely as the first, and 1, 0.37, 0.14, 0.05 at 1.
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).expand(4, 4)
+    temperatures, ones = torch.tensor([2.0, 1.0, 2.0, 2.0]), torch.ones(4)
+    top_p, top_k = torch.tensor([1.0, 1.0, 0.8, 1.0]), torch.tensor([0, 0, 0, 1])
+    kept = processed_logprobs(logits, temperatures, top_p, top_k, 0.3 * ones).isfinite()
+    # The first two tokens have 0.73 of the probability of all tokens, which top_p 0.8 does not accept, and 0.81 of
+    # that of the three tokens that min_p keeps, which it accepts.
+    assert kept.sum(-1).tolist() == [3, 2, 2, 1]
+    most_likely = processed_logprobs(torch.tensor([[1.0, 1.0, 0.9]]), *torch.ones(2, 1), torch.zeros(1), torch.ones(1))
+    assert most_likely.isfinite().tolist() == [[True, True, False]]
+
+
+async def test_the_experts_of_each_token_that_was_read_come_with_a_completion(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=6, num_experts_per_tok=2,
+        max_position_embeddings=64, pad_token_id=0, eos_token_id=EOS, bos_token_id=None,
+    )  # fmt: skip
+    folder = make_model(tmp_path / "mixture")
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    engine = TransformersEngine(folder, seed=0, routing=True)
+    requests = [([3, 9, 4], SamplingConfig(max_tokens=9, top_k=5), 2), ([5] * 7, SamplingConfig(max_tokens=4), 2)]
+    answers = await asyncio.gather(*(engine.generate(*request) for request in requests))
+    await engine.close()
+    model = loaded(folder)
+    for (prompt_ids, _, _), completions in zip(requests, answers, strict=True):
+        for completion in completions:
+            read = torch.tensor([[*prompt_ids, *completion.token_ids[:-1]]])
+            router_logits = model(read, output_router_logits=True).router_logits
+            expected = np.stack([logits.topk(2, dim=-1).indices.numpy() for logits in router_logits], axis=1)
+            routed = completion.extras["routed_experts"]
+            assert routed.dtype == np.uint8
+            np.testing.assert_array_equal(np.sort(routed), np.sort(expected))
+            assert completion.axes["routed_experts"] == "whole"
+
+
+def test_a_model_without_experts_has_no_routing(model: Path) -> None:
+    with pytest.raises(ValueError, match=r"for a mixture of up to 256 experts.* has 0 experts in 0 such"):
+        TransformersEngine(model, routing=True)

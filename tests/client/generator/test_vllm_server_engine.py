@@ -1,19 +1,16 @@
-"""VLLMServerEngine with real vLLM servers, and its refusals with a server that answers as such ones do."""
+"""VLLMServerEngine with real vLLM servers, and its requests and refusals with a server that answers as they do."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import json
 import shutil
 import subprocess
 import sys
-import threading
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +27,9 @@ from replay_server.config import DEFAULT_TABLES
 from tests.client.generator.factories import (
     RecordingClient,
     check_completion,
+    check_each_is_told,
     check_group,
+    check_kept,
     check_scores,
     make_model,
     make_prompts,
@@ -38,9 +37,20 @@ from tests.client.generator.factories import (
     recomputed,
 )
 from tests.client.generator.vllm_rollouts import TOOL, group_of, tool_group, two_turns
-from tests.client.generator.vllm_servers import VLLMProcess
+from tests.client.generator.vllm_servers import (
+    CHUNKED,
+    NEVER,
+    PAGE,
+    VLLMProcess,
+    answering,
+    answers_for,
+    impatient_with,
+    label_of,
+    post,
+    server_info,
+)
 from tests.docs.blocks import ROOT, blocks
-from tests.factories import async_until
+from tests.factories import PATIENCE, async_until
 
 needs_vllm = [
     pytest.mark.vllm,
@@ -72,17 +82,6 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
     finally:
         for process in processes:
             process.kill()
-
-
-def post(url: str, body: Any = None) -> Any:
-    request = urllib.request.Request(url, json.dumps(body or {}).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.loads(answer.read() or "{}")
-
-
-def label_of(process: VLLMProcess) -> str:
-    with urllib.request.urlopen(f"{process.url}/weight_info", timeout=10) as answer:
-        return str(json.loads(answer.read())["weight_version"])
 
 
 @pytest.fixture
@@ -131,20 +130,22 @@ class TestRealServers:
 
     pytestmark: ClassVar = [*needs_vllm, pytest.mark.long]
 
-    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    @pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "top_k": 8, "min_p": 0.05}], ids=["all", "kept"])
     async def test_tokens_and_logprobs_equal_transformers_before_and_after_reloads(
-        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], temperature: float, make_engine: Any
+        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], options: dict[str, Any], make_engine: Any
     ) -> None:
-        engine = make_engine(fresh[0])
-        sampling = SamplingConfig(temperature=temperature, max_tokens=16)
+        engine, sampling = make_engine(fresh[0]), SamplingConfig(max_tokens=16, **options)
         for version, weights in enumerate([model, *versions[:2]]):
             if version:
                 await engine.load_weights(str(weights), version)
             completions = await engine.generate(PROMPT, sampling, 4)
             assert len(completions) == 4
             for completion in completions:
-                check_completion(completion, PROMPT, sampling, {version: weights})
+                (check_kept if sampling.most_kept else check_completion)(completion, PROMPT, sampling, weights)
             await check_scores(engine, weights)
+
+    async def test_each_completion_is_told_as_it_ends(self, fresh: list[VLLMProcess], make_engine: Any) -> None:
+        await check_each_is_told(make_engine(fresh[0]), SamplingConfig(temperature=2.0, max_tokens=60, seed=3))
 
     async def test_a_request_that_is_given_up_ends_in_the_server(
         self, fresh: list[VLLMProcess], make_engine: Any
@@ -199,7 +200,7 @@ class TestRealServers:
         engine = make_engine(fresh[0])
         await engine.load_weights(str(versions[0]), 1)
         sampling = SamplingConfig(temperature=0.7, max_tokens=12)
-        hook = two_turns(sampling, lambda: engine.load_weights(str(versions[1]), 2))
+        hook = two_turns(sampling, lambda: engine.load_weights(str(versions[1]), 2), 8)
         group = await group_of(engine, hook, PROMPT, sampling, 8)
         assert (group.policy_version, group.policy_version_end) == (1, 2)
         check_group(group, sampling, {1: versions[0], 2: versions[1]})
@@ -221,7 +222,7 @@ class TestRealServers:
                 """Begins to load, and lets the second turn begin."""
                 loading.append(asyncio.create_task(later()))
 
-            group = await group_of(engine, two_turns(SamplingConfig(max_tokens=4), load), PROMPT, sampling, 8)
+            group = await group_of(engine, two_turns(SamplingConfig(max_tokens=4), load, 8), PROMPT, sampling, 8)
             await asyncio.gather(*loading)
             if group.policy_version_end is not None:
                 break
@@ -414,79 +415,22 @@ class TestRealServers:
 
 # ------------------------------------------------------------------------------------------------ refusals, no vLLM
 
-ANSWERS: dict[str, Any] = {
-    "/server_info": {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}},
-    "/v1/models": {"data": [{"id": "model", "root": "/models/model", "max_model_len": 64}]},
-    "/tokenize": {"tokens": None},
-    "/is_paused": {"is_paused": False},
-    "/weight_info": {"weight_version": "default"},
-    "/pause": {"status": "paused"},
-    "/resume": {"status": "resumed"},
-    "/collective_rpc": {"results": [None]},
-    "/weight_checker": {"checksums": {}, "mismatches": []},
-}
-"""What vLLM 0.32 answers, as far as the engine reads it."""
-NEVER = object()
-CHUNKED = {"enable_chunked_prefill": True}
-PAGE = b"<html>starting</html>"
-"""What a proxy may answer for a server that starts."""
-
-
-@contextlib.contextmanager
-def answering(answers: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """A server with these answers and 404 for the rest, and the paths that it is asked for. It gives the answer None
-    to `NEVER` at the end of the block only."""
-    asked: list[str] = []
-    ended = threading.Event()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            path = self.path.partition("?")[0]
-            asked.append(path)
-            answer = answers.get(path)
-            if answer is NEVER:
-                ended.wait()
-                return
-            status, answer = answer if isinstance(answer, tuple) else (404 if answer is None else 200, answer)
-            content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        do_POST = do_GET
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        ended.set()
-        server.shutdown()
-        server.server_close()
-
-
-def server_info(mode: str = "processed_logprobs", **configs: Any) -> dict[str, Any]:
-    return {"vllm_config": {"model_config": {"logprobs_mode": mode}} | configs}
-
-
-def answers_for(model: Path, **changes: Any) -> dict[str, Any]:
-    from transformers import AutoTokenizer
-
-    text = "1 + 2 = 3, The quick brown fox?"
-    tokens = AutoTokenizer.from_pretrained(model).encode(text, add_special_tokens=False)
-    return ANSWERS | {"/tokenize": {"tokens": tokens}} | {f"/{name}": answer for name, answer in changes.items()}
-
 
 def test_a_server_that_fits_is_taken(model: Path) -> None:
     with answering(answers_for(model)) as (url, asked):
         engine = VLLMServerEngine(model, base_url=url)
     assert engine.max_length == 64
     assert asked.index("/pause") < asked.index("/collective_rpc") < asked.index("/resume")
+
+
+async def test_a_request_leaves_nothing_of_sampling_to_the_defaults_of_the_model(model: Path, make_engine: Any) -> None:
+    bodies: list[dict[str, Any]] = []
+    with answering(answers_for(model, **{"v1/completions": {"choices": []}}), bodies) as (url, _):
+        await make_engine(url).generate(PROMPT, SamplingConfig(min_p=0.05), 2)
+    (asked_for,) = [body for body in bodies if "prompt" in body and "temperature" in body]
+    drawn = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.05}
+    plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert drawn | plain == {name: asked_for[name] for name in drawn | plain}
 
 
 @pytest.mark.parametrize(
@@ -571,10 +515,10 @@ async def test_a_control_call_without_an_answer_ends_and_a_new_version_goes_to_t
     with (
         answering(good) as (url, _),
         answering(answers_for(model, **({"health": {}, "update_weight_version": {}} | {silent: NEVER}))) as (other, _),
+        impatient_with(f"{other}/{silent}"),
     ):
-        limits = {"control_timeout": 0.3, "reload_timeout": 0.3}
-        engine = make_engine(url, other, **limits)
-        async with asyncio.timeout(30):
+        engine = make_engine(url, other, control_timeout=0.3, reload_timeout=0.3)
+        async with asyncio.timeout(PATIENCE):
             await engine.load_weights(str(versions[0]), 1)
         assert (engine.servers_lost, engine.servers_away) == (1, 1)
         assert f"no vLLM server answers at {other}: no answer to /{silent} within 0.3 s" in caplog.text

@@ -39,18 +39,25 @@ async def group_of(
     return group_of_rollouts(played.rollouts, 0, rewards=rewards, advantages=rewards, sampling=sampling.describe())
 
 
-def two_turns(first: SamplingConfig, between: Callable[[], Awaitable[None]] | None = None) -> RolloutHook:
-    """A hook: the policy writes by `first`, `between` happens once for all rollouts, the tool answers, and the policy
-    goes on."""
-    once: list[asyncio.Task[None]] = []
+def two_turns(
+    first: SamplingConfig, between: Callable[[], Awaitable[None]] | None = None, size: int = 0
+) -> RolloutHook:
+    """A hook: the policy writes by `first`, the tool answers, and the policy goes on. `between` happens once, when the
+    first turns of all `size` rollouts have ended."""
+    ended: list[int] = []
+    happened = asyncio.Event()
 
     async def rollout(task: Task, policy: RolloutPolicy) -> Rollout:
         sequence = RolloutSequence(task.prompt_ids)
         sequence.sampled(await policy.generate(sequence.token_ids, first))
         if between is not None:
-            if not once:
-                once.append(asyncio.ensure_future(between()))  # type: ignore[arg-type]
-            await once[0]
+            ended.append(task.index)
+            if len(ended) == size:
+                try:
+                    await between()
+                finally:
+                    happened.set()
+            await happened.wait()
         sequence.given(TOOL)
         sequence.sampled(await policy.generate(sequence.token_ids))
         return Rollout([sequence])

@@ -1,17 +1,43 @@
-"""Real vLLM servers as processes, for the tests of the engine that speaks to them."""
+"""vLLM servers for the tests of the engine that speaks to them: real ones as processes, and answers without vLLM."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from replay_client.generator.engines import vllm_server
+from replay_client.generator.engines.vllm_http import Timeouts, VLLMServer
 from tests.factories import free_port
+
+
+@contextlib.contextmanager
+def impatient_with(call: str) -> Iterator[None]:
+    """Engines that are made in the block keep their limits for this call alone: other answers may take long."""
+
+    class Limits(Timeouts):
+        def of(self, path: str) -> float | None:
+            return super().of(path) if call.endswith(path) else Timeouts().of(path)
+
+    def server(url: str, api_key: str | None, lock_folder: str | None, timeouts: Timeouts) -> VLLMServer:
+        limits = Limits(timeouts.control, timeouts.reload, timeouts.health) if call.startswith(url) else None
+        return VLLMServer(url, api_key, lock_folder, limits)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(vllm_server, "VLLMServer", server)
+        yield
 
 
 class VLLMProcess:
@@ -24,6 +50,8 @@ class VLLMProcess:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--logprobs-mode", "processed_logprobs", "--dtype", "float32", "--enforce-eager"]
         command += ["--no-enable-chunked-prefill"]
+        # As a model's own file may say: a request that leaves these out gets them.
+        command += ["--override-generation-config", json.dumps({"repetition_penalty": 1.3, "min_p": 0.4, "top_k": 5})]
         command += ["--port", str(self.port), "--max-num-seqs", "16"]
         settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         settings |= {"TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -57,3 +85,86 @@ class VLLMProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def post(url: str, body: Any = None) -> Any:
+    request = urllib.request.Request(url, json.dumps(body or {}).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read() or "{}")
+
+
+def label_of(process: VLLMProcess) -> str:
+    with urllib.request.urlopen(f"{process.url}/weight_info", timeout=10) as answer:
+        return str(json.loads(answer.read())["weight_version"])
+
+
+# ------------------------------------------------------------------------------------------------ without vLLM
+
+ANSWERS: dict[str, Any] = {
+    "/server_info": {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}},
+    "/v1/models": {"data": [{"id": "model", "root": "/models/model", "max_model_len": 64}]},
+    "/tokenize": {"tokens": None},
+    "/is_paused": {"is_paused": False},
+    "/weight_info": {"weight_version": "default"},
+    "/pause": {"status": "paused"},
+    "/resume": {"status": "resumed"},
+    "/collective_rpc": {"results": [None]},
+    "/weight_checker": {"checksums": {}, "mismatches": []},
+}
+"""The answers of vLLM 0.32 by path. They have the fields that the engine reads."""
+NEVER = object()
+CHUNKED = {"enable_chunked_prefill": True}
+PAGE = b"<html>starting</html>"
+"""A proxy may answer this page while the server behind it starts."""
+
+
+@contextlib.contextmanager
+def answering(answers: dict[str, Any], bodies: list[dict[str, Any]] | None = None) -> Iterator[tuple[str, list[str]]]:
+    """A server with these answers and 404 for the rest, and the paths that it is asked for. It gives the answer None
+    to `NEVER` at the end of the block only. `bodies` gets what is asked."""
+    asked: list[str] = []
+    ended = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if body and bodies is not None:
+                bodies.append(json.loads(body))
+            path = self.path.partition("?")[0]
+            asked.append(path)
+            answer = answers.get(path)
+            if answer is NEVER:
+                ended.wait()
+                return
+            status, answer = answer if isinstance(answer, tuple) else (404 if answer is None else 200, answer)
+            content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", free_port()), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        ended.set()
+        server.shutdown()
+        server.server_close()
+
+
+def server_info(mode: str = "processed_logprobs", **configs: Any) -> dict[str, Any]:
+    return {"vllm_config": {"model_config": {"logprobs_mode": mode}} | configs}
+
+
+def answers_for(model: Path, **changes: Any) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    text = "1 + 2 = 3, The quick brown fox?"
+    tokens = AutoTokenizer.from_pretrained(model).encode(text, add_special_tokens=False)
+    return ANSWERS | {"/tokenize": {"tokens": tokens}} | {f"/{name}": answer for name, answer in changes.items()}

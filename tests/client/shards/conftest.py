@@ -1,12 +1,15 @@
 """Servers in this process, as the shards of one client."""
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 
-from replay_client import ReplayClient
+from replay_client import AsyncReplayClient, ReplayClient
 from replay_server import ReplayServer, TableConfig
 from replay_server.tables.config import AdmissionConfig
+from tests.factories import PATIENCE, free_port, until
 
 TABLES = [
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000}, forward_to="pool"),
@@ -22,7 +25,7 @@ class Service:
 
     def __init__(self, admission: tuple[AdmissionConfig, ...] = (), count: int = 3) -> None:
         self.admission = admission or (None,) * count
-        self.servers = [ReplayServer(TABLES, 0, admission=self.admission[i]) for i in range(count)]
+        self.servers = [ReplayServer(TABLES, free_port(), admission=self.admission[i]) for i in range(count)]
         for server in self.servers:
             server.start()
         self.addresses = [server.address for server in self.servers]
@@ -59,7 +62,22 @@ def service(make_service) -> Service:
     return make_service()
 
 
+@contextmanager
+def connected(addresses: Sequence[str] | str, **options) -> Iterator[ReplayClient]:
+    """A client with a connection to each shard. A client calls a shard gone whose first connection takes long."""
+    with ReplayClient(addresses, **options) as client:
+        until(lambda: client.server_info().gone == ())
+        yield client
+
+
+async def all_up(client: AsyncReplayClient) -> None:
+    """The same for a client on an event loop."""
+    async with asyncio.timeout(PATIENCE):
+        while (await client.server_info()).gone:
+            await asyncio.sleep(0.01)
+
+
 @pytest.fixture
 def client(service) -> Iterator[ReplayClient]:
-    with ReplayClient(service.addresses, timeout=20.0) as client:
+    with connected(service.addresses, timeout=20.0) as client:
         yield client

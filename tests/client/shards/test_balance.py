@@ -14,7 +14,7 @@ from replay_client.shards.balance import BalancedBatch
 from replay_protos import replay_pb2 as pb
 from replay_protos.labels import labels_of
 from replay_server import ReplayServer, TableConfig
-from replay_server.tables.balance import ValueRows
+from replay_server.tables.selecting.balance import ValueRows
 from replay_server.tables.table import SampleRequest, Table
 from tests.factories import make_group
 

@@ -22,8 +22,11 @@ from replay_client.sampling import DrawStream
 from replay_client.streams import failure
 from replay_server import ReplayServer
 from replay_server.tables.config import AdmissionConfig
-from tests.client.shards.conftest import TABLES
-from tests.factories import free_port, start_server, until
+from tests.client.shards.conftest import TABLES, all_up, connected
+from tests.factories import PATIENCE, free_port, start_server, until
+
+MANY = 60
+"""New items, so many that one of three shards gets none of them in one of 10^10 runs."""
 
 
 def insert_many(client, table, count, **options):
@@ -43,7 +46,7 @@ def test_several_addresses_come_as_a_list_with_commas_or_from_the_environment(se
     for make in (lambda: ReplayClient(service.addresses), lambda: ReplayClient(joined), ReplayClient.from_env):
         with make() as client:
             assert client.address == joined
-            assert len(client.server_info().shards) == 3
+            until(lambda client=client: len(client.server_info().shards) == 3)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_a_list_that_cannot_be_used_is_refused(address):
 def test_a_shard_is_the_same_however_its_address_is_spelled(service, client, spelled):
     insert_many(client, "queue", 20)
     samples = client.sample("queue", 20, lease=60.0)
-    with ReplayClient([spelled(one) for one in service.addresses], timeout=20.0) as other:
+    with connected([spelled(one) for one in service.addresses], timeout=20.0) as other:
         assert other.acknowledge(samples).missing == ()
         key = client.insert(b"", {"any": 1.0}, key=7)
         other.insert(b"", {"any": 1.0}, key=key)
@@ -84,7 +87,7 @@ def test_a_shard_is_the_same_however_its_address_is_spelled(service, client, spe
 def test_keys_follow_the_names_of_shards_and_not_their_addresses(make_service):
     def placed() -> dict[int, str]:
         addresses = [f"{name}={address}" for name, address in zip("abc", make_service().addresses, strict=True)]
-        with ReplayClient(addresses, timeout=20.0) as client:
+        with connected(addresses, timeout=20.0) as client:
             for key in range(30):
                 client.insert(b"", {"any": 1.0}, key=key)
             return {sample.info.key: sample.info.shard for sample in client.sample("any", 30)}
@@ -95,10 +98,10 @@ def test_keys_follow_the_names_of_shards_and_not_their_addresses(make_service):
 
 
 def test_batches_of_a_shard_that_a_client_does_not_have_count_as_missing(service, client, caplog):
-    insert_many(client, "queue", 20)
-    samples = client.sample("queue", 20, lease=60.0)
+    insert_many(client, "queue", MANY)
+    samples = client.sample("queue", MANY, lease=60.0)
     removed = {sample.info.lease for sample in samples if sample.info.shard == service.addresses[0]}
-    with ReplayClient(service.addresses[1:], timeout=20.0) as smaller:
+    with connected(service.addresses[1:], timeout=20.0) as smaller:
         result = smaller.acknowledge(samples)
     assert (set(result.missing), result.applied) == (removed, 2)
     assert f"batches of {service.addresses[0]} count as missing: this client has no such shard" in caplog.text
@@ -113,16 +116,16 @@ def test_a_token_goes_unencrypted_to_no_shard_on_another_machine():
 
 
 def test_inserts_spread_and_every_item_is_found_by_its_key(client):
-    keys = insert_many(client, "pool", 60)
+    keys = insert_many(client, "pool", MANY)
     held = sizes(client, "pool")
-    assert sum(held.values()) == 60
+    assert sum(held.values()) == MANY
     assert all(held.values())
     assert [item.key for item in client.get(reversed(keys))] == keys[::-1]
-    assert client.server_info().tables["pool"].size == 60
+    assert client.server_info().tables["pool"].size == MANY
 
 
 def test_two_clients_agree_on_where_a_key_belongs_whatever_the_order_of_their_lists(service, client):
-    with ReplayClient(service.addresses[::-1]) as other:
+    with connected(service.addresses[::-1]) as other:
         for key in range(20):
             client.insert(b"", {"pool": 1.0}, key=key)
             other.insert(b"", {"pool": 1.0}, key=key)
@@ -130,12 +133,12 @@ def test_two_clients_agree_on_where_a_key_belongs_whatever_the_order_of_their_li
 
 
 def test_a_batch_takes_rows_of_all_shards_and_each_item_once(client):
-    keys = set(insert_many(client, "queue", 30))
-    first, second = client.sample("queue", 18), client.sample("queue", 12)
+    keys = set(insert_many(client, "queue", MANY))
+    first, second = client.sample("queue", 18), client.sample("queue", MANY - 18)
     assert {sample.info.key for sample in first + second} == keys
     assert {sample.info.shard for sample in first} == set(sizes(client, "queue"))
     info = client.server_info().tables["queue"]
-    assert (info.size, info.samples, info.consumed) == (0, 30, 30)
+    assert (info.size, info.samples, info.consumed) == (0, MANY, MANY)
 
 
 def test_a_batch_comes_when_all_shards_together_have_enough(client):
@@ -144,7 +147,7 @@ def test_a_batch_comes_when_all_shards_together_have_enough(client):
     waiting = threading.Thread(target=lambda: samples.extend(client.sample("queue", 6)))
     waiting.start()
     insert_many(client, "queue", 1)
-    waiting.join(timeout=20)
+    waiting.join(timeout=PATIENCE)
     assert len(samples) == 6
 
 
@@ -202,17 +205,18 @@ def test_the_shares_of_shards_are_those_of_one_table_while_every_draw_tells_the_
             for _ in range(10):
                 one.insert(b"", {"pool": priority})
     counts = dict.fromkeys(service.addresses, 0)
-    with ReplayClient(service.addresses) as client:
+    with connected(service.addresses) as client:
         for _ in range(300):
             for sample in client.sample("pool", 4, distinct=False):
                 counts[sample.info.shard] += 1
     expected = dict(zip(service.addresses, (300.0, 300.0, 600.0), strict=True))
-    assert sum((counts[name] - number) ** 2 / number for name, number in expected.items()) < 23.0  # 1 in 100,000
+    assert sum((counts[name] - number) ** 2 / number for name, number in expected.items()) < 30.0  # 1 in 3 * 10^6
 
 
 @pytest.mark.parametrize("prefetch", [None, 0, 2], ids=["single batches", "sampler", "sampler that draws ahead"])
 def test_an_item_with_nearly_all_of_the_weight_brings_no_others_of_its_shard(service, client, prefetch):
-    heavy = client.insert(b"", {"pool": 1e9})
+    weight = 1e11  # another item comes first once in 10^9 draws
+    heavy = client.insert(b"", {"pool": weight})
     for _ in range(120):
         client.insert(b"", {"pool": 1.0})
     owner = client.sample("pool", 1)[0].info.shard
@@ -225,9 +229,10 @@ def test_an_item_with_nearly_all_of_the_weight_brings_no_others_of_its_shard(ser
     assert all(batch[0] == heavy and len(set(batch)) == 12 for batch in keys)
     others = [sample.info for batch in batches for sample in batch[1:]]
     share = sizes(client, "pool")[owner] / 121
-    assert sum(info.shard == owner for info in others) / len(others) == pytest.approx(share, abs=0.15)
+    # 220 draws: six standard deviations.
+    assert sum(info.shard == owner for info in others) / len(others) == pytest.approx(share, abs=0.2)
     # As one table says it: of being drawn first.
-    assert [info.probability for info in others] == pytest.approx([1.0 / (1e9 + 120.0)] * len(others))
+    assert [info.probability for info in others] == pytest.approx([1.0 / (weight + 120.0)] * len(others))
 
 
 def test_bad_requests_get_the_errors_of_one_server(client):
@@ -277,6 +282,7 @@ def test_a_sampler_puts_batches_together_and_gives_back_what_it_drew_ahead(clien
     with client.sampler("queue", batch_size=6, prefetch=2) as sampler:
         got = [sample.info.key for sample in next(sampler)]
         until(lambda: client.server_info().tables["queue"].reserved == 12)
+    until(lambda: not client.server_info().tables["queue"].reserved)
     info = client.server_info().tables["queue"]
     assert (info.size, info.reserved, info.samples) == (14, 0, 6)
     assert set(got) < keys
@@ -386,21 +392,22 @@ async def test_a_watch_yields_a_version_when_all_shards_have_it(service):
         AsyncReplayClient(service.addresses[0]) as one,
         AsyncReplayClient(service.addresses[1:]) as others,
     ):
+        await all_up(client)
         watch = client.watch_policy()
         assert (await anext(watch)).version == 0
         coming = asyncio.ensure_future(anext(watch))
         await one.set_policy_version(5)
         await others.set_policy_version(2)
-        assert (await asyncio.wait_for(coming, 20)).version == 2  # and never 5, which one shard alone has
+        assert (await asyncio.wait_for(coming, PATIENCE)).version == 2  # and never 5, which one shard alone has
         await client.set_policy_version(0, rollback=True)
-        assert (await asyncio.wait_for(anext(watch), 20)).version == 0
+        assert (await asyncio.wait_for(anext(watch), PATIENCE)).version == 0
         await watch.aclose()
 
 
 def test_permits_come_from_all_shares_and_their_groups_go_to_the_shard_that_granted_them(make_service):
     shares = tuple(AdmissionConfig(table="queue", groups_per_step=share, max_staleness=0) for share in (2, 2, 1))
     service = make_service(admission=shares)
-    with ReplayClient(service.addresses) as client:
+    with connected(service.addresses) as client:
         leases = [client.acquire_permits(1) for _ in range(5)]
         with pytest.raises(DeadlineExceededError, match="permits"):
             client.acquire_permits(1, timeout=1.0)
@@ -415,14 +422,14 @@ def test_permits_come_from_all_shares_and_their_groups_go_to_the_shard_that_gran
         waiting = threading.Thread(target=lambda: leases.append(client.acquire_permits(2)))
         waiting.start()
         client.set_policy_version(1)
-        waiting.join(timeout=20)
+        waiting.join(timeout=PATIENCE)
         assert len(leases) == 6
         until(lambda: client.server_info().admission.running == 2)  # what a slower shard granted went back
 
 
 def test_a_writer_sends_a_group_to_the_shard_of_its_permit(make_service):
     service = make_service(admission=(AdmissionConfig(table="queue", groups_per_step=4, max_staleness=0),) * 3)
-    with ReplayClient(service.addresses) as client, client.writer() as writer:
+    with connected(service.addresses) as client, client.writer() as writer:
         leases = [client.acquire_permits(2) for _ in range(3)]
         for lease in leases:
             writer.insert(b"", {"queue": 1.0}, permits=lease)
@@ -493,7 +500,7 @@ def test_a_shard_that_drains_from_its_start_gets_no_new_key_until_the_drain_is_t
 
 def test_a_group_whose_permit_is_of_a_shard_that_is_gone_goes_to_another(make_service):
     service = make_service(admission=(AdmissionConfig(table="queue", groups_per_step=4, max_staleness=0),) * 3)
-    with ReplayClient(service.addresses) as client:
+    with connected(service.addresses) as client:
         lease = client.acquire_permits(1)
         service.stop(service.addresses.index(lease.shard))
         until(lambda: client.server_info().gone)
@@ -531,7 +538,7 @@ def test_a_group_without_the_shard_of_its_permit_counts_where_it_goes_and_the_pe
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     servers = [start(number) for number in range(2)]
     try:
-        with ReplayClient(addresses, timeout=30.0) as client:
+        with connected(addresses, timeout=30.0) as client:
             lease = client.acquire_permits(3)
             granted = addresses.index(lease.shard)
             servers[granted].kill()
@@ -571,7 +578,7 @@ def test_the_others_grant_the_permits_of_a_shard_that_stays_away(make_service, m
         assert len(client.sample("queue", 6)) == 6
         client.set_policy_version(version)
 
-    with ReplayClient(service.addresses, timeout=30.0) as client:
+    with connected(service.addresses, timeout=30.0) as client:
         client.set_policy_version(0)
         step(1)
         until(lambda: sum(capacities().values()) == 12)
@@ -596,6 +603,7 @@ async def test_a_version_that_is_published_before_a_shard_has_caught_up_grants_n
         async def capacity():
             return (await client.server_info()).admission.capacity
 
+        await all_up(client)
         await client.set_policy_version(1)
         assert await capacity() == 12  # the first version that a server hears of is where it begins
         board, shard = client._board, client._fleet.shards[1]
@@ -627,6 +635,7 @@ def test_a_sampler_goes_on_when_a_shard_dies_with_a_part_of_its_batch(service, c
 async def test_a_part_whose_take_was_not_answered_reaches_the_reader_once(service, monkeypatch, how, committed):
     """`committed`: the shard took the part, and the answer is lost. Else the request was."""
     async with AsyncReplayClient(service.addresses, timeout=30.0) as client:
+        await all_up(client)
         keys = {await client.insert(bytes([i]), {"queue": 1.0}) for i in range(60)}
         end, cuts = DrawStream.end, []
         broken = client._fleet.shards[0].connection

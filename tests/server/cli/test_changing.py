@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from replay_server.cli.bench import measure
 from tests.commands import COMMAND, fails, run_replay
 
 
@@ -89,7 +90,7 @@ def test_a_person_at_the_terminal_is_asked(client, server):
     command = shlex.join([*COMMAND, "reset", "replay", "--address", server.address])
     for answer, status, left in (("n\n", 1, 1), ("y\n", 0, 0)):
         result = subprocess.run(
-            ["script", "-qec", command, "/dev/null"], input=answer, capture_output=True, text=True, timeout=60
+            ["script", "-qec", command, "/dev/null"], input=answer, capture_output=True, text=True, timeout=200
         )
         assert "Remove every item of replay?" in result.stdout
         assert (result.returncode, client.server_info().items) == (status, left)
@@ -112,6 +113,11 @@ def test_bench_measures_a_server_of_its_own_and_leaves_nothing_running():
     assert figures["bytes"] == 1000
     assert min(figures[name] for name in ("insert_per_second", "sample_per_second", "ack_p50_ms")) > 0
     assert figures["ack_p50_ms"] <= figures["ack_p99_ms"]
+
+
+def test_each_figure_of_a_benchmark_is_of_a_step_at_least_however_little_time_there_is(client):
+    client.update_table("replay", remover="fifo")
+    assert min(measure(client, "replay", b"x", seconds=0.0).values()) > 0
 
 
 def test_bench_of_a_running_server_asks_and_empties_its_table(client, replay):

@@ -4,18 +4,37 @@ import contextlib
 import json
 import subprocess
 
+import pytest
+
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
 from replay_protos import NO_EVENT_ENGINE
 from replay_server import ReplayServer, SecuritySection, TableConfig
+from replay_server.telemetry import host
 from tests.commands import COMMAND, run_replay
-from tests.factories import make_group, tokens_file
+from tests.factories import make_group, tokens_file, until
+
+
+@pytest.fixture(autouse=True)
+def much_memory(monkeypatch):
+    """Little memory of the machine that runs the tests would be a finding, too."""
+    monkeypatch.setattr(host, "memory_available", lambda: 64 << 30)
 
 
 def findings_of(server, *options, status=0):
     result = run_replay("doctor", "--json", *options, address=server.address)
     assert result.returncode == status, result
     return json.loads(result.stdout)["findings"]
+
+
+def findings_of_the_healthy(server):
+    """Once no round trip takes long: on a busy machine that is a warning."""
+
+    def all_well():
+        result = run_replay("doctor", "--json", "--strict", address=server.address)
+        return json.loads(result.stdout)["findings"] if result.returncode == 0 else None
+
+    return until(all_well, "the doctor always finds something")
 
 
 def trouble(findings, check):
@@ -32,7 +51,7 @@ def test_a_healthy_server_has_no_finding(tmp_path):
         ReplayClient(server.address) as client,
     ):
         client.insert(make_group(), {"pool": 1.0})
-        findings = findings_of(server, "--strict")
+        findings = findings_of_the_healthy(server)
         assert {found["level"] for found in findings} == {"ok"}
         checks = ["access", "grpc", "connection", "payloads", "version", "clock", "memory", "policy", "clients", "pool"]
         assert set(checks) == {found["check"] for found in findings}
@@ -73,7 +92,7 @@ def test_a_missing_token_is_a_failure_and_an_unencrypted_way_to_another_machine_
         assert (
             "failure  connection: this server wants a token and the call has none: set REPLAY_TOKEN" in refused.stdout
         )
-        allowed = run_replay("doctor", "--strict", address=server.address, REPLAY_TOKEN="0123456789abcdef0123")
+        allowed = run_replay("doctor", address=server.address, REPLAY_TOKEN="0123456789abcdef0123")
         assert allowed.returncode == 0, allowed.stdout
         assert "access: a token, not encrypted\n" in allowed.stdout
     far = run_replay("doctor", "--timeout", "0.2", "--json", address="192.0.2.1:7400")
@@ -123,7 +142,7 @@ def test_pool_groups_that_go_stale_after_training_are_no_trouble():
             client.insert(b"x", {"rollouts": 1.0}, policy_version=version)
             client.sample("rollouts")
         assert client.server_info().tables["replay"].stale == 4
-        assert {finding["level"] for finding in findings_of(server, "--strict")} == {"ok"}
+        assert {finding["level"] for finding in findings_of_the_healthy(server)} == {"ok"}
 
 
 def test_each_finding_is_one_line_that_ends_with_its_remedy(server):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_trainer.demo.task import make_model, make_tokenizer
-from tests.commands import COMMAND, fails, run_replay
+from tests.commands import COMMAND, Running, fails, run_replay
 from tests.factories import server_process, until
 
 
@@ -24,7 +23,7 @@ from tests.factories import server_process, until
 def silent() -> Iterator[socket.socket]:
     """A port that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(60)
+        listener.settimeout(200)
         yield listener
 
 
@@ -56,7 +55,7 @@ def test_a_signal_ends_a_command_with_its_status_and_without_a_traceback(silent,
         connection, _ = silent.accept()  # now the command waits for an answer
         with connection:
             process.send_signal(number)
-            said, complained = process.communicate(timeout=60)
+            said, complained = process.communicate(timeout=200)
     assert (process.returncode, said) == (status, "")
     assert "Traceback" not in complained
 
@@ -157,6 +156,18 @@ def test_an_option_that_cannot_work_is_named_as_it_was_typed_in_one_line(tmp_pat
     assert said.startswith(f"replay: {words}")
 
 
+def test_options_of_train_are_checked_before_torch_is_imported(tmp_path):
+    code = (
+        "import sys\n"
+        "from replay_server.cli import main\n"
+        "try: main()\n"
+        "finally: print({'torch', 'transformers'} & sys.modules.keys())"
+    )
+    command = [sys.executable, "-c", code, "train", "--model", "m", "--output-dir", str(tmp_path), "--steps", "-1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert (done.stdout, done.stderr) == ("set()\n", "replay: --steps must be at least 1, not -1\n")
+
+
 def test_a_bad_address_in_the_environment_is_named_by_its_variable():
     assert fails("tables", address="nonsense").startswith("replay: REPLAY_ADDRESS must be host:port")
 
@@ -164,7 +175,7 @@ def test_a_bad_address_in_the_environment_is_named_by_its_variable():
 def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a command in a Python that does not find `module`."""
     code = f"import sys; sys.modules[{module!r}] = None; from replay_server.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=200)
 
 
 @pytest.mark.parametrize(
@@ -194,11 +205,12 @@ def test_the_version_is_that_of_the_package():
 
 def test_options_of_generate_may_be_in_a_file_and_the_command_line_wins(tmp_path):
     file = tmp_path / "generate.toml"
-    file.write_text('model = "m"\nprompts = "no such file.jsonl"\nreward = "exact_match"\nsystem = "hello"\n')
+    file.write_text('model = "m"\nprompts = "no such file.jsonl"\nreward = "exact_match"\n')
     assert "no such file.jsonl" in fails("generate", "--config", str(file))
-    other = tmp_path / "prompts.jsonl"
-    other.write_text('{"prompt": "1+1="}\n')
-    assert "--system needs --chat" in fails("generate", "--config", str(file), "--prompts", str(other))
+    assert "another file.jsonl" in fails("generate", "--config", str(file), "--prompts", "another file.jsonl")
+    with file.open("a") as end:
+        end.write('system = "hello"\n')
+    assert "--system needs --chat" in fails("generate", "--config", str(file))
     file.write_text("max_tokenz = 3\n")
     said = run_replay("generate", "--config", str(file))
     assert said.returncode == 2
@@ -241,18 +253,11 @@ def save_model(folder: Path) -> None:
     make_tokenizer().save_pretrained(folder)
 
 
-def started(*arguments: str, folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*COMMAND, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+def started(*arguments: str, folder: Path) -> Running:
+    return Running(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder)
 
 
-def check_end(process: subprocess.Popen[str], number: int, status: int) -> str:
+def check_end(process: Running, number: int, status: int) -> str:
     """Sends the signal, and returns what the command said on stderr."""
     try:
         children = psutil.Process(process.pid).children(recursive=True)
@@ -278,13 +283,13 @@ def test_a_signal_ends_the_page_as_soon_as_it_has_said_its_address(tmp_path, num
 @both_signals
 def test_a_signal_ends_a_benchmark_with_its_server(tmp_path, number, status):
     bench = started("bench", "--seconds", "600", folder=tmp_path)
-    until(lambda: psutil.Process(bench.pid).children(), seconds=120)
+    until(lambda: psutil.Process(bench.pid).children())
     assert check_end(bench, number, status) == ""
 
 
 def test_a_signal_ends_the_demo_while_it_prepares(tmp_path):
     demo = started("demo", "--engine", "transformers", "--out", "run", folder=tmp_path)
-    until(lambda: (tmp_path / "run").exists(), seconds=120)
+    until(lambda: (tmp_path / "run").exists())
     assert "stopped; all processes of the demo have ended" in check_end(demo, signal.SIGTERM, 143)
 
 
@@ -293,7 +298,7 @@ def test_a_signal_ends_a_trainer_that_waits_for_groups(tmp_path):
     with server_process(tmp_path) as server, ReplayClient(server.address) as client:
         options = ("--model", "model", "--output-dir", "run", "--address", server.address)
         trainer = started("train", *options, folder=tmp_path)
-        until(lambda: client.server_info().tables["rollouts"].sampling.count, seconds=120)
+        until(lambda: client.server_info().tables["rollouts"].sampling.count)
         assert "stopped; --resume continues from the last full state" in check_end(trainer, signal.SIGTERM, 143)
 
 

@@ -79,7 +79,7 @@ def test_a_signal_saves_and_ends_with_status_zero(tmp_path):
     with server_process(tmp_path, config(tmp_path, on_stop="true")) as server, ReplayClient(server.address) as client:
         client.insert(b"x", {"plain": 1.0})
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(timeout=20) == 0
+        assert server.process.wait(timeout=200) == 0
     (checkpoint,) = (tmp_path / "data" / "checkpoints").iterdir()
     assert checkpoint.name.startswith("auto-")
     with server_process(tmp_path, config(tmp_path)) as server, ReplayClient(server.address) as client:

@@ -1,5 +1,6 @@
 """`top` on a terminal of its own: what it shows, its keys, and what it leaves behind."""
 
+import codecs
 import fcntl
 import os
 import pty
@@ -15,6 +16,7 @@ import pytest
 
 from replay_server import ReplayServer, TableConfig
 from tests.commands import COMMAND
+from tests.factories import PATIENCE
 
 
 class Terminal:
@@ -36,15 +38,16 @@ class Terminal:
             start_new_session=True,
         )
         self.written = ""
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode  # a character may come in two parts
 
     def until(self, words):
         """Reads until the words are shown; forgets what came before."""
-        end = time.monotonic() + 30
-        while (found := re.search(words, self.written)) is None:
-            assert time.monotonic() < end, self.written[-3000:]
+        end = time.monotonic() + PATIENCE
+        while (found := re.search(words, shown := re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.written))) is None:
+            assert time.monotonic() < end, shown[-3000:]
             if self._poll.poll(100):
-                self.written += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(self.master, 65536).decode())
-        self.written = self.written[found.end() :]
+                self.written += self._decode(os.read(self.master, 65536))
+        self.written = shown[found.end() :]
         return found
 
     def press(self, key):
@@ -52,7 +55,7 @@ class Terminal:
 
     def end(self):
         """The exit status, and whether the terminal is as it was."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + PATIENCE
         while self.process.poll() is None and time.monotonic() < end:
             if self._poll.poll(100):
                 os.read(self.master, 65536)

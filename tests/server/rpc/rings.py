@@ -43,7 +43,7 @@ class Asking(Requests):
 
     def __init__(self, stub: ReplayStub) -> None:
         super().__init__()
-        self.call = stub.ShareMemory(iter(self), timeout=30)
+        self.call = stub.ShareMemory(iter(self), timeout=60)
 
     def __call__(self, **fields) -> pb.ShareMemoryResponse:
         self.put(pb.ShareMemoryRequest(**fields))

@@ -1,4 +1,4 @@
-"""Budget: never more than there is, never over half to one, and everybody in turn."""
+"""Budget: never more than there is, never over half to one, and everybody in turn. MemoryGuard: in time."""
 
 import asyncio
 
@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_server.errors import Code, Refused
-from replay_server.rpc.backend import Budget
+from replay_server.rpc.backend import Budget, MemoryGuard
+from replay_server.telemetry.host import Memory
 
 
 @settings(deadline=None)
@@ -118,3 +119,14 @@ async def test_what_is_granted_to_one_that_is_cancelled_just_then_goes_back():
     first.set()
     await one
     assert budget.used == 0
+
+
+@pytest.mark.parametrize("piece", [1000, 10_000])
+def test_no_client_is_so_fast_that_it_fills_the_memory_that_stays_free_between_two_looks(piece):
+    left = 1_000_000
+    guard = MemoryGuard(0.9, look=lambda: [Memory("the test", 1_000_000, left)])
+    while left > 0:  # all of it takes a moment: no look is due by the clock
+        left -= piece
+        if guard.why_full(piece) is not None:
+            break
+    assert 100_000 - 2 * piece <= left < 100_000

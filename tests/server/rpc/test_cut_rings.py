@@ -54,12 +54,13 @@ HARM = {
 }
 
 
-def do_harm(kind: str) -> None:
+def do_harm(kind: str) -> int:
+    """How many rings of this process it has tried to harm."""
     paths = open_rings().values()
-    assert paths, "this process has no ring that it could harm"
     for path in paths:
         with suppress(OSError):  # the system may forbid it
             HARM[kind](path)
+    return len(paths)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def stub(server):
 
 @pytest.fixture
 def client(server):
-    with ReplayClient(server.address, timeout=20.0, shared_memory=False) as client:
+    with ReplayClient(server.address, timeout=60.0, shared_memory=False) as client:
         yield client
 
 
@@ -96,9 +97,9 @@ def test_a_server_reads_from_a_ring_that_its_client_has_harmed(server, stub, cli
     with Asking(stub) as session, bystander(client):
         ring = session.ring(CAPACITY)
         ring.view[HEADER : HEADER + size] = b"\7" * size
-        do_harm(kind)
+        assert do_harm(kind)
         with suppress(grpc.RpcError):
-            list(stub.InsertStream(iter([insert_of(key, ring.ring_id, 0, size)]), timeout=20))
+            list(stub.InsertStream(iter([insert_of(key, ring.ring_id, 0, size)]), timeout=60))
     assert [set(bytes(item.payload)) for item in client.get([key])] in ([], [{7}], [{0}])
     assert client.get([client.insert(b"another", {"pool": 1.0})])
 
@@ -114,9 +115,9 @@ def test_a_server_writes_to_a_ring_that_its_client_has_harmed(server, stub, clie
         ]:
             ring = session.ring(CAPACITY)
             request.ring = ring.ring_id
-            do_harm(kind)
+            assert do_harm(kind)
             with suppress(grpc.RpcError):
-                list(method(request, timeout=20))
+                list(method(request, timeout=60))
     assert len(client.get(keys)) == 4
 
 
@@ -126,21 +127,24 @@ from contextlib import suppress
 from replay_client import ReplayClient
 from tests.server.rpc.test_cut_rings import HARM, do_harm
 
-stop, size = threading.Event(), int(sys.argv[2])
+stop, harmed, size = threading.Event(), threading.Event(), int(sys.argv[2])
 def harm():
     while not stop.is_set():
-        do_harm("cut to nothing")
+        if do_harm("cut to nothing"):
+            harmed.set()
 
-client = ReplayClient(sys.argv[1], timeout=20.0)
+client = ReplayClient(sys.argv[1], timeout=60.0)
 client.insert(bytes(size), {"pool": 1.0})
 with client.writer() as writer, client.sampler("pool", 2) as batches:
     writer.insert(bytes(size), {"pool": 1.0})
     next(batches)
     thread = threading.Thread(target=harm)
     thread.start()
-    for _ in range(60):
+    turns = 0
+    while turns < 60 or not harmed.is_set():  # on a loaded machine the rings come later than the first payloads
         writer.insert(bytes(size), {"pool": 1.0})
         next(batches)
+        turns += 1
     stop.set()
     thread.join()
 assert client.transport == "shared memory", client.transport
@@ -151,6 +155,6 @@ assert client.transport == "shared memory", client.transport
 def test_a_client_that_cuts_its_rings_while_it_inserts_and_samples_harms_nobody(server, client, size):
     with bystander(client):
         ended = subprocess.run(
-            [sys.executable, "-c", CLIENT, server.address, str(size)], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", CLIENT, server.address, str(size)], capture_output=True, text=True, timeout=200
         )
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -46,7 +46,7 @@ def test_a_reason_counts_only_with_its_code():
 
 
 def test_a_full_table_and_a_full_server_are_different_errors_in_single_inserts_and_writers(server):
-    with ReplayClient(server.address, timeout=10.0) as client:
+    with ReplayClient(server.address, timeout=60.0) as client:
         client.insert(b"x", {"full": 1.0})
         with pytest.raises(TableFullError, match="size 1 = max_size 1"):
             client.insert(b"x", {"full": 1.0})
@@ -62,12 +62,12 @@ def test_a_full_table_and_a_full_server_are_different_errors_in_single_inserts_a
 def test_a_call_says_its_reason_in_the_trailing_metadata_and_keeps_the_code_that_older_clients_know(
     server, monkeypatch
 ):
-    with ReplayClient(server.address, timeout=10.0) as client, grpc.insecure_channel(server.address) as channel:
+    with ReplayClient(server.address, timeout=60.0) as client, grpc.insecure_channel(server.address) as channel:
         client.insert(b"x", {"plain": 1.0})
         monkeypatch.setattr(Budget, "why_not", lambda *_: "all of it is in use")
         request = pb.SampleRequest(table="plain", num_samples=1, lease=60.0)
         with pytest.raises(grpc.RpcError) as caught:
-            list(ReplayStub(channel).Sample(request, timeout=10))
+            list(ReplayStub(channel).Sample(request, timeout=60))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert dict(caught.value.trailing_metadata())[REASON_KEY] == Reason.SERVER_BUSY
         with pytest.raises(ServerBusyError):

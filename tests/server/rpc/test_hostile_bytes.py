@@ -117,14 +117,14 @@ def test_bytes_that_no_client_sends_do_not_end_the_service_for_others(data):
     tables = [TableConfig(name="plain"), TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 4})]
     with (
         ReplayServer(tables, 0) as server,
-        ReplayClient(server.address, timeout=10.0) as client,
+        ReplayClient(server.address, timeout=60.0) as client,
         client.writer() as writer,
         client.sampler("queue") as sampler,
     ):
         host, port = server.address.split(":")
         for n in range(3):
             writer.insert(b"before", {"plain": 1.0})
-            with socket.create_connection((host, int(port)), timeout=30) as hostile:
+            with socket.create_connection((host, int(port)), timeout=60) as hostile:
                 hostile.sendall(data)
                 wait_for_answer(hostile)
             writer.insert(b"after", {"queue": 1.0})

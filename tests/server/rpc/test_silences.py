@@ -11,7 +11,7 @@ from replay_server.config import MAX_CLIENTS, MAX_NAME
 from replay_server.rpc.clients import Clients, Side
 from replay_server.rpc.info import FIRST_STEPS, LONG_WAIT, long_wait, silences
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.config import AdmissionConfig, ArchiveConfig, TableConfig
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
 
@@ -24,12 +24,19 @@ class Run:
     """A trainer and a generator at a buffer whose clock the test moves. They have done some steps."""
 
     def __init__(
-        self, *, tables=({"name": "rollouts"},), admission=None, names=("train:1", "gen:1"), steps=0, seconds=30.0
+        self,
+        *,
+        tables=({"name": "rollouts"},),
+        admission=None,
+        names=("train:1", "gen:1"),
+        steps=0,
+        seconds=30.0,
+        archive=None,
     ) -> None:
         self.now = 1000.0
         self.trainer, self.generator = names
         configs = [TableConfig(**table) for table in tables]
-        self.buffer = ReplayBuffer(configs, lambda: self.now, admission=admission)
+        self.buffer = ReplayBuffer(configs, lambda: self.now, admission=admission, archive=archive)
         self.clients = Clients(lambda: self.now)
         self.version = self.key = 0
         for _ in range(steps):
@@ -67,6 +74,15 @@ class Run:
 
     def gone(self):
         return [(silence.side, silence.table) for silence in silences(self.buffer, self.clients)]
+
+
+def test_an_archiver_that_waits_for_groups_hides_nobody_who_is_gone():
+    run = Run(archive=ArchiveConfig(), steps=6, seconds=31.0)
+    run.buffer.take(run.buffer.sample("archive", SampleRequest(48, 48)).result()[0])
+    waiting = run.buffer.sample("archive", SampleRequest(1, 1))
+    run.now += 200.0
+    assert run.gone() == [("trainer", ""), ("generators", "rollouts")]
+    assert not waiting.done
 
 
 def test_three_usual_intervals_after_the_last_sign_both_sides_are_gone_by_name():
@@ -116,6 +132,19 @@ def test_generators_that_wait_for_permits_are_there():
     run.buffer.admission.acquire(1000, float("inf"))
     run.now += 300.0
     assert run.gone() == [("trainer", "")]
+
+
+def test_prompts_that_generators_load_and_draw_tell_nothing_of_a_trainer():
+    run = Run(tables=[{"name": "rollouts"}, {"name": "prompts"}])
+    run.clients.describe(context("gen:1"), {"part": '"generator"', "prompts_table": '"prompts"'})
+    for _ in range(6):
+        run.insert("prompts")
+        run.step()
+    for _ in range(20):  # groups go on, and no prompt has to be loaded
+        run.step()
+    assert run.gone() == []
+    run.now += 300.0
+    assert run.gone() == [("trainer", ""), ("generators", "rollouts")]
 
 
 def test_who_says_that_it_ends_is_not_missed_until_it_comes_back():

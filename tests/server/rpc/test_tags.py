@@ -23,7 +23,7 @@ TAGS = [
 @pytest.fixture
 def client(monkeypatch):
     monkeypatch.setattr(replay_server.rpc.items, "ITEMS_PER_LOOK", 2)  # several looks for a few items
-    with ReplayServer(TABLES, 0) as server, ReplayClient(server.address, timeout=30.0) as client:
+    with ReplayServer(TABLES, 0) as server, ReplayClient(server.address, timeout=60.0) as client:
         yield client
 
 

@@ -35,6 +35,10 @@ from replay_server.tables.items import DamagedPayloads, InsertBatch
 TABLES = [TableConfig(name="a", sampler="prioritized"), TableConfig(name="b", max_times_sampled=2)]
 
 
+KINDS = frozenset({"flip: whole", "flip: without one", "flip: refused", "cut: refused"})
+"""What comes of it, each of which it sees at least once, however slow the machine is."""
+
+
 def payload_of(key: int) -> bytes:
     return random.Random(key).randbytes([0, 10, 500, 5000, 20_000][key % 5])
 
@@ -170,7 +174,7 @@ def main(directory: Path, seconds: float) -> None:
     flips = [("flip", at) for page in (0, 4096) for at in range(page, page + 160)]
     rng.shuffle(flips)
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end or not (broken or outcomes.keys() >= KINDS):
         what, at = flips.pop() if flips and rng.random() < 0.3 else (rng.choice(["flip"] * 9 + ["cut"]), -1)
         if at < 0:  # anywhere, or in the head of a page
             at = rng.choice([rng.randrange(len(data)), 4096 * rng.randrange(len(data) // 4096) + rng.randrange(48)])

@@ -211,9 +211,11 @@ def main(directory: Path, seconds: float, seed: int) -> None:
     outcomes: Counter[str] = Counter()
     broken: list[str] = []
     end, copy = time.monotonic() + seconds, directory / "copy"
-    while time.monotonic() < end and len(broken) < 20:
+    seen: set[str] = set()
+    while (time.monotonic() < end or seen < set(MODES)) and len(broken) < 20:
         place = rng.choice([0, 0, 0, 1])
         (recording, folder), mode = recordings[place], list(MODES)[place]
+        seen.add(mode)
         killed = rng.random() < 0.3
         disk, moment, how = disk_after_a_cut(recording, rng, killed)
         shutil.rmtree(copy, ignore_errors=True)

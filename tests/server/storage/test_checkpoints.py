@@ -39,14 +39,19 @@ def serving(tmp_path, *, durable=False, restore=None, replace=False, tables=TABL
         server.restore(restore, replace=replace)
     server.start()
     try:
-        with ReplayClient(server.address, timeout=20.0) as client:
+        with ReplayClient(server.address, timeout=60.0) as client:
             yield client
     finally:
         server.stop(grace=2.0)
 
 
 def keys_in(client, table):
-    return sorted(item.key for item in client.list_items(table, limit=5000).items)
+    keys, page = [], ""
+    while True:
+        found = client.list_items(table, limit=5000, page=page)
+        keys += [item.key for item in found.items]
+        if not (page := found.next_page):
+            return sorted(keys)
 
 
 def fill(client, n=40):
@@ -345,7 +350,7 @@ def test_a_checkpoint_that_nobody_waits_for_any_more_is_not_begun(tmp_path, monk
 
     def slowly(*paths):
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(200)
         put_in_place(*paths)
 
     def make_known(open_calls, limits):
@@ -356,9 +361,9 @@ def test_a_checkpoint_that_nobody_waits_for_any_more_is_not_begun(tmp_path, monk
     monkeypatch.setattr(OpenCalls, "__init__", make_known)
     with serving(tmp_path) as client:
         (open_calls,) = calls
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor(6) as pool:  # by itself it would have fewer threads on a single core
             first = pool.submit(client.checkpoint, "first", timeout=60.0)
-            assert begun.wait(60)
+            assert begun.wait(200)
             with ReplayClient(client.address) as impatient:
                 for n in range(5):
                     pool.submit(impatient.checkpoint, f"waits-{n}")
@@ -375,11 +380,11 @@ def test_verifying_for_many_keeps_no_checkpoint_and_no_list_waiting(tmp_path, mo
     with serving(tmp_path) as client:
         client.checkpoint("first")
         read = checkpoints.read_contents
-        monkeypatch.setattr(checkpoints, "read_contents", lambda path: (go_on.wait(20), read(path))[1])
+        monkeypatch.setattr(checkpoints, "read_contents", lambda path: (go_on.wait(200), read(path))[1])
         with ThreadPoolExecutor(40) as pool:
             verified = [pool.submit(client.checkpoints, verify=True) for _ in range(40)]
-            client.checkpoint("second", timeout=10.0)
-            assert len(client.checkpoints(timeout=10.0)) == 2
+            client.checkpoint("second", timeout=60.0)
+            assert len(client.checkpoints(timeout=60.0)) == 2
             go_on.set()
             assert all(entry.intact for future in verified for entry in future.result())
 

@@ -53,7 +53,7 @@ def wall(monkeypatch):
 def serving(folder):
     checkpoints = CheckpointsSection(dir=folder / "checkpoints", keep=2)
     server = ReplayServer(TABLES, port=0, data_dir=folder / "data", admission=ADMISSION, checkpoints=checkpoints)
-    with server, ReplayClient(server.address, timeout=20.0) as client:
+    with server, ReplayClient(server.address, timeout=60.0) as client:
         yield client
 
 
@@ -134,7 +134,7 @@ def test_after_a_reboot_the_wall_clock_says_how_much_time_has_passed(wall, tmp_p
 
 
 def test_scopes_keep_their_order_when_the_clock_is_set_back_between_two_starts(wall, tmp_path, monkeypatch):
-    monkeypatch.setattr("replay_server.tables.table.MAX_SCOPES", 2)
+    monkeypatch.setattr("replay_server.tables.remembered.MAX_SCOPES", 2)
     with serving(tmp_path) as client:
         for _ in range(3):
             client.insert(b"x", {"pool": 1.0})

@@ -34,3 +34,24 @@ def test_what_could_not_be_written_comes_again():
     assert again.tables["a"].counters == buffer.tables["a"].counters
     assert list(again.known_keys) == [7, 8]
     assert again.tables["a"].rng.random() == buffer.tables["a"].rng.random()
+
+
+def test_an_item_that_was_forwarded_and_that_only_a_batch_holds_has_no_record():
+    buffer = ReplayBuffer([TableConfig(name="a", forward_to="b"), TableConfig(name="b", max_size=1)], time.monotonic)
+    collector = ChangeCollector(buffer)
+    buffer.watchers.append(collector)
+
+    def insert(key, table):
+        row = InsertBatch([key], {table: np.ones(1)}, np.zeros(1, np.int64), np.ones(1, np.int64), [(b"x",)])
+        assert buffer.insert(row) == (1, None)
+
+    insert(7, "a")
+    taken, _ = buffer.sample("a", SampleRequest(1, 1)).result()
+    buffer.take(taken)
+    buffer.sample("a", SampleRequest(1, 1)).result()  # in hand to the end
+    insert(8, "b")
+    collector.written(collector.collect())
+    buffer.delete("a", [7])
+    assert buffer.items[7].forwarded == ("a",)
+    delta = collector.collect()
+    assert (len(delta.items), delta.removed) == (0, [7])

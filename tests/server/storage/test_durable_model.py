@@ -107,8 +107,7 @@ class DurableMachine(test_model.ModelMachine):
         self.model.restart()
         tables = [table.config for table in self.model.tables.values()]
         self.buffer = self.open(tables)
-        for table in self.buffer.tables.values():
-            self.listen(table)
+        self.listen_to_all()
         fill()
         if self.buffer.admission is not None:
             self.model.admission_version = self.model.version

@@ -33,7 +33,7 @@ def serving(data_dir, tables=TABLES, **options):
     server = ReplayServer(tables, port=0, data_dir=data_dir, **options)
     server.start()
     try:
-        with ReplayClient(server.address, timeout=10.0) as client:
+        with ReplayClient(server.address, timeout=60.0) as client:
             yield client
     finally:
         server.stop(grace=2.0)
@@ -178,7 +178,7 @@ def test_permits_from_before_a_restart_expire_in_their_time(tmp_path, monkeypatc
         monkeypatch.setattr(records, "wall_offset", lambda clock: wall_offset(clock) - 3600)
     with serving(tmp_path, admission=admission) as client:
         client.acquire_permits(1, timeout=60.0)
-        assert client.server_info().admission.expired == 1
+        assert client.server_info().admission.expired >= 1  # 2, if two seconds have passed since
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_on
         _, payloads, *_ = changes
         if payloads.fresh and failures:
             begun.set()
-            assert go_on.wait(60)
+            assert go_on.wait(200)
             raise failures.pop()
         commit(self, *changes)
 
@@ -290,7 +290,7 @@ def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_on
     monkeypatch.setattr(LmdbStorage, "commit", failing)
     with serving(tmp_path) as client, ThreadPoolExecutor() as pool:
         first = pool.submit(insert, client, 1)
-        assert begun.wait(60)
+        assert begun.wait(200)
         other = pool.submit(insert, client, 2 if second == "another" else 1)
         until(lambda: (table := client.server_info().tables["pool"]).inserts + table.duplicates == 2)
         go_on.set()
@@ -310,7 +310,7 @@ def test_a_segment_of_an_item_whose_insert_could_not_be_written_is_refused_with_
     def failing(self, *changes):
         if changes[1].fresh and failures:
             begun.set()
-            assert go_on.wait(60)
+            assert go_on.wait(200)
             raise failures.pop()
         commit(self, *changes)
 
@@ -318,7 +318,7 @@ def test_a_segment_of_an_item_whose_insert_could_not_be_written_is_refused_with_
     column = {"value": np.zeros(3)}
     with serving(tmp_path) as client, ThreadPoolExecutor() as pool:
         insert = pool.submit(client.insert, make_group(), {"pool": 1.0}, key=1)
-        assert begun.wait(60)
+        assert begun.wait(200)
         extend = pool.submit(client.extend, 1, column)
         until(lambda: client.server_info().tables["pool"].extensions == 1)
         go_on.set()

@@ -13,7 +13,7 @@ from typing import Any
 from replay_server.errors import Code
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.table import SampleBatch, SampleRequest
-from tests.server.tables.reference_table import Hand, Insert, Item, RefTable, Row, Waiting
+from tests.server.tables.reference_table import Hand, Insert, Item, Kept, RefTable, Row, Waiting
 
 
 class Reference:
@@ -32,6 +32,9 @@ class Reference:
         self.began = False
         self.leases: dict[int, list[float]] = {}  # [permits left, expires]
         self.acquiring: list[Waiting] = []
+        self.states: list[tuple[str, int, int]] = []
+        """Id, version and moment of each state that the trainer can go back to."""
+        self.consumed = self.undone = 0
         self.entering: set[int] = set()
         """Keys that are not in all of their tables yet."""
 
@@ -45,16 +48,37 @@ class Reference:
     def capacity(self) -> int:
         config = self.admission
         bound = (config.max_staleness + self.admission_version + 1) * config.groups_per_step
-        return bound - self.accepted - int(sum(left for left, _ in self.leases.values()))
+        return bound - self.accepted - self.running
+
+    @property
+    def running(self) -> int:
+        building = sum(item.building for item in self.items.values())
+        return int(sum(left for left, _ in self.leases.values())) + building
+
+    @property
+    def building(self) -> str | None:
+        """The table of groups under construction."""
+        return self.admission and self.admission.building
 
     def holders(self, key: int) -> int:
-        in_tables = sum(table.find(key) is not None for table in self.tables.values())
+        in_tables = sum(table.find(key) is not None for table in self.tables.values()) + self.kept_of(key)
         return in_tables + sum(row.key == key for hand in self.hands.values() for row in hand.rows)
+
+    def kept_of(self, key: int) -> int:
+        return sum(kept.row.key == key for table in self.tables.values() for kept in table.kept)
+
+    @property
+    def spare(self) -> int:
+        """Bytes of the items that are only kept for a rollback."""
+        return sum(item.nbytes for key, item in self.items.items() if 0 < self.kept_of(key) == self.holders(key))
+
+    def is_undone(self, version: int) -> bool:
+        return self.version < version <= self.undone
 
     def refusal(self, insert: Insert, tables: list[RefTable]) -> Code | None:
         """What the state says against an insert, the server's bound apart."""
         for table in tables:
-            if table.stale(insert.policy_version, self.version):
+            if table.stale(insert.policy_version, self.version) or self.is_undone(insert.policy_version):
                 return Code.FAILED_PRECONDITION
             if table.config.when_full == "reject" and table.full(insert.nbytes):
                 return Code.RESOURCE_EXHAUSTED
@@ -70,7 +94,7 @@ class Reference:
                 if table.full(insert.nbytes):
                     many = len(table.rows) >= table.config.max_size
                     return f"{table.config.name}: inserting blocked: {'size' if many else ''}"
-                if self.bytes + insert.nbytes > self.max_bytes:
+                if self.bytes - self.spare + insert.nbytes > self.max_bytes:
                     return "server"
         return ""
 
@@ -80,7 +104,7 @@ class Reference:
         free = sum(
             item.nbytes
             for key, item in self.items.items()
-            if self.holders(key) == sum(table.find(key) is not None for table in evicting)
+            if self.holders(key) - self.kept_of(key) == sum(table.find(key) is not None for table in evicting)
         )
         return self.bytes - free + insert.nbytes > self.max_bytes
 
@@ -88,10 +112,16 @@ class Reference:
         """Whether the key was inserted before, for other tables."""
         return self.seen.get(insert.key) not in (None, set(insert.priorities))
 
+    def closable(self, insert: Insert) -> bool:
+        """Whether readers have all batches that it closes."""
+        return all(batch_id in self.hands for batch_id in insert.closes)
+
     # --------------------------------------------------------------------------------------------- operations
 
     def offer_insert(self, insert: Insert, deadline: float) -> Code | str | Waiting:
         tables = [self.tables[name] for name in insert.priorities]
+        if insert.permits and self.building in insert.priorities and len(tables) > 1:
+            return Code.INVALID_ARGUMENT
         if any(insert.nbytes > (table.config.max_bytes or self.max_bytes) for table in tables):
             return Code.OUT_OF_RANGE
         if insert.nbytes > self.max_bytes:
@@ -101,6 +131,8 @@ class Reference:
         if insert.key in self.seen:
             self._count(tables, "duplicates")
             return "duplicate"
+        if not self.closable(insert):
+            return Code.ABORTED
         if code := self.refusal(insert, tables):
             self._count_refusal(code, insert, tables)
             return code
@@ -127,14 +159,24 @@ class Reference:
     def take(self, batch_id: int, sent: bool, events: deque[Any]) -> bool:
         hand = self.hands[batch_id]
         table = hand.table
-        if not sent and any(table.stale(row.version, self.version) for row in hand.rows):
+        if not sent and any(table.stale(row.version, self.version) or self.is_undone(row.version) for row in hand.rows):
             self.give_back(batch_id)
             return False
+        permits = set()
         if self.admission is not None and table.config.name == self.admission.table:
+            permits = {row.key for row in hand.rows if self.items[row.key].unused_permit}
             for row in hand.rows:
                 self.items[row.key].unused_permit = False
+        if table.config.name == self.building:
+            for row in hand.rows:
+                self.items[row.key].building = False
         if hand.epoch == table.epoch:
             table.outstanding -= len(hand.rows)
+            if table.config.keep_consumed and self.states:
+                for row, consumed in zip(hand.rows, hand.consumed, strict=True):
+                    if consumed:
+                        self.consumed += 1
+                        table.kept.append(Kept(row, self.consumed, row.key in permits))
             if table.config.forward_to is not None:
                 for row, priority in zip(hand.rows, hand.priorities, strict=True):
                     forwarded = self.items[row.key].forwarded
@@ -152,12 +194,16 @@ class Reference:
         if target.stale(row.version, self.version):
             target.counts["stale_refused"] += 1
             return False
+        if self.is_undone(row.version):
+            target.counts["undone"] += 1
+            return False
         if target.config.when_full != "evict" and target.full(row.nbytes):
             return False
         if row.nbytes > (target.config.max_bytes or math.inf):
             return False
         assert events.popleft()[:3] == ("insert", target.config.name, [row.key])
         self._check_evicted()
+        target.kept = [kept for kept in target.kept if kept.row.key != row.key]
         self._add(target, row.key, priority, row.version, row.item)
         while events and events[0][0] == "evict":
             self._evict(events.popleft())
@@ -179,6 +225,7 @@ class Reference:
         if hand.epoch == table.epoch:
             self._undo(hand)
         self._drop_stale(table)
+        self._drop_undone(table)
         self._sweep()
 
     def _undo(self, hand: Hand) -> None:
@@ -225,7 +272,7 @@ class Reference:
                 return Code.OUT_OF_RANGE
             if table.find(key) and table.bytes + len(segment) > bound:
                 return Code.RESOURCE_EXHAUSTED
-        if self.bytes + len(segment) > self.max_bytes:
+        if self.bytes - self.spare + len(segment) > self.max_bytes:
             return Code.RESOURCE_EXHAUSTED
         item.payload += segment
         item.columns |= names
@@ -258,20 +305,55 @@ class Reference:
                 row.priority = priority
         return [key for key in priorities if table.find(key) is None]
 
-    def set_policy_version(self, version: int, rollback: bool) -> None:
-        self.version = version
+    def set_policy_version(self, version: int, rollback: bool, state: str = "") -> None:
+        before, self.version = self.version, version
+        if state and rollback:
+            self._go_back(state, before)
+        elif state:
+            self._name_state(state)
+        elif version < before:
+            self.undone = 0
         for table in self.tables.values():
             self._drop_stale(table)
         self._sweep()
         if self.admission is not None:
             self.admission_version = version
             used = version * self.admission.groups_per_step
-            began_here = version <= 1 and (self.accepted or self.leases)
+            began_here = version <= 1 and (self.accepted or self.running)
             if not rollback and not self.began and not began_here:
                 self.accepted = max(self.accepted, used + sum(item.unused_permit for item in self.items.values()))
             self.began = True
             if rollback:
                 self.accepted = used + sum(item.unused_permit for item in self.items.values())
+
+    def _name_state(self, id: str) -> None:
+        most = max(table.config.keep_consumed for table in self.tables.values())
+        if not most or (self.states[-1:] and self.states[-1][0] == id):
+            return
+        self.states = [*self.states, (id, self.version, self.consumed)][-most:]
+        for table in self.tables.values():
+            if n := table.config.keep_consumed:
+                table.kept = [kept for kept in table.kept if kept.number > self.states[-n:][0][2]]
+        self._sweep()
+
+    def _go_back(self, id: str, before: int) -> None:
+        place = next(place for place, state in enumerate(self.states) if state[0] == id)
+        moment = self.states[place][2]
+        self.states, self.undone = self.states[: place + 1], max(self.undone, before)
+        for table in self.tables.values():
+            back = [kept for kept in table.kept if kept.number > moment]
+            table.kept = [kept for kept in table.kept if kept.number <= moment]
+            for kept in back:
+                kept.row.sampled = 0
+                table.rows.append(kept.row)
+                kept.row.item.unused_permit |= kept.permit
+                for scope in table.scopes.values():
+                    scope.discard(kept.row.key)
+            table.rows.sort(key=lambda row: row.order)
+            table.samples -= len(back)
+            table.deletes -= len(back)
+            table.counts.update(samples=-len(back), consumed=-len(back), restored=len(back))
+            self._drop_undone(table)
 
     def expire_leases(self) -> None:
         for lease in [lease for lease, (_, expires) in self.leases.items() if expires <= self.now]:
@@ -308,12 +390,31 @@ class Reference:
         match event[0]:
             case "evict":
                 self._evict(event)
+            case "let go":
+                self._let_go(*event[1:])
             case "insert":
                 self._insert(*event[1:])
             case "draw":
                 self._draw(*event[1:])
+            case "close":
+                for batch_id in event[1]:
+                    self.take(batch_id, True, events)
             case "end":
                 self._end(*event[1:])
+
+    def _let_go(self, needed: float, keys: list[int]) -> None:
+        """Items that were only kept made room: the oldest, and no more than were needed."""
+        sizes = {0, *(waiting.what.nbytes for table in self.tables.values() for waiting in table.inserting)}
+        assert needed + self.max_bytes - self.bytes in sizes
+        oldest = sorted((kept.number, kept.row.key) for table in self.tables.values() for kept in table.kept)
+        spare = list(dict.fromkeys(key for _, key in oldest if self.kept_of(key) == self.holders(key)))
+        assert keys == spare[: len(keys)]
+        assert sum(self.items[key].nbytes for key in keys[:-1]) < needed
+        for table in self.tables.values():
+            before = len(table.kept)
+            table.kept = [kept for kept in table.kept if kept.row.key not in keys]
+            table.counts["kept_dropped"] += before - len(table.kept)
+        self._sweep()
 
     def _check_evicted(self) -> None:
         """After an insert, and after all that was evicted for it, the table is within its bounds."""
@@ -366,16 +467,18 @@ class Reference:
             insert = rows[0].what
             assert self.bytes + sum(sizes) <= self.max_bytes or not self.hopeless(insert, tables)
             inserts = [waiting.what for waiting in rows]
-            assert not (table.sampling and self._full_for(rows) and self._could_serve(table, inserts)), (
-                f"{name} evicts what a sample that waits would have got"
-            )
             for other in tables:
+                evicts = len(rows) > 1 and other.full(*sizes)
+                assert not (evicts and other.sampling and self._could_serve(other, inserts)), (
+                    f"{other.config.name} evicts what a sample that waits would have got"
+                )
                 assert other.inserting[: len(rows)] == rows, f"{keys} came before their turn"
             for place, waiting in enumerate(rows):
                 insert = waiting.what
                 assert insert.key not in self.seen, f"{insert.key} came in twice"
                 assert not self.blocked(waiting, place), f"{keys} came in in spite of {self.blocked(waiting, place)}"
                 assert self.refusal(insert, tables) is None
+                assert self.closable(insert)
                 self.items[insert.key] = insert.item()
                 self.seen[insert.key] = set(insert.priorities)
                 self.entering.add(insert.key)
@@ -390,18 +493,16 @@ class Reference:
                 self._leave_lines(waiting)
 
     def _use_permit(self, insert: Insert) -> None:
-        if not insert.permits or self.admission is None:
+        closed = (row.item for batch_id in insert.closes for row in self.hands[batch_id].rows)
+        built = any(item.building for item in closed)
+        if not (insert.permits or built) or self.admission is None:
             return
         if self.admission.table in insert.priorities:
             self.items[insert.key].unused_permit = True
             self.accepted += 1
+        self.items[insert.key].building = bool(insert.permits) and self.building in insert.priorities
         if lease := self.leases.get(insert.permits):
             self._use(insert.permits, lease, 1)
-
-    def _full_for(self, rows: list[Waiting]) -> bool:
-        """Whether several rows together, unlike one, do not fit."""
-        sizes = [waiting.what.nbytes for waiting in rows]
-        return len(rows) > 1 and any(table.full(*sizes) for table in rows[0].tables)
 
     def _add(self, table: RefTable, key: int, priority: float, version: int, item: Item) -> None:
         assert not table.full(item.nbytes) or table.config.when_full == "evict", (
@@ -472,6 +573,7 @@ class Reference:
                     too_large = any(insert.nbytes > (table.config.max_bytes or math.inf) for table in waiting.tables)
                     assert (
                         code is self.refusal(insert, waiting.tables)
+                        or (code is Code.ABORTED and not self.closable(insert))
                         or (code is Code.RESOURCE_EXHAUSTED and full)
                         or (code is Code.INVALID_ARGUMENT and self.reused(insert))
                         or (code is Code.OUT_OF_RANGE and too_large)  # since the table was changed
@@ -530,7 +632,9 @@ class Reference:
             table.counts[name] += 1
 
     def _count_refusal(self, code: Code, insert: Insert, tables: list[RefTable]) -> None:
-        if code is Code.FAILED_PRECONDITION:
+        if code is Code.FAILED_PRECONDITION and self.is_undone(insert.policy_version):
+            tables[0].counts["undone"] += 1
+        elif code is Code.FAILED_PRECONDITION:
             stale = next(table for table in tables if table.stale(insert.policy_version, self.version))
             stale.counts["stale_refused"] += 1
 
@@ -541,6 +645,13 @@ class Reference:
         table.deletes += len(gone)
         table.samples += sum(max(0.0, table.limits()[0] - row.sampled) for row in gone)
         table.counts["stale"] += len(gone)
+
+    def _drop_undone(self, table: RefTable) -> None:
+        gone = [row for row in table.rows if self.is_undone(row.version)]
+        table.rows = [row for row in table.rows if row not in gone]
+        table.deletes += len(gone)
+        table.samples += sum(max(0.0, table.limits()[0] - row.sampled) for row in gone)
+        table.counts["undone"] += len(gone)
 
     def drop_used_up(self, table: RefTable) -> None:
         """After max_times_sampled was lowered."""

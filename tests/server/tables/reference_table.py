@@ -28,6 +28,8 @@ class Item:
     columns: frozenset[str] = frozenset()
     forwarded: set[str] = field(default_factory=set)
     """The tables that have forwarded it. An item that leaves a table and comes back is not forwarded again."""
+    building: bool = False
+    """Whether it is a group under construction, with a permit."""
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +63,15 @@ class Hand:
     epoch: int
 
 
+@dataclass(eq=False)
+class Kept:
+    """A row that was consumed, and is kept for a rollback."""
+
+    row: Row
+    number: int
+    permit: bool
+
+
 @dataclass(frozen=True)
 class Insert:
     """One item on its way in."""
@@ -71,6 +82,7 @@ class Insert:
     nbytes: int
     permits: int
     columns: frozenset[str] = frozenset()
+    closes: tuple[int, ...] = ()
 
     def item(self) -> Item:
         return Item(b"x" * self.nbytes, self.policy_version, False, self.columns)
@@ -98,6 +110,7 @@ class RefTable:
 
     def clear(self) -> None:
         self.rows: list[Row] = []
+        self.kept: list[Kept] = []
         self.counts: Counter[str] = Counter()
         self.inserts = self.samples = self.deletes = self.outstanding = 0
         self.scopes: dict[str, set[int]] = {}

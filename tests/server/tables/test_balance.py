@@ -12,10 +12,10 @@ import pytest
 from replay_protos.labels import Labels, labels_of
 from replay_server import TableConfig
 from replay_server.errors import Code, Refused
-from replay_server.tables.balance import ValueRows, choose
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import MAX_BALANCED
 from replay_server.tables.items import InsertBatch
+from replay_server.tables.selecting.balance import ValueRows, choose
 from replay_server.tables.table import SampleRequest, Table
 
 Z_LIMIT = 5.0

@@ -24,6 +24,11 @@ from replay_server import AdmissionConfig, ReplayServer, TableConfig
             "AdmissionConfig: max_staleness: Field required",
         ),
         (
+            lambda: TableConfig(name="pool", keep_consumed=2),
+            "TableConfig: table 'pool': keep_consumed = 2 is for a table whose items leave when they are sampled: make "
+            "it a queue or stack (max_times_sampled = 1), or leave keep_consumed out",
+        ),
+        (
             lambda: ReplayServer([TableConfig(name="a", forward_to="b")], port=0),
             "Config: table 'a' forwards to 'b', which does not exist; tables: a",
         ),

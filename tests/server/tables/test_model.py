@@ -16,6 +16,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from replay_protos.labels import NO_LABELS
 from replay_server.errors import Code, Refused
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
@@ -24,6 +25,7 @@ from replay_server.tables.table import SampleRequest
 from tests.factories import slots_of
 from tests.server.tables.reference import Reference
 from tests.server.tables.reference_table import Insert, RefTable, Waiting, labels_for
+from tests.server.tables.strategies import forwards, limits, names, picks, priorities, tables, timeouts
 
 EXAMPLES = os.environ.get("REPLAY_MODEL_EXAMPLES")
 STEPS = 60
@@ -32,70 +34,6 @@ ROWS_PER_SLICE = 1
 
 # Odd configurations are the point here; what warns of them is tested elsewhere.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-names = st.sampled_from("abc")
-selectors = st.one_of(
-    st.sampled_from(["fifo", "lifo", "uniform", "min_heap", "max_heap"]),
-    st.sampled_from([0.0, 0.5, 1.0, 2.0]).map(lambda exponent: {"type": "prioritized", "exponent": exponent}),
-)
-limiters = st.one_of(
-    st.integers(1, 3).map(lambda n: {"type": "min_size", "min_size": n}),
-    st.integers(1, 5).map(lambda n: {"type": "queue", "max_size": n}),
-    st.integers(1, 5).map(lambda n: {"type": "stack", "max_size": n}),
-    st.builds(
-        lambda spi, min_size, error: {
-            "type": "sample_to_insert_ratio",
-            "samples_per_insert": spi,
-            "min_size": min_size,
-            "error_buffer": error * max(1.0, spi),
-        },
-        st.sampled_from([0.5, 1.0, 2.0]),
-        st.integers(1, 3),
-        st.sampled_from([1.0, 1.5, 4.0]),
-    ),
-)
-limits = {
-    "sampler": selectors,
-    "remover": selectors,
-    "max_size": st.integers(3, 8),
-    "max_bytes": st.sampled_from([None, 20, 60]),
-    "max_times_sampled": st.integers(0, 3),
-    "rate_limiter": limiters,
-    "max_staleness": st.sampled_from([None, 0, 1, 2]),
-    "when_full": st.sampled_from(["evict", "block", "reject"]),
-    "index": st.sampled_from([[], ["level"], ["environment", "teacher"]]),
-    "balance": st.sampled_from(
-        [
-            None,
-            {"tag": "environment"},
-            {"tag": "environment", "weights": {"math": 3.0, "code": 0.0}},
-            {"tag": "level", "weights": {"1": 2.5, "": 0.5}},
-        ]
-    ),
-    "requires": st.sampled_from([[], ["teacher"], ["images", "teacher"]]),
-}
-
-
-def without_balance_of_a_queue(config):
-    is_queue = config.get("rate_limiter", {}).get("type") in ("queue", "stack")
-    return {name: value for name, value in config.items() if not (is_queue and name == "balance")}
-
-
-anything = st.fixed_dictionaries({"seed": st.just(1)}, optional=limits).map(without_balance_of_a_queue)
-# What most runs have, and what chance alone seldom puts together: a queue whose items grow too old.
-ageing_queue = st.fixed_dictionaries(
-    {
-        "seed": st.just(1),
-        "rate_limiter": st.integers(2, 5).map(lambda n: {"type": "queue", "max_size": n}),
-        "max_staleness": st.sampled_from([0, 1, 2]),
-    },
-    optional={name: limits[name] for name in ("max_bytes", "when_full", "requires")},
-)
-tables = anything | ageing_queue
-forwards = st.sampled_from([{}, {"a": "b"}, {"a": "b", "b": "c"}, {"a": "c", "b": "c"}])
-priorities = st.sampled_from([0.0, 1e-6, 0.5, 1.0, 1.0, 2.0, 1e6])
-timeouts = st.sampled_from([0.0, 1.0, 3.0, math.inf])
-picks = st.integers(0, 2**16)
 
 
 def columns_of(rows: list[Insert]) -> InsertBatch:
@@ -107,6 +45,7 @@ def columns_of(rows: list[Insert]) -> InsertBatch:
         [(b"x" * row.nbytes,) for row in rows],
         rows[0].permits,
         [labels_for(row.key) for row in rows],
+        rows[0].closes,
     )
 
 
@@ -115,7 +54,7 @@ class ModelMachine(RuleBasedStateMachine):
         configs=st.tuples(tables, tables, tables),
         forwards=forwards,
         max_bytes=st.sampled_from([None, None, 40, 80]),
-        admission=st.sampled_from([None, (2, 1), (3, 0)]),
+        admission=st.sampled_from([None, (2, 1, None), (3, 0, None), (2, 1, "c"), (3, 0, "c")]),
     )
     def start(self, configs, forwards, max_bytes, admission):
         tables = [
@@ -123,7 +62,11 @@ class ModelMachine(RuleBasedStateMachine):
             for name, config in zip("abc", configs, strict=True)
         ]
         groups = admission and AdmissionConfig(
-            table="a", groups_per_step=admission[0], max_staleness=admission[1], permit_ttl=5.0
+            table="a",
+            groups_per_step=admission[0],
+            max_staleness=admission[1],
+            permit_ttl=5.0,
+            building=admission[2],
         )
         self.now = 0.0
         self.log: deque[tuple] = deque()
@@ -133,8 +76,26 @@ class ModelMachine(RuleBasedStateMachine):
         self.hands: list[int] = []
         self.leases: list[int] = [77]  # an unknown one
         self.next_key = self.segments = 0
+        self.named = 0
+        self.listen_to_all()
+
+    def listen_to_all(self):
         for table in self.buffer.tables.values():
             self.listen(table)
+        history = self.buffer.history
+        make_room = history.make_room
+
+        def logged_room(needed):
+            before = list(dict.fromkeys(key for _, key in history.rows))
+            at = len(self.log)
+            found = make_room(needed)
+            gone = [key for key in before if not history.holds_of(key)]
+            if gone:
+                self.log.insert(at, ("let go", needed, gone))  # before what came of it: permits were granted
+            return found
+
+        history.make_room = logged_room
+        self.listen_to_closing()
 
     def make_buffer(self, tables, admission, max_bytes):
         return ReplayBuffer(
@@ -169,6 +130,16 @@ class ModelMachine(RuleBasedStateMachine):
             return batch
 
         table.insert, table.evict, table.draw = logged_insert, logged_evict, logged_draw
+
+    def listen_to_closing(self):
+        close = self.buffer.outstanding.close
+
+        def logged_close(batch_ids, policy_version):
+            self.log.append(("close", batch_ids))
+            self.hands = [batch_id for batch_id in self.hands if batch_id not in batch_ids]
+            return close(batch_ids, policy_version)
+
+        self.buffer.outstanding.close = logged_close
 
     def refused(self, operation, *args):
         """The result of an operation, or the code with which it was refused."""
@@ -210,14 +181,16 @@ class ModelMachine(RuleBasedStateMachine):
         retry=st.sampled_from([0, 0, 0, 0, 1, 2, 5]),
         permit=st.one_of(st.just(-1), picks),
     )
-    def insert(self, n, tables, priority, lag, nbytes, wait, retry, permit):
+    def insert(self, n, tables, priority, lag, nbytes, wait, retry, permit, closes=()):
         lease = self.leases[permit % len(self.leases)] if permit >= 0 else 0
         rows = []
         for index in range(n):
             self.next_key += 1
             key = max(1, self.next_key - (0 if index else retry))
             each = {name: priority + place + index for place, name in enumerate(sorted(tables))}
-            rows.append(Insert(key, each, max(0, self.model.version - lag), nbytes, lease, labels_for(key).columns))
+            rows.append(
+                Insert(key, each, max(0, self.model.version - lag), nbytes, lease, labels_for(key).columns, closes)
+            )
         deadline = self.now + wait
         while rows:  # as the service does it: those that may, enter at once; the first that may not waits
             result, code = self.refused(self.buffer.insert, columns_of(rows), deadline)
@@ -324,6 +297,39 @@ class ModelMachine(RuleBasedStateMachine):
         self.model.give_back(batch_id)
         self.follow()
 
+    @precondition(lambda self: self.hands)
+    @rule(
+        tables=st.sets(names, min_size=1, max_size=2),
+        picked=st.lists(picks, min_size=1, max_size=2),
+        ended=st.sampled_from([False, False, False, True]),
+        nbytes=st.sampled_from([0, 5, 15]),
+        wait=timeouts,
+        retry=st.sampled_from([0, 0, 0, 1]),
+    )
+    def close(self, tables, picked, ended, nbytes, wait, retry):
+        """A reader inserts what it has made of batches in their place. It may have lost one of them meanwhile."""
+        closes = tuple({self.hands[pick % len(self.hands)]: None for pick in picked})
+        if ended:
+            self.give_back(self.hands.index(closes[0]))
+        self.insert(1, tables, 1.0, 0, nbytes, wait, retry, -1, closes)
+
+    @precondition(lambda self: self.model.building is not None)
+    @rule(table=names, extended=st.booleans(), ends=st.sampled_from(["closed", "closed", "taken", "given back", ""]))
+    def build(self, table, extended, ends):
+        """A generator opens a group with a permit, is handed it or an older one, and finishes it or does not."""
+        self.acquire_permits(1, 0.0)
+        hands = len(self.hands)
+        self.fill("c", 1, 0, True)
+        self.draw("c", 1)
+        if extended:
+            self.extend(self.next_key, {"values"}, 3)
+        if len(self.hands) == hands or not ends:
+            return
+        if ends == "closed":
+            self.insert(1, {table}, 1.0, 0, 5, 0.0, 0, -1, (self.hands[-1],))
+        else:
+            self.take(hands, True) if ends == "taken" else self.give_back(hands)
+
     @rule(
         table=names,
         keys=st.dictionaries(st.integers(1, 30), priorities, max_size=4),
@@ -362,6 +368,49 @@ class ModelMachine(RuleBasedStateMachine):
         for waiting in self.pendings:
             if isinstance(waiting.what, Insert):
                 assert not any(table.stale(waiting.what.policy_version, version) for table in waiting.tables)
+
+    @rule(step=st.sampled_from([0, 1, 1]), again=st.sampled_from([False, False, False, True]))
+    def save_state(self, step, again):
+        """The trainer names a state, perhaps for the second time."""
+        version = self.model.version + step
+        self.named += not again
+        known = [state[0] for state in self.model.states]
+        if (name := f"s{self.named}") in known[:-1]:
+            name = known[-1]
+        self.buffer.set_policy_version(version, "w", state=name)
+        self.model.set_policy_version(version, False, name)
+        self.follow()
+
+    @rule(n=st.integers(1, 3), permit=st.booleans(), pick=picks)
+    def consume(self, n, permit, pick):
+        """From a table that keeps, if there is one."""
+        tables = [table.config.name for table in self.model.tables.values() if table.config.keep_consumed] or ["a"]
+        table = tables[pick % len(tables)]
+        self.fill(table, n, 0, permit)
+        for row in self.model.tables[table].waiting():
+            self.extend(row.key, set(self.model.tables[table].lacks(row)), 3)
+        hands = len(self.hands)
+        self.draw(table, n)
+        if len(self.hands) > hands:
+            self.take(hands, True)
+
+    @rule(n=st.integers(1, 3), permit=st.booleans(), pick=picks)
+    def go_back(self, n, permit, pick):
+        """The trainer consumes something, goes back to a state, and asks for it once more."""
+        if not self.model.states:
+            self.save_state(1, False)
+        self.consume(n, permit, pick)
+        states = {id: version for id, version, _ in self.model.states}
+        _, code = self.refused(self.buffer.set_policy_version, 0, "w", True, None, "unknown")
+        assert code is Code.INVALID_ARGUMENT
+        if states:
+            name = list(states)[pick % len(states)]
+            _, code = self.refused(self.buffer.set_policy_version, states[name] + 1, "w", True, None, name)
+            assert code is Code.INVALID_ARGUMENT
+            for _ in range(2):
+                self.buffer.set_policy_version(states[name], "w", True, None, name)
+                self.model.set_policy_version(states[name], True, name)
+                self.follow()
 
     @rule(
         table=names, change=st.sampled_from(sorted(limits)).flatmap(lambda name: limits[name].map(lambda v: {name: v}))
@@ -457,6 +506,14 @@ class ModelMachine(RuleBasedStateMachine):
             for tag in columns.tags.values():
                 found = [tag.values[code] for code in tag.codes[slots]]
                 assert found == [labels_for(row.key).text(tag.name) for row in reference.rows]
+            found = [(*self.buffer.history.rows[name, key], slot) for key, slot in columns.kept.items()]
+            assert sorted(
+                (number, permit, *(getattr(columns, fact)[slot] for fact in ("key", "order", "priority", "size")))
+                for number, permit, slot in found
+            ) == [
+                (kept.number, kept.permit, kept.row.key, kept.row.order, kept.row.priority, kept.row.nbytes)
+                for kept in reference.kept
+            ]
             assert (table.size, table.bytes, table.outstanding) == (
                 len(expected),
                 reference.bytes,
@@ -490,7 +547,7 @@ class ModelMachine(RuleBasedStateMachine):
         assert {key: item.holders - leaving[key] for key, item in buffer.items.items() if key not in gone} == {
             key: model.holders(key) for key in model.items
         }
-        labels = buffer.items.labels(list(model.items)) or []
+        labels = buffer.items.labels(list(model.items)) or [NO_LABELS] * len(model.items)  # None: no item has any
         assert [of_item.pairs for of_item in labels] == [labels_for(key).pairs for key in model.items]
         assert [of_item.columns for of_item in labels] == [item.columns for item in model.items.values()]
         payloads = list(buffer.payloads(list(model.items), [item.nbytes for item in model.items.values()]))
@@ -544,10 +601,11 @@ class ModelMachine(RuleBasedStateMachine):
         admission, model = self.buffer.admission, self.model
         assert (admission.accepted, admission.running, admission.expired, admission.capacity) == (
             model.accepted,
-            sum(left for left, _ in model.leases.values()),
+            model.running,
             model.expired,
             model.capacity,
         )
+        assert set(admission.building) == {key for key, item in model.items.items() if item.building}
         assert list(admission.line) == [self.pendings[waiting] for waiting in model.acquiring]
 
     def teardown(self):

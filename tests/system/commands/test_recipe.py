@@ -75,7 +75,6 @@ def test_a_recipe_that_there_is_not_is_one_line(command, options):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(500)
 def test_three_commands_with_one_word_train_agree_and_measure_one_staleness(tmp_path, replay, generate, model_folder):
     config = tmp_path / "train.toml"
     # Nothing is drawn ahead, so that the trainer trains on all that the server has counted as drawn.
@@ -117,7 +116,7 @@ def test_three_commands_with_one_word_train_agree_and_measure_one_staleness(tmp_
 
         for command in (trainer, generator):
             command.terminate()
-            command.wait(timeout=60)
+            command.wait(timeout=200)
         generate(server.address, "transformers", "--name", "plain")
         until(
             lambda: "plain" in {each.name for each in client.server_info().clients if each.settings != "{}"},

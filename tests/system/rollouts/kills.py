@@ -49,7 +49,7 @@ permit_ttl = 2.0
 name = "rollouts"
 rate_limiter = {{ type = "queue", max_size = 64 }}
 """
-PATIENCE = 120.0
+PATIENCE = 300.0
 """Seconds after which somebody counts as blocked, on a machine that is busy."""
 
 

@@ -8,7 +8,6 @@ from tests.system.rollouts.kills import kill_generators
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 def test_what_a_killed_generator_leaves_is_whole_groups_and_permits_that_come_back(tmp_path):
     books = kill_generators(1, tmp_path, random.Random(1), generators=1)
     assert books.violations == []

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
 from replay_client.scoring import group_priority
-from tests.factories import ServerProcess, free_port, make_group, start, start_server, until
+from tests.factories import PATIENCE, ServerProcess, free_port, make_group, start, start_server, until
 from tests.system.shards.cluster import RECONNECT, RayCluster
 from tests.trainer.killed_trainer import run as train
 from tests.trainer.killed_trainer import trained
@@ -91,7 +91,7 @@ class Processes:
         """Ends the leases of a killed shard while its clients cannot see it."""
         server = self._serve(number)
         with ReplayClient(server.address) as client:
-            until(lambda: client.server_info().tables["rollouts"].reserved == 0, seconds=120.0)
+            until(lambda: client.server_info().tables["rollouts"].reserved == 0)
         server.kill()
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class Writer:
 
     def stop(self) -> None:
         self._stopping.set()
-        self._thread.join(timeout=60)
+        self._thread.join(timeout=PATIENCE)
         assert not self._thread.is_alive(), "the writer hangs"
 
 
@@ -215,7 +215,7 @@ class Run:
         """The keys that are in the queues."""
         keys = []
         with ReplayClient(self._service.address, timeout=60.0) as client:
-            until(lambda: not client.server_info().gone, "a shard does not come back", 60.0)
+            until(lambda: not client.server_info().gone, "a shard does not come back")
             until(lambda: client.server_info().tables["rollouts"].reserved == 0, "a lease does not end", 60.0)
             for item in client.list_items("rollouts", limit=10_000).items:
                 keys.append(item.key)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.system.shards.kills import kill_heads, kill_shards_and_trainers
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.long
 
 
 def test_a_trainer_trains_on_every_group_and_on_none_twice_whoever_is_killed(tmp_path):

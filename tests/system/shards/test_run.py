@@ -30,7 +30,6 @@ max_size = 64
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_a_run_over_three_shards_goes_on_when_one_is_killed(tmp_path, replay, generate, model_folder):
     addresses, servers = [f"127.0.0.1:{free_port()}" for _ in range(3)], []
     for number, (address, share) in enumerate(zip(addresses, (2, 1, 1), strict=True)):
@@ -47,13 +46,13 @@ def test_a_run_over_three_shards_goes_on_when_one_is_killed(tmp_path, replay, ge
             *("--output-dir", str(tmp_path / "run"), "--steps", str(STEPS)),
         )
         metrics = tmp_path / "run/metrics.jsonl"
-        until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 4, trainer.output(), seconds=150)
+        until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 4, trainer.output(), seconds=600)
         servers[0].kill()
         with ReplayClient(every, timeout=30.0) as client:
-            until(lambda: client.server_info().gone == (addresses[0],), seconds=30)
+            until(lambda: client.server_info().gone == (addresses[0],))
             servers[0] = start_server(tmp_path / "0/replay.toml", address=addresses[0])
-            assert trainer.wait(timeout=150) == 0, trainer.output()
-            until(lambda: client.policy().version == STEPS, seconds=30)
+            assert trainer.wait(timeout=800) == 0, trainer.output()
+            until(lambda: client.policy().version == STEPS)
             info = client.server_info()
             # Every shard gave groups to the run, and none was taken twice or lost on the way.
             assert all(shard.tables["rollouts"].samples > 0 for shard in info.shards.values())
@@ -61,7 +60,7 @@ def test_a_run_over_three_shards_goes_on_when_one_is_killed(tmp_path, replay, ge
             assert rollouts.size == rollouts.inserts - rollouts.consumed - rollouts.stale
             assert info.tables["replay"].size > 0
         generator.terminate()
-        assert generator.wait(timeout=60) == 0, generator.output()
+        assert generator.wait(timeout=200) == 0, generator.output()
         steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
         assert steps == list(range(1, STEPS + 1))
     finally:

@@ -132,7 +132,8 @@ def test_a_shared_token_has_the_gradient_of_all_sequences_that_share_it(
     for ours, theirs in zip(gradient, expected, strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None:
-            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+            # Log-probabilities are float32, so the weights of some tens of tokens leave some 1e-6 in a sum of them.
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @settings(max_examples=25, deadline=None)

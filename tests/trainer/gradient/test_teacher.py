@@ -19,9 +19,10 @@ from replay_client.scoring import carries_gradient
 from replay_server import ReplayServer, TableConfig
 from replay_trainer import GRPOTrainer
 from replay_trainer.batching import to_batch
+from replay_trainer.config import Teacher
 from replay_trainer.correction import PRESETS
 from replay_trainer.groups import ModelLimits, why_unusable
-from replay_trainer.losses import Teacher, distillation_advantages
+from replay_trainer.losses import distillation_advantages
 from tests.factories import make_group
 from tests.trainer.factories import FakeClient, lines_of, make_model, make_sample, make_trainer
 from tests.trainer.test_sequences import agents, gradient_of

@@ -22,6 +22,8 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 FIELDS = ("prompts", "responses", "input_ids", "position_ids", "response_mask", "loss_mask", "rollout_log_probs")
 
+COLUMNS_OF_AGENTS = ("routed_experts", "teacher_logprobs", "teacher_ids", "entropies")
+
 
 def put_group(uid: str, rewards: list[float], step: int, partition: str = "train", seed: int = 0) -> None:
     """A prompt and its rows, as verl's agent loop puts them. Each row's prompt goes on with tokens of its own."""
@@ -59,6 +61,80 @@ def put_group(uid: str, rewards: list[float], step: int, partition: str = "train
     tq.kv_batch_put(keys=keys, partition_id=partition, fields=list_of_dict_to_tensordict(fields), tags=tags)
     tag = {"is_prompt": True, "status": "finished", "global_steps": step}
     tq.kv_batch_put(keys=[uid], partition_id=partition, tags=[tag])
+
+
+def put_agents(uid: str, rewards: list[float], counts: list[int], step: int, seed: int) -> None:
+    """As `put_group`, but session k has `counts[k]` rows, and rows have the columns of routing and of a teacher."""
+    generator = torch.Generator().manual_seed(seed)
+    for session, (reward, count) in enumerate(zip(rewards, counts, strict=True)):
+        keys, fields, tags = [], [], []
+        for index in range(count):
+            prompt = torch.randint(3, 50, (2 + index,), generator=generator)
+            response = torch.randint(3, 50, (1 + (seed + session + index) % 4,), generator=generator)
+            tokens, mask = len(prompt) + len(response), torch.ones(len(response), dtype=torch.int64)
+            scores = torch.zeros(len(response))
+            scores[-1] = reward
+            keys.append(f"{uid}_{session}_{index}")
+            fields.append(
+                {
+                    "prompts": prompt,
+                    "responses": response,
+                    "input_ids": torch.cat([prompt, response]),
+                    "position_ids": torch.arange(tokens),
+                    "response_mask": mask,
+                    "loss_mask": mask,
+                    "rollout_log_probs": -torch.rand(len(response), generator=generator),
+                    "rm_scores": scores,
+                    # As AgentLoopOutput.as_dict makes them; the last two are of an agent loop that verl does not know.
+                    "routed_experts": torch.randint(0, 128, (tokens, 4, 2), generator=generator, dtype=torch.int16),
+                    "teacher_logprobs": -torch.rand(tokens, 3, generator=generator),
+                    "teacher_ids": torch.randint(0, 150_000, (tokens, 3), generator=generator),
+                    "entropies": torch.rand(len(response), generator=generator).to(torch.bfloat16),
+                    "of_prompt": torch.full((7,), float(seed)),
+                    "multi_modal_inputs": {},
+                    "extra_fields": {"min_global_steps": step, "max_global_steps": step},
+                    "uid": uid,
+                    "data_source": f"set of {uid}",
+                }
+            )
+            lengths = {"prompt_len": len(prompt), "response_len": len(response), "seq_len": tokens}
+            steps = {"global_steps": step, "min_global_steps": step, "max_global_steps": step}
+            tags.append({"status": "success", **lengths, **steps})
+        tq.kv_batch_put(keys=keys, partition_id="train", fields=list_of_dict_to_tensordict(fields), tags=tags)
+    tag = {"is_prompt": True, "status": "finished", "global_steps": step}
+    tq.kv_batch_put(keys=[uid], partition_id="train", tags=[tag])
+
+
+def agents(make_buffer: Any) -> dict[str, Any]:
+    """A stored group of sessions of 2, 1 and 3 rows, and what stands in the place of one of 1, 3 and 1 rows."""
+    buffer = make_buffer("agents", {"max_prompt_length": 8})
+    steps = []
+    for step, (uid, rewards, counts) in enumerate(
+        [("a", [0.0, 1.0, 1.0], [2, 1, 3]), ("b", [1.0, 1.0, 1.0], [1, 3, 1])], start=1
+    ):
+        put_agents(uid, rewards, counts, step, seed=70 + step)
+        batch, metrics = buffer.sample(global_steps=step, partition_id="train", batch_size=1)
+        data = tq.kv_batch_get(keys=batch.keys, partition_id="train")
+        left = [key for key in tq.kv_list(partition_id="train")["train"] if key.count("_") == 2]
+        rows = {
+            key: {
+                name: [str(data[name][i].dtype), data[name][i].float().tolist()]
+                for name in (*FIELDS, "rm_scores", *COLUMNS_OF_AGENTS, "of_prompt")
+            }
+            | {"uid": str(getattr(data["uid"][i], "data", data["uid"][i]))}
+            for i, key in enumerate(batch.keys)
+        }
+        steps.append(
+            {
+                "rows": rows,
+                "size": batch.size,
+                "left": sorted(left),
+                "tags": dict(zip(batch.keys, batch.tags, strict=True)),
+                "replaced": metrics["replay/groups_replaced"],
+            }
+        )
+        tq.kv_clear(keys=batch.keys, partition_id="train")
+    return {"steps": steps}
 
 
 def rows_of(batch: Any) -> dict[str, dict[str, Any]]:
@@ -131,12 +207,17 @@ def main(address: str, report: Path) -> None:
     tq.init()
     kwargs: dict[str, Any] = {"max_off_policy_threshold": None, "max_off_policy_strategy": "drop", "refill_fn": None}
     told: dict[str, Any] = {}
-    for mode, name in (("sync", "ServerReplayBuffer"), ("colocate_async", "ServerReplayBufferAsync")):
+
+    def make_buffer(table: str, settings: dict[str, Any], name: str = "ServerReplayBuffer", mode: str = "sync") -> Any:
         # As verl's trainer makes it of trainer.v1.sampler.
         buffer_class = load_extern_type("pkg://replay_trainer.integrations.verl", name)
-        options = OmegaConf.create({"address": address, "table": mode, "max_response_length": 4})
+        options = OmegaConf.create({"address": address, "table": table} | settings)
         buffer = buffer_class(trainer_mode=mode, trainer_config=OmegaConf.create({}), sampler_kwargs=options, **kwargs)
         buffer.poll_interval = 0.05
+        return buffer
+
+    for mode, name in (("sync", "ServerReplayBuffer"), ("colocate_async", "ServerReplayBufferAsync")):
+        buffer = make_buffer(mode, {"max_response_length": 4}, name, mode)
         steps = []
         for step, groups in enumerate(
             [{"a": [0.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0]}, {"c": [0.0, 0.0, 0.0], "d": [1.0, 0.0, 0.0]}], start=1
@@ -154,6 +235,7 @@ def main(address: str, report: Path) -> None:
         told[mode] = {"steps": steps, "val": {"rows": rows_of(batch), "metrics": metrics}}
         tq.kv_clear(keys=batch.keys, partition_id="val")
     told["filtered"] = filtered(address)
+    told["agents"] = agents(make_buffer)
     report.write_text(json.dumps(told))
 
 

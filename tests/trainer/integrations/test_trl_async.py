@@ -33,7 +33,7 @@ from replay_trainer.demo.task import make_tokenizer
 from replay_trainer.integrations.pool import GroupPool
 from replay_trainer.integrations.trl_async import ServerRollouts, last_checkpoint
 from replay_trainer.weights import OutputLock, published
-from tests.factories import ServerProcess, make_group, server_process, until
+from tests.factories import ServerProcess, free_port, make_group, server_process, until
 from tests.trainer.factories import in_pieces, make_model
 from tests.trainer.integrations.async_grpo_on_cpu import OPTIONS
 from tests.trainer.integrations.killed_async_grpo import block, insert, note_steps, save_model, train, trained
@@ -182,6 +182,46 @@ def test_a_trainer_that_starts_again_goes_on_from_the_version_that_it_left(
         assert client.policy().version == 8
 
 
+@pytest.mark.parametrize(("lost", "restored"), [([6], 2), ([4, 6], 5), ([], 0)])
+def test_an_older_checkpoint_gets_the_groups_of_the_later_ones_again(
+    model: Path, tmp_path: Path, before_step: dict[int, Callable[[], None]], lost: list[int], restored: int
+) -> None:
+    config = block("toml").replace("forward_to", "keep_consumed = 3\nforward_to")
+    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
+        insert(server.address, 12)
+        options = {"max_steps": 6, "save_steps": 2, "token_budget": BUDGET}
+        train(model, server.address, **options)
+        before = client.policy().version
+        for step in lost:
+            Path(f"runs/async/checkpoint-{step}").rename(f"later-{step}")
+        train(model, server.address, **options | {"max_steps": 8})
+        # Each completion is in one step of the new history, which begins at the checkpoint that is left.
+        assert trained(tmp_path) == list(range(8 * 5))
+        table = client.server_info().tables["rollouts"]
+        assert (table.size, table.reserved, table.restored) == (2, 0, restored)
+        assert client.policy().version > before
+
+
+def test_a_checkpoint_that_the_server_does_not_know_is_gone_on_from_with_a_warning(
+    model: Path, tmp_path: Path, before_step: dict[int, Callable[[], None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = block("toml").replace("forward_to", "keep_consumed = 1\nforward_to")
+    with server_process(tmp_path, config) as server:
+        insert(server.address, 12)
+        options = {"save_steps": 1, "token_budget": BUDGET}
+        train(model, server.address, max_steps=3, **options)
+        for step in (2, 3):
+            Path(f"runs/async/checkpoint-{step}").rename(f"later-{step}")
+        with caplog.at_level(logging.WARNING):
+            train(model, server.address, max_steps=3, **options)
+        assert (
+            "groups that were consumed after runs/async/checkpoint-1 do not come back: there is no state" in caplog.text
+        )
+        # What the first run had not consumed: the rest of the group that checkpoint-1 has a part of is gone, too.
+        assert trained(tmp_path)[:5] == list(range(5))
+        assert trained(tmp_path)[5:] == list(range(12, 22))
+
+
 def test_groups_of_a_run_before_are_behind_and_not_ahead(model: Path, server: ServerProcess) -> None:
     with ReplayClient(server.address) as client:
         client.set_policy_version(40)
@@ -255,13 +295,17 @@ def test_trl_reads_the_sequences_of_a_rollout_with_one_advantage_and_counts_its_
     trainer.rollout_worker.stop()
 
 
-def test_advantages_of_tokens_are_refused_with_the_key_of_their_group(model: Path, server: ServerProcess) -> None:
+def test_a_group_with_advantages_of_tokens_is_put_aside_and_named(
+    model: Path, server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
     group = make_group(rewards=[1.0, 0.0], token_advantages=[1.0, -1.0, 0.0])
     with ReplayClient(server.address) as client:
         key = client.insert(group, {"rollouts": 1.0})
+    insert(server.address, 1)
     trainer = begun(server.address, model)
-    with pytest.raises(ValueError, match=rf"key {key} in table 'rollouts' has token_advantages, .* a table without"):
-        rows_of(trainer, 1)
+    assert len(rows_of(trainer, 4)) == 4  # of the next group
+    assert f"key {key} in table 'rollouts' has token_advantages, which this trainer cannot train on" in caplog.text
+    assert trainer.rollout_worker.metrics_queue.get_nowait() == {"replay/groups_put_aside_total": 1.0}
     trainer.rollout_worker.stop()
 
 
@@ -315,7 +359,7 @@ def test_a_server_that_is_away_pauses_the_trainer(
 
     timers: list[threading.Timer] = []
     with ExitStack() as stack, caplog.at_level(logging.WARNING):
-        servers.append(stack.enter_context(server_process(tmp_path, config)))
+        servers.append(stack.enter_context(server_process(tmp_path, config, f"127.0.0.1:{free_port()}")))
         insert(servers[0].address, 10)
         before_step[2] = kill
         options = {"max_steps": 6, "save_steps": 3, "heartbeat_stale_after_s": 4.0, "weight_sync_steps": sync_every}
@@ -333,7 +377,7 @@ def test_a_server_that_comes_back_without_its_data_is_gone_on_with(
     model: Path, tmp_path: Path, before_step: dict[int, Callable[[], None]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with ExitStack() as stack, caplog.at_level(logging.WARNING):
-        first = stack.enter_context(server_process(tmp_path, block("toml")))
+        first = stack.enter_context(server_process(tmp_path, block("toml"), f"127.0.0.1:{free_port()}"))
         insert(first.address, 10)
 
         def replace() -> None:

@@ -67,6 +67,26 @@ def test_a_killed_trainer_loses_nothing_and_trains_on_nothing_twice(
         assert str(published(tmp_path / "runs/async/weights")[-1]) == policy.weights
 
 
+@pytest.mark.parametrize("phase", ["saved", "acknowledged"])
+@pytest.mark.parametrize("older", [False, True])
+def test_a_trainer_killed_before_it_names_a_checkpoint_goes_on_from_it_or_from_an_older_one(
+    tmp_path: Path, phase: str, older: bool
+) -> None:
+    save_model(tmp_path / "model")
+    config = block("toml").replace("forward_to", "keep_consumed = 2\nforward_to")
+    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
+        insert(server.address, GROUPS)
+        assert end_of(server.address, tmp_path, phase, 4) == -signal.SIGKILL
+        until_gone(client)
+        if older:
+            (tmp_path / "runs/async/checkpoint-4").rename(tmp_path / "checkpoint-4")
+        assert end_of(server.address, tmp_path) == 0
+        assert trained(tmp_path) == list(range(STEPS * PER_STEP))
+        queue = client.server_info().tables["rollouts"]
+        used = STEPS * PER_STEP // GROUP_SIZE
+        assert (queue.size, queue.reserved, queue.consumed) == (GROUPS - used, 0, used)
+
+
 def test_a_trainer_that_starts_from_nothing_gets_all_groups_again_that_no_checkpoint_contains(
     server: ServerProcess, tmp_path: Path
 ) -> None:

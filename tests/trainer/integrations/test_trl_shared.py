@@ -13,7 +13,7 @@ import torch
 
 from replay_client import ReplayClient
 from replay_client.errors import ServerUnavailableError
-from tests.factories import run_ranks, server_process
+from tests.factories import free_port, run_ranks, server_process
 
 pytest.importorskip("trl", reason="pip install '.[trl]' in a clone of the repository")
 
@@ -119,10 +119,11 @@ def test_ranks_agree_on_what_to_do_without_the_server(tmp_path, choice):
 
 
 def test_training_goes_on_with_fresh_rows_while_the_server_is_away_and_uses_it_again_when_it_is_back(tmp_path, caplog):
-    with server_process(tmp_path) as first:
-        again = server_process(tmp_path, address=first.address)
+    address = f"127.0.0.1:{free_port()}"
+    with server_process(tmp_path, address=address) as first:
+        again = server_process(tmp_path, address=address)
         callbacks = [At(3, first.kill), At(6, again.__enter__)]
-        trainer = make_trainer(tmp_path, replay=first.address, replay_timeout=0.5, callbacks=callbacks, max_steps=24)
+        trainer = make_trainer(tmp_path, replay=address, replay_timeout=0.5, callbacks=callbacks, max_steps=24)
         try:
             with caplog.at_level(logging.WARNING, "replay_trainer"):
                 trainer.train()

@@ -22,7 +22,7 @@ VERL = BuiltEnvironment(
     ROOT / ".venv-verl",
     (
         *("verl==0.9.1", "TransferQueue==0.1.11", "cachetools", "fastapi", "uvicorn"),
-        *("grpcio>=1.80,<1.84", "msgpack>=1.1", "protobuf>=6.33.5,<8", "xxhash>=3.5"),
+        *("grpcio>=1.80,<1.84", "ml-dtypes>=0.5", "msgpack>=1.1", "protobuf>=6.33.5,<8", "xxhash>=3.5"),
     ),
 )
 
@@ -41,7 +41,7 @@ def python_with_verl() -> str:
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """What happened in both kinds of buffer, and what the server then held."""
     python, report = python_with_verl(), tmp_path_factory.mktemp("verl") / "report.json"
-    names = ("sync", "colocate_async", "filtered")
+    names = ("sync", "colocate_async", "filtered", "agents")
     tables = [TableConfig(name=name, sampler="prioritized", max_size=64) for name in names]
     with ReplayServer(tables, port=0) as server, ReplayClient(server.address) as client:
         paths = os.pathsep.join(str(ROOT / name) for name in ("", "client", "trainer", "protos"))
@@ -55,7 +55,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict:
         )
         assert done.returncode == 0, done.stderr[-3000:]
         content = json.loads(Path(report).read_text())
-        for table in ("sync", "colocate_async"):
+        for table in ("sync", "colocate_async", "agents"):
             entry = content[table]
             keys = [item.key for item in client.list_items(table, order_by="age", descending=True).items]
             entry["stored"] = [item.group for item in client.get(keys)]
@@ -118,3 +118,35 @@ def test_group_filtering_and_refills_work_as_with_verls_own_buffer(told: dict) -
     assert (filtered["evicted"], filtered["refills"]) == (1, [1])
     assert filtered["keys"] == ["r1_0_0", "r1_1_0", "r1_2_0"]
     assert filtered["refills_failed"]
+
+
+def test_sessions_of_several_rows_and_columns_of_tokens_come_back_bit_by_bit(told: dict) -> None:
+    first, second = told["agents"]["steps"]
+    assert (first["replaced"], second["replaced"]) == (0.0, 1.0)
+    keys = [f"{{}}_{session}_{index}" for session, count in enumerate((2, 1, 3)) for index in range(count)]
+    assert list(second["rows"]) == [key.format("b") for key in keys]
+    assert second["size"] == len(keys)
+    assert second["left"] == sorted(second["rows"]), "rows that have no place any more are gone"
+    for key in keys:
+        row, source = second["rows"][key.format("b")], first["rows"][key.format("a")]
+        own = ("of_prompt", "uid")  # columns of the prompt, which no group has
+        assert {name: row[name] for name in row if name not in own} == {n: source[n] for n in source if n not in own}
+        assert (row["uid"], row["of_prompt"][1]) == ("b", [72.0] * 7)
+        tags, sources = second["tags"][key.format("b")], first["tags"][key.format("a")]
+        for name in ("prompt_len", "response_len", "seq_len", "status"):
+            assert tags[name] == sources[name]
+    dtypes = {name: value[0] for name, value in second["rows"]["b_0_0"].items() if name != "uid"}
+    assert (dtypes["routed_experts"], dtypes["entropies"]) == ("torch.int16", "torch.bfloat16")
+
+
+def test_columns_of_tokens_are_stored_with_their_axes(told: dict) -> None:
+    [group] = told["agents"]["stored"]
+    assert group.sequence_counts.tolist() == [2, 1, 3]
+    assert group.rewards.tolist() == [0.0, 1.0, 1.0]
+    assert group.axes == {
+        "routed_experts": "whole",
+        "teacher_logprobs": "whole",
+        "teacher_ids": "whole",
+        "entropies": "token",
+    }
+    assert group.extras["routed_experts"].dtype.name == "uint8"

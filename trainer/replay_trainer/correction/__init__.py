@@ -28,8 +28,20 @@ Sources: truncation, Yao et al. 2025 (TIS) and TRL; masking, IcePop; rejection, 
 correction; off-policy mask, DeepSeek-V3.2 (arXiv 2512.02556), TRL and slime; DPPO mask, prime-rl.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from replay_trainer.correction.config import CorrectionConfig, Rejection
-from replay_trainer.correction.correction import Correction, Moments, correct
 from replay_trainer.correction.presets import PRESETS
 
+if TYPE_CHECKING:
+    from replay_trainer.correction.correction import Correction, Moments, correct
+
 __all__ = ["PRESETS", "Correction", "CorrectionConfig", "Moments", "Rejection", "correct"]
+
+
+def __getattr__(name: str) -> Any:
+    """The names above that need torch, when somebody asks for them: the configuration does not."""
+    if name in __all__:
+        return getattr(import_module("replay_trainer.correction.correction"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -64,11 +64,15 @@ def draw(metrics: list[dict[str, Any]], path: Path, panels: Mapping[str, tuple[s
         figure.tight_layout(rect=(0, 0.05, 1, 1))
 
 
-def draw_comparison(curves: dict[str, tuple[list[float], list[float]]], path: Path) -> None:
-    """Writes a PNG with the fresh reward of each variant by generated tokens."""
+Curve = tuple[Sequence[float], Sequence[float]]
+"""Generated tokens, ascending, and the mean reward of what was generated there."""
+
+
+def draw_comparison(curves: Mapping[str, Curve], path: Path) -> None:
+    """Writes a PNG with the fresh reward by generated tokens of each curve, by its name."""
     with _figure(path, figsize=(7, 4.5)) as (figure, axis):
         for name, (tokens, rewards) in curves.items():
-            axis.plot([count / 1000 for count in tokens], rewards, label=f"{name} the pool")
+            axis.plot([count / 1000 for count in tokens], rewards, label=name)
         axis.set_xlabel("thousand generated tokens")
         axis.set_ylabel("mean reward of the groups generated now")
         axis.grid(alpha=0.3)
@@ -127,7 +131,7 @@ learning_rate = {learning_rate:g}
 weight_decay = 0.01
 max_grad_norm = 1.0
 loss_type = "dapo"
-sample_timeout = 120.0
+sample_timeout = {sample_timeout:g}
 {replay}
 [correction]
 {correction}
@@ -171,9 +175,13 @@ class Variant:
     learning_rate: float = 2e-4
     priority: str = "advantage"
     task: str = "sums"
-    """One of task.PROBLEMS."""
+    """One of task.PROBLEMS, unless the model and the prompts are made elsewhere: see `run`."""
     max_tokens: int = 6
     """The longest completion of that task."""
+    reward: str = "exact_match"
+    """As `replay generate --reward`."""
+    sample_timeout: float = 120.0
+    """Seconds that the trainer waits for groups, and so for the generator's engine to load."""
     generate: tuple[str, ...] = ()
     """More options of `replay generate`."""
     panels: Mapping[str, tuple[str, str]] = field(default_factory=lambda: PANELS)
@@ -192,7 +200,11 @@ class Variant:
     def train_config(self) -> str:
         """The trainer's configuration, as TOML."""
         return TRAIN_CONFIG.format(
-            groups=self.groups, replay=self.replay, correction=self.correction, learning_rate=self.learning_rate
+            groups=self.groups,
+            replay=self.replay,
+            correction=self.correction,
+            learning_rate=self.learning_rate,
+            sample_timeout=self.sample_timeout,
         )
 
 
@@ -324,12 +336,13 @@ def run(
     """Runs the demo; returns when the trainer has done its steps. Raises DemoError.
 
     `target_solve_rate`: at which the warm-up ends; None: that of the variant.
-    `warm`: the folder of an earlier demo, whose model after its warm-up this one begins with.
+    `warm`: a folder with the model that this demo begins with, and no warm-up is made: an earlier demo's, or one that
+    has `model`, `warm` and `prompts.jsonl` from elsewhere.
     """
     prepare(out, seed, variant)
     if warm is not None:
         for name in ("model", "warm"):
-            shutil.copytree(warm / name, out / name)
+            shutil.copytree(warm / name, out / name, copy_function=_link)
         shutil.copyfile(warm / "prompts.jsonl", out / "prompts.jsonl")
     display = Display(steps, variant.fresh)
     parts: list[Part] = []
@@ -351,6 +364,14 @@ def run(
     display.console.print(
         f"metrics: {out / 'metrics.jsonl'}   picture: {out / 'curves.png'}", highlight=False, soft_wrap=True
     )
+
+
+def _link(source: str, target: str) -> None:
+    """The file again, without a second copy of it where the file system can do that."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def check_folder(out: Path) -> None:
@@ -421,7 +442,7 @@ def run_parts(
     display.console.print(f"look inside: {look}", highlight=False, soft_wrap=True)
 
     generate = ["generate", "--address", address, "--engine", engine, "--model", str(out / "model")]
-    generate += ["--prompts", str(out / "prompts.jsonl"), "--reward", "exact_match", "--wait-for-policy"]
+    generate += ["--prompts", str(out / "prompts.jsonl"), "--reward", variant.reward, "--wait-for-policy"]
     generate += ["--group-size", str(GROUP_SIZE), "--max-tokens", str(variant.max_tokens), "--seed", str(seed)]
     generate += ["--priority", variant.priority, *variant.generate, "--json"]
     generate += ["--metrics", str(out / "generator.jsonl"), "--metrics-interval", "0.5"]
@@ -518,7 +539,7 @@ def compare(out: Path, steps: int, seed: int, engine: str, target_solve_rate: fl
     check_folder(out)
     for name in VARIANTS:
         shutil.rmtree(out / name, ignore_errors=True)
-    curves = {}
+    curves: dict[str, Curve] = {}
     first: Path | None = None
     for name, variant in VARIANTS.items():
         Console().print(f"\n{name} the pool:", highlight=False)
@@ -527,22 +548,22 @@ def compare(out: Path, steps: int, seed: int, engine: str, target_solve_rate: fl
         curves[name] = curve(read_metrics(out / name / "metrics.jsonl"), variant)
     if not all(rewards for _, rewards in curves.values()):
         raise DemoError("a run has no steps to compare")
-    draw_comparison(curves, out / "compare.png")
+    draw_comparison({f"{name} the pool": curve for name, curve in curves.items()}, out / "compare.png")
     for line in compared(curves):
         Console().print(line, highlight=False, soft_wrap=True)
     Console().print(f"picture: {out / 'compare.png'}", highlight=False, soft_wrap=True)
 
 
-def curve(metrics: list[dict[str, Any]], variant: Variant) -> tuple[list[float], list[float]]:
-    """Of each step: the tokens of all fresh groups so far, and the running mean of their reward."""
+def curve(metrics: list[dict[str, Any]], variant: Variant, smoothed: int = SMOOTHED_GROUPS) -> Curve:
+    """Of each step: the tokens of all fresh groups so far, and the mean reward of the last `smoothed` of them."""
     tokens, total = [], 0.0
     for line in metrics:
         total += line["fresh/groups"] * GROUP_SIZE * line["fresh/completion_length_mean"]
         tokens.append(total)
-    return tokens, running_mean([line["fresh/reward_mean"] for line in metrics], SMOOTHED_GROUPS // variant.fresh)
+    return tokens, running_mean([line["fresh/reward_mean"] for line in metrics], smoothed // variant.fresh)
 
 
-def compared(curves: dict[str, tuple[list[float], list[float]]]) -> Iterator[str]:
+def compared(curves: Mapping[str, Curve]) -> Iterator[str]:
     """Where each curve ended, and when the pool's reached the end of the other."""
     yield ""
     for name, (tokens, rewards) in curves.items():

@@ -17,12 +17,11 @@ from typing import Literal, TypeVar, get_args
 
 from replay_client import Policy, ReplayClient, RolloutGroup, Sample
 from replay_client.errors import (
+    GONE,
     DeadlineExceededError,
     InvalidRequestError,
     ReplayError,
     ServerBusyError,
-    ServerClosedError,
-    ServerUnavailableError,
     StaleItemError,
     StorageError,
     TableFullError,
@@ -38,29 +37,35 @@ T = TypeVar("T")
 OnUnavailable = Literal["continue", "raise"]
 """What happens when the server does not come back in time.
 continue: train on fresh groups alone, and ask again with the next call. raise: end the run."""
-_AWAY = (ServerUnavailableError, ServerClosedError, ServerBusyError, StorageError)
+_AWAY = (*GONE, ServerBusyError, StorageError)
 _PAUSE = 0.1
 """Seconds between two attempts."""
 _RETRY = 1.0
 """Seconds for the one attempt of each call while the server is away."""
 
 
-def check_rows(sample: Sample, table: str, *, sequences: bool = False) -> None:
-    """Raises ValueError for a group that a trainer of rows cannot train on, with the way out.
+def why_no_rows(group: RolloutGroup, *, sequences: bool = False) -> str:
+    """Why a trainer of rows cannot train on a group; empty: it can.
 
     Such a trainer has one advantage for all tokens of a row. Without `sequences` it also counts each row as a rollout,
     so that a rollout of several would weigh more than the others.
     """
-    group, found = sample.group, ""
     if group.token_advantages is not None:
-        found = "token_advantages"
-    elif not sequences and group.num_sequences > group.group_size:
-        found = "sequence_counts with several sequences for a rollout"
-    if found:
-        raise ValueError(
-            f"the group with the key {sample.info.key} in table {table!r} has {found}, which this trainer cannot train "
-            f"on: give it a table without such groups, or train on them with GRPOTrainer of replay_trainer"
-        )
+        return "token_advantages"
+    if not sequences and group.num_sequences > group.group_size:
+        return "sequence_counts with several sequences for a rollout"
+    return ""
+
+
+def warn_of_put_aside(key: int, table: str, why: str) -> None:
+    """Tells a person which group is put aside, and the way out."""
+    logger.warning(
+        "the group with the key %d in table %r has %s, which this trainer cannot train on: it is put aside. Give the "
+        "trainer a table without such groups, or train on them with GRPOTrainer of replay_trainer",
+        key,
+        table,
+        why,
+    )
 
 
 @dataclass
@@ -79,7 +84,7 @@ class GroupPool:
     max_staleness: int | None = None
     """Groups that lag by more policy versions are not drawn."""
     sequences: bool = False
-    """Whether the trainer takes rollouts of several sequences: see `check_rows`."""
+    """Whether the trainer takes rollouts of several sequences: see `why_no_rows`."""
     on_unavailable: OnUnavailable = "continue"
     problem: ReplayError | None = field(default=None, init=False)
     """Why the server is away; None: the last call reached it."""
@@ -89,6 +94,8 @@ class GroupPool:
         self._away_since = 0.0
         self._offset: int | None = None
         self._warned = False
+        self._put_aside: set[int] = set()
+        self._newly_put_aside = 0
         self.client.server_info(tables=[self.table])
 
     def advance(self, step: int) -> int:
@@ -141,23 +148,27 @@ class GroupPool:
             "replay/fresh_zero_variance": len(zero_variance) / max(1, len(groups)),
             "replay/groups_replaced": len(drawn),
             "replay/groups_missing": len(zero_variance) - len(drawn),
+            "replay/groups_put_aside": self.take_put_aside(),
             "replay/staleness": sum(staleness) / max(1, len(staleness)),
             "replay/unavailable": float(self.problem is not None),
         }
 
-    def draw(self, count: int, scope: str, accept: Callable[[RolloutGroup], bool]) -> list[Sample]:
+    def draw(
+        self, count: int, scope: str, accept: Callable[[RolloutGroup], bool], exclude: Iterable[int] = ()
+    ) -> list[Sample]:
         """At most `count` informative samples that `accept` takes; fewer only if the table has no more.
 
         The server gives no group twice under one `scope`: ranks that name the same scope in a step get different
-        groups. Raises DeadlineExceededError with on_empty="wait" if groups are missing at the end of the timeout, and
-        ValueError for a group that the trainer cannot train on (`check_rows`). Empty while the server is away.
+        groups. It gives none with a key in `exclude`. Raises DeadlineExceededError with on_empty="wait" if groups are
+        missing at the end of the timeout. Groups that the trainer cannot train on are put aside. Empty while the server
+        is away.
         """
         chosen: list[Sample] = []
         waits = self.on_empty == "wait"
         while (missing := count - len(chosen)) > 0:
             least, timeout = (missing, self.timeout) if waits else (1, 0.0)
             try:
-                sample = partial(self.client.sample, self.table, missing, min_samples=least)
+                sample = partial(self.client.sample, self.table, missing, min_samples=least, exclude=exclude)
                 drawn = self._call(partial(sample, timeout=timeout, scope=scope))
             except DeadlineExceededError:
                 if waits:
@@ -186,8 +197,18 @@ class GroupPool:
     def _insert(self, group: RolloutGroup) -> int:
         return self.client.insert(group, {self.table: trained_priority(group)}, timeout=self._limit())
 
+    def take_put_aside(self) -> int:
+        """How many draws since the last call gave a group that the trainer cannot train on. They stay in the table."""
+        count, self._newly_put_aside = self._newly_put_aside, 0
+        return count
+
     def _usable(self, sample: Sample) -> bool:
-        check_rows(sample, self.table, sequences=self.sequences)
+        if why := why_no_rows(sample.group, sequences=self.sequences):
+            self._newly_put_aside += 1
+            if sample.info.key not in self._put_aside:
+                warn_of_put_aside(sample.info.key, self.table, why)
+            self._put_aside.add(sample.info.key)
+            return False
         fresh_enough = self.max_staleness is None or sample.info.staleness <= self.max_staleness
         return fresh_enough and carries_gradient(sample.group)
 

@@ -7,37 +7,33 @@ slime then corrects by the log-probabilities that came with the samples: `--use-
 
 from __future__ import annotations
 
-import math
 import uuid
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import cache
+from math import isfinite
 from typing import Any
 
-import msgpack
-import numpy as np
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 from slime.utils.types import Sample
 
-from replay_client import ReplayClient, RolloutGroup, group_from_rows
-from replay_client.scoring import group_advantages
+from replay_client import ReplayClient, RolloutGroup
 from replay_trainer.integrations.pool import GroupPool, OnUnavailable
+from replay_trainer.integrations.samples import SampleStore
 
-NOT_STORED = ("rollout_top_p_token_ids", "rollout_routed_experts", "teacher_log_probs")
-"""Fields of a sample that a stored group does not have, and that slime expects of all samples alike."""
 IMAGES = ("multimodal_inputs", "multimodal_train_inputs")
-KEPT = ("prompt", "label", "response", "reward", "weight_versions", "remove_sample", "train_metadata")
-"""Fields of each sample that slime's logs, rewards and loss read, and that are stored as they are."""
-_KEPT_AS = "slime"
-"""The array in which they are, packed by msgpack: texts may be too long for the header of a group."""
 _ENDED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 """The status of a sample that did not fail."""
+_OF_PLACE = ("group_index", "index", "rollout_id", "metadata", "session_id")
+"""Fields that a replaced sample keeps: what slime orders and groups by, and what it measured in this step."""
+_MEASURED = ("spec_info", "prefix_cache_info", "non_generation_time")
+"""Fields with what slime measured in this step. It sums them over samples."""
 _RUN = uuid.uuid4().hex
 
 
 @cache
 def _pool(address: str | None, table: str, max_staleness: int | None, on_unavailable: OnUnavailable) -> GroupPool:
     client = ReplayClient.from_env(address=address)
-    return GroupPool(client, table, max_staleness=max_staleness, on_unavailable=on_unavailable)
+    return GroupPool(client, table, max_staleness=max_staleness, sequences=True, on_unavailable=on_unavailable)
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -63,119 +59,60 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 def replaced(output: Any, pool: GroupPool, rollout_id: int, reward_key: str | None = None) -> RolloutFnTrainOutput:
     """`output` with its zero-variance groups replaced as far as `pool` has others, and its other groups stored.
 
-    Groups that cannot be stored as they are stay as they are: those with a sample that failed, with a rollout of
-    several samples, or with images. Raises ValueError if the samples have no log-probabilities, or fields that stored
-    groups do not have.
+    Groups that cannot be trained on again stay as they are: those with a sample that failed, or with images. Raises
+    ValueError if the samples have no log-probabilities, or a field that cannot be stored.
     """
-    version = pool.advance(rollout_id)
-    whole = {place: samples for place, each in enumerate(output.samples) if (samples := _whole(each, reward_key))}
-    groups = {place: _stored(samples, version, reward_key) for place, samples in whole.items()}
-    drawn, metrics = pool.replace(groups, f"{_RUN}/{rollout_id}", lambda group: _kept_of(group) is not None)
+    version, store = pool.advance(rollout_id), SampleStore(Sample, reward_key)
+    whole = {place: each for place, each in enumerate(output.samples) if _is_whole(each, store)}
+    groups = {place: store.group_of(each, version) for place, each in whole.items()}
+    drawn, metrics = pool.replace(groups, f"{_RUN}/{rollout_id}", lambda group: store.packed_of(group) is not None)
     samples = list(output.samples)
     for place, sample in drawn.items():
-        restored = _restored(whole[place], sample.group)
-        nested = isinstance(samples[place][0], list)
-        samples[place] = [[each] for each in restored] if nested else restored
+        samples[place] = _restored(whole[place], sample.group, store)
     metrics["replay/groups_left_alone"] = len(output.samples) - len(groups)
     return RolloutFnTrainOutput(samples=samples, metrics=(output.metrics or {}) | metrics)
 
 
-def _whole(group: Any, reward_key: str | None) -> list[Sample]:
-    """The samples of a group that can be stored as it is, one of each rollout; none of another group."""
-    if not isinstance(group, list):
-        return []
-    # A rollout that may fan out into several samples is a list, also if it has only one.
-    rollouts = [each if isinstance(each, list) else [each] for each in group]
-    samples = [sample for rollout in rollouts for sample in rollout]
-    for sample in samples:
-        if foreign := [name for name in NOT_STORED if getattr(sample, name, None) is not None]:
-            raise ValueError(f"slime's samples have {', '.join(foreign)}, which stored groups do not have: turn it off")
+def _is_whole(group: Any, store: SampleStore) -> bool:
+    """Whether all of a group can be trained on at another time."""
+    if not isinstance(group, list) or not group or not all(group):
+        return False
+    for sample in (sample for rollout in group for sample in _as_list(rollout)):
         known = len(sample.rollout_log_probs or ()) == sample.response_length
         if not known and sample.status in _ENDED:
             raise ValueError("slime's samples lack rollout_log_probs: use a rollout function that returns them")
         images = any(getattr(sample, name, None) is not None for name in IMAGES)
-        scored = math.isfinite(_reward(sample, reward_key))
+        scored = isfinite(store.reward(sample))
         if not known or images or not scored or len(sample.tokens) <= sample.response_length:
-            return []
-    return samples if all(len(rollout) == 1 for rollout in rollouts) else []
+            return False
+    return True
 
 
-def _reward(sample: Sample, reward_key: str | None) -> float:
-    """The reward that slime trains on; NaN if the sample has none, because it failed."""
-    reward = sample.reward
-    if reward_key:
-        reward = reward.get(reward_key) if isinstance(reward, dict) else None
-    try:
-        return float(reward)
-    except (TypeError, ValueError):
-        return math.nan
+def _restored(places: Sequence[Any], group: RolloutGroup, store: SampleStore) -> list[Any]:
+    """A stored group as rollouts with the indices of the rollouts that stood there.
+
+    A rollout that is a list may have more samples than the one that stood there. Those have the index of its first.
+    """
+    rollouts = store.rollouts_of(group)
+    assert rollouts is not None
+    for place, rollout in zip(places, rollouts, strict=True):
+        there, samples = _as_list(place), _as_list(rollout)
+        for k, sample in enumerate(samples):
+            one = there[min(k, len(there) - 1)]
+            _take(sample, one, _OF_PLACE)
+            _take(sample, one if k < len(there) else Sample(), _MEASURED)
+            if len(samples) > 1:  # slime wants one name for all samples of a rollout
+                sample.rollout_id = there[0].index if there[0].rollout_id is None else there[0].rollout_id
+    return rollouts
 
 
-def _stored(samples: list[Sample], version: int, reward_key: str | None) -> RolloutGroup:
-    """The samples of one prompt as a group."""
-    rewards = [_reward(sample, reward_key) for sample in samples]
-    prompts = [len(sample.tokens) - sample.response_length for sample in samples]
-    return group_from_rows(
-        prompts=[sample.tokens[:prompt] for sample, prompt in zip(samples, prompts, strict=True)],
-        completions=[sample.tokens[prompt:] for sample, prompt in zip(samples, prompts, strict=True)],
-        logprobs=[sample.rollout_log_probs or [] for sample in samples],
-        rewards=rewards,
-        advantages=group_advantages(rewards),
-        loss_masks=[_mask(sample) for sample in samples],
-        policy_version=version,
-        finish_reasons=tuple("length" if sample.status is Sample.Status.TRUNCATED else "stop" for sample in samples),
-        extras={_KEPT_AS: np.frombuffer(msgpack.packb([_kept(sample) for sample in samples]), np.uint8)},
-    )
+def _take(sample: Any, other: Any, names: Sequence[str]) -> None:
+    """Give `sample` the fields `names` of `other`. Versions of slime differ in what they have."""
+    for name in names:
+        if hasattr(other, name):
+            setattr(sample, name, getattr(other, name))
 
 
-def _mask(sample: Sample) -> list[int]:
-    """The tokens that slime trains on."""
-    if sample.remove_sample:
-        return [0] * sample.response_length
-    return [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
-
-
-def _kept(sample: Sample) -> dict[str, Any]:
-    """The fields that are stored as they are. Raises ValueError that names a field that msgpack cannot hold."""
-    kept: dict[str, Any] = {}
-    for name in KEPT:
-        value = getattr(sample, name)
-        try:
-            # NumPy's and torch's numbers become Python's.
-            kept[name] = msgpack.unpackb(msgpack.packb(value, default=lambda each: each.item()))
-        except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise ValueError(
-                f"slime's samples have a {name} that cannot be stored, {value!r:.200}: put numbers, texts, lists "
-                f"and dicts of them into it"
-            ) from error
-    return kept | {"status": sample.status.value}
-
-
-def _kept_of(group: RolloutGroup) -> list[dict[str, Any]] | None:
-    """The same of a stored group, for each sample; None if this function did not store the group."""
-    try:
-        kept = msgpack.unpackb(group.extras[_KEPT_AS].tobytes())
-        sound = len(kept) == group.group_size and all({*each} == {*KEPT, "status"} for each in kept)
-    except (KeyError, TypeError, ValueError, msgpack.UnpackException):
-        return None
-    return kept if sound else None
-
-
-def _restored(places: list[Sample], group: RolloutGroup) -> list[Sample]:
-    """A stored group as samples with the indices of the samples that stood there."""
-    kept = _kept_of(group)
-    assert kept is not None
-    assert group.loss_mask is not None
-    samples = []
-    for place, fields, prompt, span in zip(places, kept, group.prompts(), group.sampled_spans(), strict=True):
-        samples.append(
-            replace(
-                place,
-                **(fields | {"status": Sample.Status(fields["status"])}),
-                tokens=[*prompt.tolist(), *group.completion_ids[span].tolist()],
-                response_length=span.stop - span.start,
-                loss_mask=group.loss_mask[span].astype(int).tolist(),
-                rollout_log_probs=group.rollout_logprobs[span].tolist(),
-            )
-        )
-    return samples
+def _as_list(rollout: Any) -> list[Any]:
+    """The samples of a rollout. One that may fan out into several is a list, also if it has only one."""
+    return rollout if isinstance(rollout, list) else [rollout]

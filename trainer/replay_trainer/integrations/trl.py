@@ -494,11 +494,11 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         local = [
             *(float(rewards_B.sum()), len(rewards_B), len(step.owned), step.zero_variance, len(step.replaced)),
             *(step.missing, sum(staleness), *step.ratio, step.seconds, step.other_rewards, away),
+            self.pool.take_put_aside(),
         ]
         totals = self.accelerator.reduce(torch.tensor(local, dtype=torch.float64, device=self.accelerator.device))
-        reward, rows, groups, zero_variance, replaced, missing, stale, ratio, tokens, seconds, others, ranks_away = (
-            totals.tolist()
-        )
+        reward, rows, groups, zero_variance, replaced, missing, stale, ratio, tokens, *rest = totals.tolist()
+        seconds, others, ranks_away, put_aside = rest
         if ranks_away and self._replay.replay_on_unavailable == "raise":
             reason = self.pool.problem or "another rank does not reach it"
             raise ServerUnavailableError(f"the replay server is away: {reason}")  # on every rank
@@ -507,6 +507,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             "fresh_zero_variance": zero_variance / groups,
             "groups_replaced": replaced,
             "groups_missing": missing,
+            "groups_put_aside": put_aside,
             "staleness": stale / replaced if replaced else np.nan,
             "ratio": ratio / tokens if tokens else np.nan,
             "other_rewards": others,

@@ -7,6 +7,7 @@ replay generate ──insert──▶ rollouts ──lease──▶ ServerRollou
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import time
@@ -25,10 +26,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from replay_client import Policy, ReplayClient, RolloutGroup, Sample
-from replay_client.errors import DeadlineExceededError, ServerClosedError, ServerUnavailableError
+from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestError
 from replay_client.scoring import carries_gradient
 from replay_client.waits import WaitLog
-from replay_trainer.integrations.pool import GroupPool, check_rows
+from replay_trainer.integrations.pool import GroupPool, warn_of_put_aside, why_no_rows
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.weights import OutputLock, publish_weights, published, to_disk, version_of
 
@@ -122,11 +123,12 @@ class Progress:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_AWAY = (ServerUnavailableError, ServerClosedError)
 _PAUSE = 0.5
 """Seconds between two questions whether a server is back."""
 _POLL = 1.0
 """Seconds after which a draw that found nothing returns, so that TRL can ask `check_health`."""
+_STATE = "replay_state.json"
+"""File of a checkpoint: the id under which the server knows it, its policy version, and the id of the one before."""
 _LONG_WAIT = 30.0
 """Seconds without a group after which the trainer says so."""
 
@@ -137,8 +139,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
     * The groups that the trainer takes stay leased until a checkpoint of TRL contains the steps that used them.
     * TRL counts its versions from 1 whenever it starts. The server's versions go on from where they were.
     * A server that is away pauses the trainer.
-    * A rollout may have several sequences. Advantages of tokens have no place in TRL: a group with them ends the run
-      with ValueError that names its key.
+    * A rollout may have several sequences. Advantages of tokens have no place in TRL: a group with them is put aside.
     """
 
     def __init__(
@@ -161,7 +162,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         Raises TableNotFoundError if the server lacks a table.
         """
         self.client = ReplayClient.from_env(address=address)
-        self.client.server_info(tables=[table])
+        info = self.client.server_info(tables=[table])
+        self._keeps = bool(json.loads(info.tables[table].config)["keep_consumed"])
         self.rollout_buffer = _ServerQueue(self._draw)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         # Without a pool, only its count of versions is used.
@@ -182,9 +184,12 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._weights: dict[str, Tensor] = {}
         self._policy: Policy | None = None
         """The version that this trainer found, or announced last."""
+        self._state_id = ""
+        """What the server calls the newest checkpoint."""
         self._hungry_since: float | None = None
         self._waiting = WaitLog("the trainer")
         self._stopped = self._ended = False
+        self._put_aside = 0
 
     # ------------------------------------------------------------------------------------------------- the callback
 
@@ -212,12 +217,14 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             )
         self._progress.watch(train_dataloader.collate_fn)
         self._policy = self._reach(self.client.policy)
+        self._state_id = self._policy.state
         self._reach(partial(self._pool.version_of, 0, max(map(version_of, published(self._output_dir)), default=0)))
         saved = state.stateful_callbacks.get(type(self).__name__)
         groups = TrainedGroups.from_state_dict(saved["groups"]) if saved else TrainedGroups()
         self._progress.skip(dict(saved["begun"]) if saved else {})
         self._reach(partial(self._leases.acknowledge, groups))
-        self._reach(partial(self._leases.give_back_of_dead, groups))
+        self._go_back(_checkpoint_of(args, state))
+        self._reach(partial(self._leases.give_back_of_dead, groups, rolled_back=self._keeps))
         if held := self._reach(self.client.server_info).tables[self._table].reserved:
             logger.warning(
                 "another reader holds %d groups of table %r: another trainer, which takes groups away from this one, "
@@ -247,10 +254,14 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A checkpoint is written: its groups are used up."""
         if state.is_world_process_zero:
-            folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            folder, id = _checkpoint_of(args, state), ""
+            if self._keeps:
+                id = uuid.uuid4().hex
+                named = {"id": id, "version": self._current.version, "before": self._state_id}
+                (folder / _STATE).write_text(json.dumps(named))
             for path in [*folder.rglob("*"), folder, folder.parent]:
                 to_disk(path)
-            self._acknowledge()
+            self._acknowledge(id)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The run has reached its end: the groups of all its steps are used up, and nobody has to miss the trainer."""
@@ -258,12 +269,38 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._acknowledge()
             self._ended = True
 
-    def _acknowledge(self) -> None:
+    def _acknowledge(self, state_id: str = "") -> None:
+        """`state_id`: of the checkpoint that is written now, which contains all groups that are trained on."""
         try:
             self._leases.acknowledge(self._trained)
             self._leases.settled()
-        except _AWAY as error:
+            if state_id:
+                # Last: what the server hears of later comes back when a trainer goes back to this state.
+                self._check_alone(self.client.policy())
+                version, weights = self._current.version, self._current.weights
+                self._policy = self.client.set_policy_version(version, weights, state=state_id)
+                self._state_id = state_id
+        except GONE as error:
             logger.warning("the groups of this checkpoint are acknowledged with the next one: %s", error)
+
+    def _go_back(self, checkpoint: Path) -> None:
+        """Takes the server back to this checkpoint, if others were written after it: their groups come again.
+
+        The version goes back as well, until TRL sends the weights of the checkpoint, which is the next that it does.
+        """
+        try:
+            named = json.loads((checkpoint / _STATE).read_text())
+        except (OSError, ValueError):
+            # This run begins, or the trainer was killed before it wrote all of this file: the server does not know it.
+            return
+        # Otherwise the trainer was killed before it named this checkpoint: then nothing was consumed since.
+        if self._keeps and self._current.state not in (named["id"], named["before"]):
+            back = partial(self.client.set_policy_version, named["version"], rollback=True, state=named["id"])
+            try:
+                self._policy = self._reach(back)
+            except InvalidRequestError as error:
+                logger.warning("groups that were consumed after %s do not come back: %s", checkpoint, error)
+        self._state_id = named["id"]
 
     # ------------------------------------------------------------------------------------------- the rollout worker
 
@@ -291,7 +328,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         waited = now - (self._hungry_since or now)
         try:
             info = self.client.server_info(tables=[self._table], timeout=5.0).tables[self._table]
-        except _AWAY as error:
+        except GONE as error:
             self._waiting.wait(f"the server is away, and the trainer waits for it: {error}")
             self._hungry_since = time.monotonic()
             return
@@ -322,14 +359,18 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._policy = self._reach(partial(self.client.set_policy_version, version, weights=str(folder)))
         self._weights = {}
 
+    @property
+    def _current(self) -> Policy:
+        assert self._policy is not None, "training has not begun"
+        return self._policy
+
     def _check_alone(self, found: Policy) -> None:
-        assert self._policy is not None
+        ours = self._current
         # A lower version is that of a server that was started again without its data.
-        ours = (found.version, found.weights) == (self._policy.version, self._policy.weights)
-        if found.version >= self._policy.version and not ours:
+        if found.version >= ours.version and (found.version, found.weights) != (ours.version, ours.weights):
             raise RuntimeError(
                 f"the server is at policy version {found.version} with the weights {found.weights or 'of nobody'}, and "
-                f"this trainer left it at {self._policy.version} with {self._policy.weights or 'none'}: another "
+                f"this trainer left it at {ours.version} with {ours.weights or 'none'}: another "
                 f"trainer publishes to it. Stop one of the two, or give each a server of its own"
             )
 
@@ -361,13 +402,18 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._hungry_since = time.monotonic()
         try:
             [sample] = next(self._batches)
-        except (DeadlineExceededError, *_AWAY):
+        except (DeadlineExceededError, *GONE):
             return []
         if not self._leases.hold([sample]):
             return []
         self._hungry_since = None
         self._waiting.go_on()
-        check_rows(sample, self._table, sequences=True)
+        if why := why_no_rows(sample.group, sequences=True):
+            # It is done: its lease ends with those of the groups of this step.
+            warn_of_put_aside(sample.info.key, self._table, why)
+            self._put_aside += 1
+            self.metrics_queue.put({"replay/groups_put_aside_total": float(self._put_aside)})
+            return []
         zero_variance = not carries_gradient(sample.group)
         replacement: list[Sample] = []
         if zero_variance and self._replaces:
@@ -429,7 +475,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         while True:
             try:
                 result = attempt()
-            except _AWAY as error:
+            except GONE as error:
                 self._waiting.wait(f"the server is away, and the trainer waits for it: {error}")
                 time.sleep(_PAUSE)
             else:
@@ -456,6 +502,11 @@ class _ServerQueue:
     def qsize(self) -> int:
         """Samples that are here already."""
         return len(self._samples)
+
+
+def _checkpoint_of(args: Any, state: TrainerState) -> Path:
+    """Where TRL writes the checkpoint of this step."""
+    return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:

@@ -5,31 +5,42 @@ its other columns. What verl computes the loss from is overwritten, before verl 
 
     prompts, responses, input_ids, position_ids, response_mask, loss_mask, rollout_log_probs, rm_scores
 
+and each further column of tokens, such as the routing of experts. A session of several rows is a rollout of several
+sequences. Where the stored one has more or fewer rows than the session in its place, rows come or go.
+
 verl then computes old log-probabilities and advantages of all rows alike. Its `algorithm.rollout_correction` corrects
 them by the stored log-probabilities, and needs `actor_rollout_ref.rollout.calculate_log_probs=True`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from replay_client import ReplayClient, RolloutGroup, group_from_rows
+from replay_client.completions import row_of
 from replay_client.scoring import group_advantages
 from replay_trainer.integrations.pool import GroupPool
 
 COLUMNS = ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores")
 """What a stored group is made of."""
 _DERIVED = {"input_ids", "position_ids", "loss_mask"}
+_WHOLE, _TOKEN = "whole", "token"
+"""The axis of a column with a row for each token of prompt and response, and of one for each token of the response."""
+_DTYPES = "verl_dtypes"
+"""In the meta of a stored group: the dtypes of its columns of tokens in verl. Routing fits into uint8."""
 
 
 class _WithPool:
@@ -50,8 +61,13 @@ class _WithPool:
             ReplayClient.from_env(address=options.pop("address", None)),
             options.pop("table", "replay"),
             max_staleness=options.pop("max_staleness", None),
+            sequences=True,
             on_unavailable=options.pop("on_unavailable", "continue"),
         )
+        self._tensors: list[str] = []
+        """Further columns that may be of tokens."""
+        self._others: dict[str, str] = {}
+        """The axes of further columns of tokens, by their names."""
         self._longest = [options.pop(name, None) for name in ("max_prompt_length", "max_response_length")]
         if options:
             raise ValueError(f"sampler_kwargs has {', '.join(options)}, which {type(self).__name__} does not know")
@@ -68,11 +84,11 @@ class _WithPool:
         keys, groups = self._read(batch, version)
         replaced, ours = self.pool.replace(groups, f"{self._run}/{global_steps}", self._fits)
         for name, sample in replaced.items():
-            self._overwrite(batch, keys[name], sample.group, global_steps - sample.info.staleness)
+            batch = self._overwrite(batch, keys[name], sample.group, global_steps - sample.info.staleness)
         return batch, metrics | ours
 
     def _check_columns(self, batch: Any) -> None:
-        """Raises ValueError if a row lacks what a group is made of, or has columns of tokens that no group has."""
+        """Raises ValueError if a row lacks what a group is made of."""
         if self._checked or not batch.keys:
             return
         row = tq.kv_batch_get(keys=batch.keys[:1], partition_id=batch.partition_id)
@@ -81,42 +97,54 @@ class _WithPool:
                 f"verl's rows have no {', '.join(sorted(missing))}: set actor_rollout_ref.rollout.calculate_log_probs="
                 "True, and compute rewards during the rollout (no colocated reward model)"
             )
-        lengths = {len(row["responses"][0]), len(row["prompts"][0]) + len(row["responses"][0])}
-        others = [
+        self._tensors = [
             name
             for name in row.keys() - {*COLUMNS, *_DERIVED}
-            if isinstance(row[name], torch.Tensor) and row[name].dim() > 1 and row[name][0].shape[0] in lengths
+            if isinstance(row[name], Tensor) and row[name].dim() > 1 and not row[name].is_complex()
         ]
-        if others:
-            raise ValueError(f"verl's rows have {', '.join(others)} of each token, which stored groups do not have")
         self._checked = True
 
     def _read(self, batch: Any, version: int) -> tuple[dict[str, list[str]], dict[str, RolloutGroup]]:
-        """The keys and the group of each uid that has one row of each session, and no images."""
+        """The keys of each uid, in the order of sessions and rows, and its group unless it has images."""
         keys: dict[str, list[str]] = defaultdict(list)
-        for key in batch.keys:
+        for key in sorted(batch.keys, key=_place):
             keys[key.split("_")[0]].append(key)
-        rows = tq.kv_batch_get(
-            keys=batch.keys, partition_id=batch.partition_id, select_fields=[*COLUMNS, "multi_modal_inputs"]
-        )
-        values = {name: dict(zip(batch.keys, rows[name], strict=True)) for name in (*COLUMNS, "multi_modal_inputs")}
+        read = [*COLUMNS, "multi_modal_inputs", *self._tensors]
+        rows = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=read)
+        values = {name: dict(zip(batch.keys, rows[name], strict=True)) for name in read}
+        self._others = _columns_of_tokens({name: values[name] for name in self._tensors}, values)
         groups = {}
         for name, members in keys.items():
-            sessions = {key.split("_")[1] for key in members}
-            images = any(_plain(values["multi_modal_inputs"][key]) for key in members)
-            if len(sessions) < len(members) or images:
-                continue
-            rewards = [float(values["rm_scores"][key].sum()) for key in members]
-            groups[name] = group_from_rows(
-                prompts=[values["prompts"][key].numpy() for key in members],
-                completions=[values["responses"][key].numpy() for key in members],
-                logprobs=[values["rollout_log_probs"][key].float().numpy() for key in members],
-                rewards=rewards,
-                advantages=group_advantages(rewards),
-                loss_masks=[values["response_mask"][key].numpy() for key in members],
-                policy_version=version,
-            )
+            if not any(_plain(values["multi_modal_inputs"][key]) for key in members):
+                groups[name] = self._group(members, values, version)
         return keys, groups
+
+    def _group(self, members: list[str], values: Mapping[str, Mapping[str, Any]], version: int) -> RolloutGroup:
+        """The rows of a uid as a group."""
+        sessions = [key.split("_")[1] for key in members]
+        counts = [sessions.count(session) for session in dict.fromkeys(sessions)]
+        finals = [sum(counts[: i + 1]) - 1 for i in range(len(counts))]  # verl counts the reward of the last row
+        rewards = [float(values["rm_scores"][members[final]].sum()) for final in finals]
+        dtypes, columns = {}, {}
+        for column, axis in self._others.items():
+            tensors = [values[column][key] for key in members]
+            dtypes[column] = str(tensors[0].dtype).removeprefix("torch.")
+            columns[column] = (axis, _narrow([_numpy(tensor) for tensor in tensors]))
+        if any(int(values["rm_scores"][key][:-1].count_nonzero()) for key in members):
+            # Rewards of turns: not on the last token alone.
+            columns["rm_scores"] = (_TOKEN, [_numpy(values["rm_scores"][key]) for key in members])
+        return group_from_rows(
+            prompts=[values["prompts"][key].numpy() for key in members],
+            completions=[values["responses"][key].numpy() for key in members],
+            logprobs=[values["rollout_log_probs"][key].float().numpy() for key in members],
+            rewards=rewards,
+            advantages=group_advantages(rewards),
+            loss_masks=[values["response_mask"][key].numpy() for key in members],
+            columns=columns,
+            policy_version=version,
+            sequence_counts=counts if max(counts) > 1 else None,
+            meta={_DTYPES: dtypes} if dtypes else {},
+        )
 
     def _fits(self, group: RolloutGroup) -> bool:
         """Whether a stored group can stand in verl's batch."""
@@ -126,43 +154,121 @@ class _WithPool:
             group.sampled_lengths.min() > 0
             and bool(group.prompt_lengths.all())
             and all(known)  # verl does not bear a NaN
+            # verl expects a column of all rows alike.
+            and all(group.axes.get(name) == axis for name, axis in self._others.items())
+            and {*group.meta.get(_DTYPES, {})} >= {*self._others}
             and all(
                 longest is None or length <= longest for length, longest in zip(lengths, self._longest, strict=True)
             )
         )
 
-    def _overwrite(self, batch: Any, keys: list[str], group: RolloutGroup, step: int) -> None:
-        """Put a stored group in the place of the rows `keys`; it was generated at `step` of this run's count."""
-        rows = []
-        for key, prompt_ids, span, reward in zip(
-            keys, group.prompts(), group.sampled_spans(), group.rewards, strict=True
-        ):
+    def _overwrite(self, batch: Any, keys: list[str], group: RolloutGroup, step: int) -> Any:
+        """The batch with a stored group in the place of the rows `keys`; it was generated at `step` of this run's
+        count."""
+        firsts = {key.rsplit("_", 1)[0]: key for key in reversed(keys)}
+        sessions = list(reversed(firsts))
+        counts = [1] * group.group_size if group.sequence_counts is None else group.sequence_counts.tolist()
+        there = [f"{session}_{i}" for session, count in zip(sessions, counts, strict=True) for i in range(count)]
+        rows = {}
+        tags: dict[str, dict[str, Any]] = dict(zip(batch.keys, batch.tags, strict=True))
+        for key, row in zip(there, self._rows(group, counts), strict=True):
+            prompt, response = len(row["prompts"]), len(row["responses"])
+            first = firsts[key.rsplit("_", 1)[0]]
+            tags[key] = tags.get(key, tags[first]) | {
+                "prompt_len": prompt,
+                "response_len": response,
+                "seq_len": prompt + response,
+                "min_global_steps": step,
+                "max_global_steps": step,
+            }
+            if key in keys:
+                rows[key] = row
+                continue
+            # A further row of its session: what verl keeps of the session besides, it has from the first one.
+            whole = tq.kv_batch_get(keys=[first], partition_id=batch.partition_id)
+            whole = {name: _plain(whole[name][0]) for name in whole.keys()} | row  # noqa: SIM118
+            self._put(batch, {key: whole}, tags)
+        self._put(batch, rows, tags)
+        if gone := [key for key in keys if key not in there]:
+            tq.kv_clear(keys=gone, partition_id=batch.partition_id)
+        at = min(batch.keys.index(key) for key in keys)
+        before = [key for key in batch.keys[:at] if key not in keys]
+        after = [key for key in batch.keys[at:] if key not in keys]
+        names = list(batch.keys) if {*there} == {*keys} else [*before, *there, *after]
+        return dataclasses.replace(batch, keys=names, tags=[tags[key] for key in names])
+
+    def _put(self, batch: Any, rows: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
+        fields = list_of_dict_to_tensordict(list(rows.values()))
+        tq.kv_batch_put(
+            keys=list(rows), partition_id=batch.partition_id, fields=fields, tags=[tags[key] for key in rows]
+        )
+
+    def _rows(self, group: RolloutGroup, counts: list[int]) -> Iterator[dict[str, Tensor]]:
+        """The columns of each row of a stored group."""
+        rewards = [reward for reward, count in zip(group.rewards, counts, strict=True) for _ in range(count)]
+        spans = zip(group.prompts(), group.sampled_spans(), rewards, strict=True)
+        for k, (prompt_ids, span, reward) in enumerate(spans):
             prompt = torch.tensor(prompt_ids, dtype=torch.int64)
             response = torch.tensor(group.completion_ids[span], dtype=torch.int64)
             mask = torch.tensor(group.trained_mask[span], dtype=torch.int64)
             scores = torch.zeros(len(response))
             scores[-1] = float(reward)  # where verl has a reward for the whole response
-            rows.append(
-                {
-                    "prompts": prompt,
-                    "responses": response,
-                    "input_ids": torch.cat([prompt, response]),
-                    "position_ids": torch.arange(len(prompt) + len(response)),
-                    "response_mask": mask,
-                    "loss_mask": mask,
-                    "rollout_log_probs": torch.tensor(group.rollout_logprobs[span]),
-                    "rm_scores": scores,
-                }
-            )
-            batch.tags[batch.keys.index(key)] |= {
-                "prompt_len": len(prompt),
-                "response_len": len(response),
-                "seq_len": len(prompt) + len(response),
-                "min_global_steps": step,
-                "max_global_steps": step,
+            if "rm_scores" in group.extras:
+                scores = torch.tensor(row_of(group, "rm_scores", k))
+            dtypes = group.meta.get(_DTYPES, {})
+            yield {
+                "prompts": prompt,
+                "responses": response,
+                "input_ids": torch.cat([prompt, response]),
+                "position_ids": torch.arange(len(prompt) + len(response)),
+                "response_mask": mask,
+                "loss_mask": mask,
+                "rollout_log_probs": torch.tensor(group.rollout_logprobs[span]),
+                "rm_scores": scores,
+            } | {
+                name: torch.tensor(row_of(group, name, k), dtype=getattr(torch, dtypes[name])) for name in self._others
             }
-        tags = [batch.tags[batch.keys.index(key)] for key in keys]
-        tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=list_of_dict_to_tensordict(rows), tags=tags)
+
+
+def _place(key: str) -> tuple[str, int, int]:
+    """What orders the rows of a uid: session and index."""
+    uid, session, index = key.rsplit("_", 2)
+    return uid, int(session), int(index)
+
+
+def _columns_of_tokens(
+    columns: Mapping[str, Mapping[str, Any]], values: Mapping[str, Mapping[str, Any]]
+) -> dict[str, str]:
+    """The axes of those `columns` that have a row for each token.
+
+    verl says nothing of its columns, and agent loops add some. So a column counts as one of tokens if its rows are as
+    many as the tokens in every row of the batch. All others stay those of the place.
+    """
+    found = {}
+    for name, tensors in columns.items():
+        lengths = {key: len(tensor) for key, tensor in tensors.items()}
+        responses = {key: len(values["responses"][key]) for key in tensors}
+        if lengths == {key: count + len(values["prompts"][key]) for key, count in responses.items()}:
+            found[name] = _WHOLE
+        elif lengths == responses:
+            found[name] = _TOKEN
+    return found
+
+
+def _numpy(tensor: Tensor) -> npt.NDArray[Any]:
+    """The same numbers; float32 holds those of bfloat16 exactly."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
+
+
+def _narrow(rows: list[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+    """The same numbers as uint8 if they all fit, or as int32 if a group has no place for their dtype."""
+    if rows[0].dtype.kind not in "iu":
+        return rows
+    low = min((int(row.min()) for row in rows if row.size), default=0)
+    high = max((int(row.max()) for row in rows if row.size), default=0)
+    if low >= 0 and high <= 255:
+        return [row.astype(np.uint8) for row in rows]
+    return [row.astype(np.int32) if row.dtype == np.int16 else row for row in rows]
 
 
 def _filtering(sampler_kwargs: Any, alone: bool) -> dict[str, Any]:

@@ -66,7 +66,7 @@ function about() {
     h("dd", null, value instanceof Node ? value : visible(value).slice(0, 300))))),
     group?.extras.length > 0 && h("details", null, h("summary", null, plural(group.extras.length, "extra array")),
       h("dl", { class: "facts" }, group.extras.map((each) => h("div", null, h("dt", null, visible(each.name).slice(0, 60)),
-      h("dd", null, `${each.dtype} [${each.shape.join(", ")}]${each.axis === "group" ? "" : ` axis ${each.axis}:`} ${each.head.map((x) => number(x)).join(" ")}${each.shape.length && each.shape[0] > 8 ? " …" : ""}`))))));
+      h("dd", null, `${each.dtype} [${each.shape.join(", ")}], ${bytes(each.bytes)}${each.axis === "group" ? "" : ` axis ${each.axis}:`} ${each.head.map((x) => number(x)).join(" ")}${each.shape.length && each.shape[0] > 8 ? " …" : ""}`))))));
 }
 
 const damaged = () => h("section", { class: "card", "aria-label": "Payload" },

@@ -204,10 +204,12 @@ function policyCard({ versions, signals, policy, curves }) {
 }
 
 function permitsCard({ admission }) {
-  const { groups_per_step: step, max_staleness: stale, accepted, running, capacity, acquiring, expired } = admission;
+  const { groups_per_step: step, max_staleness: stale, accepted, running, capacity, acquiring, expired, building } = admission;
   return h("section", { class: "card permits", "aria-label": "Permits" },
     h("h2", null, "Permits", h("small", null, `${step} groups a step, at most ${stale} versions ahead`)),
-    facts([["available now", capacity], ["running", running], ["groups accepted", accepted], ["expired unused", expired, expired > 0]]),
+    facts([["available now", capacity], ["running", running],
+      ...(admission.building_table ? [["of these under construction", building]] : []), ["groups accepted", accepted],
+      ["expired unused", expired, expired > 0]]),
     acquiring.count > 0 && h("p", { class: `waiting ${waitTone(acquiring)}` },
       h("b", null, `${acquiring.count} ${acquiring.count === 1 ? "waits" : "wait"} for permits, for ${duration(acquiring.seconds)}: `),
       visible(acquiring.reason)));

@@ -4,6 +4,7 @@ import { ask, fill, h, number, percent, plural, promptParts, visible } from "./d
 
 const ORDERS = [["", "1", "last seen"], ["solved", "", "hardest"], ["solved", "1", "easiest"], ["change", "1", "most improved"],
   ["change", "", "most lost"], ["groups", "1", "most groups"], ["prompt", "", "name"]];
+const BY_PRIORITY = ["priority", "1", "highest priority"];
 const COLUMNS = 48;
 let search = "", order = ORDERS[0], limit = 100, data = null, problem = "", here = null, timer = null, asked = 0, versions = [];
 
@@ -31,28 +32,30 @@ async function load() {
 function draw() {
   if (!here) return;
   if (!data) return fill(here, h("p", { class: problem ? "failure" : "quiet" }, problem || "Asking …"));
-  const [first, last] = data.versions;
+  const [first, last] = data.versions, orders = data.tables.length ? [...ORDERS, BY_PRIORITY] : ORDERS;
   fill(here, h("div", { class: "prompts" }, h("h1", { class: "unseen" }, "Prompts"),
     h("div", { class: "bar" },
       h("label", null, "Prompt", h("input", { type: "search", value: search, placeholder: "name or text",
         oninput: (event) => ((search = event.target.value), clearTimeout(timer), (timer = setTimeout(load, 250))) })),
-      h("label", null, "Order", h("select", { onchange: (event) => ((order = ORDERS[+event.target.value]), load()) },
-        ORDERS.map((each, i) => h("option", { value: i, selected: each === order }, each[2])))),
+      h("label", null, "Order", h("select", { onchange: (event) => ((order = orders[+event.target.value]), load()) },
+        orders.map((each, i) => h("option", { value: i, selected: each === order }, each[2])))),
       h("span", { class: "count", role: "status" }, `${data.matching.toLocaleString("en")} of ${plural(data.total, "prompt")}`)),
     h("section", { class: "card", "aria-label": "All prompts" },
       h("div", { class: "sparks" }, sparkline(versions.map((each) => each.solved), { label: "solved", text: percent }),
       sparkline(versions.map((each) => each.no_variance), { label: "without variance", text: percent }),
       sparkline(versions.map((each) => each.groups), { label: "groups read" })),
+      data.tables.map((table) => h("p", null, h("b", null, table.name), " ", table.loaded ? `${table.loaded} loaded, ` : "", `${table.waiting.toLocaleString("en")} there now`)),
       h("p", { class: "quiet" }, `Solved: a reward above ${number(data.solved_above)}. Groups that left before the page read them are missing here, most often those without variance. fresh/reward_mean in Training counts them all.`)),
     h("div", { class: "strips", role: "table", "aria-label": "Prompts" },
       h("div", { class: "strip head", role: "row" }, ["prompt", "solved", "change", "groups",
         `versions ${first} to ${last}`].map((name) => h("span", { role: "columnheader" }, name))),
       data.rows.map((row) => h("div", { class: "strip", role: "row" },
         h("span", { role: "cell" }, promptParts(row.prompt, row.text)),
-        h("span", { role: "cell" }, percent(row.solved)), h("span",
+        h("span", { role: "cell" }, row.groups ? percent(row.solved) : "–"), h("span",
           { role: "cell", class: row.change > 0.02 ? "plus" : row.change < -0.02 ? "minus" : "" },
           row.versions.length < 2 ? "–" : `${row.change > 0 ? "+" : ""}${(100 * row.change).toFixed(0)}`),
-        h("span", { role: "cell" }, row.groups), h("span", { role: "cell", class: "heat" },
+        h("span", { role: "cell", title: row.held ? `priority ${number(row.held.priority)}, drawn ${row.held.drawn} times` : "" },
+          row.held?.drawn ? `${row.groups} of ${row.held.drawn}` : row.groups), h("span", { role: "cell", class: "heat" },
           h("span", { role: "img", "aria-label": `Solve rate by version: ${row.versions.map(([version, rate]) => `${version}: ${percent(rate)}`).slice(-12).join(", ")}` }, heat(row.versions, first, last)))))),
     data.rows.length < data.matching && h("button", { type: "button", class: "more", onclick: () => ((limit += 200), load()) },
       "Show more")));

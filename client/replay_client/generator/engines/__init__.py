@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy.typing as npt
 
+from replay_client.columns.kept import truncates
 from replay_client.errors import ReplayError
 from replay_client.settings import bounded, check_fields, suggests_names
 
 LOGPROBS_MODE = "processed_logprobs"
-"""`Completion.logprobs` are of the distribution that tokens are drawn from, after temperature, top_k and top_p."""
+"""`Completion.logprobs` are of the distribution that tokens are drawn from: after temperature, min_p, top_k, top_p."""
 
 
 class EngineError(ReplayError):
@@ -24,9 +25,9 @@ class EngineError(ReplayError):
 class SamplingConfig:
     """How completions are drawn.
 
-    The trainer computes log-probabilities again, with its logits divided by the same temperature. It does not apply
-    `top_p` and `top_k`, which make the engine's log-probabilities conditional on the kept tokens. Leave both off,
-    unless the correction knows about them.
+    The trainer computes log-probabilities again, with its logits divided by the same temperature. `top_p`, `top_k` and
+    `min_p` make those of the engine conditional on the kept tokens. So the engine says which were kept
+    (`sampling_masks`), and the trainer divides by their probability too.
     """
 
     temperature: float = bounded(1.0, above=0, most=2)
@@ -35,6 +36,12 @@ class SamplingConfig:
     """Keeps the smallest set of most likely tokens whose probabilities reach this sum; 1: all."""
     top_k: int = bounded(0, least=0)
     """Keeps this many of the most likely tokens; 0: all."""
+    min_p: float = bounded(0.0, least=0, most=1)
+    """Keeps tokens at least this many times as likely as the most likely one, before top_k and top_p; 0: all."""
+    sampling_masks: int = bounded(512, least=0)
+    """With top_p, top_k or min_p, store the tokens that these kept, 4 bytes each, up to this many a token; 0: none.
+
+    A larger set is left out and counted: the trainer takes all tokens there."""
     max_tokens: int = bounded(256, least=1)
     """Longest completion, in tokens; one that reaches it ends with finish reason "length"."""
     seed: int | None = None
@@ -43,9 +50,18 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    @property
+    def most_kept(self) -> int:
+        """The largest set that is stored for a token; 0: none, because none is wanted or every token is kept."""
+        return self.sampling_masks if truncates(vars(self)) else 0
+
     def describe(self) -> dict[str, Any]:
-        """The fields as a group stores them, with `logprobs_mode`."""
-        return {**asdict(self), "logprobs_mode": LOGPROBS_MODE}
+        """The fields as a group stores them, with `logprobs_mode`. What was kept is in the group itself."""
+        fields = asdict(self)
+        del fields["sampling_masks"]
+        if not self.min_p:  # as without it: groups stay as small as they are
+            del fields["min_p"]
+        return {**fields, "logprobs_mode": LOGPROBS_MODE}
 
 
 @dataclass(frozen=True)
@@ -66,8 +82,15 @@ class Completion:
     """(T,) False for tokens that the policy did not write, for an engine that plays turns of its own: no trainer trains
     on them. None: it wrote all of them."""
     extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """Arrays with a row for each token (T, ...), such as log-probabilities of other tokens. The group has them as
-    `extras` with the axis "token", and 0 for tokens whose completion has none."""
+    """Arrays of the completion, such as log-probabilities of other tokens, by their names in the `extras` of the group.
+    Tokens whose completion has none get 0, or an empty set."""
+    axes: Mapping[str, str] = field(default_factory=dict)
+    """What their rows belong to, as in RolloutGroup. "token", also for names that are absent here: T rows.
+    "ragged:token": a set for each of the T tokens, with T + 1 offsets. "whole": a row for each token that the engine
+    has read, in order, from the first of the prompt on."""
+
+
+OnFinished = Callable[[int, Completion], None]
 
 
 class Engine(Protocol):
@@ -86,8 +109,14 @@ class Engine(Protocol):
         """The folder of the weights that the engine started with, or their name on the hub; None: unknown."""
         ...
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
-        """Draw `n` completions of a prompt of fewer than `max_length` tokens."""
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
+    ) -> list[Completion]:
+        """Draw `n` completions of a prompt of fewer than `max_length` tokens.
+
+        `finished` is called on the event loop with the number of a completion, from 0 to n - 1, and the completion, as
+        soon as it has ended: others may still be drawn. An engine that cannot tell earlier need not call it.
+        """
         ...
 
     async def load_weights(self, path: str, version: int) -> None:
@@ -111,4 +140,4 @@ class Engine(Protocol):
         ...
 
 
-__all__ = ["LOGPROBS_MODE", "Completion", "Engine", "EngineError", "SamplingConfig"]
+__all__ = ["LOGPROBS_MODE", "Completion", "Engine", "EngineError", "OnFinished", "SamplingConfig"]

@@ -32,6 +32,10 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
+    """For each token, the tokens that it was drawn from; empty: too many. No sets if the request wants none."""
+    routed: list[torch.Tensor] = field(default_factory=list)
+    """The experts (tokens, layers, K) of all tokens that the model has read, piece by piece; empty if nobody asks."""
     finish_reason: str | None = None
 
 
@@ -45,10 +49,6 @@ class Request:
     cancelled: bool = False
     """If set, the rows leave before the next token. Any thread may set it."""
     rows: list[Row] = field(default_factory=list)
-
-    @property
-    def done(self) -> bool:
-        return bool(self.rows) and all(row.finish_reason for row in self.rows)
 
 
 @dataclass
@@ -67,11 +67,24 @@ class ContinuousBatch:
     Its methods raise the errors of the model. Then the requests under way are lost.
     """
 
-    def __init__(self, model: Any, *, end_ids: Sequence[int], max_length: int, max_rows: int, seed: int | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        end_ids: Sequence[int],
+        max_length: int,
+        max_rows: int,
+        seed: int | None,
+        routing: bool = False,
+    ) -> None:
         """`end_ids`: tokens that end a completion. `max_length`: the most tokens of a prompt with a completion.
-        `max_rows`: the most completions at a time; a larger request runs alone. `seed` None draws a new seed."""
+        `max_rows`: the most completions at a time; a larger request runs alone. `seed` None draws a new seed.
+        `routing`: note the experts of each token."""
         import torch
 
+        self._routing = routing
+        self._routed: list[torch.Tensor] = []  # of the last forward pass, layer by layer
+        self._hooks: list[Any] = []
         self._max_length = max_length
         self._max_rows = max_rows
         self._end_ids = frozenset(end_ids)
@@ -98,6 +111,10 @@ class ContinuousBatch:
         self._model = model
         self._version = version
         self._accepts = set(inspect.signature(model.forward).parameters)
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self._routing:
+            self._hooks += [router.register_forward_hook(self._note_experts) for router in routers_of(model)]
         self._interrupted += [row for cohort in self._cohorts for row in cohort.rows]
         self._cohorts = []
 
@@ -106,8 +123,8 @@ class ContinuousBatch:
         self._waiting.clear()
         self._interrupted, self._cohorts = [], []
 
-    def step(self) -> list[Request]:
-        """Draw one token for every row. Returns the requests that are complete now."""
+    def step(self) -> list[Row]:
+        """Draw one token for every row. Returns the rows that have ended with it."""
         import torch
 
         with torch.inference_mode():
@@ -122,7 +139,7 @@ class ContinuousBatch:
                 ended += [row for row in cohort.rows if row.finish_reason]
                 self._select(cohort, [index for index, row in enumerate(cohort.rows) if not row.finish_reason])
             self._cohorts = _merged([cohort for cohort in self._cohorts if cohort.rows])
-        return [request for request in dict.fromkeys(row.request for row in ended) if request.done]
+        return ended
 
     def _drop_cancelled(self) -> None:
         self._waiting = deque(request for request in self._waiting if not request.cancelled)
@@ -160,7 +177,10 @@ class ContinuousBatch:
         for index, (ids, _) in enumerate(sequences):
             ids_BL[index, longest - len(ids) :] = torch.tensor(ids, device=device)
             mask_BL[index, longest - len(ids) :] = 1
-        logits_BV, cache = self._forward(ids_BL, mask_BL, None)
+        logits_BV, cache, routed_BL = self._forward(ids_BL, mask_BL, None)
+        for index, (ids, rows) in enumerate(sequences):
+            for row in rows:
+                row.routed = [] if routed_BL is None else [routed_BL[index, longest - len(ids) :]]
         source = torch.tensor(
             [index for index, (_, rows) in enumerate(sequences) for _ in rows], dtype=torch.long, device=device
         )
@@ -175,17 +195,34 @@ class ContinuousBatch:
 
         ids_R1 = torch.tensor([[row.token_ids[-1]] for row in cohort.rows], device=self._model.device)
         cohort.mask_RL = torch.cat([cohort.mask_RL, torch.ones_like(ids_R1)], dim=1)
-        logits_RV, cohort.cache = self._forward(ids_R1, cohort.mask_RL, cohort.cache)
+        logits_RV, cohort.cache, routed_R1 = self._forward(ids_R1, cohort.mask_RL, cohort.cache)
+        if routed_R1 is not None:
+            for row, routed in zip(cohort.rows, routed_R1, strict=True):
+                row.routed.append(routed)
         return logits_RV
 
-    def _forward(self, ids: torch.Tensor, mask: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-        """Logits (rows, vocabulary), float32, after the last token, and the cache with `ids` in it."""
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, cache: Any
+    ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
+        """Logits (rows, vocabulary), float32, after the last token, and the cache with `ids` in it. With `routing`, the
+        experts (rows, tokens, layers, K), uint8, of each of `ids`."""
+        import torch
+
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
         optional = {"position_ids": positions, "logits_to_keep": 1}
         inputs |= {name: value for name, value in optional.items() if name in self._accepts}
+        self._routed.clear()
         output = self._model(**inputs)
-        return output.logits[:, -1].float(), output.past_key_values
+        routed = None
+        if self._routing:
+            routed = torch.stack(self._routed, dim=1).view(*ids.shape, len(self._routed), -1).cpu()
+        return output.logits[:, -1].float(), output.past_key_values, routed
+
+    def _note_experts(self, _router: Any, _inputs: Any, chosen: tuple[torch.Tensor, ...]) -> None:
+        import torch
+
+        self._routed.append(chosen[2].to(torch.uint8))
 
     def _draw(self, cohort: _Cohort, logits_RV: torch.Tensor) -> None:
         """Give each row its next token."""
@@ -198,12 +235,14 @@ class ContinuousBatch:
             torch.tensor([sampling.temperature for sampling in samplings], device=device),
             torch.tensor([sampling.top_p for sampling in samplings], device=device),
             torch.tensor([sampling.top_k for sampling in samplings], device=device),
+            torch.tensor([sampling.min_p for sampling in samplings], device=device),
         )
         uniforms_R = torch.tensor(
             [row.uniforms[len(row.token_ids)] for row in cohort.rows], dtype=torch.float64, device=device
         )
         tokens_R = _choose(logprobs_RV, uniforms_R)
         chosen_R = logprobs_RV.gather(-1, tokens_R[:, None])[:, 0]
+        _note_kept(cohort.rows, logprobs_RV)
         for row, token, logprob in zip(cohort.rows, tokens_R.tolist(), chosen_R.tolist(), strict=True):
             row.token_ids.append(token)
             row.logprobs.append(logprob)
@@ -260,15 +299,23 @@ def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
 
 
 def processed_logprobs(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, top_p_R: torch.Tensor, top_k_R: torch.Tensor
+    logits_RV: torch.Tensor,
+    temperature_R: torch.Tensor,
+    top_p_R: torch.Tensor,
+    top_k_R: torch.Tensor,
+    min_p_R: torch.Tensor,
 ) -> torch.Tensor:
     """Log-probabilities (R, V) of the distribution that tokens are drawn from; -inf for tokens left out.
 
-    The order is vLLM's: divide logits by the temperature; keep the `top_k` largest (0: all) and ties with the last of
-    them; keep the smallest set of most likely tokens whose probabilities reach `top_p`, at least one.
+    The order is vLLM's: divide logits by the temperature; keep the tokens whose probability is at least `min_p` times
+    the highest one; of these keep the `top_k` largest (0: all) and ties with the last of them; of these keep the
+    smallest set of most likely tokens whose probabilities reach `top_p`, at least one.
     """
     logits = logits_RV / temperature_R[:, None]
     vocabulary = logits.shape[-1]
+    if bool((min_p_R > 0).any()):
+        least_R1 = logits.amax(-1, keepdim=True) + min_p_R.log()[:, None]  # -inf for 0, which all logits reach
+        logits = logits.masked_fill(logits < least_R1, float("-inf"))
     if bool((top_k_R > 0).any()) or bool((top_p_R < 1).any()):
         largest, order = logits.sort(dim=-1, descending=True)
         k = top_k_R.where(top_k_R > 0, vocabulary).clamp_max(vocabulary).long()
@@ -279,6 +326,23 @@ def processed_logprobs(
         outside[:, 0] = False
         logits = logits.scatter(-1, order, largest.masked_fill(outside, float("-inf")))
     return logits.log_softmax(-1)
+
+
+def routers_of(model: Any) -> list[Any]:
+    """The routers of a mixture of experts, layer by layer, which return logits, weights and experts."""
+    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+
+
+def _note_kept(rows: list[Row], logprobs_RV: torch.Tensor) -> None:
+    """Gives each row that wants it the set that its next token is drawn from, unless that has too many tokens."""
+    wanting = [index for index, row in enumerate(rows) if row.request.sampling.most_kept]
+    if not wanting:
+        return
+    kept_WV = logprobs_RV[wanting].isfinite()
+    counts: list[int] = kept_WV.sum(-1).tolist()
+    for index, count, kept_V in zip(wanting, counts, kept_WV, strict=True):
+        small = count <= rows[index].request.sampling.most_kept
+        rows[index].kept.append(kept_V.nonzero()[:, 0].tolist() if small else [])
 
 
 def _choose(logprobs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:

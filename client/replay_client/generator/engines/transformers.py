@@ -8,18 +8,34 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from replay_client.generator.engines import Completion, EngineError, SamplingConfig
-from replay_client.generator.engines.continuous_batch import ContinuousBatch, Request
+from replay_client.columns.kept import kept_fields
+from replay_client.generator.engines import Completion, EngineError, OnFinished, SamplingConfig
+from replay_client.generator.engines.continuous_batch import ContinuousBatch, Request, Row, routers_of
 from replay_client.generator.weights import check_base, holds_adapter, read_adapter
 
 _T = TypeVar("_T")
 
+ROUTED = "routed_experts"
+"""The name of the column of experts."""
+_MOST_EXPERTS = 256
+"""That one byte can tell apart."""
+
 
 _Order = tuple[Callable[[], Any], asyncio.Future[Any]]
 """Work to do between two tokens, and its result."""
+
+
+@dataclass
+class _Asked:
+    """A call of `generate` that is under way: where its answer goes, and the completions that have ended."""
+
+    result: asyncio.Future[list[Completion]]
+    finished: OnFinished | None
+    ended: dict[int, Completion] = field(default_factory=dict)
 
 
 class TransformersEngine:
@@ -38,11 +54,15 @@ class TransformersEngine:
         max_length: int | None = None,
         max_concurrent_completions: int = 256,
         seed: int | None = None,
+        routing: bool = False,
     ) -> None:
         """Load `model`, a folder in Hugging Face's format or a name on its hub.
 
         `device` "auto" is the first GPU, if there is one. `dtype` "auto" is float32 on the CPU, and the model's own
-        dtype on a GPU. `max_length` defaults to the model's. `seed` None draws a new seed.
+        dtype on a GPU. `max_length` defaults to the model's. `seed` None draws a new seed. `routing`: completions of a
+        mixture of up to 256 experts have the experts of each token that was read, as `extras["routed_experts"]`
+        (P + T - 1, layers, K), uint8, with the axis "whole". After new weights they are those of the newest.
+        Raises ValueError if the model has no such routers.
         """
         import torch
         from transformers import AutoTokenizer
@@ -62,28 +82,37 @@ class TransformersEngine:
         self.max_length: int = max_length or getattr(
             text_config, "max_position_embeddings", self.tokenizer.model_max_length
         )
+        experts = getattr(text_config, "num_experts", 0)
+        if routing and not (0 < experts <= _MOST_EXPERTS and routers_of(self._model)):
+            raise ValueError(
+                f"routing=true is for a mixture of up to {_MOST_EXPERTS} experts, such as Qwen3-MoE, whose layers "
+                f"have a TopKRouter: {self.model} has {experts} experts in {len(routers_of(self._model))} such layers"
+            )
         self._batch = ContinuousBatch(
             self._model,
+            routing=routing,
             end_ids=_end_ids(self._model, self.tokenizer),
             max_length=self.max_length,
             max_rows=max_concurrent_completions,
             seed=seed,
         )
-        self._futures: dict[Request, asyncio.Future[list[Completion]]] = {}  # used only by the thread while it runs
+        self._calls: dict[Request, _Asked] = {}  # used only by the thread while it runs
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
+    ) -> list[Completion]:
         request = Request([int(token) for token in prompt_ids], sampling, n)
-        completions: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        call = _Asked(asyncio.get_running_loop().create_future(), finished)
 
         def add() -> None:
-            self._futures[request] = completions
+            self._calls[request] = call
             self._batch.add(request)
 
         await self._between_tokens(add)
         try:
-            return await completions
+            return await call.result
         finally:
             request.cancelled = True
 
@@ -142,9 +171,8 @@ class TransformersEngine:
                 except Exception as error:
                     _answer(result, error=error)
             try:
-                for request in self._batch.step():
-                    _answer(self._futures[request], self._completions(request))
-                    request.cancelled = True
+                for row in self._batch.step():
+                    self._end(row)
             except Exception as error:
                 self._batch.clear()
                 failure = EngineError(
@@ -152,22 +180,28 @@ class TransformersEngine:
                     "start the generator again. If memory was short, with a smaller max_concurrent_completions or "
                     "max_length (--engine-arg)"
                 )
-                for future in self._futures.values():
-                    _answer(future, error=failure)
-                self._futures.clear()
-            self._futures = {request: future for request, future in self._futures.items() if not request.cancelled}
+                for call in self._calls.values():
+                    _answer(call.result, error=failure)
+                self._calls.clear()
+            self._calls = {request: call for request, call in self._calls.items() if not request.cancelled}
 
-    def _completions(self, request: Request) -> list[Completion]:
-        return [
-            Completion(
-                row.token_ids,
-                row.logprobs,
-                self.tokenizer.decode(row.token_ids, skip_special_tokens=True),
-                row.finish_reason or "unknown",
-                row.policy_versions,
-            )
-            for row in request.rows
-        ]
+    def _end(self, row: Row) -> None:
+        """Tells the caller of a row that it has ended, and answers with all rows after the last one."""
+        request, call = row.request, self._calls[row.request]
+        number = request.rows.index(row)
+        call.ended[number] = completion = Completion(
+            row.token_ids,
+            row.logprobs,
+            self.tokenizer.decode(row.token_ids, skip_special_tokens=True),
+            row.finish_reason or "unknown",
+            row.policy_versions,
+            **_columns_of(row),
+        )
+        if call.finished is not None:
+            _later(call.result, call.finished, number, completion)
+        if len(call.ended) == request.n:
+            _answer(call.result, [call.ended[number] for number in range(request.n)])
+            request.cancelled = True
 
     def _load(self, path: str) -> Any:
         from transformers import AutoModelForCausalLM
@@ -215,6 +249,18 @@ class TransformersEngine:
         return scores
 
 
+def _columns_of(row: Row) -> dict[str, Any]:
+    """The fields `extras` and `axes` of the completion, as far as it has any."""
+    columns = kept_fields(row.kept)
+    if row.routed:
+        import torch
+
+        extras, axes = columns.get("extras", {}), columns.get("axes", {})
+        columns["extras"] = extras | {ROUTED: torch.cat(row.routed).numpy()}
+        columns["axes"] = axes | {ROUTED: "whole"}
+    return columns
+
+
 def _answer(future: asyncio.Future[Any], value: Any = None, error: Exception | None = None) -> None:
     """Complete a future from the engine's thread, unless its caller no longer waits."""
 
@@ -222,8 +268,13 @@ def _answer(future: asyncio.Future[Any], value: Any = None, error: Exception | N
         if not future.done():
             future.set_result(value) if error is None else future.set_exception(error)
 
+    _later(future, complete)
+
+
+def _later(future: asyncio.Future[Any], call: Callable[..., None], *arguments: Any) -> None:
+    """Make a call on the event loop of a future."""
     with suppress(RuntimeError):  # the loop has been closed
-        future.get_loop().call_soon_threadsafe(complete)
+        future.get_loop().call_soon_threadsafe(call, *arguments)
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:

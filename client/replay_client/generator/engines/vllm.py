@@ -18,12 +18,13 @@ import signal
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from replay_client.generator.engines import LOGPROBS_MODE, Completion, EngineError, SamplingConfig
+from replay_client.columns.kept import kept_among, kept_fields, most_logprobs
+from replay_client.generator.engines import LOGPROBS_MODE, Completion, EngineError, OnFinished, SamplingConfig
 from replay_client.generator.weights import check_base, holds_adapter
 
 _CPU_ARGS = {
@@ -76,7 +77,9 @@ class VLLMEngine:
         `dtype` "auto" is float32 without a GPU, and the model's own dtype on one. `max_length` defaults to the model's.
         `seed` None draws a new seed, so several engines, or one that starts again, do not write the same completions.
         `engine_args` go to vLLM's `AsyncEngineArgs` unchanged, and win over the settings that are chosen here. With
-        `enable_lora=True` the engine takes LoRA adapters, up to the rank `max_lora_rank`.
+        `enable_lora=True` the engine takes LoRA adapters, up to the rank `max_lora_rank`. With
+        `return_sampling_mask=True`, on a GPU, vLLM itself tells which tokens it kept; requests then need a top_k.
+        Without it, the sets are read from the log-probabilities of the most likely tokens, which costs more time.
         """
         self.model: str = os.fspath(model)
         check_base(self.model)
@@ -96,6 +99,7 @@ class VLLMEngine:
             "max_num_seqs": max_concurrent_completions,
             "seed": random.SystemRandom().getrandbits(31) if seed is None else seed,
             "logprobs_mode": LOGPROBS_MODE,
+            "max_logprobs": SamplingConfig.sampling_masks + 1,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "worker_extension_cls": "replay_client.generator.engines.vllm_process.FollowOwner",
@@ -113,22 +117,45 @@ class VLLMEngine:
         self._takes_adapters = bool(engine_args.get("enable_lora"))
         self._adapter: Any = None  # the LoRARequest of the requests from now on
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
-        self.max_length: int = self._llm.model_config.max_model_len
+        config = self._llm.model_config
+        self.max_length: int = config.max_model_len
+        self._tells_kept = bool(getattr(config, "return_sampling_mask", False))
+        # vLLM dies of a request for more of them than there are tokens.
+        self._most_logprobs = most_logprobs(config.max_logprobs, config.get_vocab_size())
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
-        output = await self._request(
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
+    ) -> list[Completion]:
+        # One more than a set may have: if that is kept too, the set is larger.
+        width = 0 if self._tells_kept or not sampling.most_kept else min(sampling.most_kept + 1, self._most_logprobs)
+        completions: dict[int, Completion] = {}
+        request = self._request(
             prompt_ids,
+            each_on_its_own=finished is not None,
             n=n,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k or -1,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
-            logprobs=0,  # of the chosen token only
+            logprobs=width,  # beside the chosen token
         )
-        return [self._completion(item) for item in sorted(output.outputs, key=lambda item: item.index)]
+        whole: Any = None
+        async with aclosing(request) as outputs:
+            async for output in outputs:
+                if whole is None:
+                    whole = output
+                else:
+                    whole.add(output, aggregate=True)
+                for item in whole.outputs:
+                    if item.finish_reason is not None and item.index not in completions:
+                        completions[item.index] = self._completion(item, width, sampling.most_kept)
+                        if finished is not None:
+                            finished(item.index, completions[item.index])
+        return [completions[index] for index in range(n)]
 
-    def _completion(self, output: Any) -> Completion:
+    def _completion(self, output: Any, width: int, most_kept: int) -> Completion:
         token_ids = list(output.token_ids)
         logprobs = [
             step[token].logprob if token in step else math.nan
@@ -137,7 +164,8 @@ class VLLMEngine:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         spans = output.weight_versions or ()
         versions = [_version(span.version) for span in spans for _ in range(span.start, span.end)]
-        return Completion(token_ids, logprobs, text, output.finish_reason or "unknown", versions)
+        kept = kept_fields(sets_of(output, width, most_kept))
+        return Completion(token_ids, logprobs, text, output.finish_reason or "unknown", versions, **kept)
 
     async def load_weights(self, path: str, version: int) -> None:
         is_adapter = holds_adapter(path)
@@ -182,7 +210,10 @@ class VLLMEngine:
         self._adapter = LoRARequest("policy", 1, path)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        output = await self._request(token_ids, max_tokens=1, temperature=1.0, prompt_logprobs=0)
+        # With return_sampling_mask vLLM takes no request without top_k; it does not change those of the prompt.
+        top_k = 1 if self._tells_kept else -1
+        request = self._request(token_ids, max_tokens=1, temperature=1.0, top_k=top_k, prompt_logprobs=0)
+        (output,) = [output async for output in request]
         return [
             step[token].logprob if step and token in step else math.nan
             for token, step in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
@@ -195,12 +226,17 @@ class VLLMEngine:
         # In a thread, because it waits some seconds for the engine's process.
         await asyncio.to_thread(self._finalizer)
 
-    async def _request(self, prompt_ids: Sequence[int], **sampling: Any) -> Any:
+    async def _request(
+        self, prompt_ids: Sequence[int], *, each_on_its_own: bool = False, **sampling: Any
+    ) -> AsyncGenerator[Any]:
+        """vLLM's outputs: all completions in one, or each in two: its first token, and as it ends the others."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         # Text is decoded once at the end, from whole completions, which is cheaper than token by token.
         params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
+        if each_on_its_own:
+            params.output_kind, params.stream_interval = RequestOutputKind.DELTA, self.max_length
         prompt = {"prompt_token_ids": [int(token) for token in prompt_ids]}
         await self._whole.wait()
         self._running += 1
@@ -209,12 +245,23 @@ class VLLMEngine:
         try:
             with _a_death_in_one_sentence():
                 async for output in self._llm.generate(prompt, params, request_id, lora_request=self._adapter):
-                    final = output
+                    yield output
         finally:
             self._running -= 1
             if not self._running:
                 self._idle.set()
-        return final
+
+
+def sets_of(output: Any, width: int, most_kept: int) -> list[list[int]]:
+    """What was kept for each token of vLLM's CompletionOutput, up to `most_kept` tokens; larger sets are empty.
+
+    `width`: of the most likely tokens, how many log-probabilities were asked for. 0: vLLM itself tells the sets.
+    """
+    if not most_kept:
+        return []
+    if width:
+        return [kept_among({token: each.logprob for token, each in step.items()}, width) for step in output.logprobs]
+    return [list(ids) if len(ids) <= most_kept else [] for ids in output.sampling_mask.token_ids]
 
 
 def _died(error: BaseException) -> bool:

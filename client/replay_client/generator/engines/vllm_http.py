@@ -114,6 +114,8 @@ class VLLMServer:
         self.model = ""
         """The name under which the server serves its model."""
         self.max_length = 0
+        self.max_logprobs = 0
+        """The most log-probabilities of a token that a request may ask for; -1: any number."""
         self.running = 0
         """Requests under way."""
         self.usable = True
@@ -211,6 +213,7 @@ class VLLMServer:
         try:
             config = (await self.call("GET", "/server_info", config_format="json"))["vllm_config"]
             mode = config["model_config"]["logprobs_mode"]
+            self.max_logprobs = config["model_config"].get("max_logprobs", 0)
             served = (await self.call("GET", "/v1/models"))["data"]
         except (KeyError, TypeError) as error:
             raise VLLMServerError(

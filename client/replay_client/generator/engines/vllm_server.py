@@ -16,10 +16,12 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from replay_client.columns.kept import kept_among, kept_fields, most_logprobs
 from replay_client.errors import ReplayError
-from replay_client.generator.engines import Completion, SamplingConfig
+from replay_client.generator.engines import Completion, OnFinished, SamplingConfig
 from replay_client.generator.engines.vllm_http import (
     FIRST,
     Timeouts,
@@ -106,17 +108,30 @@ class VLLMServerEngine:
         finally:
             await self._close_connections()  # they belong to this loop
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
+    ) -> list[Completion]:
+        if finished is not None:
+            return await self._generate_each(prompt_ids, sampling, n, finished)
+        # One more than a set may have: if that is kept too, the set is larger.
+        limit = min(most_logprobs(server.max_logprobs, len(self.tokenizer)) for server in self._servers)
+        width = min(sampling.most_kept + 1, limit) if sampling.most_kept else 0
         body = {
             "prompt": [int(token) for token in prompt_ids],
             "n": n,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            # A server takes what is left out from the model's generation_config, and the trainer knows of none.
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "max_tokens": sampling.max_tokens,
             # Never left out: data-parallel engines without a seed draw the same completions.
             "seed": self._seeds.getrandbits(31) if sampling.seed is None else sampling.seed,
-            "logprobs": 0,  # of the chosen token only
+            "logprobs": width,  # beside the chosen token
+            **({"return_tokens_as_token_ids": True} if width else {}),
             "return_token_ids": True,
             "return_weight_versions": True,  # vLLM from 0.33 on
         }
@@ -132,6 +147,24 @@ class VLLMServerEngine:
                 server.running -= 1
         raise last
 
+    async def _generate_each(
+        self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished
+    ) -> list[Completion]:
+        """Asks for each completion on its own: a server answers when all of a request have ended."""
+
+        async def one(number: int) -> Completion:
+            seed = None if sampling.seed is None else sampling.seed + number
+            (completion,) = await self.generate(prompt_ids, replace(sampling, seed=seed), 1)
+            finished(number, completion)
+            return completion
+
+        tasks = [asyncio.create_task(one(number)) for number in range(n)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
     async def _complete(self, server: VLLMServer, body: dict[str, Any]) -> list[Completion]:
         before = await server.label()
         choices = (await server.call("POST", "/v1/completions", {"model": server.model, **body}))["choices"]
@@ -140,7 +173,10 @@ class VLLMServerEngine:
             raise VLLMServerGoneError(f"{server.url} was started again, and has its first weights")
         if any(choice["finish_reason"] == "abort" for choice in choices):
             raise VLLMServerGoneError(f"{server.url} aborted a completion")
-        return [completion_of(choice, before, after) for choice in sorted(choices, key=lambda choice: choice["index"])]
+        return [
+            completion_of(choice, before, after, body["logprobs"])
+            for choice in sorted(choices, key=lambda choice: choice["index"])
+        ]
 
     async def load_weights(self, path: str, version: int) -> None:
         self._weights = Weights.of(path, version)
@@ -274,9 +310,9 @@ class VLLMServerEngine:
         logger.warning("%s is used again, after %.0f s", server.url, time.monotonic() - since)
 
 
-def completion_of(choice: dict[str, Any], before: str, after: str) -> Completion:
+def completion_of(choice: dict[str, Any], before: str, after: str, width: int = 0) -> Completion:
     """`before`, `after`: labels around the request. They give the first and the last token's version where the server
-    does not give each token's."""
+    does not give each token's. `width`: of the most likely tokens, how many log-probabilities were asked for."""
     tokens = choice["token_ids"]
     logprobs = [math.nan if each is None else each for each in choice["logprobs"]["token_logprobs"]]
     if spans := choice.get("weight_versions"):
@@ -284,4 +320,16 @@ def completion_of(choice: dict[str, Any], before: str, after: str) -> Completion
     else:
         versions = [version_of(before)] * len(tokens)
         versions[-1:] = [version_of(after)] * bool(tokens)
-    return Completion(tokens, logprobs, choice["text"], choice["finish_reason"] or "unknown", versions)
+    sets: list[list[int]] = []
+    if width:
+        # {"token_id:17": -0.3}
+        by_token = [{int(name.rpartition(":")[2]): each for name, each in step.items()} for step in _tops(choice)]
+        sets = [kept_among(step, width) for step in by_token]
+    return Completion(
+        tokens, logprobs, choice["text"], choice["finish_reason"] or "unknown", versions, **kept_fields(sets)
+    )
+
+
+def _tops(choice: dict[str, Any]) -> list[dict[str, float]]:
+    """For each token, the most likely ones."""
+    return [step or {} for step in choice["logprobs"]["top_logprobs"]]

@@ -19,6 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
+from replay_client.columns.kept import TRUNCATING
 from replay_client.generator.engines import Completion, SamplingConfig
 from replay_client.generator.rollouts import RolloutError, RolloutPolicy, Task
 
@@ -45,7 +46,7 @@ class Seat:
 
     async def ask(self, token_ids: list[int], params: dict[str, Any]) -> Completion:
         """Draws a completion with what `params` say of sampling, and remembers it."""
-        known = ("temperature", "top_p", "top_k", "max_tokens")
+        known = ("temperature", *TRUNCATING, "max_tokens")
         given = {name: params[name] for name in known if params.get(name) is not None}
         sampling = replace(self.task.sampling, **given)
         completion = await self.policy.generate(token_ids, sampling)
@@ -64,7 +65,7 @@ class Seat:
             )
         waiting.remove(found)
         completion, sampling = found
-        for name in ("temperature", "top_p", "top_k"):
+        for name in ("temperature", *TRUNCATING):
             if getattr(sampling, name) != (wanted := getattr(self.task.sampling, name)):
                 raise RolloutError(
                     f"the environment drew with {name} {getattr(sampling, name)}, and the trainer assumes that of the "

@@ -68,7 +68,7 @@ class RecordedEngine(TransformersEngine):
         super().__init__(model, seed=0)
         self.drawn: list[tuple[list[int], Completion]] = []
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, *_: Any) -> list[Completion]:
         if self.fails_after is not None and len(self.drawn) >= self.fails_after:
             raise EngineError("the engine is gone")
         completions = await super().generate(prompt_ids, sampling, n)
@@ -222,7 +222,9 @@ async def test_a_rollout_that_takes_too_long_ends_and_so_does_its_request(model:
     class Stuck(RecordedEngine):
         under_way = 0
 
-        async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> list[Completion]:
+        async def generate(
+            self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, *_: Any
+        ) -> list[Completion]:
             self.under_way += 1
             try:
                 await asyncio.Event().wait()

@@ -1,12 +1,10 @@
-"""slime's rollout function, with slime's own types if REPLAY_SLIME names its source, else with a stand-in for them."""
+"""slime's rollout function, with slime's own types."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import logging
-import os
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -17,47 +15,20 @@ import pytest
 from replay_client import ReplayClient
 from replay_server import ReplayServer
 from tests.factories import make_group, server_process
-from tests.trainer.integrations import slime_types
+from tests.trainer.integrations.conformance import sample_factories
+from tests.trainer.integrations.conformance.sources import missing
 
-if source := os.environ.get("REPLAY_SLIME"):
-    sys.path.insert(0, source)
-else:
-    slime_types.install()
+if why := missing("slime"):
+    pytest.skip(why, allow_module_level=True)
 
+from slime.observability.rollout_data_utils import validate_rollout_id_annotated
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.types import Sample
 
 from replay_trainer.integrations import slime
 from replay_trainer.integrations.slime import generate_rollout
 
-
-def make_samples(group_index: int, rewards: list[float], *, key: str | None = None, **fields: object) -> list[Sample]:
-    """One prompt of slime's, whose completions have 1, 2, ... tokens."""
-    samples = []
-    for k, reward in enumerate(rewards):
-        length = k + 1
-        prompt = [10 + group_index, 11]
-        samples.append(
-            Sample(
-                **{
-                    "group_index": group_index,
-                    "index": 10 * group_index + k,
-                    "prompt": f"prompt {group_index}",
-                    "tokens": [*prompt, *range(20 + group_index, 20 + group_index + length)],
-                    "response": f"response {group_index}/{k}",
-                    "response_length": length,
-                    "label": f"label {group_index}",
-                    "reward": reward if key is None else {key: reward, "other": 5.0},
-                    "loss_mask": [0] * (length > 1) + [1] * (length - (length > 1)),
-                    "rollout_log_probs": [-0.25 * (group_index + 1)] * length,
-                    "weight_versions": [f"w{group_index}"],
-                    "status": Sample.Status.TRUNCATED if k else Sample.Status.COMPLETED,
-                    "metadata": {"of": group_index},
-                    **fields,
-                }
-            )
-        )
-    return samples
+make_samples = functools.partial(sample_factories.make_samples, Sample)
 
 
 PLANNED: list[list[list[Sample]]] = []
@@ -126,14 +97,6 @@ def test_groups_of_other_sizes_and_of_other_writers_are_not_used(server: ReplayS
     assert output.metrics["replay/groups_missing"] == 1
 
 
-def test_rollouts_of_several_sequences_in_the_pool_are_refused_with_their_key(server: ReplayServer) -> None:
-    group = make_group(lengths=(1, 1, 1), rewards=(0.0, 1.0), sequence_counts=(2, 1))
-    with ReplayClient(server.address) as client:
-        key = client.insert(group, {"replay": 1.0})
-    with pytest.raises(ValueError, match=f"key {key} in table 'replay' has sequence_counts .* a table without such"):
-        run(server, [make_samples(3, [1.0, 1.0])])
-
-
 def test_evaluation_is_slimes_own() -> None:
     args = Namespace(replay_rollout_function=f"{__name__}.planned_rollout", replay_address="127.0.0.1:1")
     assert generate_rollout(args, 0, None, evaluation=True) == RolloutFnEvalOutput(data={"set": {}})
@@ -174,7 +137,7 @@ def test_a_sample_that_slime_leaves_out_of_the_loss_is_stored_so_and_does_not_co
         group = client.get([item.key])[0].group
     assert [group.trained_mask[span].any() for span in group.sampled_spans()] == [True, False, True]
     assert [sample.remove_sample for sample in second.samples[0]] == [False, True, False]
-    assert second.samples[0][1].loss_mask == [0, 0]
+    assert second.samples[0][1].loss_mask == [0, 1]  # its own, as slime has it until it trains
 
 
 def test_rollouts_that_may_fan_out_are_replaced_if_each_has_one_sample(server: ReplayServer) -> None:
@@ -188,7 +151,7 @@ def test_rollouts_that_may_fan_out_are_replaced_if_each_has_one_sample(server: R
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda samples: [samples[:1], samples[1:]],
+        lambda samples: [samples[:2], []],
         lambda samples: change(samples, reward=None, rollout_log_probs=None, status=Sample.Status.ABORTED),
         lambda samples: change(samples, reward=None, status=Sample.Status.FAILED),
         lambda samples: change(samples, rollout_log_probs=[-1.0], response_length=3, status=Sample.Status.FAILED),
@@ -199,7 +162,7 @@ def test_rollouts_that_may_fan_out_are_replaced_if_each_has_one_sample(server: R
         lambda samples: change(samples, multimodal_train_inputs={"pixel_values": object()}),
     ],
     ids=[
-        *("a rollout of two samples", "aborted", "failed without a reward", "failed without log-probabilities"),
+        *("a rollout without samples", "aborted", "failed without a reward", "failed without log-probabilities"),
         *("another dict", "a reward that is no number", "empty", "an image", "a processed image"),
     ],
 )
@@ -244,30 +207,22 @@ def test_slime_goes_on_while_the_server_is_away(
     assert len([record for record in caplog.records if "is away" in record.msg]) == 1
 
 
-@pytest.mark.skipif("REPLAY_SLIME" not in os.environ, reason="REPLAY_SLIME names no folder with slime's source")
-def test_the_stand_in_has_the_fields_of_slimes_own_sample_and_slime_takes_what_is_replaced(
-    server: ReplayServer,
-) -> None:
-    from slime.observability.rollout_data_utils import validate_rollout_id_annotated
-
-    assert Sample is not slime_types.Sample
-    own = {each.name: each for each in dataclasses.fields(Sample)}
-    for each in dataclasses.fields(slime_types.Sample):
-        if each.name != "status":
-            assert (own[each.name].default, own[each.name].default_factory) == (each.default, each.default_factory)
-    statuses = [{each.name: each.value for each in kind.Status} for kind in (Sample, slime_types.Sample)]
-    assert statuses[0] == statuses[1]
-    informative, barren = make_samples(0, [0.0, 1.0]), make_samples(7, [1.0, 1.0])
-    _, second = run(server, [informative], [barren, [[sample] for sample in barren]])
+def test_rollouts_of_several_samples_come_back_with_one_rollout_id_each(server: ReplayServer) -> None:
+    stored = sample_factories.as_agents(make_samples(0, [0.0, 0.0, 1.0]), [2, 1])
+    barren = sample_factories.as_agents(make_samples(7, [1.0, 1.0, 1.0]), [1, 2])
+    _, second = run(server, [stored], [barren, make_samples(8, [1.0, 0.0])])
+    replaced = second.samples[0]
+    assert [len(rollout) for rollout in replaced] == [2, 1]
+    assert [[told(each) for each in rollout] for rollout in replaced] == [[told(e) for e in r] for r in stored]
+    assert [sample.rollout_id for rollout in replaced for sample in rollout] == [900, 900, 901]
+    assert [sample.index for rollout in replaced for sample in rollout] == [70, 70, 71]
     validate_rollout_id_annotated(second.samples)
-    assert [Sample.from_dict(sample.to_dict()) for sample in second.samples[0]] == second.samples[0]
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"rollout_log_probs": None}, "lack rollout_log_probs"),
-        ({"teacher_log_probs": [0.0]}, "have teacher_log_probs, which stored groups do not have"),
         ({"label": object()}, "have a label that cannot be stored, <object object at"),
     ],
 )

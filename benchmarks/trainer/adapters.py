@@ -1,0 +1,162 @@
+"""Groups a second through the adapters of Miles and slime, beside what these frameworks do without a server.
+
+    python -m benchmarks.trainer.adapters --sources FOLDER     FOLDER/miles and FOLDER/slime are checkouts
+
+A group has 8 samples of 128 prompt and 512 response tokens, once without and once with the routing of 48 layers and 8
+experts. Miles: put and get of its own buffer, which keeps objects in memory, and of ours. slime: its rollout alone is
+nothing but the function that generates, so the figure is what ours adds to each group: stored, or replaced.
+The server is a process of its own on this machine, without a disk. Load of the machine changes the figures; the report
+has it beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.environments import FILES
+from benchmarks.processes import Server
+
+PROMPT, RESPONSE, SIZE, LAYERS, EXPERTS = 128, 512, 8, 48, 8
+CONFIG = """
+[[tables]]
+name = "rollouts"
+rate_limiter = { type = "queue", max_size = 1024 }
+
+[[tables]]
+name = "replay"
+sampler = "prioritized"
+max_size = 1024
+"""
+
+
+def make_group(kind: Any, number: int, *, routing: bool, equal: bool = False) -> list[Any]:
+    """A group of the framework whose class Sample is `kind`."""
+    rng = np.random.default_rng(number)
+    prompt = rng.integers(0, 150_000, PROMPT).tolist()
+    samples = []
+    for k in range(SIZE):
+        sample = kind(
+            group_index=number,
+            index=SIZE * number + k,
+            prompt=f"prompt {number}",
+            tokens=[*prompt, *rng.integers(0, 150_000, RESPONSE).tolist()],
+            response="x" * 4 * RESPONSE,
+            response_length=RESPONSE,
+            reward=1.0 if equal else float(k % 2),
+            loss_mask=[1] * RESPONSE,
+            weight_versions=["0"],
+            rollout_log_probs=(-rng.exponential(size=RESPONSE)).astype(np.float32).tolist(),
+            status=kind.Status.COMPLETED,
+        )
+        if routing:
+            shape = (PROMPT + RESPONSE - 1, LAYERS, EXPERTS)
+            sample.rollout_routed_experts = rng.integers(0, 128, shape).astype(np.int32)
+        samples.append(sample)
+    return samples
+
+
+def per_second(groups: int, work: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    work()
+    return groups / (time.perf_counter() - begin)
+
+
+async def _through_buffer(buffer: Any, entries: list[Any]) -> None:
+    for entry in entries:
+        await buffer.put(entry)
+    for _ in entries:
+        await buffer.get(current_version=0)
+
+
+def of_miles(address: str, count: int, routing: bool) -> dict[str, float]:
+    """Groups a second, each put and got once, one after the other."""
+    from miles.rollout.fully_async_data_buffer import DataBufferConstructorInput, DataBufferInput, DefaultDataBuffer
+    from miles.utils.types import Sample
+
+    from replay_trainer.integrations.miles import ServerDataBuffer
+
+    entries = [
+        DataBufferInput(group, group) for i in range(count) for group in [make_group(Sample, i, routing=routing)]
+    ]
+    args = Namespace(
+        rollout_batch_size=count,
+        n_samples_per_prompt=SIZE,
+        max_weight_staleness=None,
+        async_data_buffer_capacity_factor=2.0,
+        dynamic_sampling_filter_path=None,
+        replay_address=address,
+    )
+    told = {}
+    for name, kind in (("own", DefaultDataBuffer), ("ours", ServerDataBuffer)):
+        buffer = kind(DataBufferConstructorInput(args=args, unused_handler_fn=lambda prompt_group: None))
+        asyncio.run(_through_buffer(buffer, entries[:2]))  # connections, and memory for the first time
+        told[name] = per_second(count, partial(asyncio.run, _through_buffer(buffer, entries)))
+        if kind is ServerDataBuffer:
+            buffer.close()
+    return told
+
+
+PLANNED: list[Any] = []
+
+
+def planned_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Stands where slime's engine does: its groups are there already."""
+    return PLANNED[rollout_id]
+
+
+def of_slime(address: str, count: int, routing: bool) -> dict[str, float]:
+    """Groups a second that are stored, and groups a second that are replaced by those."""
+    from slime.rollout.base_types import RolloutFnTrainOutput
+    from slime.utils.types import Sample
+
+    from replay_trainer.integrations.slime import generate_rollout
+
+    args = Namespace(replay_rollout_function=f"{__name__}.planned_rollout", replay_address=address)
+    PLANNED[:] = [
+        RolloutFnTrainOutput(samples=[make_group(Sample, 0, routing=routing)]),
+        RolloutFnTrainOutput(samples=[make_group(Sample, i, routing=routing) for i in range(count)]),
+        RolloutFnTrainOutput(samples=[make_group(Sample, i, routing=routing, equal=True) for i in range(count)]),
+    ]
+    generate_rollout(args, 0, None)
+    stored = per_second(count, lambda: generate_rollout(args, 1, None))
+    replaced = per_second(count, lambda: generate_rollout(args, 2, None))
+    return {"stored": stored, "replaced": replaced}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sources", type=Path, required=True)
+    parser.add_argument("--groups", type=int, default=32)
+    given = parser.parse_args()
+    FILES.mkdir(parents=True, exist_ok=True)
+    config = FILES / "adapters.toml"
+    config.write_text(CONFIG)
+    serve = [sys.executable, "-m", "replay_server.cli", "serve", "--log-level", "warning"]
+    # As `python -m` runs it, slime would import this module again under its own name.
+    sys.modules["benchmarks.trainer.adapters"] = sys.modules[__name__]
+    for framework, measure in (("miles", of_miles), ("slime", of_slime)):
+        sys.path.append(str(given.sources / framework))
+        for routing in (False, True):
+            server = Server([*serve, "--address", "127.0.0.1:0", "--config", str(config)])
+            try:
+                rates = measure(server.address, given.groups, routing)
+            finally:
+                server.end()
+            record = {"framework": framework, "routing": routing, "load": round(os.getloadavg()[0], 1)}
+            print(json.dumps(record | {name: round(rate, 1) for name, rate in rates.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""BuildingSite: the table of groups under construction as one generator sees it, and the groups that it works at.
+
+    open ──▶ [ table ] ──draw, under a lease──▶ append each finished rollout ──▶ close: the group takes the item's place
+                 ▲                                          │
+                 └── the lease ends: its generator is dead ─┘
+
+A generator that opens a group does not keep it: it draws from the table like all others, and gets the oldest group that
+nobody works at. So a kill between the two leaves the group to the others, and taking over the group of a dead
+generator is no case of its own. A permit that came with the opening is the group's, whoever works at it.
+
+* A group is worked at under a lease that is renewed all the time. Who lost the lease stops, and may not close it.
+* A rollout counts as finished once the server has acknowledged it. A name that is there already says that another
+  generator is at work: this one stops, and gives the group back, so that the next one sees all that is there.
+* What leaves without being closed is acknowledged: the item is consumed, and its permit goes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client.errors import DeadlineExceededError, PayloadTooLargeError, ReplayError
+from replay_client.generator.config import GeneratorConfig
+from replay_client.generator.metrics import GeneratorStats
+from replay_client.generator.openings import ROLLOUT, Opening, encode_rollout, sampled_tokens
+from replay_client.generator.prompts import PromptError
+from replay_client.generator.rollouts import Rollout
+from replay_client.records import PermitLease, Sample, ServerInfo
+from replay_client.requests import KeySequence
+
+if TYPE_CHECKING:
+    from replay_client import AsyncReplayClient
+
+logger = logging.getLogger(__name__)
+
+SECONDS_PER_LOOK = 1.0
+"""Between two questions for groups that a dead generator has left, if the first one found none."""
+TOGETHER = 0.1
+"""Seconds that a finished rollout waits for others of its group, and a new lease for others: they share a request."""
+_LAST_SECONDS = 2.0
+"""For each last word to the server. A lease ends by itself."""
+_RENEWALS = 3
+"""How often a lease is renewed in its time."""
+_MOST_TOGETHER = 1 << 20
+"""Bytes of the rollouts that share a request; a larger one has its own."""
+
+
+class LeaseLostError(Exception):
+    """Another generator may work at this group now."""
+
+
+@dataclass(eq=False)
+class UnderConstruction:
+    """A group that this generator works at."""
+
+    opening: Opening
+    rollouts: dict[int, Rollout]
+    """The finished rollouts, by their numbers. The server has them, except those that it cannot store."""
+    sample: Sample
+    """The item, under its lease."""
+    store: Callable[[UnderConstruction, dict[int, Rollout]], Awaitable[None]]
+    drawn_at: float = field(default_factory=time.monotonic)
+    limit: asyncio.Timeout | None = None
+    """Ends the work at it."""
+    _unstored: dict[int, Rollout] = field(default_factory=dict)
+    """Finished rollouts that wait for a request, by their numbers."""
+    _storing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _whole: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once no rollout is left that a finished one could wait for."""
+
+    @property
+    def missing(self) -> list[int]:
+        """The numbers of the rollouts that are not finished."""
+        return [index for index in range(self.opening.group_size) if index not in self.rollouts]
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was opened."""
+        return self.sample.info.age + time.monotonic() - self.drawn_at
+
+    async def append(self, index: int, rollout: Rollout) -> None:
+        """Stores a finished rollout, together with those that end within TOGETHER seconds.
+
+        Raises LeaseLostError if another generator works at the group.
+        """
+        self._unstored[index] = rollout
+        if len(self._unstored) == len(self.missing):
+            self._whole.set()
+        async with self._storing:
+            if index in self.rollouts:  # the request before has taken it along
+                return
+            if len(self._unstored) < len(self.missing):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TOGETHER):
+                        await self._whole.wait()
+            await self._store_finished()
+
+    async def flush(self) -> None:
+        """Stores the rollouts that are finished and wait for others, at once."""
+        async with self._storing:
+            await self._store_finished()
+
+    async def _store_finished(self) -> None:
+        rollouts, self._unstored = self._unstored, {}
+        if rollouts:
+            await self.store(self, rollouts)
+            self.rollouts |= rollouts
+
+
+class BuildingSite:
+    """Opens groups, hands out those that nobody works at, and keeps the leases of those that this generator has."""
+
+    def __init__(
+        self,
+        client: AsyncReplayClient,
+        config: GeneratorConfig,
+        stats: GeneratorStats,
+        answer: Callable[..., Awaitable[Any]],
+    ) -> None:
+        """`answer` makes an attempt until the server can do it, as `GeneratorServer.answer`."""
+        assert config.building is not None
+        self.table = config.building
+        self._client = client
+        self._lease = config.building_lease
+        self._timeout = config.insert_timeout
+        self._stats = stats
+        self._answer = answer
+        self._keys = KeySequence()
+        self._held: set[UnderConstruction] = set()
+        self._new = asyncio.Event()  # set while the lease of one of them was not renewed yet
+        self._opened = set[int]()  # keys of groups that this generator has opened and not drawn
+        self._looks_at = 0.0  # the moment from which on it looks for groups that others have left
+        self._warned = False
+
+    def check(self, info: ServerInfo, needs_permits: bool) -> None:
+        """Raises ReplayError, with the remedy, if the server has no such table for these groups."""
+        if self.table not in info.tables:
+            raise ReplayError(
+                f"the server has no table {self.table!r} for groups under construction, only "
+                f"{', '.join(info.tables)}: set building = {self.table!r} in its [admission], or declare the table"
+            )
+        if needs_permits and info.admission is not None and info.admission.building_table != self.table:
+            raise ReplayError(
+                f"the server's [admission] has building = {info.admission.building_table!r}, and this generator "
+                f"{self.table!r}: without it, nobody counts the permits of groups under construction"
+            )
+
+    def new_key(self) -> int:
+        """The key under which a group that is to be opened will be inserted."""
+        return next(self._keys)
+
+    async def open(
+        self, opening: Opening, permit: PermitLease | None, version: int, closes: Sequence[Sample] = ()
+    ) -> None:
+        """Puts a group into the table; its permit is used up by that, and what it `closes` is taken.
+
+        `version`: of the policy that is to draw its rollouts. Raises StaleItemError if that is too old, PromptError if
+        the prompt cannot be stored, and LeaseEndedError if another generator may have what it closes.
+        """
+        try:
+            key, payload = next(self._keys), opening.encode()
+        except ValueError as error:
+            raise PromptError(f"prompt {opening.prompt.prompt_id!r}: {error}") from error
+        attempt = partial(
+            self._client.insert,
+            payload,
+            {self.table: 1.0},
+            key=key,
+            policy_version=version,
+            permits=permit,
+            closes=closes,
+            timeout=self._timeout,
+        )
+        try:
+            await self._answer(attempt, counts_as="insert_waits")
+        except PayloadTooLargeError as error:
+            raise PromptError(f"prompt {opening.prompt.prompt_id!r}: its group cannot be opened: {error}") from error
+        self._opened.add(key)
+
+    async def next(self, *, surely: bool = False) -> UnderConstruction | None:
+        """The oldest group that nobody works at, under a lease; None: there is none.
+
+        Unless `surely`, it does not ask the server for SECONDS_PER_LOOK after there was none. After `open` ask surely.
+        """
+        while surely or time.monotonic() >= self._looks_at:
+            attempt = partial(self._client.sample, self.table, 1, timeout=0.0, lease=self._lease)
+            try:
+                (sample,) = await self._answer(attempt)
+            except DeadlineExceededError:
+                self._looks_at = time.monotonic() + SECONDS_PER_LOOK
+                self._opened.clear()  # other generators have drawn them
+                return None
+            if sample.info.key in self._opened:
+                self._opened.discard(sample.info.key)
+            else:
+                self._looks_at = 0.0  # somebody has left it, and maybe others
+            try:
+                opening, rollouts = Opening.decode(sample.payload)
+            except ValueError as error:
+                logger.warning("item %d of table %r is left out: %s", sample.info.key, self.table, error)
+                await self._end([sample], give_back=False)
+                continue
+            group = UnderConstruction(opening, rollouts, sample, self._store)
+            self._held.add(group)
+            self._new.set()
+            if rollouts:
+                self._stats["taken_over"] += 1
+                self._stats["tokens_kept"] += sampled_tokens(rollouts)
+            return group
+        return None
+
+    @contextlib.asynccontextmanager
+    async def work(self, group: UnderConstruction) -> AsyncIterator[None]:
+        """Surrounds the work at a group. Raises LeaseLostError inside as soon as the lease is lost."""
+        try:
+            async with asyncio.timeout(None) as limit:
+                group.limit = limit
+                if group not in self._held:  # lost before the work began
+                    limit.reschedule(0.0)
+                yield
+        except TimeoutError:
+            if limit.expired():
+                raise LeaseLostError from None
+            raise
+        finally:
+            group.limit = None
+
+    def closed(self, group: UnderConstruction) -> None:
+        """An insert has closed the group."""
+        self._held.discard(group)
+
+    async def drop(self, group: UnderConstruction) -> None:
+        """The group will not be finished by anybody: it leaves, and its permit goes back."""
+        if group in self._held:
+            self._held.discard(group)
+            await self._end([group.sample], give_back=False)
+
+    async def let_go(self, group: UnderConstruction) -> None:
+        """Any generator may go on with the group."""
+        if group in self._held:
+            self._held.discard(group)
+            self._looks_at = 0.0
+            await self._end([group.sample], give_back=True)
+
+    async def let_go_of_all(self) -> None:
+        """Others may go on with all groups of this generator."""
+        held, self._held = self._held, set()
+        if held:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_SECONDS):
+                    await asyncio.gather(*(group.flush() for group in held), return_exceptions=True)
+            await self._end([group.sample for group in held], give_back=True)
+
+    async def keep(self) -> None:
+        """Renews the leases of all groups, and soon after there is a new one. Never returns.
+
+        From its first renewal on, a durable server keeps a lease over a restart. Groups that begin at about the same
+        time share that renewal.
+        """
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._lease / _RENEWALS):
+                    await self._new.wait()
+                    await asyncio.sleep(TOGETHER)
+            self._new.clear()
+            if not (held := {group.sample.info.lease: group for group in self._held}):
+                continue
+            try:
+                samples = [group.sample for group in held.values()]
+                renewed = await self._client.renew(samples, self._lease, timeout=self._lease / _RENEWALS)
+            except ReplayError:
+                continue  # the server is away: when it answers, it says which leases have ended
+            for lease in renewed.missing:
+                self._lose(held[lease])
+
+    def _lose(self, group: UnderConstruction) -> None:
+        if group in self._held:  # else it was closed meanwhile
+            self._held.discard(group)
+            if group.limit is not None:
+                group.limit.reschedule(0.0)
+
+    async def _store(self, group: UnderConstruction, rollouts: Mapping[int, Rollout]) -> None:
+        columns: dict[str, npt.NDArray[np.uint8]] = {}
+        for index, rollout in rollouts.items():
+            try:
+                columns[f"{ROLLOUT}{index}"] = encode_rollout(rollout)
+            except ValueError as error:
+                if not self._warned:
+                    logger.warning("a rollout is not stored, and would be played again after a kill: %s", error)
+                self._warned = True
+        while columns:
+            names: list[str] = []
+            room = _MOST_TOGETHER
+            for name, column in columns.items():
+                if column.nbytes <= room or not names:  # what fits alone need not fit with others
+                    names.append(name)
+                    room -= column.nbytes
+            await self._extend(group, {name: columns.pop(name) for name in names})
+
+    async def _extend(self, group: UnderConstruction, columns: Mapping[str, npt.NDArray[np.uint8]]) -> None:
+        key, axes = group.sample.info.key, dict.fromkeys(columns, "group")
+        try:
+            result = await self._answer(partial(self._client.extend, key, columns, axes=axes))
+        except PayloadTooLargeError as error:
+            prompt_id = group.opening.prompt.prompt_id
+            raise PromptError(f"prompt {prompt_id!r}: a rollout of its group cannot be stored: {error}") from error
+        if len(result.added) < len(columns):
+            await self.let_go(group)
+            raise LeaseLostError
+        self._stats["rollouts_stored"] += len(columns)
+
+    async def _end(self, samples: list[Sample], *, give_back: bool) -> None:
+        """Ends leases, if the server can be reached soon."""
+        with contextlib.suppress(ReplayError, TimeoutError):
+            async with asyncio.timeout(_LAST_SECONDS):
+                await self._client.acknowledge(samples, give_back=give_back)

@@ -1,0 +1,1 @@
+"""Selecting: which item of a table comes next, and in which shares."""

@@ -1,0 +1,347 @@
+"""The table `archive`: what joins it, what goes first, and that all else happens as if it were not there."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replay_server.config import Config
+from replay_server.errors import Refused
+from replay_server.tables import leaving
+from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.config import (
+    AdmissionConfig,
+    ArchiveConfig,
+    RateLimiterConfig,
+    SelectorConfig,
+    TableConfig,
+    archived_table,
+)
+from replay_server.tables.items import InsertBatch
+from replay_server.tables.leaving import DepartureLog
+from replay_server.tables.table import SampleRequest
+
+QUEUE = TableConfig(name="rollouts", rate_limiter=RateLimiterConfig(type="queue", max_size=4), forward_to="replay")
+POOL = TableConfig(
+    name="replay",
+    sampler=SelectorConfig(type="fifo"),
+    remover=SelectorConfig(type="min_heap"),
+    max_size=3,
+    max_staleness=2,
+)
+
+
+def make_buffer(*tables: TableConfig, archive: ArchiveConfig | None = ArchiveConfig(), **options) -> ReplayBuffer:  # noqa: B008
+    return ReplayBuffer(tables or (QUEUE, POOL), lambda: 100.0, archive=archive, **options)
+
+
+def insert(buffer: ReplayBuffer, key: int, *tables: str, nbytes: int = 10, version: int = 0, permits: int = 0):
+    priorities = {name: np.array([float(key)]) for name in tables or ("rollouts",)}
+    batch = InsertBatch([key], priorities, np.array([version]), np.array([nbytes]), [(b"x" * nbytes,)], permits)
+    return buffer.insert(batch, math.inf)
+
+
+def draw(buffer: ReplayBuffer, n: int, table: str = "archive"):
+    return buffer.sample(table, SampleRequest(n, n)).result()
+
+
+def held(buffer: ReplayBuffer, table: str = "archive") -> list[int]:
+    columns = buffer.tables[table].columns
+    return columns.key[columns.used()].tolist()
+
+
+def test_what_enters_the_archived_table_joins_the_archive_and_nothing_else_does():
+    buffer = make_buffer()
+    insert(buffer, 1)
+    insert(buffer, 2, "replay")
+    insert(buffer, 3, "rollouts", "replay")
+    for key in (4, 5):
+        insert(buffer, key)
+    _, waiting = insert(buffer, 6)
+    assert waiting is not None
+    assert held(buffer) == [1, 3, 4, 5]
+    buffer.take(draw(buffer, 1, "rollouts")[0])
+    assert waiting.done
+    assert held(buffer) == [1, 3, 4, 5, 6]
+
+
+def test_a_sample_of_the_archive_is_served_by_the_insert_that_it_waits_for():
+    buffer = make_buffer()
+    pending = buffer.sample("archive", SampleRequest(2, 2))
+    for key in (1, 2):
+        assert not pending.done
+        insert(buffer, key)
+    assert pending.result()[1].keys.tolist() == [1, 2]
+
+
+def test_a_full_archive_lets_the_oldest_go_and_counts_them():
+    buffer = make_buffer(archive=ArchiveConfig(max_size=2), admission=None)
+    for key in (1, 2, 3):
+        insert(buffer, key)
+    assert held(buffer) == [2, 3]
+    assert held(buffer, "rollouts") == [1, 2, 3]
+    assert buffer.archive.counters.evicted_unsampled == 1
+
+
+def test_a_server_that_is_full_lets_go_first_what_only_the_archive_has():
+    buffer = make_buffer(QUEUE.model_copy(update={"when_full": "block"}), POOL, max_bytes=40)
+    for key in (1, 2, 3, 4):
+        insert(buffer, key)
+    buffer.take(draw(buffer, 2, "rollouts")[0])  # they go to `replay`
+    _, waiting = insert(buffer, 5)
+    assert waiting is not None
+    buffer.delete("replay", [1, 2])
+    assert waiting.done
+    assert held(buffer, "rollouts") == [3, 4, 5]
+    assert held(buffer) == [2, 3, 4, 5]
+
+
+def test_an_insert_finds_room_though_the_archive_has_all_that_it_evicts():
+    buffer = make_buffer(max_bytes=20)
+    for key in (1, 2):
+        insert(buffer, key)
+    buffer.take(draw(buffer, 2, "rollouts")[0])
+    insert(buffer, 3, "replay")
+    assert (held(buffer, "replay"), held(buffer)) == ([2, 3], [2])
+
+
+def test_when_memory_is_short_the_archive_drops_what_nothing_else_holds():
+    buffer = make_buffer()
+    for key in (1, 2, 3):
+        insert(buffer, key)
+    batch, _ = draw(buffer, 1)
+    buffer.delete("rollouts", [1, 2])
+    buffer.items.let_archive_go()
+    assert (held(buffer), sorted(buffer.items)) == ([3], [1, 3])
+    buffer.take(batch)
+
+
+def test_what_the_archiver_gives_back_may_go_again():
+    buffer = make_buffer(max_bytes=20)
+    insert(buffer, 1)
+    batch, _ = draw(buffer, 1)
+    buffer.delete("rollouts", [1])
+    buffer.give_back(batch)
+    for key in (2, 3):
+        assert insert(buffer, key) == (1, None)
+    assert held(buffer) == [2, 3]
+
+
+def test_a_permit_comes_back_though_the_archive_still_has_the_group():
+    buffer = make_buffer(admission=AdmissionConfig(groups_per_step=1, max_staleness=0))
+    permits = buffer.admission.acquire(1, math.inf, 7)
+    assert permits.done
+    insert(buffer, 1, permits=7)
+    assert buffer.admission.capacity == 0
+    buffer.delete("rollouts", [1])
+    assert buffer.admission.capacity == 1
+    assert held(buffer) == [1]
+
+
+def test_a_later_column_goes_into_the_archive_too_and_is_refused_when_only_the_archive_has_the_item():
+    buffer = make_buffer()
+    insert(buffer, 1)
+    buffer.extend(1, ["value"], (b"later",))
+    _, batch = draw(buffer, 1)
+    assert batch.sizes.tolist() == [15]
+    buffer.delete("rollouts", [1])
+    assert buffer.extend(1, ["other"], (b"later",)).missing
+
+
+# ------------------------------------------------------------------------------------------------ transparency
+
+OPERATION = st.one_of(
+    st.tuples(
+        st.just("insert"), st.sampled_from([("rollouts",), ("replay",), ("rollouts", "replay")]), st.integers(5, 20)
+    ),
+    st.tuples(st.just("permit"), st.integers(1, 2)),
+    st.tuples(st.just("sample"), st.sampled_from(["rollouts", "replay"]), st.integers(1, 2)),
+    st.tuples(st.sampled_from(["take", "give back"]), st.integers(0, 3)),
+    st.tuples(st.just("delete"), st.sampled_from(["rollouts", "replay"]), st.integers(0, 5)),
+    st.tuples(st.just("version")),
+    st.tuples(st.just("reset"), st.sampled_from(["rollouts", "replay"])),
+    st.tuples(st.just("archiver"), st.sampled_from(["draw", "take", "give back", "reset", "delete"])),
+)
+
+
+class Side:
+    """One of two buffers that are told the same. What it answers is what clients, trainers and generators see."""
+
+    def __init__(self, archive: ArchiveConfig | None, max_bytes: int | None) -> None:
+        admission = AdmissionConfig(groups_per_step=2, max_staleness=1)
+        self.buffer = make_buffer(archive=archive, max_bytes=max_bytes, admission=admission)
+        self.batches: list[int] = []
+        self.archived: list[int] = []
+        self.waiting: list = []
+        self.keys: list[int] = []
+
+    def do(self, number: int, operation: tuple) -> object:
+        try:
+            return self._do(number, *operation)
+        except Refused as refusal:
+            return refusal.code, refusal.message
+
+    def _do(self, number: int, name: str, *given) -> object:
+        buffer = self.buffer
+        if name == "insert":
+            tables, nbytes = given
+            self.keys.append(number)
+            done, pending = insert(buffer, number, *tables, nbytes=nbytes, version=buffer.policy.version, permits=1)
+            self.waiting += [] if pending is None else [pending]
+            return done
+        if name == "permit":
+            self.waiting.append(buffer.admission.acquire(given[0], math.inf, 1))
+        elif name == "sample":
+            pending = buffer.sample(given[0], SampleRequest(given[1], 1), 100.0)
+            if not pending.done:
+                buffer.time_out(pending)
+            batch_id, batch = pending.result()
+            self.batches.append(batch_id)
+            return batch.keys.tolist(), batch.priorities.tolist(), batch.sizes.tolist()
+        elif name in ("take", "give back") and self.batches:
+            end = buffer.take if name == "take" else buffer.give_back
+            return end(self.batches.pop(given[0] % len(self.batches)))
+        elif name == "delete" and self.keys:
+            return buffer.delete(given[0], [self.keys[given[1] % len(self.keys)]])
+        elif name == "version":
+            buffer.set_policy_version(buffer.policy.version + 1, "")
+        elif name == "reset":
+            return buffer.reset(given[0])
+        elif name == "archiver" and buffer.archive is not None:
+            self._archive(given[0])
+        return None
+
+    def _archive(self, act: str) -> None:
+        buffer = self.buffer
+        if act == "draw" and held(buffer):
+            self.archived.append(draw(buffer, 1)[0])
+        elif act in ("take", "give back") and self.archived:
+            (buffer.take if act == "take" else buffer.give_back)(self.archived.pop())
+        elif act == "reset":
+            buffer.reset("archive")
+        elif act == "delete":
+            buffer.delete("archive", held(buffer)[:1])
+
+    def seen(self) -> object:
+        tables = [
+            (held(self.buffer, name), table.counts(), table.bytes, table.limiter.size, table.outstanding)
+            for name in ("rollouts", "replay")
+            for table in [self.buffer.tables[name]]
+        ]
+        admission = self.buffer.admission
+        return tables, admission.capacity, admission.accepted, [each.done for each in self.waiting]
+
+
+@pytest.mark.parametrize("max_bytes", [None, 60], ids=["no bound", "a full server"])
+@given(operations=st.lists(OPERATION, max_size=40))
+def test_with_an_archive_everything_else_happens_as_without(max_bytes, operations):
+    """Under a bound of bytes the archiver draws nothing here: what it has in its hands counts as any reader's does."""
+    plain, archiving = Side(None, max_bytes), Side(ArchiveConfig(max_size=5), max_bytes)
+    for number, operation in enumerate(operations, start=1):
+        if max_bytes is not None and operation[0] == "archiver" and operation[1] == "draw":
+            continue
+        assert archiving.do(number, operation) == plain.do(number, operation)
+        assert archiving.seen() == plain.seen()
+
+
+# ------------------------------------------------------------------------------------------------ departures
+
+
+def reasons(buffer: ReplayBuffer) -> list[tuple[str, str, list[int]]]:
+    return [(each.table, each.reason, list(each.keys)) for each in buffer.departures.read(0, 100)[0]]
+
+
+def test_each_departure_names_its_table_and_its_reason_and_the_archive_has_none():
+    buffer = make_buffer()
+    insert(buffer, 1)
+    buffer.take(draw(buffer, 1)[0])
+    buffer.take(draw(buffer, 1, "rollouts")[0])
+    for key in (2, 3, 4):
+        insert(buffer, key, "replay")
+    insert(buffer, 5)
+    buffer.delete("rollouts", [5])
+    buffer.set_policy_version(1, "")
+    insert(buffer, 6, "replay", version=1)
+    insert(buffer, 7, "replay", version=1)
+    buffer.set_policy_version(3, "")
+    buffer.reset("replay")
+    assert reasons(buffer) == [
+        ("rollouts", "consumed", [1]),
+        ("replay", "evicted", [1]),
+        ("rollouts", "deleted", [5]),
+        ("replay", "evicted", [2]),
+        ("replay", "evicted", [3]),
+        ("replay", "stale", [4]),
+        ("replay", "reset", [6, 7]),
+    ]
+    assert [each.policy_version for each in buffer.departures.read(0, 100)[0]] == [0, 0, 0, 1, 1, 3, 3]
+
+
+def test_without_an_archive_nobody_records_departures():
+    assert make_buffer(archive=None).departures is None
+
+
+def test_departures_stay_until_they_are_confirmed_and_beyond_the_bound_the_oldest_are_counted(monkeypatch):
+    departures = DepartureLog(lambda: 10**9)
+    for keys in ([1, 2], [3], [4, 5]):
+        departures.add("t", "evicted", 0, keys)
+    first, following = departures.read(0, 3)
+    assert [list(each.keys) for each in first] == [[1, 2], [3]]
+    assert [list(each.keys) for each in departures.read(0, 3)[0]] == [[1, 2], [3]]
+    rest, following = departures.read(following, 1)
+    assert [list(each.keys) for each in rest] == [[4, 5]]
+    assert departures.read(following, 3) == ([], following)
+    monkeypatch.setattr(leaving, "MAX_DEPARTED", 3)
+    for keys in ([6, 7], [8, 9]):
+        departures.add("t", "evicted", 0, keys)
+    assert ([list(each.keys) for each in departures.read(0, 9)[0]], departures.lost) == ([[8, 9]], 2)
+
+
+# ------------------------------------------------------------------------------------------------ configuration
+
+
+@pytest.mark.parametrize(
+    ("given_table", "admission", "tables", "archived"),
+    [
+        (None, None, (QUEUE, POOL), "rollouts"),
+        ("replay", None, (QUEUE, POOL), "replay"),
+        (None, AdmissionConfig(table="replay", groups_per_step=1, max_staleness=0), (QUEUE, POOL), "replay"),
+        (None, None, (POOL,), "replay"),
+        (None, None, (POOL, POOL.model_copy(update={"name": "other"})), None),
+        ("nothing", None, (QUEUE, POOL), None),
+    ],
+    ids=["the queue", "the named", "the admitted", "the only", "two pools", "unknown"],
+)
+def test_the_archived_table_is_the_named_one_or_the_one_that_it_can_only_be(given_table, admission, tables, archived):
+    archive = ArchiveConfig(table=given_table)
+    if archived is not None:
+        assert archived_table(archive, admission, tables) == archived
+    else:
+        with pytest.raises(ValueError, match=r"\[archive\].*table"):
+            archived_table(archive, admission, tables)
+
+
+def make_config(archive: dict, **server) -> Config:
+    return Config(server=server, archive={"dir": "archive"} | archive, tables=(QUEUE, POOL))
+
+
+@pytest.mark.parametrize(
+    ("archive", "server", "said"),
+    [
+        ({"table": "nothing"}, {}, "there is no such table; tables: rollouts, replay"),
+        ({"max_bytes": "1MiB"}, {}, r"max_bytes = 1048576 has no room for the largest item"),
+        ({"segment_bytes": "8MiB"}, {"max_bytes": "10MiB"}, "segment_bytes = 8388608 is over half of"),
+        ({"segment_seconds": 0}, {}, "archive.segment_seconds: Input should be greater than 0"),
+    ],
+    ids=["table", "too small", "segments too large", "no time"],
+)
+def test_a_mistake_in_the_section_is_named_with_its_remedy(archive, server, said):
+    with pytest.raises(ValueError, match=said):
+        make_config(archive, **server)
+
+
+def test_the_name_of_the_declared_table_is_taken():
+    with pytest.raises(ValueError, match=r"\[archive\] declares the table 'archive'"):
+        Config(archive={"dir": "archive"}, tables=(QUEUE, POOL, TableConfig(name="archive")))

@@ -1,0 +1,264 @@
+"""Groups under construction: items that came with a permit into the table `building`, and what becomes of the permit.
+
+test_model.py compares the counts with the reference, for operations in any order.
+"""
+
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from replay_client import ReplayClient
+from replay_client.diagnosis import Level, diagnose
+from replay_client.errors import DeadlineExceededError, InvalidRequestError, LeaseEndedError
+from replay_server import ReplayServer, TableConfig
+from replay_server.cli.screen import permits
+from replay_server.config import Config
+from replay_server.tables.config import AdmissionConfig
+from tests.factories import make_group, until
+
+ADMISSION = AdmissionConfig(groups_per_step=2, max_staleness=0, building="building")
+TABLES = [
+    TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 10}, max_staleness=3, forward_to="pool"),
+    TableConfig(name="pool"),
+]
+
+BUILDING = TableConfig(name="building", sampler="fifo", max_times_sampled=1)
+GROUPS = {"groups_per_step": 2, "max_staleness": 1}
+ROLLOUTS = {"name": "rollouts", "rate_limiter": {"type": "queue", "max_size": 4}, "max_staleness": 3}
+
+
+@contextmanager
+def serving(data_dir=None, **options):
+    with (
+        ReplayServer(**{"tables": TABLES, "admission": ADMISSION} | options, port=0, data_dir=data_dir) as server,
+        ReplayClient(server.address, timeout=60.0) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def client():
+    with serving() as client:
+        yield client
+
+
+def open_group(client, version=0):
+    """Opens a group with a permit, and draws it under a lease."""
+    lease = client.acquire_permits(1)
+    key = client.insert(b"what another generator needs", {"building": 1.0}, permits=lease, policy_version=version)
+    return key, client.sample("building", lease=600.0)
+
+
+def counts(client):
+    info = client.server_info().admission
+    return info.accepted, info.running, info.building
+
+
+def closed(client, key, drawn):
+    client.insert(make_group(), {"rollouts": 1.0}, closes=drawn)
+
+
+def closed_elsewhere(client, key, drawn):
+    client.insert(make_group(), {"pool": 1.0}, closes=drawn)
+
+
+def acknowledged(client, key, drawn):
+    client.acknowledge(drawn)
+
+
+def deleted(client, key, drawn):
+    client.acknowledge(drawn, give_back=True)
+    client.delete("building", [key])
+
+
+def reset(client, key, drawn):
+    client.reset("building")
+    client.acknowledge(drawn, give_back=True)
+
+
+def too_old(client, key, drawn):
+    client.acknowledge(drawn, give_back=True)
+    client.set_policy_version(4)
+    client.set_policy_version(0, rollback=True)
+
+
+def given_back(client, key, drawn):
+    client.acknowledge(drawn, give_back=True)
+
+
+def rolled_back(client, key, drawn):
+    client.set_policy_version(0, rollback=True)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "accepted", "building"),
+    [
+        (closed, 1, 0),
+        (closed_elsewhere, 0, 0),
+        (acknowledged, 0, 0),
+        (deleted, 0, 0),
+        (reset, 0, 0),
+        (too_old, 0, 0),
+        (given_back, 0, 1),
+        (rolled_back, 0, 1),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_group_holds_its_permit_until_it_leaves_and_is_accepted_only_if_it_was_closed(
+    client, leaves, accepted, building
+):
+    key, drawn = open_group(client)
+    assert counts(client) == (0, 1, 1)
+    assert client.extend(key, {"rollout/0": np.frombuffer(b"abc", np.uint8)}).added  # a reserved row can be extended
+    leaves(client, key, drawn)
+    assert counts(client) == (accepted, building, building)
+    assert client.server_info().admission.capacity == 2 - accepted - building
+
+
+def test_what_is_appended_while_a_reader_has_the_group_is_there_for_the_next_one(client):
+    key, drawn = open_group(client)
+    client.extend(key, {"rollout/1": np.frombuffer(b"abc", np.uint8)})
+    client.acknowledge(drawn, give_back=True)
+    (again,) = client.sample("building", lease=600.0)
+    assert bytes(again.payload).startswith(b"what another generator needs")
+    assert b"abc" in bytes(again.payload)
+    assert client.extend(key, {"rollout/1": np.frombuffer(b"def", np.uint8)}).present == ("rollout/1",)
+
+
+def test_a_group_that_two_generators_have_finished_is_inserted_once(client):
+    _, first = open_group(client)
+    client.acknowledge(first, give_back=True)
+    second = client.sample("building", lease=600.0)
+    with pytest.raises(LeaseEndedError):
+        closed(client, 0, first)
+    closed(client, 0, second)
+    with pytest.raises(LeaseEndedError):
+        closed(client, 0, first)
+    assert counts(client) == (1, 0, 0)
+
+
+def test_an_end_of_a_group_lets_a_generator_go_on_that_waits_for_a_permit(client):
+    _, drawn = open_group(client)
+    open_group(client)
+    granted = []
+    waiting = threading.Thread(target=lambda: granted.append(client.acquire_permits(1, timeout=60.0)))
+    waiting.start()
+    until(lambda: client.server_info().admission.acquiring.count)
+    client.acknowledge(drawn)
+    waiting.join(60.0)
+    assert granted
+    client.release_permits(granted[0])
+
+
+def test_an_accepted_group_that_was_closed_counts_until_it_is_used_or_gone(client):
+    _, drawn = open_group(client)
+    key = client.insert(make_group(), {"rollouts": 1.0}, closes=drawn)
+    client.delete("rollouts", [key])
+    assert counts(client) == (0, 0, 0)
+
+
+def test_a_group_under_construction_is_in_no_other_table(client):
+    lease = client.acquire_permits(1)
+    with pytest.raises(InvalidRequestError, match="is in no other table until it is closed"):
+        client.insert(b"x", {"building": 1.0, "pool": 1.0}, permits=lease)
+    client.insert(b"x", {"building": 1.0, "pool": 1.0})  # without a permit it is an item like others
+    assert counts(client) == (0, 1, 0)
+    assert client.release_permits(lease) == 1
+
+
+def test_who_looks_for_groups_to_build_is_a_generator_and_no_trainer(client):
+    _, drawn = open_group(client)
+    client.renew(drawn, 600.0)
+    with ReplayClient(client.address, name="builder") as builder:
+        with pytest.raises(DeadlineExceededError):
+            builder.sample("building", timeout=0.0, lease=1.0)
+        builder.extend(drawn[0].info.key, {"rollout/1": np.frombuffer(b"abc", np.uint8)})
+        assert {each.role for each in client.server_info().clients if each.name == "builder"} == {"generator"}
+
+
+def test_groups_under_construction_outlive_the_server_and_so_do_their_leases(tmp_path):
+    with serving(tmp_path) as client:
+        _, left = open_group(client)
+        client.acknowledge(left, give_back=True)
+        client.extend(left[0].info.key, {"rollout/0": np.frombuffer(b"abc", np.uint8)})
+        client.insert(b"no permit", {"building": 1.0})
+        assert counts(client) == (0, 1, 1)
+        held = client.sample("building", lease=600.0)  # the older one
+        client.renew(held, 600.0)
+    with serving(tmp_path) as client:
+        assert counts(client) == (0, 1, 1)
+        client.set_policy_version(0, rollback=True)
+        assert counts(client) == (0, 1, 1)
+        key = client.insert(make_group(), {"rollouts": 1.0}, closes=held)
+        assert counts(client) == (1, 0, 0)
+    with serving(tmp_path) as client:
+        assert counts(client) == (1, 0, 0)
+        client.delete("rollouts", [key])  # accepted and not used: the permit goes back
+        assert counts(client) == (0, 0, 0)
+    with serving(
+        tmp_path, admission=ADMISSION.model_copy(update={"building": None}), tables=[*TABLES, BUILDING]
+    ) as client:
+        assert counts(client) == (0, 0, 0)
+        assert client.server_info().tables["building"].size == 1
+
+
+@pytest.mark.parametrize(
+    ("tables", "expected"),
+    [
+        ([], {"max_times_sampled": 1, "when_full": "block", "max_staleness": 3}),
+        (
+            [{"name": "building", "max_staleness": 1, "when_full": "reject"}],
+            {"max_staleness": 1, "when_full": "reject"},
+        ),
+        ([{"name": "building", "max_bytes": 10}], {"max_bytes": 10, "max_staleness": 3, "max_times_sampled": 1}),
+    ],
+    ids=["declared by its name alone", "what is set wins", "the rest has its defaults"],
+)
+def test_the_name_declares_the_table(tables, expected):
+    config = Config.model_validate({"admission": {**GROUPS, "building": "building"}, "tables": [ROLLOUTS, *tables]})
+    (made,) = [table.model_dump() for table in config.tables if table.name == "building"]
+    assert made["sampler"]["type"] == made["remover"]["type"] == "fifo"
+    assert {name: made[name] for name in expected} == expected
+    assert [table.name for table in config.tables] == ["rollouts", "building"]
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "words"),
+    [
+        ("rollouts", None, "is the table that is trained on: name another one"),
+        ("building", {"forward_to": "rollouts"}, "leave out max_times_sampled, forward_to and keep_consumed"),
+        ("building", {"max_times_sampled": 2}, "leave out max_times_sampled, forward_to and keep_consumed"),
+        (
+            "building",
+            {"max_times_sampled": 1, "keep_consumed": 1},
+            "leave out max_times_sampled, forward_to and keep_consumed",
+        ),
+        ("no good", None, "table name 'no good'"),
+    ],
+)
+def test_a_table_that_cannot_be_of_groups_under_construction_is_refused(name, table, words):
+    tables = [ROLLOUTS] if table is None else [ROLLOUTS, {"name": name, **table}]
+    with pytest.raises(ValueError, match=words):
+        Config.model_validate({"admission": {**GROUPS, "building": name}, "tables": tables})
+
+
+def remedies(info):
+    """What the doctor says of the table that is not well."""
+    found = diagnose(info, info.version, 0.0)
+    return [finding for finding in found if finding.check == "building" and finding.level is not Level.OK]
+
+
+def test_groups_that_no_generator_takes_are_seen_by_the_doctor_and_their_number_by_all(client):
+    _, drawn = open_group(client)
+    assert remedies(client.server_info()) == []
+    client.acknowledge(drawn, give_back=True)
+    info = client.server_info()
+    info.tables["building"].age.max = info.tables["building"].sampled.age = info.long_wait + 100
+    (finding,) = remedies(info)
+    assert "1 group under construction, the oldest for " in finding.message
+    assert "no generator takes them" in finding.message
+    assert [str(line) for line in permits(info)] == [
+        "permits: 1 running (1 under construction), 0 accepted, 1 available, 0 expired"
+    ]
