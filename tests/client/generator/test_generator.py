@@ -655,7 +655,7 @@ async def test_a_model_is_followed_with_exact_logprobs_for_every_token(
     assert bool(spanning()) == (reload == "at_once")
     newest = next(group for group, _ in client.inserts if group.policy_version == last)
     for group in (*spanning()[:3], newest):  # a group that began earlier can be finished after it
-        check_group(group, sampling, versions, atol=1e-5)
+        check_group(group, sampling, versions)
 
 
 # --------------------------------------------------------------------------------------- metrics

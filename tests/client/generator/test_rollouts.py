@@ -31,6 +31,7 @@ from replay_client.generator.environments import load_environment
 from replay_client.generator.rewards import group_reward
 from replay_server import ReplayServer, TableConfig
 from tests.client.generator.factories import (
+    EXACT,
     SAID,
     RecordingClient,
     ScriptedEngine,
@@ -88,7 +89,7 @@ async def test_every_sampled_token_has_the_logprob_of_all_tokens_before_it_and_a
         assert trained.sum() == ids.size - 2
         assert np.isnan(logprobs[tool : tool + 2]).all()
         expected = np.array(recomputed(model, group.prompt_ids.tolist(), ids.tolist(), sampling))
-        np.testing.assert_allclose(logprobs[trained], expected[trained], atol=1e-5)
+        np.testing.assert_allclose(logprobs[trained], expected[trained], atol=EXACT)
     assert group.meta["turns"][0][2] == ["tool", 2]
 
 
