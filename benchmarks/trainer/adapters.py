@@ -1,12 +1,15 @@
-"""Groups a second through the adapters of Miles and slime, beside what these frameworks do without a server.
+"""Groups a second through each adapter, beside what its framework does without a server.
 
-    python -m benchmarks.trainer.adapters --sources FOLDER     FOLDER/miles and FOLDER/slime are checkouts
+    python -m benchmarks.trainer.adapters --sources FOLDER     FOLDER has checkouts of miles, slime and skyrl
 
 A group has 8 samples of 128 prompt and 512 response tokens, once without and once with the routing of 48 layers and 8
-experts. Miles: put and get of its own buffer, which keeps objects in memory, and of ours. slime: its rollout alone is
-nothing but the function that generates, so the figure is what ours adds to each group: stored, or replaced.
-The server is a process of its own on this machine, without a disk. Load of the machine changes the figures; the report
-has it beside them.
+experts, where the framework has a place for it. Each framework runs in a process of its own, with the environment that
+its tests have; its measurement is a function of this module, or of `adapters_of_rows`.
+
+Where the framework has a buffer, `own` is that buffer: objects in the memory of one process (Miles, SkyRL), a queue
+between two processes (AsyncGRPO), or TransferQueue (verl). slime and TRL's GRPOTrainer have none, so their figures are
+what ours adds to each group: stored, or replaced. The server is a process of its own on this machine, without a disk.
+Load of the machine changes the figures; the report has it beside them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -25,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.environments import FILES
+from benchmarks.environments import FILES, ROOT
 from benchmarks.processes import Server
 
 PROMPT, RESPONSE, SIZE, LAYERS, EXPERTS = 128, 512, 8, 48, 8
@@ -38,7 +42,12 @@ rate_limiter = { type = "queue", max_size = 1024 }
 name = "replay"
 sampler = "prioritized"
 max_size = 1024
+
+[[tables]]
+name = "finished"
 """
+HAS_ROUTING = {"miles": True, "slime": True, "verl": True, "skyrl": True, "trl": False, "async_grpo": False}
+"""The frameworks, and whether their rows have a place for the routing of experts."""
 
 
 def make_group(kind: Any, number: int, *, routing: bool, equal: bool = False) -> list[Any]:
@@ -135,27 +144,65 @@ def of_slime(address: str, count: int, routing: bool) -> dict[str, float]:
     return {"stored": stored, "replaced": replaced}
 
 
+def measured(framework: str, address: str, count: int, routing: bool) -> dict[str, float]:
+    """Groups a second of `count` groups, by what is done to them."""
+    from benchmarks.trainer import adapters_of_rows
+
+    # As `python -m` runs it, slime would import this module again under its own name.
+    sys.modules["benchmarks.trainer.adapters"] = sys.modules[__name__]
+    here = {"miles": of_miles, "slime": of_slime}
+    measure = here.get(framework) or getattr(adapters_of_rows, f"of_{framework}")
+    return dict(measure(address, count, routing))
+
+
+def command_of(framework: str, sources: Path) -> tuple[list[str], dict[str, str]]:
+    """The command that measures a framework, but for its arguments, and its environment."""
+    paths = [*(ROOT / name for name in ("", "client", "trainer", "protos")), sources / framework]
+    python = sys.executable
+    if framework == "verl":
+        from tests.trainer.integrations.test_verl import python_with_verl
+
+        python = python_with_verl()
+    elif framework == "skyrl":
+        from tests.trainer.integrations.conformance.test_skyrl import PACKAGES
+
+        PACKAGES.ensure()
+        version = "python{}.{}".format(*sys.version_info[:2])
+        paths += [sources / "skyrl/skyrl-gym", PACKAGES.folder / "lib" / version / "site-packages"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    return [python, "-m", "benchmarks.trainer.adapters"], environment
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sources", type=Path, required=True)
     parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--only", nargs="+", default=list(HAS_ROUTING), choices=list(HAS_ROUTING))
+    parser.add_argument("--measure", nargs=2, metavar=("ADDRESS", "ROUTING"), help="in the process of one framework")
     given = parser.parse_args()
+    if given.measure:
+        address, routing = given.measure
+        rates = measured(given.only[0], address, given.groups, bool(int(routing)))
+        print(json.dumps({name: round(rate, 1) for name, rate in rates.items()}))
+        return
     FILES.mkdir(parents=True, exist_ok=True)
     config = FILES / "adapters.toml"
     config.write_text(CONFIG)
     serve = [sys.executable, "-m", "replay_server.cli", "serve", "--log-level", "warning"]
-    # As `python -m` runs it, slime would import this module again under its own name.
-    sys.modules["benchmarks.trainer.adapters"] = sys.modules[__name__]
-    for framework, measure in (("miles", of_miles), ("slime", of_slime)):
-        sys.path.append(str(given.sources / framework))
-        for routing in (False, True):
+    for framework in given.only:
+        command, environment = command_of(framework, given.sources.resolve())
+        for routing in (False, True)[: 1 + HAS_ROUTING[framework]]:
             server = Server([*serve, "--address", "127.0.0.1:0", "--config", str(config)])
+            arguments = ["--sources", str(given.sources), "--groups", str(given.groups), "--only", framework]
+            arguments += ["--measure", server.address, str(int(routing))]
             try:
-                rates = measure(server.address, given.groups, routing)
+                done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
             finally:
                 server.end()
+            if done.returncode:
+                sys.exit(f"{framework}: {done.stderr[-3000:]}")
             record = {"framework": framework, "routing": routing, "load": round(os.getloadavg()[0], 1)}
-            print(json.dumps(record | {name: round(rate, 1) for name, rate in rates.items()}), flush=True)
+            print(json.dumps(record | json.loads(done.stdout.splitlines()[-1])), flush=True)
 
 
 if __name__ == "__main__":
