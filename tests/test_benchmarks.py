@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from benchmarks.cells import (
     select,
     value,
 )
-from benchmarks.environments import FILES, OURS, BuiltEnvironment
+from benchmarks.environments import FILES, OURS, ROOT, BuiltEnvironment
 from benchmarks.gradient import figures
 from benchmarks.interpreter import build_of, installed
 from benchmarks.loops import BYTES_A_TOKEN, Task
@@ -129,6 +130,16 @@ def test_a_system_that_cannot_be_installed_makes_failed_cells(monkeypatch):
     report = run(chosen, QUICK, Console(quiet=True), lambda _: None)
     assert len(report.cells) == 12
     assert {cell.error for cell in report.cells} == {"no network"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_what_an_adapter_costs_is_measured_beside_trls_own_queue_and_in_its_own_trainer():
+    command = [sys.executable, "-m", "benchmarks.trainer.adapters", "--only", "trl", "async_grpo", "--groups", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    trl, async_grpo = map(json.loads, done.stdout.splitlines())
+    assert min(trl["stored"], trl["replaced"], async_grpo["own"], async_grpo["ours"]) > 0
 
 
 def test_the_ratio_is_the_median_over_rounds_and_above_one_when_ours_is_better():

@@ -1,6 +1,7 @@
 """Groups a second through each adapter, beside what its framework does without a server.
 
     python -m benchmarks.trainer.adapters --sources FOLDER     FOLDER has checkouts of miles, slime and skyrl
+    python -m benchmarks.trainer.adapters --only trl verl      these need no sources
 
 A group has 8 samples of 128 prompt and 512 response tokens, once without and once with the routing of 48 layers and 8
 experts, where the framework has a place for it. Each framework runs in a process of its own, with the environment that
@@ -175,7 +176,7 @@ def command_of(framework: str, sources: Path) -> tuple[list[str], dict[str, str]
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sources", type=Path, required=True)
+    parser.add_argument("--sources", type=Path, default=Path("sources"))
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--only", nargs="+", default=list(HAS_ROUTING), choices=list(HAS_ROUTING))
     parser.add_argument("--measure", nargs=2, metavar=("ADDRESS", "ROUTING"), help="in the process of one framework")
