@@ -19,6 +19,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "stack": {"rate_limiter": {"type": "stack", "max_size": 8}},
     "ratio": {"rate_limiter": {"type": "sample_to_insert_ratio", "samples_per_insert": 1.0, "error_buffer": 2.0}},
     "once": {"max_times_sampled": 1},
+    "blocks": {"when_full": "block"},
 }
 
 
@@ -36,6 +37,7 @@ def client() -> Iterator[ReplayClient]:
         ("stack", "its rate_limiter is 'stack', under which inserts wait for draws; leave rate_limiter out"),
         ("ratio", "its rate_limiter is 'sample_to_insert_ratio', under which inserts wait for draws; leave"),
         ("once", "its max_times_sampled is 1, after which a group is gone; write 0"),
+        ("blocks", "its when_full is 'block', under which inserts wait once it is full; leave when_full out"),
     ],
 )
 def test_a_table_that_does_not_keep_what_nobody_draws_is_refused(client: ReplayClient, table: str, why: str) -> None:

@@ -111,4 +111,6 @@ def _why_not_kept(config: Mapping[str, Any]) -> str:
         return f"its rate_limiter is {limiter!r}, under which inserts wait for draws; leave rate_limiter out"
     if times := config["max_times_sampled"]:
         return f"its max_times_sampled is {times}, after which a group is gone; write 0"
+    if config["when_full"] == "block":
+        return "its when_full is 'block', under which inserts wait once it is full; leave when_full out"
     return ""
