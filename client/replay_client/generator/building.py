@@ -9,8 +9,9 @@ nobody works at. So a kill between the two leaves the group to the others, and t
 generator is no case of its own. A permit that came with the opening is the group's, whoever works at it.
 
 * A group is worked at under a lease that is renewed all the time. Who lost the lease stops, and may not close it.
-* A rollout counts as finished once the server has acknowledged it. A name that is there already says that another
-  generator is at work: this one stops, and gives the group back, so that the next one sees all that is there.
+* A rollout is safe once the server has acknowledged it. A name that is there already says that another generator is at
+  work: this one stops, and gives the group back, so that the next one sees all that is there. The last rollouts of a
+  group need not be stored, because the group follows at once.
 * What leaves without being closed is acknowledged: the item is consumed, and its permit goes back.
 """
 
@@ -20,10 +21,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +43,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 SECONDS_PER_LOOK = 1.0
 """Between two questions for groups that a dead generator has left, if the first one found none."""
 TOGETHER = 0.1
-"""Seconds that a finished rollout waits for others of its group, and a new lease for others: they share a request."""
+"""Seconds that a finished rollout waits for others of its group, or for the whole group, and a new lease for others:
+they share a request."""
 _LAST_SECONDS = 2.0
 """For each last word to the server. A lease ends by itself."""
 _RENEWALS = 3
@@ -64,7 +67,7 @@ class UnderConstruction:
 
     opening: Opening
     rollouts: dict[int, Rollout]
-    """The finished rollouts, by their numbers. The server has them, except those that it cannot store."""
+    """The finished rollouts, by their numbers. The server has them, but the newest, and what it cannot store."""
     sample: Sample
     """The item, under its lease."""
     store: Callable[[UnderConstruction, dict[int, Rollout]], Awaitable[None]]
@@ -72,10 +75,10 @@ class UnderConstruction:
     limit: asyncio.Timeout | None = None
     """Ends the work at it."""
     _unstored: dict[int, Rollout] = field(default_factory=dict)
-    """Finished rollouts that wait for a request, by their numbers."""
+    """Finished rollouts that the server does not have, by their numbers."""
     _storing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _whole: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once no rollout is left that a finished one could wait for."""
+    """Set once all rollouts are finished."""
 
     @property
     def missing(self) -> list[int]:
@@ -90,22 +93,37 @@ class UnderConstruction:
     async def append(self, index: int, rollout: Rollout) -> None:
         """Stores a finished rollout, together with those that end within TOGETHER seconds.
 
-        Raises LeaseLostError if another generator works at the group.
+        If the group is whole by then, it is not stored: see `stored_during`. Raises LeaseLostError if another generator
+        works at the group.
         """
-        self._unstored[index] = rollout
-        if len(self._unstored) == len(self.missing):
+        self.rollouts[index] = self._unstored[index] = rollout
+        if not self.missing:
             self._whole.set()
         async with self._storing:
-            if index in self.rollouts:  # the request before has taken it along
-                return
-            if len(self._unstored) < len(self.missing):
+            if index in self._unstored:  # else the request before has taken it along
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TOGETHER):
                         await self._whole.wait()
-            await self._store_finished()
+            if self.missing:
+                await self._store_finished()
+
+    async def stored_during(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is to judge or to insert the whole group.
+
+        Stores the last rollouts meanwhile, if it takes longer than TOGETHER seconds. Otherwise no request is made for
+        them, because the group itself follows at once.
+        """
+        task = asyncio.create_task(work)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=TOGETHER)
+            if not done:
+                await self.flush()
+            return await task
+        finally:
+            task.cancel()
 
     async def flush(self) -> None:
-        """Stores the rollouts that are finished and wait for others, at once."""
+        """Stores the rollouts that are finished and not stored, at once."""
         async with self._storing:
             await self._store_finished()
 
@@ -113,7 +131,6 @@ class UnderConstruction:
         rollouts, self._unstored = self._unstored, {}
         if rollouts:
             await self.store(self, rollouts)
-            self.rollouts |= rollouts
 
 
 class BuildingSite:
@@ -313,10 +330,10 @@ class BuildingSite:
         except PayloadTooLargeError as error:
             prompt_id = group.opening.prompt.prompt_id
             raise PromptError(f"prompt {prompt_id!r}: a rollout of its group cannot be stored: {error}") from error
-        if len(result.added) < len(columns):
+        if result.present:
             await self.let_go(group)
             raise LeaseLostError
-        self._stats["rollouts_stored"] += len(columns)
+        self._stats["rollouts_stored"] += len(result.added)  # none, if an insert has closed the group meanwhile
 
     async def _end(self, samples: list[Sample], *, give_back: bool) -> None:
         """Ends leases, if the server can be reached soon."""

@@ -106,7 +106,8 @@ class GroupMaker:
             times.generate += time.monotonic()
         times.reward = -time.monotonic()
         try:
-            rewards, by_function = await self._scorer.score(prompt.row, [each.text for each in rollouts], rollouts)
+            scoring = self._scorer.score(prompt.row, [each.text for each in rollouts], rollouts)
+            rewards, by_function = await (scoring if building is None else building.stored_during(scoring))
         except RewardError as error:
             raise PromptError(f"prompt {prompt.prompt_id!r}: {error}") from error
         by_function |= _metrics_of(rollouts)
@@ -127,7 +128,7 @@ class GroupMaker:
         return played.rollouts
 
     async def _play_missing(self, building: UnderConstruction) -> list[Rollout]:
-        """Plays the rollouts that are missing, and stores each as soon as it is finished.
+        """Plays the rollouts that are missing, and stores each as soon as it is finished, but for the last.
 
         Returns all, in their order. With a seed they are those of a group that is not under construction, until a
         generator dies: what is missing then gets another seed. Raises PromptError if they are too few.
@@ -147,7 +148,6 @@ class GroupMaker:
                 store=store,
                 patience=lambda: self._patience(building),
             )
-            await building.flush()  # what has ended just before the others were too late
             failures = played.failures
             if late := len(building.missing) - len(failures):
                 too_long = RolloutError(f"it was not finished within {config.group_timeout:g} s (group_timeout)")

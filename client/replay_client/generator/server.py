@@ -151,8 +151,9 @@ class GeneratorServer:
         attempt = partial(self._client.insert, group, priorities, key=key, permits=lease, timeout=timeout, tags=tags)
         if closes := (*closes, *([building.sample] if building is not None else ())):
             attempt = partial(attempt, closes=closes)
+        inserted = self.answer(attempt, counts_as="insert_waits")
         try:
-            await self.answer(attempt, counts_as="insert_waits")
+            await (inserted if building is None else building.stored_during(inserted))
             self._table_full.go_on()
         except StaleItemError as error:
             raise LeftOut("stale_refused") from error

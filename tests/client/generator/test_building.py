@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -29,6 +30,7 @@ from replay_client.generator.openings import Opening, decode_rollout, encode_rol
 from replay_client.generator.prompts import Prompt
 from replay_client.generator.rewards import group_reward
 from replay_client.generator.rollouts import single_turn
+from replay_client.rollout import RolloutGroup
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.client.generator.factories import ScriptedEngine, make_prompts
 from tests.factories import PATIENCE, async_until, make_group, turns
@@ -214,14 +216,20 @@ async def test_a_group_with_failed_rollouts_has_its_survivors_or_leaves_with_its
 async def test_who_finds_a_rollout_that_is_there_already_stops_and_the_next_one_sees_it() -> None:
     with serving() as address:
         hook = Hook()
+
+        async def all_but_the_last(task: Task, policy: RolloutPolicy) -> Rollout:
+            if task.index == SIZE - 1:  # a whole group would be inserted, and not stored
+                await asyncio.Event().wait()
+            return await hook(task, policy)
+
         async with AsyncReplayClient(address) as other:
             lease = await other.acquire_permits(1)
             opening = Opening(
                 77, Prompt.of({"prompt": "+", "prompt_id": "p", "bonus": 0}), [5], 0, SIZE, SamplingConfig()
             )
             key = await other.insert(opening.encode(), {"building": 1.0}, permits=lease)
-            async with generating(address, hook, prompts=[], max_groups=1) as (generator, client, _task):
-                await async_until(lambda: len(hook.began["p"]) == SIZE)
+            async with generating(address, all_but_the_last, prompts=[], max_groups=1) as (generator, client, _task):
+                await async_until(lambda: len(hook.began["p"]) == SIZE - 1)
                 foreign = Rollout([RolloutSequence([5])], reward=50.0, info={"number": 1}, metrics={"steps": 2.0})
                 foreign.sequences[0].sampled(Completion([6, 6, 6], [-0.5] * 3, "666", "stop", [0] * 3))
                 await other.extend(key, {"rollout/1": encode_rollout(foreign)}, axes={"rollout/1": "group"})
@@ -235,8 +243,8 @@ async def test_who_finds_a_rollout_that_is_there_already_stops_and_the_next_one_
 
 async def test_a_rollout_that_cannot_be_stored_is_said_and_counts_all_the_same(caplog: Any) -> None:
     with serving() as address, caplog.at_level(logging.WARNING):
-        hook = Hook(*range(SIZE), info={"number": 1, "what": object()})
-        async with generating(address, hook, max_groups=1) as (generator, client, task):
+        hook = Hook(*range(SIZE), fails=(3,), info={"number": 1, "what": object()})
+        async with generating(address, hook, max_groups=1, min_rollouts=3) as (generator, client, task):
             await task
             assert generator.stats["rollouts_stored"] == 0
             assert await counts(client) == (1, 0, 0)
@@ -328,11 +336,11 @@ async def test_a_finished_rollout_that_waits_for_others_is_stored_when_the_gener
     assert second.began["p0"] == [0, 2, 3]
 
 
-@pytest.mark.parametrize(("size", "requests"), [(0, [4]), (600_000, [1, 1, 1, 1])], ids=["small", "large"])
+@pytest.mark.parametrize(("size", "requests"), [(0, [3]), (600_000, [1, 1, 1])], ids=["small", "large"])
 async def test_rollouts_that_end_together_are_stored_by_one_request_unless_they_are_large(
     monkeypatch: pytest.MonkeyPatch, size: int, requests: list[int]
 ) -> None:
-    monkeypatch.setattr(building, "TOGETHER", 30.0)  # the last of them ends the wait
+    monkeypatch.setattr(building, "TOGETHER", 3600.0)  # the end of the generator ends the wait
     sent = []
 
     async def extend(self: AsyncReplayClient, key: Any, extras: Any, **options: Any) -> Any:
@@ -342,11 +350,76 @@ async def test_rollouts_that_end_together_are_stored_by_one_request_unless_they_
     send = AsyncReplayClient.extend
     monkeypatch.setattr(AsyncReplayClient, "extend", extend)
     with serving() as address:
-        hook = Hook(*range(SIZE), info={"number": 1, "page": bytes(size)})
-        async with generating(address, hook, max_groups=1) as (generator, _client, task):
-            await task
-            assert generator.stats["rollouts_stored"] == SIZE
+        hook = Hook(0, 1, 2, info={"number": 1, "page": bytes(size)})
+        async with generating(address, hook) as (generator, _client, _task):
+            await async_until(lambda: hook.ended == 3)
+            await turns()
+        assert generator.stats["rollouts_stored"] == 3
     assert sent == requests
+
+
+async def test_a_whole_group_that_is_inserted_at_once_needs_no_request_for_its_rollouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(building, "TOGETHER", 3600.0)
+    with serving() as address:
+        async with generating(address, Hook(*range(SIZE)), max_groups=1) as (generator, client, task):
+            await task
+            assert generator.stats["rollouts_stored"] == 0
+            assert await counts(client) == (1, 0, 0)
+
+
+async def test_the_last_rollouts_are_stored_while_the_rewards_take_their_time() -> None:
+    judged, handed_over = threading.Event(), Hook()
+
+    def slow(row: Any, text: str) -> float:
+        assert judged.wait(PATIENCE)
+        return 0.0
+
+    with serving() as address:
+        async with generating(address, Hook(*range(SIZE)), reward=slow) as (generator, _client, _task):
+            await stored(generator, SIZE)
+        judged.set()
+        async with generating(address, handed_over, reward=slow) as (_, client, _task):
+            await inserted(client)
+    assert not handed_over.began["p0"]
+
+
+async def test_the_last_rollouts_are_stored_while_the_insert_waits_for_room() -> None:
+    admission = AdmissionConfig(table="rollouts", groups_per_step=2, max_staleness=0, building="building")
+    tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 1})]
+    with ReplayServer(tables=tables, port=0, admission=admission) as server:
+        async with generating(server.address, Hook(*range(SIZE)), max_groups=2) as (generator, client, task):
+            await stored(generator, SIZE)
+            for _ in range(2):
+                await client.sample("rollouts")
+            await task
+            assert await counts(client) == (2, 0, 0)
+            assert generator.stats["leases_lost"] == 0
+
+
+async def test_rollouts_that_are_to_be_stored_when_the_insert_has_closed_their_group_are_no_lost_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(building, "TOGETHER", 3600.0)
+
+    async def insert(self: AsyncReplayClient, payload: Any, *arguments: Any, **options: Any) -> int:
+        key = await put(self, payload, *arguments, **options)
+        if isinstance(payload, RolloutGroup):  # the answer takes longer than TOGETHER
+            site = generator._server.site
+            assert site is not None
+            (group,) = site._held
+            await group.flush()
+        return key
+
+    put = AsyncReplayClient.insert
+    monkeypatch.setattr(AsyncReplayClient, "insert", insert)
+    with serving() as address:
+        async with generating(address, Hook(*range(SIZE)), max_groups=1) as (generator, client, task):
+            await task
+            assert (generator.stats["leases_lost"], generator.stats["groups"]) == (0, 1)
+            assert generator.stats["rollouts_stored"] == 0
+            assert await counts(client) == (1, 0, 0)
 
 
 @pytest.mark.parametrize(
