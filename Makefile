@@ -99,7 +99,7 @@ learning-page: setup-dev
 	  --json benchmarks/results/learning.json > /dev/null
 	$(BIN)/python -m benchmarks.learning.report benchmarks/results/learning_real.json runs/real/real.jsonl \
 	  --json benchmarks/results/learning_real.json > /dev/null
-	test ! -f runs/real/steps.jsonl || $(BIN)/python -m benchmarks.learning.real.look runs/real/steps.jsonl \
+	$(BIN)/python -m benchmarks.learning.real.look benchmarks/results/learning_real_steps.json runs/real/steps.jsonl \
 	  --json benchmarks/results/learning_real_steps.json > /dev/null
 	$(BIN)/python -m benchmarks.learning.report benchmarks/results/learning.json benchmarks/results/learning_real.json \
 	  --arms plain half quarter small50-right small50-opsm --picture docs/images/learning.png > /dev/null

@@ -1,6 +1,7 @@
 """The experiment on a pretrained model: its tasks and scores, its runs, and the conversion of SmolLM2."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -167,6 +168,17 @@ def test_the_look_into_runs_leaves_out_a_run_that_was_cut_off_and_those_on_tunin
     steps += [step(1, 301, 0.7, seed=100)]
     rows = [line.split(" | ") for line in look.look(steps, 3)[2:]]
     assert [row[1:6] for row in rows] == [["quarter", "3 of 3", "1", "1", "0.2"]]
+
+
+def test_runs_are_added_to_the_published_ones_and_take_the_place_of_the_same_runs(tmp_path, monkeypatch):
+    published, local = tmp_path / "published.json", tmp_path / "steps.jsonl"
+    published.write_text(json.dumps([step(1, 301, 0.2), step(1, 301, 0.4, arm="plain")]))
+    local.write_text("\n".join(json.dumps(each) for each in (step(1, 301, 0.8), step(1, 301, 0.6, seed=1))))
+    paths = [str(published), str(local), "--json", str(published)]
+    monkeypatch.setattr(sys, "argv", ["look", *paths])
+    look.main()
+    found = {(each["arm"], each["seed"]): each["reward"] for each in json.loads(published.read_text())}
+    assert found == {("quarter", 0): 0.8, ("quarter", 1): 0.6, ("plain", 0): 0.4}
 
 
 def test_without_the_package_an_error_says_what_to_run(monkeypatch):

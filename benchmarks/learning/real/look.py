@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.learning.report import rounded, setting_of
+from benchmarks.learning.run import read_records
 from benchmarks.learning.tuned import TUNING_SEEDS
 
 COLUMNS = {
@@ -69,11 +70,11 @@ def _finished(steps: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("steps", type=Path)
+    parser.add_argument("steps", type=Path, nargs="+", help="a run that two files have is taken from the later one")
     parser.add_argument("--parts", type=int, default=3)
     parser.add_argument("--json", type=Path, help="where the steps go, of whole runs alone")
     arguments = parser.parse_args()
-    steps = [json.loads(line) for line in arguments.steps.read_text().splitlines()]
+    steps = [step for path in arguments.steps for step in read_records(path)]
     print("\n".join(look(steps, arguments.parts)))
     if arguments.json is not None:
         whole = [rounded(step) for step in _finished(steps)]

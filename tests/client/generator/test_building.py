@@ -30,7 +30,6 @@ from replay_client.generator.openings import Opening, decode_rollout, encode_rol
 from replay_client.generator.prompts import Prompt
 from replay_client.generator.rewards import group_reward
 from replay_client.generator.rollouts import single_turn
-from replay_client.rollout import RolloutGroup
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.client.generator.factories import ScriptedEngine, make_prompts
 from tests.factories import PATIENCE, async_until, make_group, turns
@@ -403,17 +402,13 @@ async def test_rollouts_that_are_to_be_stored_when_the_insert_has_closed_their_g
 ) -> None:
     monkeypatch.setattr(building, "TOGETHER", 3600.0)
 
-    async def insert(self: AsyncReplayClient, payload: Any, *arguments: Any, **options: Any) -> int:
-        key = await put(self, payload, *arguments, **options)
-        if isinstance(payload, RolloutGroup):  # the answer takes longer than TOGETHER
-            site = generator._server.site
-            assert site is not None
-            (group,) = site._held
-            await group.flush()
-        return key
+    async def stored_during(self: building.UnderConstruction, work: Any) -> Any:
+        result = await work
+        if not isinstance(result, tuple):  # the rewards; the answer to the insert takes longer than TOGETHER
+            await self.flush()
+        return result
 
-    put = AsyncReplayClient.insert
-    monkeypatch.setattr(AsyncReplayClient, "insert", insert)
+    monkeypatch.setattr(building.UnderConstruction, "stored_during", stored_during)
     with serving() as address:
         async with generating(address, Hook(*range(SIZE)), max_groups=1) as (generator, client, task):
             await task
