@@ -121,6 +121,7 @@ class UnderConstruction:
             return await task
         finally:
             task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def flush(self) -> None:
         """Stores the rollouts that are finished and not stored, at once."""
