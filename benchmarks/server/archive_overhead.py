@@ -1,4 +1,4 @@
-"""What an archive costs: the same load in turn on a server without [archive] and on one whose archiver runs beside it.
+"""Measures what an archive costs: two servers get the same load in turn, one without [archive] and one with it.
 
     python -m benchmarks.server.archive_overhead [--rounds 9] [--rate GROUPS]
 
@@ -71,7 +71,7 @@ def idle(client: ReplayClient) -> None:
 
 
 def groups_per_second(client: ReplayClient, group: RolloutGroup, rate: float | None) -> float:
-    """How many groups a second pass through the server in ROUND seconds; `rate`: the most (None: any number)."""
+    """Lets groups pass through the server for ROUND seconds; `rate`: at most so many a second (None: no limit)."""
     begin, done = time.perf_counter(), 0
     with client.writer() as writer:
         while time.perf_counter() - begin < ROUND:

@@ -147,17 +147,17 @@ def of_slime(address: str, count: int, routing: bool) -> dict[str, float]:
 
 def measured(framework: str, address: str, count: int, routing: bool) -> dict[str, float]:
     """Groups a second of `count` groups, by what is done to them."""
+    # As `python -m` runs it, slime and the next import would import this module again under its own name.
+    sys.modules["benchmarks.trainer.adapters"] = sys.modules[__name__]
     from benchmarks.trainer import adapters_of_rows
 
-    # As `python -m` runs it, slime would import this module again under its own name.
-    sys.modules["benchmarks.trainer.adapters"] = sys.modules[__name__]
     here = {"miles": of_miles, "slime": of_slime}
     measure = here.get(framework) or getattr(adapters_of_rows, f"of_{framework}")
     return dict(measure(address, count, routing))
 
 
 def command_of(framework: str, sources: Path) -> tuple[list[str], dict[str, str]]:
-    """The command that measures a framework, but for its arguments, and its environment."""
+    """Returns the command that measures a framework, without its arguments, and the environment of its process."""
     paths = [*(ROOT / name for name in ("", "client", "trainer", "protos")), sources / framework]
     python = sys.executable
     if framework == "verl":

@@ -1,7 +1,7 @@
-"""What `benchmarks.trainer.adapters` measures of frameworks whose groups are rows or outputs: TRL, verl and SkyRL.
+"""Measures the adapters of frameworks whose groups are rows or outputs: TRL, verl and SkyRL.
 
-Each function takes the address of a server, the number of groups, and whether they have a routing of experts. It
-returns groups a second by what is done to them.
+`benchmarks.trainer.adapters` calls these functions. Each takes the address of a server, the number of groups, and
+whether they have a routing of experts, and returns groups a second by what is done to them.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def of_async_grpo(address: str, count: int, routing: bool) -> dict[str, float]:
 
 
 def of_trl(address: str, count: int, routing: bool) -> dict[str, float]:
-    """What the adapter adds to a step of TRL's GRPOTrainer (its metric `replay/seconds`), for each group of the step.
+    """Measures the time that the adapter adds to a step of TRL's GRPOTrainer: its metric `replay/seconds`.
 
     The rows are there already (`rollout_func`). TRL computes their old log-probabilities itself (`num_iterations`).
     """

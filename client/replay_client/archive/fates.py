@@ -21,7 +21,7 @@ FATES = ("trained", "left-out", "put-aside", "consumed", "stale", "undone", "evi
 
 @dataclass(frozen=True)
 class Use:
-    """What one step of the trainer did with a group."""
+    """One step of the trainer used a group, or left it out. The trainer wrote so in its steps.jsonl."""
 
     step: int
     what: str

@@ -33,7 +33,7 @@ class Wanted:
     """Their values as text."""
 
     def expression(self) -> Any:
-        """What pyarrow can tell by itself; None: nothing."""
+        """The conditions on columns, by which pyarrow filters rows as it reads them; None: there are none."""
         from pyarrow import compute
 
         parts = []
@@ -72,7 +72,7 @@ class Archive:
                 yield {name: row[name] for name in chosen}
 
     def fates(self, steps: Path | None) -> Fates:
-        """What became of the groups. `steps`: the trainer's steps.jsonl; None: the server's words alone count.
+        """The fates of all groups. `steps`: the trainer's steps.jsonl; None: only the fates that the server wrote.
 
         Raises OSError if that file cannot be read.
         """

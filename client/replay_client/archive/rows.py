@@ -29,7 +29,8 @@ GROUP_COLUMNS: dict[str, tuple[str, Callable[[RolloutGroup], Any]]] = {
     "reward_mean": ("float", lambda group: float(group.rewards.mean()) if group.rewards.size else None),
     "reward_std": ("float", lambda group: float(group.rewards.std()) if group.rewards.size else None),
 }
-"""What a group says of itself: by column its type (int, float, str, or list of one of them) and its value.
+"""The columns that an export reads from a group: by name the type (int, float, str, or list of one of them), and the
+function that reads it.
 
 A list has one value for each rollout; `context_tokens`, `completion_tokens` and `mean_logprobs` have one for each of
 its sequences. Null where an item is not a group."""
@@ -72,7 +73,7 @@ SEQUENCE_COLUMNS = {
     "sampling": "json",
     "meta": "json",
 }
-"""What a sequence says of itself, with `--rows sequences`. Null where an item is not a group.
+"""The columns that an export reads from a sequence, with `--rows sequences`. Null where an item is not a group.
 
 It is sequence number `sequence` of the `sequences` of rollout number `rollout` of `rollouts`. Its tokens are those of
 `prompt_ids`, which all sequences of the group share, of `context_ids` and of `completion_ids`. The lists below have an
@@ -87,12 +88,12 @@ class Form:
     """Which rows and columns an export writes."""
 
     sequences: bool
-    """Whether each sequence of a group has a row; otherwise each item has one."""
+    """The export writes a row for each sequence of a group; if False, a row for each item."""
     decoder: Any
     """None: no texts."""
     payloads: bool
     items: int = field(default=0, init=False)
-    """How many were written so far."""
+    """Items that this export has written so far."""
 
     def columns(self) -> dict[str, str]:
         """The type of each column of the file, in their order."""

@@ -331,10 +331,11 @@ class BuildingSite:
         except PayloadTooLargeError as error:
             prompt_id = group.opening.prompt.prompt_id
             raise PromptError(f"prompt {prompt_id!r}: a rollout of its group cannot be stored: {error}") from error
-        if result.present:
+        # The item of a whole group may be missing because our own insert has closed it: the insert tells.
+        if result.present or (result.missing and group.missing):
             await self.let_go(group)
             raise LeaseLostError
-        self._stats["rollouts_stored"] += len(result.added)  # none, if an insert has closed the group meanwhile
+        self._stats["rollouts_stored"] += len(result.added)
 
     async def _end(self, samples: list[Sample], *, give_back: bool) -> None:
         """Ends leases, if the server can be reached soon."""

@@ -240,6 +240,22 @@ async def test_who_finds_a_rollout_that_is_there_already_stops_and_the_next_one_
     assert sample.group.extras["rewards/rollout"].tolist() == [0, 50, 2, 3]
 
 
+async def test_who_finds_that_an_unfinished_group_is_gone_stops() -> None:
+    hook = Hook()
+
+    async def all_but_the_last(task: Task, policy: RolloutPolicy) -> Rollout:
+        if task.index == SIZE - 1:
+            await asyncio.Event().wait()
+        return await hook(task, policy)
+
+    with serving() as address:
+        async with generating(address, all_but_the_last, max_groups=1, building_lease=3600.0) as (generator, client, _):
+            await async_until(lambda: len(hook.began["p0"]) == SIZE - 1)
+            await client.reset("building")
+            hook.gate.set()
+            await async_until(lambda: generator.stats["leases_lost"] == 1)
+
+
 async def test_a_rollout_that_cannot_be_stored_is_said_and_counts_all_the_same(caplog: Any) -> None:
     with serving() as address, caplog.at_level(logging.WARNING):
         hook = Hook(*range(SIZE), fails=(3,), info={"number": 1, "what": object()})
