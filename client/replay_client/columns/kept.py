@@ -28,6 +28,8 @@ KEPT = "sampling_mask"
 """The name of the column."""
 TRUNCATING = ("top_p", "top_k", "min_p")
 """The settings of sampling that cut off a part of the vocabulary."""
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""The settings of sampling that change log-probabilities, with the values that change nothing."""
 
 _CUT_OFF = -9000.0
 """Processed log-probabilities below were cut off: they are -inf in vLLM, and -9999 in the JSON of its server."""
@@ -41,6 +43,18 @@ def truncates(sampling: Mapping[str, Any]) -> bool:
     if sampling.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
         return False
     return _above(1.0, sampling.get("top_p")) or any(_above(sampling.get(name), 0.0) for name in ("top_k", "min_p"))
+
+
+def other_sampling(drawn: Mapping[str, Any], assumed: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first setting that makes log-probabilities of `drawn` other ones than those of `assumed`: its name, and both
+    values; None: they are the same. `drawn` is as in a group. Raw log-probabilities are as without any setting."""
+    if drawn.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
+        drawn = {}
+    for name, neutral in _NEUTRAL.items():
+        a, b = (neutral if (value := each.get(name)) in (None, -1) else value for each in (drawn, assumed))
+        if a != b:
+            return name, a, b
+    return None
 
 
 def _above(a: Any, b: Any) -> bool:

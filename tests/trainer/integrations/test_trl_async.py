@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -295,17 +295,44 @@ def test_trl_reads_the_sequences_of_a_rollout_with_one_advantage_and_counts_its_
     trainer.rollout_worker.stop()
 
 
-def test_a_group_with_advantages_of_tokens_is_put_aside_and_named(
-    model: Path, server: ServerProcess, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"token_advantages": [1.0, -1.0, 0.0]}, "token_advantages"),
+        ({"prompt": (5, 4000)}, "the token 4000 of another"),
+    ],
+)
+def test_a_group_that_trl_has_no_place_for_is_put_aside_and_named(
+    model: Path, server: ServerProcess, caplog: pytest.LogCaptureFixture, fields: dict[str, Any], words: str
 ) -> None:
-    group = make_group(rewards=[1.0, 0.0], token_advantages=[1.0, -1.0, 0.0])
+    group = make_group(rewards=[1.0, 0.0], **fields)
     with ReplayClient(server.address) as client:
         key = client.insert(group, {"rollouts": 1.0})
     insert(server.address, 1)
     trainer = begun(server.address, model)
     assert len(rows_of(trainer, 4)) == 4  # of the next group
-    assert f"key {key} in table 'rollouts' has token_advantages, which this trainer cannot train on" in caplog.text
+    assert f"key {key} in table 'rollouts' has {words}" in caplog.text
     assert trainer.rollout_worker.metrics_queue.get_nowait() == {"replay/groups_put_aside_total": 1.0}
+    trainer.rollout_worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options", "words"),
+    [
+        ({"temperature": 0.6}, {}, "temperature 0.6, and TRL computes log-probabilities with temperature 1.0"),
+        ({}, {"temperature": 0.7}, "temperature 1.0, and TRL computes log-probabilities with temperature 0.7"),
+        ({"top_k": 5}, {"top_k": 5}, "top_k 5, and TRL computes log-probabilities with top_k 0"),
+        ({"temperature": 0.6, "top_p": 1.0, "top_k": -1, "min_p": None}, {"temperature": 0.6}, ""),
+        ({"top_p": 0.5, "logprobs_mode": "raw_logprobs"}, {}, ""),
+    ],
+)
+def test_groups_whose_log_probabilities_trl_does_not_compute_are_refused_with_both_values(
+    model: Path, server: ServerProcess, sampling: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    put(server.address, make_group(sampling=sampling))
+    trainer = begun(server.address, model, **options)
+    with pytest.raises(ValueError, match=words) if words else nullcontext():
+        rows_of(trainer, 3)
     trainer.rollout_worker.stop()
 
 

@@ -43,7 +43,7 @@ class RecordingTrainer(ReplayGRPOTrainer):
         self.recorded: list[GenerationStep] = []
         output = super()._generate_and_score_completions(inputs)
         # Not a deep copy: TRL replaces `forward` by a method that stays bound to the first model.
-        model = make_model(vocabulary=self._vocabulary)
+        model = make_model(vocabulary=self.model.config.vocab_size)
         model.load_state_dict(self.accelerator.unwrap_model(self.model).state_dict())
         self.steps += [(step, dict(output), model) for step in self.recorded]
         return output

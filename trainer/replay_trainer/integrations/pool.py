@@ -44,12 +44,15 @@ _RETRY = 1.0
 """Seconds for the one attempt of each call while the server is away."""
 
 
-def why_no_rows(group: RolloutGroup, *, sequences: bool = False) -> str:
+def why_no_rows(group: RolloutGroup, *, sequences: bool = False, vocabulary: int | None = None) -> str:
     """Why a trainer of rows cannot train on a group; empty: it can.
 
     Such a trainer has one advantage for all tokens of a row. Without `sequences` it also counts each row as a rollout,
-    so that a rollout of several would weigh more than the others.
+    so that a rollout of several would weigh more than the others. `vocabulary`: tokens of its model; None: unknown.
     """
+    most = max(ids.max(initial=0) for ids in (group.prompt_ids, group.completion_ids))
+    if vocabulary is not None and most >= vocabulary:
+        return f"the token {most} of another tokenizer (this model has {vocabulary})"
     if group.token_advantages is not None:
         return "token_advantages"
     if not sequences and group.num_sequences > group.group_size:
@@ -61,7 +64,7 @@ def warn_of_put_aside(key: int, table: str, why: str) -> None:
     """Tells a person which group is put aside, and the way out."""
     logger.warning(
         "the group with the key %d in table %r has %s, which this trainer cannot train on: it is put aside. Give the "
-        "trainer a table without such groups, or train on them with GRPOTrainer of replay_trainer",
+        "trainer a table without such groups. GRPOTrainer of replay_trainer takes all that its model has tokens for",
         key,
         table,
         why,
@@ -85,6 +88,8 @@ class GroupPool:
     """Groups that lag by more policy versions are not drawn."""
     sequences: bool = False
     """Whether the trainer takes rollouts of several sequences: see `why_no_rows`."""
+    vocabulary: int | None = None
+    """Tokens of the trainer's model; None: unknown."""
     on_unavailable: OnUnavailable = "continue"
     problem: ReplayError | None = field(default=None, init=False)
     """Why the server is away; None: the last call reached it."""
@@ -203,7 +208,7 @@ class GroupPool:
         return count
 
     def _usable(self, sample: Sample) -> bool:
-        if why := why_no_rows(sample.group, sequences=self.sequences):
+        if why := why_no_rows(sample.group, sequences=self.sequences, vocabulary=self.vocabulary):
             self._newly_put_aside += 1
             if sample.info.key not in self._put_aside:
                 warn_of_put_aside(sample.info.key, self.table, why)

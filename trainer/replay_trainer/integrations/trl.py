@@ -176,7 +176,6 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             **{each.name: getattr(self.args, each.name, each.default) for each in fields(ReplayGRPOConfig)}
         )
         self._replay_step: GenerationStep | None = None
-        self._vocabulary = self.model.config.get_text_config().vocab_size
         rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
         self._groups_span_ranks = bool(rows % self.num_generations)
         scorers = [*self.reward_funcs]
@@ -207,6 +206,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             settings.replay_on_empty,
             settings.replay_timeout,
             settings.replay_max_staleness,
+            vocabulary=self.model.config.get_text_config().vocab_size,
         )
         self._close_replay = weakref.finalize(self, _close, client, server)
         self.add_callback(_Leave(client))
@@ -323,13 +323,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return sum(group_priority(group.rewards, group.advantages) for group in judged)
 
     def _accept(self, group: RolloutGroup) -> bool:
-        """Whether a stored group fits into the batch. Raises ValueError for tokens that the model does not have."""
-        most = max(ids.max(initial=0) for ids in (group.prompt_ids, group.completion_ids))
-        if most >= self._vocabulary:
-            raise ValueError(
-                f"{self._replay.replay_table}: a group has token ids beyond the {self._vocabulary} of this model, so "
-                "another tokenizer wrote it: give each model a table of its own (replay_table)"
-            )
+        """Whether a stored group fits into the batch."""
         lengths = group.sampled_lengths
         longest = self.max_completion_length or lengths.max()
         trained = [bool(group.trained_mask[span].any()) for span in group.sampled_spans()]

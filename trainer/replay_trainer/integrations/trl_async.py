@@ -26,6 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from replay_client import Policy, ReplayClient, RolloutGroup, Sample
+from replay_client.columns.kept import other_sampling
 from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestError
 from replay_client.scoring import carries_gradient
 from replay_client.waits import WaitLog
@@ -181,6 +182,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._run = uuid.uuid4().hex
         self._model: Any = None
         self._tokenizer: Any = None
+        self._sampling: dict[str, float] = {}
+        """Of what TRL computes: over all tokens, at its temperature."""
         self._weights: dict[str, Tensor] = {}
         self._policy: Policy | None = None
         """The version that this trainer found, or announced last."""
@@ -207,6 +210,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             raise RuntimeError("a ServerRollouts serves one call of train: make another one, and a trainer with it")
         if why := self._lock.acquire():
             raise RuntimeError(why)
+        self._sampling = {"temperature": args.temperature}
+        self._pool.vocabulary = model.config.get_text_config().vocab_size
         self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._tokenizer = processing_class
         frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
@@ -408,18 +413,25 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             return []
         self._hungry_since = None
         self._waiting.go_on()
-        if why := why_no_rows(sample.group, sequences=True):
+        if why := why_no_rows(sample.group, sequences=True, vocabulary=self._pool.vocabulary):
             # It is done: its lease ends with those of the groups of this step.
             warn_of_put_aside(sample.info.key, self._table, why)
             self._put_aside += 1
             self.metrics_queue.put({"replay/groups_put_aside_total": float(self._put_aside)})
             return []
+        if other := other_sampling(sample.group.sampling, self._sampling):
+            name, drew, computes = other
+            raise ValueError(
+                f"a group in table {self._table!r} was drawn with {name} {drew}, and TRL computes log-probabilities "
+                f"with {name} {computes}, so its ratios would be off: give AsyncGRPOConfig the temperature of the "
+                f"generators, leave top_p, top_k and min_p out of `replay generate`, and `replay reset` the table"
+            )
         zero_variance = not carries_gradient(sample.group)
         replacement: list[Sample] = []
         if zero_variance and self._replaces:
             size = sample.group.group_size
             scope = f"{self._run}/{self._policy.version if self._policy is not None else 0}"
-            draw = partial(self._pool.draw, 1, scope, lambda group: group.group_size == size)
+            draw = partial(self._pool.draw, 1, scope, partial(self._fits, size))
             replacement = self._reach(draw)
         self.metrics_queue.put(
             {
@@ -432,6 +444,9 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         rows = self._samples(replacement[0] if replacement else sample, number)[skipped:]
         self._progress.hand_out(sample, skipped, [row.input_ids for row in rows])
         return rows
+
+    def _fits(self, size: int, group: RolloutGroup) -> bool:
+        return group.group_size == size and not other_sampling(group.sampling, self._sampling)
 
     def _samples(self, sample: Sample, number: int) -> list[RolloutSample]:
         """The sequences of a group, as TRL's worker would queue them. `number`: what TRL tells groups apart by.

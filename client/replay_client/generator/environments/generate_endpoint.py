@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
-from replay_client.columns.kept import TRUNCATING
+from replay_client.columns.kept import TRUNCATING, other_sampling
 from replay_client.generator.engines import Completion, SamplingConfig
 from replay_client.generator.rollouts import RolloutError, RolloutPolicy, Task
 
@@ -65,12 +65,12 @@ class Seat:
             )
         waiting.remove(found)
         completion, sampling = found
-        for name in ("temperature", *TRUNCATING):
-            if getattr(sampling, name) != (wanted := getattr(self.task.sampling, name)):
-                raise RolloutError(
-                    f"the environment drew with {name} {getattr(sampling, name)}, and the trainer assumes that of the "
-                    f"generator, {wanted}: give the generator that one, or take it out of the environment's `sampling`"
-                )
+        if other := other_sampling(vars(sampling), vars(self.task.sampling)):
+            name, drew, wanted = other
+            raise RolloutError(
+                f"the environment drew with {name} {drew}, and the trainer assumes that of the generator, {wanted}: "
+                "give the generator that one, or take it out of the environment's `sampling`"
+            )
         return completion
 
 
