@@ -130,6 +130,20 @@ def test_a_run_that_is_stopped_while_the_server_is_away_ends_and_its_last_versio
     server.stop()
 
 
+def test_a_server_that_lost_its_items_is_gone_on_with_and_no_resume_warns_of_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue, pool = DEFAULT_TABLES
+    tables, port = [queue.model_copy(update={"keep_consumed": 2}), pool], free_port()
+    for max_steps in (2, 4, 4, 5):
+        with ReplayServer(tables, port=port) as server, ReplayClient(server.address) as client:
+            fill(client)
+            trainer_of(client, tmp_path / "run", lambda _: None, max_steps=max_steps, resume=max_steps > 2).train()
+            assert client.policy().version == max_steps
+    assert steps(tmp_path / "run") == [1, 2, 3, 4, 5]
+    assert [said for said in caplog.messages if "groups" in said] == []
+
+
 # ---------------------------------------------------------------------------------- groups that cannot be acknowledged
 
 

@@ -190,7 +190,9 @@ class GroupLeases:
             confirmed |= wanted.difference(self._client.take(self.table, sorted(wanted)).missing)
         self.unconfirmed = late.without(confirmed).newest(MOST_UNCONFIRMED)
         if new := late.keys - before.keys:
-            logger.warning(
+            # Of a state that was loaded, a server that has lost its items since knows nothing: no reason to worry.
+            logger.log(
+                logging.INFO if self._settling is None else logging.WARNING,
                 "%d groups could not be acknowledged: their leases had ended, or their server is away. The trainer "
                 "took %d of them out of table %r by their keys. It leaves the others out of its draws, and names them "
                 "in its full states until a server has taken them",

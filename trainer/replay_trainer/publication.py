@@ -228,8 +228,9 @@ class Publication:
     def _go_back(self, version: int, folder: Path, id: str, before: str) -> None:
         """Takes the server back to a full state, which comes after the state `before`. Both are ids."""
         self._state_id = id
-        # Otherwise the trainer was killed before it named the state: then nothing was consumed since.
-        if self._keeps and self.client.policy().state != before:
+        # Otherwise the trainer was killed before it named the state, or the server has started again without its items
+        # and knows no state: then it has nothing that was consumed since.
+        if self._keeps and self.client.policy().state not in (before, ""):
             try:
                 self.client.set_policy_version(version, weights=str(folder), rollback=True, state=id)
                 return

@@ -298,8 +298,9 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         except (OSError, ValueError):
             # This run begins, or the trainer was killed before it wrote all of this file: the server does not know it.
             return
-        # Otherwise the trainer was killed before it named this checkpoint: then nothing was consumed since.
-        if self._keeps and self._current.state not in (named["id"], named["before"]):
+        # Otherwise the trainer was killed before it named this checkpoint, or the server has started again without its
+        # items and knows no state: then it has nothing that was consumed since.
+        if self._keeps and self._current.state not in (named["id"], named["before"], ""):
             back = partial(self.client.set_policy_version, named["version"], rollback=True, state=named["id"])
             try:
                 self._policy = self._reach(back)
