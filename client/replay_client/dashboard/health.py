@@ -10,6 +10,8 @@ from replay_client.diagnosis import Finding, Level
 from replay_client.records import ServerInfo
 from replay_client.units import counted
 
+LEARNING = 0.1
+"""A reward that is higher by this share, at least of 0.1, has risen."""
 SETTLED = 0.2
 """Share of the last minute above which a wait counts: below it neither side is called the bottleneck."""
 
@@ -28,7 +30,7 @@ RULES: tuple[tuple[str, float, float, str], ...] = (
 def verdict(
     info: ServerInfo | None,
     findings: Sequence[Finding],
-    against: Sequence[str],
+    against: Sequence[Finding],
 ) -> dict[str, str]:
     """Whether the run is healthy and, if not, what blocks it: level, headline, short, detail, remedy.
 
@@ -44,12 +46,10 @@ def verdict(
         return _said("failure" if info.silences else "blocked", first.headline, first)
     if bad and bad[0].level is Level.FAILURE:
         return _said("failure", f"{bad[0].check}: {bad[0].message}", bad[0])
-    if against:
-        collapsing = any("collapsing" in each for each in against)
-        headline = "The policy is collapsing" if collapsing else "Running, but look at the policy"
-        return _said(
-            "failure" if collapsing else "warning", headline, Finding("policy", Level.WARNING, "; ".join(against))
-        )
+    if signs := [each for each in against if each.level is not Level.OK]:
+        worst = max(signs, key=lambda each: each.level is Level.FAILURE)
+        sign = Finding("policy", worst.level, "; ".join(each.message for each in signs), worst.remedy)
+        return _said(worst.level, worst.headline or "Running, but look at the policy", sign)
     if bad:
         count, remark = counted(len(bad), "thing"), f"{bad[0].check}: {bad[0].message}; {bad[0].remedy}"
         return _said(
@@ -75,33 +75,49 @@ def bottleneck(info: ServerInfo) -> str:
     return "Neither side waits for the other."
 
 
-def signals(metrics: Mapping[str, Sequence[float | None]], versions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Warning signs about the policy, in the metrics of the newest run and in the groups of each policy version."""
-    found = []
-    entropy = [value for value in metrics.get("train/entropy", ()) if value is not None]
+def signals(metrics: Mapping[str, Sequence[float | None]], versions: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Signs about the policy, in the metrics of the newest run and in the groups of each policy version."""
+    known = {name: [value for value in series if value is not None] for name, series in metrics.items()}
     # Before there are metrics, the mean negative log-probability of sampled tokens estimates the entropy.
     surprise = [-each["logprob"] for each in versions if each["logprob"] is not None]
-    for name, series in (("train/entropy", entropy), ("mean negative log-prob", surprise)):
-        if len(series) >= 12:
-            early, late = median(series[: max(4, len(series) // 4)]), median(series[-4:])
-            if 0 <= late < 0.25 * early:
-                found.append(
-                    f"{name} fell from {early:.2g} to {late:.2g}: the policy is collapsing; raise epsilon_high"
-                )
-                break
+    rewards = [series for name, series in known.items() if name.endswith("/reward_mean") or "pass@" in name]
+    found, signs = [], []
+    for name, series in (("train/entropy", known.get("train/entropy", [])), ("mean negative log-prob", surprise)):
+        early, late = _ends(series, 4)
+        if len(series) >= 12 and 0 <= late < 0.25 * early:
+            fell = f"{name} fell from {early:.2g} to {late:.2g}"
+            found.append(_falling(fell, rewards or [[each["reward"] for each in versions]]))
+            break
     for name, least, most, meaning in RULES:
         recent = [value for value in metrics.get(name, ())[-10:] if value is not None]
         if len(recent) >= 3 and not least <= median(recent) <= most:
-            found.append(f"{name} is {median(recent):.3g}: {meaning}")
-    reward = [value for value in metrics.get("fresh/reward_mean", ()) if value is not None]
+            signs.append(f"{name} is {median(recent):.3g}: {meaning}")
+    reward = known.get("fresh/reward_mean", [])
     if len(reward) >= 20:
         means = [sum(reward[at : at + 10]) / 10 for at in range(0, len(reward) - 9, 5)]
         if means[-1] < max(means) - 0.2 * max(abs(max(means)), 0.1):
-            found.append(f"fresh/reward_mean fell from {max(means):.3g} to {means[-1]:.3g}")
-    norms = [value for value in metrics.get("train/grad_norm", ()) if value is not None]
+            signs.append(f"fresh/reward_mean fell from {max(means):.3g} to {means[-1]:.3g}")
+    norms = known.get("train/grad_norm", [])
     if len(norms) >= 20 and max(norms[-5:]) > 10 * median(norms):
-        found.append(f"train/grad_norm rose to {max(norms[-5:]):.3g}, 10 times its median: a step went wrong")
-    return found
+        signs.append(f"train/grad_norm rose to {max(norms[-5:]):.3g}, 10 times its median: a step went wrong")
+    return found + [Finding("policy", Level.WARNING, each) for each in signs]
+
+
+def _falling(fell: str, rewards: Sequence[Sequence[float]]) -> Finding:
+    """An entropy that falls is what learning looks like while the reward or pass@k rises, and else a collapse."""
+    for series in rewards:
+        early, late = _ends(series, max(4, len(series) // 4))
+        if late > early + LEARNING * max(abs(early), LEARNING):
+            return Finding(
+                "policy", Level.OK, f"{fell}, while the reward rose from {early:.2g} to {late:.2g}: it learns"
+            )
+    remedy = "see what the newest groups say, and go on from an earlier state with a higher epsilon_high"
+    return Finding("policy", Level.FAILURE, f"{fell}: the policy is collapsing", remedy, "The policy is collapsing")
+
+
+def _ends(series: Sequence[float], last: int) -> tuple[float, float]:
+    """The medians of the first quarter of a series and of its `last` values."""
+    return (median(series[: max(4, len(series) // 4)]), median(series[-last:])) if series else (0.0, 0.0)
 
 
 def _said(level: str, headline: str, finding: Finding) -> dict[str, str]:

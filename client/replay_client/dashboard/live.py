@@ -152,4 +152,8 @@ class Live:
             findings = [Finding("connection", Level.FAILURE, self._problem, REMEDY)]
         answering = None if self._problem else info
         verdict_ = verdict(answering, findings, look["signals"])
-        return look | {"findings": [vars(each) for each in findings], "verdict": verdict_}
+        plain_ = {
+            name: [vars(each) for each in found]
+            for name, found in (("findings", findings), ("signals", look["signals"]))
+        }
+        return look | plain_ | {"verdict": verdict_}

@@ -96,10 +96,22 @@ async def test_of_calls_that_are_alike_the_fastest_is_the_price():
 def test_a_collapse_is_seen_in_the_entropy_or_without_metrics_in_the_log_probs():
     falling = [0.5] * 10 + [0.4, 0.2, 0.05, 0.01, 0.01, 0.01, 0.01]
     steady = [0.5 - 0.01 * step for step in range(17)]
-    assert any("collapsing" in each for each in signals({"train/entropy": falling}, []))
+    rising, flat = [0.38 + 0.026 * step for step in range(17)], [0.4] * 17
+    for metrics, versions, level in (
+        ({"train/entropy": falling}, [], Level.FAILURE),
+        ({"train/entropy": falling, "fresh/reward_mean": flat}, [], Level.FAILURE),
+        ({"train/entropy": falling, "fresh/reward_mean": rising}, [], Level.OK),
+        ({"train/entropy": falling, "fresh/reward_mean": flat, "eval/pass@8": rising}, [], Level.OK),
+        ({}, [{"logprob": -each, "reward": 0.4} for each in falling], Level.FAILURE),
+        ({}, [{"logprob": -each, "reward": reward} for each, reward in zip(falling, rising, strict=True)], Level.OK),
+    ):
+        (sign,) = signals(metrics, versions)
+        assert sign.message.startswith("train/entropy fell" if metrics else "mean negative log-prob fell")
+        said = verdict(info_of(), [], [sign])
+        ends = {Level.FAILURE: "The policy is collapsing", Level.OK: "Healthy"}
+        assert (sign.level, said["headline"]) == (level, ends[level])
+        assert not said["remedy"].startswith("raise")
     assert signals({"train/entropy": steady}, []) == []
-    versions = [{"logprob": -each} for each in falling]
-    assert any("mean negative log-prob" in each for each in signals({}, versions))
     assert signals({}, [{"logprob": None}] * 30) == []
 
 
@@ -117,13 +129,13 @@ def test_a_collapse_is_seen_in_the_entropy_or_without_metrics_in_the_log_probs()
 def test_a_metric_beyond_its_healthy_range_is_a_signal(name, good, bad):
     assert signals({name: [None, good, good, good]}, []) == []
     (signal_,) = signals({name: [good, *[bad] * 10]}, [])
-    assert signal_.startswith(name)
+    assert signal_.message.startswith(name)
 
 
 def test_a_reward_that_falls_and_a_gradient_that_explodes_are_signals():
     assert signals({"fresh/reward_mean": [step / 40 for step in range(40)]}, []) == []
-    assert "fell" in signals({"fresh/reward_mean": [0.8] * 20 + [0.3] * 20}, [])[0]
-    assert "went wrong" in signals({"train/grad_norm": [0.5] * 30 + [9.0]}, [])[0]
+    assert "fell" in signals({"fresh/reward_mean": [0.8] * 20 + [0.3] * 20}, [])[0].message
+    assert "went wrong" in signals({"train/grad_norm": [0.5] * 30 + [9.0]}, [])[0].message
 
 
 def info_of(**fields) -> ServerInfo:
@@ -142,10 +154,8 @@ def test_one_sentence_says_how_the_run_is():
     assert healthy["detail"] == "The trainer waits for rollouts 40% of the time: generators set the pace."
     warned = verdict(info_of(), [WARNING], [])
     assert (warned["headline"], warned["remedy"][:7]) == ("Running, with 1 thing to look at", "memory:")
-    failed = verdict(info_of(), [WARNING, Finding("disk", Level.FAILURE, "it is full", "make room")], ["x: y"])
+    failed = verdict(info_of(), [WARNING, Finding("disk", Level.FAILURE, "it is full", "make room")], [WARNING])
     assert (failed["level"], failed["headline"], failed["remedy"]) == ("failure", "disk: it is full", "make room")
-    collapsing = verdict(info_of(), [WARNING], ["entropy fell: the policy is collapsing"])
-    assert (collapsing["level"], collapsing["headline"]) == ("failure", "The policy is collapsing")
     gone = verdict(None, [Finding("connection", Level.FAILURE, "no answer", "start it")], [])
     assert (gone["headline"], gone["detail"]) == ("The server does not answer", "no answer")
 
@@ -153,7 +163,7 @@ def test_one_sentence_says_how_the_run_is():
 def test_what_stops_the_run_is_told_first_and_a_wait_at_a_table_before_one_for_permits():
     permits = Finding("permits", Level.FAILURE, "too far ahead", "train", headline="Generators are blocked")
     table = Finding("rollouts", Level.WARNING, "it is full", "start a trainer", headline="Inserts are blocked")
-    said = verdict(info_of(), [WARNING, permits, table], ["fresh/reward_mean fell"])
+    said = verdict(info_of(), [WARNING, permits, table], [WARNING])
     assert (said["level"], said["headline"], said["remedy"]) == ("blocked", "Inserts are blocked", "start a trainer")
     assert verdict(info_of(), [WARNING, permits], [])["headline"] == "Generators are blocked"
     silence = pb.Silence(side="trainer", reason="no new policy version since version 29, 94 s ago; usual: 31 s")

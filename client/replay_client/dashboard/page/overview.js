@@ -185,12 +185,12 @@ function chartOf(host, table, history) {
 // ------------------------------------------------------------------------------------------------ the rest
 
 function policyCard({ versions, signals, policy, curves }) {
-  const of = (name) => versions.map((each) => each[name]);
-  return h("section", { class: `card policy ${signals.length ? "warned" : ""}`, "aria-label": "Policy" },
+  const of = (name) => versions.map((each) => each[name]), warned = signals.some((each) => each.level !== "ok");
+  return h("section", { class: `card policy ${warned ? "warned" : ""}`, "aria-label": "Policy" },
     h("h2", null, "Policy", h("small", null, versions.length
       ? `groups of versions ${versions[0].version} to ${versions[versions.length - 1].version}, as the page read them`
       : "no groups read yet")),
-    signals.length ? h("ul", { class: "signals" }, signals.map((each) => h("li", null, each)))
+    signals.length ? h("ul", { class: "signals" }, signals.map((each) => h("li", { class: each.level === "ok" && "fine" }, each.message)))
       : h("p", { class: "fine" }, versions.length || curves.entropy?.length ? "No sign of collapse, and nothing far off-policy."
       : "Nothing is known yet."),
     h("div", { class: "sparks" },
