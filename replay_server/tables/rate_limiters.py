@@ -4,7 +4,8 @@
     can_insert(n):  size + n <= min_size  or  (inserts + n) * spi - samples <= max_diff
 
 with size = inserts - deletes, and spi = samples_per_insert. These are Reverb's inequalities (google-deepmind/reverb,
-reverb/cc/rate_limiter.cc). Deletes and evictions change `size`, and never the difference inserts * spi - samples.
+reverb/cc/rate_limiter.cc). Deletes and evictions change `size`, and never the difference inserts * spi - samples. In a
+queue or stack that difference is how many places are taken. There what leaves unsampled counts as sampled.
 
 Items that wait for a column count for everything but the first inequality: they fill a queue, and cannot be sampled.
 """
@@ -26,7 +27,7 @@ class RateLimiter:
     max_diff: float
     inserts: int = 0
     samples: float = 0
-    """Samples taken, and those that dropped items could still have given. It may be a fraction."""
+    """Samples taken, and those that items which left could still have given (`Table._drop`). It may be a fraction."""
     deletes: int = 0
     waiting: int = 0
     """Items in the table that cannot be sampled yet, because they wait for a column."""

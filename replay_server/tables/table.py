@@ -246,11 +246,9 @@ class Table:
 
     def evict_slots(self, slots: IntArray) -> None:
         """Removes these items (n,) to make room."""
-        n = slots.size
-        self.counters.evicted += n
+        self.counters.evicted += slots.size
         self.counters.evicted_unsampled += int(np.count_nonzero(self.columns.times_sampled[rows_at(slots)] == 0))
-        self.limiter.deletes += n
-        self._remove(slots, "evicted")
+        self._drop(slots, "evicted")
 
     def _evict_excess(self) -> None:
         max_size, max_bytes = self.config.max_size, self.config.max_bytes or math.inf
@@ -556,8 +554,7 @@ class Table:
         slots, missing = self._found(np.array(keys, dtype=np.uint64))
         slots = slots[self.columns.last_rows(slots)]
         self.counters.deleted += slots.size
-        self.limiter.deletes += slots.size
-        self._remove(slots, "deleted")
+        self._drop(slots, "deleted")
         return missing
 
     def _found(self, keys: KeyArray) -> tuple[IntArray, list[int]]:
@@ -592,12 +589,14 @@ class Table:
         self.counters.undone += slots.size
 
     def _drop(self, slots: IntArray, reason: str) -> None:
-        owed = np.maximum(0.0, self.limiter.samples_per_insert - self.columns.times_sampled[slots])
-        self._remove(slots, reason)
+        """These items leave in any way but with a reader."""
         self.limiter.deletes += slots.size
-        # A dropped item can give no more samples. Unless the limiter counts the samples that it still owed, the
-        # difference between inserts and samples, which bounds a queue, would never come down again.
-        self.limiter.samples += float(owed.sum())
+        # An item that left can give no more samples. Unless the limiter counts the samples that it still owed, the
+        # difference between inserts and samples would never come down again: its place in a queue would be lost.
+        if self.config.rate_limiter.type in ("queue", "stack") or reason in ("stale", "undone"):
+            owed = np.maximum(0.0, self.limiter.samples_per_insert - self.columns.times_sampled[slots])
+            self.limiter.samples += float(owed.sum())
+        self._remove(slots, reason)
 
     def reset(self) -> int:
         """Removes all items and sets all counters to 0. Returns how many items there were."""
@@ -653,8 +652,7 @@ class Table:
             slots = self.columns.used()
             used_up = slots[self.columns.times_sampled[slots] >= limit]
             self.counters.consumed += used_up.size
-            self.limiter.deletes += used_up.size
-            self._remove(used_up, "consumed")
+            self._drop(used_up, "consumed")
         self._evict_excess()
 
     def counts(self) -> dict[str, int]:
@@ -688,6 +686,8 @@ class Table:
         """Makes the counters fit the loaded items, and the items the configuration. Returns how many were missing."""
         lost = self.limiter.size - self.size
         self.limiter.deletes += lost
+        if self.config.rate_limiter.type in ("queue", "stack"):
+            self.limiter.samples += lost  # as in `_drop`
         # A table that blocks or rejects may exceed its bounds for a while: items that were outstanding came back.
         if self.config.when_full == "evict":
             self._fit()

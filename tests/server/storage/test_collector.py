@@ -55,3 +55,22 @@ def test_an_item_that_was_forwarded_and_that_only_a_batch_holds_has_no_record():
     assert buffer.items[7].forwarded == ("a",)
     delta = collector.collect()
     assert (len(delta.items), delta.removed) == (0, [7])
+
+
+def test_what_a_restart_finds_damaged_gives_its_place_in_a_queue_back():
+    tables = [TableConfig(name="a", rate_limiter={"type": "queue", "max_size": 2})]
+    buffer = ReplayBuffer(tables, time.monotonic)
+    collector = ChangeCollector(buffer)
+    buffer.watchers.append(collector)
+
+    def insert(buffer, *keys):
+        n = len(keys)
+        rows = InsertBatch(keys, {"a": np.ones(n)}, np.zeros(n, np.int64), np.ones(n, np.int64), [(b"x",)] * n)
+        return buffer.insert(rows)[0]
+
+    assert insert(buffer, 7, 8) == 2
+    delta = collector.collect()
+    state = State(dict(delta.state_records), delta.items.select(np.array([1])))
+    again = ReplayBuffer(tables, time.monotonic)
+    restore(again, state)
+    assert (insert(again, 9), insert(again, 10)) == (1, 0)

@@ -284,8 +284,7 @@ class Reference:
         table = self.tables[name]
         missing = [key for key in dict.fromkeys(keys) if table.find(key) is None]
         gone = [row for row in table.rows if row.key in keys]
-        table.rows = [row for row in table.rows if row not in gone]
-        table.deletes += len(gone)
+        table.drop(gone)
         table.counts["deleted"] += len(gone)
         self._sweep()
         return missing
@@ -454,8 +453,7 @@ class Reference:
         table.counts["evicted"] += 1
         table.counts["evicted_unsampled"] += row.sampled == 0
         table.counts["evicted_on_arrival"] += key in self.arrived.get(name, ())
-        table.deletes += 1
-        table.rows.remove(row)
+        table.drop([row])
         self._sweep()
 
     def _insert(self, name: str, keys: list[int], sizes: list[int]) -> None:
@@ -639,26 +637,20 @@ class Reference:
             stale.counts["stale_refused"] += 1
 
     def _drop_stale(self, table: RefTable) -> None:
-        """To the limiter a delete, after the samples that the item still owed."""
         gone = [row for row in table.rows if table.stale(row.version, self.version)]
-        table.rows = [row for row in table.rows if row not in gone]
-        table.deletes += len(gone)
-        table.samples += sum(max(0.0, table.limits()[0] - row.sampled) for row in gone)
+        table.drop(gone, owed=True)
         table.counts["stale"] += len(gone)
 
     def _drop_undone(self, table: RefTable) -> None:
         gone = [row for row in table.rows if self.is_undone(row.version)]
-        table.rows = [row for row in table.rows if row not in gone]
-        table.deletes += len(gone)
-        table.samples += sum(max(0.0, table.limits()[0] - row.sampled) for row in gone)
+        table.drop(gone, owed=True)
         table.counts["undone"] += len(gone)
 
     def drop_used_up(self, table: RefTable) -> None:
         """After max_times_sampled was lowered."""
         limit = table.config.max_times_sampled
         used_up = [row for row in table.rows if limit and row.sampled >= limit]
-        table.rows = [row for row in table.rows if row not in used_up]
-        table.deletes += len(used_up)
+        table.drop(used_up)
         table.counts["consumed"] += len(used_up)
         self._sweep()
 

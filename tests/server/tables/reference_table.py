@@ -123,6 +123,13 @@ class RefTable:
     def bytes(self) -> int:
         return sum(row.nbytes for row in self.rows)
 
+    def drop(self, gone: list[Row], owed: bool = False) -> None:
+        """Rows leave without a reader. To the limiter of a queue, or if so said, after the samples that they owed."""
+        self.rows = [row for row in self.rows if row not in gone]
+        self.deletes += len(gone)
+        if owed or self.config.rate_limiter.type in ("queue", "stack"):
+            self.samples += sum(max(0.0, self.limits()[0] - row.sampled) for row in gone)
+
     def limits(self) -> tuple[float, int, float, float]:
         """spi, min_size, min_diff, max_diff: the constants of Reverb's limiters."""
         limiter = self.config.rate_limiter

@@ -230,6 +230,37 @@ def test_a_row_that_waited_and_leaves_at_once_is_reported_too():
     assert evicted == [(3, "t")]
 
 
+def evict_two(buffer):
+    buffer.update_table("t", {"max_size": 2})
+    buffer.update_table("t", {"max_size": 100})
+
+
+LEAVE = {
+    "evicted": evict_two,
+    "deleted": lambda buffer: buffer.delete("t", [1, 2]),
+    "damaged": lambda buffer: buffer.discard([1, 2]),
+    "stale": lambda buffer: buffer.set_policy_version(1, ""),
+}
+RATIO = {"type": "sample_to_insert_ratio", "samples_per_insert": 1.0, "min_size": 1, "error_buffer": [-9.0, 4.0]}
+QUEUE, STACK = ({"type": kind, "max_size": 4} for kind in ("queue", "stack"))
+
+
+@pytest.mark.parametrize(
+    ("limiter", "leave", "there"),
+    [(limiter, way, 4) for limiter in (QUEUE, STACK) for way in LEAVE] + [(RATIO, way, 2) for way in list(LEAVE)[:3]],
+)
+def test_what_leaves_unsampled_gives_its_place_in_a_queue_back_and_leaves_a_ratio_as_it_is(limiter, leave, there):
+    bench = Bench(table(rate_limiter=limiter, max_staleness=0))
+    for version in (0, 0, 1, 1):
+        bench.insert(version=version)
+    waiting = bench.insert(version=1)
+    LEAVE[leave](bench.buffer)
+    assert waiting.done == (there == 4)
+    while isinstance(bench.insert(version=1), int):
+        pass
+    assert len(bench.keys()) == there
+
+
 def test_a_key_that_comes_again_for_other_tables_is_refused_and_not_acknowledged():
     bench = Bench(table(), table("other"))
     key = bench.insert()
