@@ -52,6 +52,8 @@ MAX_BYTES_AHEAD = 1 << 30
 """Payload bytes drawn ahead for one sample stream. A single batch may have more."""
 MAX_ROWS_OUTSTANDING = 1 << 22
 """Samples that all clients together may have outstanding: under leases, or drawn ahead."""
+MAX_BYTES_READ = 256 << 20
+"""Payload bytes that answers to Get hold at a time, of all clients. They count for no max_bytes."""
 MAX_SAMPLE_STREAMS = 64
 """Sample streams of one connection."""
 MAX_DRAWS = 4096

@@ -29,7 +29,7 @@ from google.protobuf.message import DecodeError, Message
 
 from replay_protos import CLOSING, REASON_KEY
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame
-from replay_server.config import MAX_ROWS_OUTSTANDING, LimitsSection
+from replay_server.config import MAX_BYTES_READ, MAX_ROWS_OUTSTANDING, LimitsSection
 from replay_server.errors import Refused, busy, deadline, invalid
 from replay_server.rpc.auth import REVOKED
 from replay_server.rpc.clients import Clients, Context
@@ -61,6 +61,7 @@ class Backend:
         self.unfinished = Budget(unfinished, "bytes of items that are not complete (max_unfinished_bytes)")
         self.waiting = Budget(limits.max_waiting_bytes, "bytes of items that wait for their table (max_waiting_bytes)")
         self.outstanding = Budget(MAX_ROWS_OUTSTANDING, "samples under leases or drawn ahead")
+        self.reading = Budget(max(MAX_BYTES_READ, buffer.max_payload_bytes), "bytes of items that readers are sent")
         self.memory = MemoryGuard(limits.memory_share, buffer.items.let_archive_go)
         self.clients = Clients(buffer.clock)
         self.draining = False

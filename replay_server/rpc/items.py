@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import numpy as np
 
@@ -13,12 +13,12 @@ from replay_protos.framing import Frame
 from replay_protos.label_columns import columns_message, tags_message
 from replay_protos.labels import MOST_TAGS, Labels
 from replay_server.config import MAX_KEYS, MAX_ROWS
-from replay_server.errors import invalid, unsupported
+from replay_server.errors import invalid, try_again, unsupported
 from replay_server.rpc.backend import Backend, durable, once, split_payloads, stream, unary
 from replay_server.rpc.clients import Context
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import ITEM_ORDERS, IntArray, list_slots
-from replay_server.tables.items import DamagedPayloads, Payload
+from replay_server.tables.items import DamagedPayloads, read_slices
 from replay_server.tables.table import Table
 
 ITEMS_PER_LOOK = 4096
@@ -52,29 +52,28 @@ class ItemMethods:
     async def Get(self, request: pb.GetRequest, context: Context) -> AsyncGenerator[Frame[pb.GetResponse]]:
         if len(request.keys) > MAX_ROWS:
             raise invalid(f"{len(request.keys)} keys: at most {MAX_ROWS} in one request")
-        buffer = self.buffer
+        buffer, client, reading = self.buffer, context.peer(), self.backend.reading
         keys = [key for key in dict.fromkeys(request.keys) if not buffer.items.gone(key)]
-        payloads: Iterable[Payload] = ()
-        while not request.without_payloads:
-            try:
-                payloads = buffer.payloads(keys, [buffer.items[key].nbytes for key in keys])
-                break
-            except DamagedPayloads as damage:
-                buffer.discard(damage.keys)
-                keys = [key for key in keys if not buffer.items.gone(key) and key not in damage.keys]
         first = _columns(buffer, keys, request)
-        if request.without_payloads:
+        if request.without_payloads or not keys:
             yield Frame(first, ())
             return
-        # Payloads count as bytes of the server until they are sent, even if their items leave meanwhile.
-        buffer.hold(keys)
-        try:
-            for response in split_payloads(first, payloads):
-                yield response
-        except DamagedPayloads as damage:
-            raise buffer.refuse_damaged(damage) from None
-        finally:
-            buffer.release(keys)
+        items = [buffer.items[key] for key in keys]
+        sizes = [item.nbytes for item in items]
+        # Only what is being sent is held. Items may leave meanwhile, and so make room for others.
+        for part in read_slices(sizes):
+            await reading.take_in_turn(client, nbytes := sum(sizes[part]), self.backend.limits.stall_timeout)
+            try:
+                for key, item in zip(keys[part], items[part], strict=True):
+                    if buffer.items.get(key) is not item:
+                        raise try_again(f"item {key} left before its bytes were sent: ask again, for fewer at once")
+                for response in split_payloads(first, buffer.payloads(keys[part], sizes[part])):
+                    yield response
+            except DamagedPayloads as damage:
+                raise buffer.refuse_damaged(damage) from None
+            finally:
+                reading.give_back(client, nbytes)
+            first = pb.GetResponse()
 
     @unary
     async def ListItems(self, request: pb.ListItemsRequest, context: Context) -> pb.ListItemsResponse:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, aclosing, contextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -31,8 +32,10 @@ Code = grpc.StatusCode
 
 
 @contextmanager
-def server_with(max_bytes: int | None = None, max_payload_bytes: int = 1 << 30, **limits):
-    section = ServerSection(address="127.0.0.1:0", max_bytes=max_bytes, max_payload_bytes=max_payload_bytes)
+def server_with(max_bytes: int | None = None, max_payload_bytes: int = 1 << 30, data_dir: Path | None = None, **limits):
+    section = ServerSection(
+        address="127.0.0.1:0", max_bytes=max_bytes, max_payload_bytes=max_payload_bytes, data_dir=data_dir
+    )
     config = Config(server=section, tables=tuple(TABLES), limits=LimitsSection(**limits))
     with ReplayServer.from_config(config) as server:
         yield server
@@ -339,19 +342,47 @@ def in_hand(client: ReplayClient) -> int:
     return client.server_info().tables["plain"].reserved
 
 
-def test_what_a_reader_holds_counts_until_it_is_sent():
+def begun(stub: ReplayStub, keys: list[int]):
+    """An answer that the server sends, and that nobody reads yet."""
+    call = stub.Get(pb.GetRequest(keys=keys))
+    call.initial_metadata()
+    return call
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_slow_reader_of_items_keeps_none_of_them_and_loses_its_answer_to_inserts(on_disk, tmp_path):
     with (
-        server_with(max_bytes=16 * MB) as server,
+        server_with(max_bytes=32 * MB, data_dir=tmp_path if on_disk else None) as server,
         connection(server.address) as stub,
         ReplayClient(server.address, timeout=60.0) as client,
     ):
-        key = client.insert(bytes(12 * MB), {"plain": 1.0})
-        call = stub.Get(pb.GetRequest(keys=[key]))
-        call.initial_metadata()  # it has begun
-        client.delete("plain", [key])
-        assert client.server_info().bytes == 12 * MB
+        keys = [client.insert(bytes(MB), {"plain": 1.0}) for _ in range(32)]
+        call = begun(stub, keys)
+        later = [client.insert(bytes(MB), {"plain": 1.0}) for _ in range(31)]
+        info = client.server_info()
+        assert (info.items, info.bytes) == (32, 32 * MB)
+        assert {item.key for item in client.list_items("plain").items} == {keys[-1], *later}
+        error = refused(lambda: call)
+        assert error.code() is Code.UNAVAILABLE
+        assert error.details().endswith("left before its bytes were sent: ask again, for fewer at once")
+        assert [item.key for item in client.get(keys)] == keys[-1:]
+
+
+def test_what_is_sent_to_all_readers_of_items_together_is_bounded(monkeypatch):
+    monkeypatch.setattr(backend, "MAX_BYTES_READ", 12 * MB)
+    with (
+        server_with(max_payload_bytes=12 * MB) as server,
+        connection(server.address) as stub,
+        ReplayClient(server.address, timeout=60.0) as client,
+    ):
+        large, small = (client.insert(bytes(size), {"plain": 1.0}) for size in (12 * MB, 1))
+        call = begun(stub, [large])
+        error = refused(lambda: stub.Get(pb.GetRequest(keys=[small]), timeout=1.0))
+        assert error.code() is Code.DEADLINE_EXCEEDED
+        client.delete("plain", [large])
+        assert client.server_info().bytes == 1  # what is being sent counts for no table
         call.cancel()
-        until(lambda: client.server_info().bytes == 0)
+        assert [item.key for item in client.get([small])] == [small]
 
 
 def test_sample_streams_of_a_connection_are_bounded():
