@@ -251,6 +251,10 @@ class ReplayBuffer:
         if not batch.priorities:
             raise invalid(f"item {batch.keys[0]} names no table; {listed_tables(self.tables)}")
         tables = [self.table(name) for name in batch.priorities]
+        if self.archive is not None and ARCHIVE in batch.priorities:  # a key has one row in a table
+            raise invalid(
+                f"item {batch.keys[0]} names {ARCHIVE!r}, which items of {self.archived!r} join: leave it out"
+            )
         if batch.permits and self.building in batch.priorities and len(tables) > 1:
             raise invalid(
                 f"item {batch.keys[0]} comes with a permit into {', '.join(batch.priorities)}: a group under "

@@ -67,6 +67,18 @@ def test_what_enters_the_archived_table_joins_the_archive_and_nothing_else_does(
     assert held(buffer) == [1, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("tables", [("rollouts", "archive"), ("archive",), ("replay", "archive")])
+def test_a_client_that_names_the_archive_puts_no_second_row_there(tables):
+    buffer = make_buffer(archive=ArchiveConfig(max_size=2))
+    with pytest.raises(Refused, match=r"item 1 names 'archive', which items of 'rollouts' join: leave it out"):
+        insert(buffer, 1, *tables)
+    for key in (1, 2, 3):  # as if nobody had tried
+        assert insert(buffer, key) == (1, None)
+    assert held(buffer) == [2, 3]
+    buffer.reset()
+    assert (buffer.items, buffer.bytes) == ({}, 0)
+
+
 def test_a_sample_of_the_archive_is_served_by_the_insert_that_it_waits_for():
     buffer = make_buffer()
     pending = buffer.sample("archive", SampleRequest(2, 2))
