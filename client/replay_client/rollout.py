@@ -156,6 +156,7 @@ class RolloutGroup:
         if self.token_advantages is not None:
             self.token_advantages = vector("token_advantages", self.token_advantages, np.float32)
             _expect_size("token_advantages", self.token_advantages, tokens, "T")
+        self._check_texts()
         if self.finish_reasons is not None:
             self.finish_reasons = tuple(self.finish_reasons)
             if len(self.finish_reasons) != group_size:
@@ -179,9 +180,14 @@ class RolloutGroup:
         if validate:
             self._check_values()
 
-    def _check_values(self) -> None:
+    def _check_texts(self) -> None:
         if not isinstance(self.prompt_id, str):
             raise ValueError(f"prompt_id must be a string, not {self.prompt_id!r}")
+        reasons = self.finish_reasons
+        if reasons is not None and not (isinstance(reasons, list | tuple) and all(isinstance(r, str) for r in reasons)):
+            raise ValueError(f"finish_reasons must be a string for each rollout, or None, not {reasons!r:.200}")
+
+    def _check_values(self) -> None:
         if not self.prompt_lengths.all():
             raise ValueError("prompt_ids is empty: the first completion token needs a token before it, such as BOS")
         for name, ids in (("prompt_ids", self.prompt_ids), ("completion_ids", self.completion_ids)):
@@ -362,6 +368,7 @@ class RolloutGroup:
 
     def encode_pieces(self) -> list[bytes | memoryview]:
         """The encoded group as consecutive buffers: the header, then each array without a copy."""
+        self._check_texts()  # somebody may have set them since the group was made
         fields = {
             "policy_version": int(self.policy_version),
             "policy_version_end": None if self.policy_version_end is None else int(self.policy_version_end),
@@ -388,7 +395,6 @@ class RolloutGroup:
             if len(rest):
                 decode_segments(rest, extras, axes)
             reasons = fields.pop("finish_reasons")
-            reasons = None if reasons is None else tuple(reasons)
             return cls(**arrays, **fields, extras=extras, axes=axes, finish_reasons=reasons, validate=False)
         except ValueError as error:
             raise ValueError(f"damaged rollout group: {error}") from error

@@ -154,6 +154,8 @@ def test_another_format_version_is_refused_by_its_number():
         ({"advantages": [[1.0, 2.0]]}, "one-dimensional"),
         ({"loss_mask": [True]}, "loss_mask has 1 entries"),
         ({"finish_reasons": ("stop",)}, "finish_reasons has 1"),
+        ({"finish_reasons": [1, 2]}, r"finish_reasons must be a string for each rollout, or None, not \[1, 2\]"),
+        ({"finish_reasons": "ab"}, "finish_reasons must be a string for each rollout, or None, not 'ab'"),
         ({"context_lengths": [0]}, "context_lengths has 1 entries, not S = 2"),
         ({"context_lengths": [0, -1]}, r"context_lengths\[1\] is -1, .* from 0 to 2"),
         ({"context_lengths": [0, 3]}, r"context_lengths\[1\] is 3, .* from 0 to 2, the tokens of the sequence"),
@@ -340,6 +342,18 @@ def test_a_header_with_a_version_or_facts_of_another_type_is_refused_when_decodi
         assert encoded.count(right) == 1
         with pytest.raises(ValueError, match=r"damaged rollout group: .* must be"):
             RolloutGroup.decode(encoded.replace(right, wrong))
+
+
+def test_texts_that_are_none_are_refused_when_encoding_and_when_decoding():
+    encoded = make_group(prompt_id="p", finish_reasons=("a", "b", "c")).encode()
+    for right, wrong in ((b"prompt_id\xa1p", b"prompt_id\x91\x07"), (b"\xa1b", b"\x91\x07")):
+        assert encoded.count(right) == 1
+        with pytest.raises(ValueError, match=r"damaged rollout group: .* must be a string"):
+            RolloutGroup.decode(encoded.replace(right, wrong))
+    group = make_group()
+    group.finish_reasons = (1, 2, 3)
+    with pytest.raises(ValueError, match=r"not \(1, 2, 3\)"):
+        group.encode()
 
 
 def test_meta_that_msgpack_cannot_hold_is_refused_when_encoding():
