@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
@@ -53,7 +54,7 @@ class ArchiverProcess:
     async def _start(self, address: str) -> Process:
         section = self._section
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "replay_server.cli", "archive", "run", "--with-parent"),
+            *(sys.executable, "-m", "replay_server.cli", "archive", "run", "--parent", str(os.getpid())),
             *("--address", address, "--dir", str(section.dir), *self._log_options),
             *("--segment-bytes", str(section.segment_bytes), "--segment-seconds", str(section.segment_seconds)),
             stdin=DEVNULL,

@@ -26,9 +26,10 @@ def run_archiver(
     lease: Annotated[
         float, typer.Option(min=1.0, help="Seconds after which the items of a killed archiver come back.")
     ] = 60.0,
-    with_parent: Annotated[
-        bool, typer.Option("--with-parent", help="End when the process ends that has started this one.", hidden=True)
-    ] = False,
+    # Its number, since it may have ended before this process can ask who its parent is.
+    parent: Annotated[
+        int | None, typer.Option(help="End when this process ends, which started it.", hidden=True)
+    ] = None,
     log_level: Annotated[str, typer.Option(help="Log from this level on: debug, info, warning or error.")] = "info",
     log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
@@ -42,7 +43,7 @@ def run_archiver(
 
     log_to_stderr(log_level, log_format)
     be_modest()
-    ended, parent = threading.Event(), os.getppid()
+    ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     config = ArchiverConfig(segment_bytes, segment_seconds, lease)
@@ -54,7 +55,7 @@ def run_archiver(
         archiver = ask(lambda: Archiver(client, folder, config, say))
         say(f"archiving {client.address} into {folder}")
         try:
-            ask(lambda: archiver.run(lambda: ended.is_set() or (with_parent and os.getppid() != parent)))
+            ask(lambda: archiver.run(lambda: ended.is_set() or parent not in (None, os.getppid())))
             client.leave()
         except OSError as error:
             fail(error)
