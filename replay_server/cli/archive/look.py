@@ -64,6 +64,7 @@ def show_step(
 ) -> None:
     """Show which groups a step of the trainer took, and what is archived of each."""
     from replay_client.archive.fates import read_steps
+    from replay_client.units import counted
 
     step = _read(lambda: next((step for step in read_steps(steps) if step.number == number), None))
     if step is None:
@@ -80,7 +81,8 @@ def show_step(
             say(f"{kind.replace('_', ' ')}: {len(groups)}")
             _print_groups(groups)
     if missing := sum(not each["archived"] for groups in document.values() for each in groups):
-        say(f"not archived: {missing}")
+        open_files = len(list(folder.glob("groups-*.tmp")))
+        say(f"in no finished file: {missing}" + f"; {counted(open_files, 'file')} not finished yet" * bool(open_files))
 
 
 @taking(_WHICH)
@@ -171,7 +173,7 @@ def _print_groups(rows: list[Row]) -> None:
             _number(row.get("reward_std")),
             str(row.get("bytes", "-")),
             ", ".join(f"{name}={value}" for name, value in row.get("tags", {}).items()) or "-",
-            str(row.get("fate", "not archived")),
+            str(row.get("fate", "in no finished file")),
             str(row.get("said") or row.get("reason") or "-"),
         )
         for row in rows
