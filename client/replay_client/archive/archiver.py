@@ -189,6 +189,9 @@ class Archiver:
             keys = [sample.info.key for sample in segment.samples if sample.info.lease in missing]
             self._client.take(self._table, keys)
         self._say(f"{path.name}: {segment.writer.rows} items, {segment.nbytes} bytes")
+        if lacking := segment.writer.lacking:
+            said = "%s: %d items lack columns that could not be written, and have their payload; the first is %s"
+            log.warning(said, path.name, len(lacking), lacking[0])
 
     def _record_departures(self) -> None:
         self._looked = time.monotonic()

@@ -7,6 +7,7 @@ which reads only the columns and the parts of the files that they need.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ from replay_client.archive.fates import Fates, read_steps
 from replay_client.archive.files import schema_of
 from replay_client.archive.rows import Row
 from replay_client.archive.segments import FATE_COLUMNS, FATES, GROUP_COLUMNS, GROUPS, segments
+
+log = logging.getLogger("replay_client.archive")
 
 _ROWS_PER_READ = 64
 """Rows with their payloads in memory at the same time."""
@@ -56,7 +59,8 @@ class Wanted:
 
 
 class Archive:
-    """The archive in a folder. Methods raise ValueError if there is no such folder, or a file in it is no segment."""
+    """The archive in a folder. Methods raise ValueError if there is no such folder. A file that is damaged is left out,
+    from where the damage begins, and named in the log."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,12 +87,15 @@ class Archive:
         return found
 
     def _rows(self, kind: str, schema: Mapping[str, str], columns: Sequence[str], which: Any) -> Iterator[Row]:
-        from pyarrow import ArrowInvalid, dataset
+        from pyarrow import ArrowException, dataset
 
+        how = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
+        checked = dataset.ParquetFileFormat(default_fragment_scan_options=how)
         for path in segments(self.folder, kind):
             try:
-                found = dataset.dataset(str(path), format="parquet", schema=schema_of(schema))
+                found = dataset.dataset(str(path), format=checked, schema=schema_of(schema))
                 for batch in found.to_batches(columns=list(columns), filter=which, batch_size=_ROWS_PER_READ):
                     yield from batch.to_pylist()
-            except ArrowInvalid as error:
-                raise ValueError(f"{path} is not a segment: {error}") from None
+            except (ArrowException, OSError) as error:
+                said = "replay: %s is damaged, and what cannot be read of it is left out: %s"
+                log.warning(said, path, " ".join(str(error).split()))

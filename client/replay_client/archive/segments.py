@@ -27,6 +27,8 @@ GROUP_COLUMNS = GROUP_ROWS.columns() | {"inserted_at": "float"}
 """Of the segments of groups; `inserted_at` in seconds since the epoch."""
 FATE_COLUMNS = {"key": "str", "table": "str", "reason": "str", "policy_version": "int", "time": "float"}
 """Of the segments of fates: who left which table, why, at which policy version of the server, and when (epoch)."""
+_UNWRITABLE = (ValueError, TypeError, OverflowError, NotImplementedError)
+"""What pyarrow raises for a value that its column cannot hold."""
 
 
 class SegmentWriter:
@@ -42,13 +44,31 @@ class SegmentWriter:
         fcntl.flock(self._file, fcntl.LOCK_EX)
         # A dictionary of payloads would cost much and spare nothing, and readers filter by other columns.
         flat = [name for name, kind in columns.items() if kind in ("int", "float", "str")]
-        self._writer = parquet.ParquetWriter(self._file, self._schema, use_dictionary=flat, write_statistics=flat)
+        how = {"use_dictionary": flat, "write_statistics": flat, "write_page_checksum": True}
+        self._writer = parquet.ParquetWriter(self._file, self._schema, **how)
         self.rows = 0
+        self.lacking: list[str] = []
+        """What is wrong with each row that went without columns that could not be written."""
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Writes rows. They are in the file when it is finished."""
-        self._writer.write_table(table_of(rows, self._columns, self._schema))
+        """Writes rows, without values that their columns cannot hold. They are in the file when it is finished."""
+        try:
+            table = table_of(rows, self._columns, self._schema)
+        except _UNWRITABLE:  # were the row left, or the writer to end, it would come again for ever
+            table = table_of([self._writable(row) for row in rows], self._columns, self._schema)
+        self._writer.write_table(table)
         self.rows += len(rows)
+
+    def _writable(self, row: Row) -> Row:
+        wrong = {}
+        for name, kind in self._columns.items():
+            try:
+                table_of([row], {name: kind}, schema_of({name: kind}))
+            except _UNWRITABLE as error:
+                wrong[name] = error
+        if wrong:
+            self.lacking.append(f"{row['key']} without {', '.join(wrong)}: {next(iter(wrong.values()))}")
+        return row | dict.fromkeys(wrong)
 
     def finish(self) -> Path:
         """Forces the segment to the disk, and gives it its name."""
@@ -82,7 +102,7 @@ def write_segment(folder: Path, kind: str, columns: Mapping[str, str], rows: Seq
 def remove_unfinished(folder: Path) -> int:
     """Removes the segments that a killed process left unfinished. Returns how many there were."""
     removed = 0
-    for path in folder.glob("*.parquet.tmp"):
+    for path in filter(Path.is_file, folder.glob("*.parquet.tmp")):  # to open a FIFO waits for its writer
         try:
             with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,4 +117,4 @@ def segments(folder: Path, kind: str) -> list[Path]:
     """The finished segments of a kind, the oldest first. Raises ValueError if there is no such folder."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give the `dir` of [archive]")
-    return sorted(folder.glob(f"{kind}-*.parquet"))
+    return sorted(filter(Path.is_file, folder.glob(f"{kind}-*.parquet")))

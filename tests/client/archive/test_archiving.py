@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replay_client import ReplayClient
+from replay_client import ReplayClient, RolloutGroup
+from replay_client.archive.archiver import Archiver, ArchiverConfig
 from replay_client.archive.reading import Archive, Wanted
+from replay_client.archive.rows import GROUP_COLUMNS as group_columns
 from replay_client.archive.segments import FATES, GROUPS, SegmentWriter, remove_unfinished, segments
 from replay_client.errors import InvalidRequestError, UnsupportedError
 from replay_server import ReplayServer, TableConfig
@@ -198,6 +201,12 @@ def stored(tmp_path_factory):
     return folder, steps, keys, payloads
 
 
+def hole(data: bytes) -> bytes:
+    """As a disk loses a sector."""
+    middle = len(data) // 3
+    return data[:middle] + bytes(100) + data[middle + 100 :]
+
+
 def used(key: int, source: str = "") -> dict:
     return {"key": key, "prompt_id": "p", "policy_version": 2, "rank": 0} | ({"source": source} if source else {})
 
@@ -248,7 +257,11 @@ def test_a_step_shows_what_the_steps_of_the_trainer_say(stored):
     assert document["trained"][0]["source"] == "replayed"
     shown = run_replay("archive", "step", str(folder), "2", "--steps", str(steps)).stdout
     assert shown.splitlines()[0] == "trained: 1"
-    assert shown.splitlines()[-1] == "not archived: 1"
+    assert shown.splitlines()[-1] == "in no finished file: 1"
+    (being_written := folder / "groups-9.parquet.tmp").touch()
+    shown = run_replay("archive", "step", str(folder), "2", "--steps", str(steps)).stdout
+    being_written.unlink()
+    assert shown.splitlines()[-1] == "in no finished file: 1; 1 file not finished yet"
 
 
 @pytest.mark.parametrize(("rows", "ending"), [("groups", "parquet"), ("sequences", "jsonl")])
@@ -267,6 +280,20 @@ def test_what_an_archive_exports_is_imported_bit_by_bit(stored, tmp_path, rows, 
         assert items[keys[4]].tables["rollouts"].priority == 0.5
         assert items[keys[1]].tags == {"environment": "math"}
         assert np.array_equal(items[keys[6]].group.rewards, make_group().rewards)
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-9], hole], ids=["empty", "cut", "hole"])
+def test_one_damaged_file_is_named_and_hides_no_other_file(stored, tmp_path, damage):
+    folder, _, keys, _ = stored
+    again = shutil.copytree(folder, tmp_path / "archive")
+    [*_, fates], [path, *_] = segments(again, FATES), segments(again, GROUPS)
+    for whole in (path, fates):
+        damaged = whole.with_name(whole.name.replace("-", "-0", 1))  # it comes before all others
+        damaged.write_bytes(damage(whole.read_bytes()))
+        done = run_replay("archive", "list", str(again), "--json")
+        assert (done.returncode, [keys.index(int(row["key"])) for row in json.loads(done.stdout)]) == (0, [*range(7)])
+        assert (done.stderr.count("\n"), f"{damaged} is damaged" in done.stderr) == (1, True), done.stderr
+        damaged.unlink()
 
 
 @pytest.mark.parametrize(
@@ -343,3 +370,72 @@ def test_what_a_killed_archiver_left_unfinished_is_removed_and_what_another_one_
     assert remove_unfinished(tmp_path) == 1
     mine.add([{"key": "1"}])
     assert (mine.finish(), os.listdir(tmp_path)) == (segments(tmp_path, FATES)[0], [segments(tmp_path, FATES)[0].name])
+
+
+def test_an_archiver_minds_only_files(tmp_path):
+    folder = tmp_path / "archive"
+    folder.mkdir()
+    for name in ("x.parquet.tmp", "groups-1.parquet"):
+        os.mkfifo(folder / name)
+    (folder / "fates-1.parquet").mkdir()
+    with server_process(tmp_path, config(folder)) as server, ReplayClient(server.address) as client:
+        process = archiver(server.address, folder, "--segment-seconds", "0.2")
+        keys = insert_some(client, 3)
+        until(lambda: waits(client) == 0, "it is not archived")
+        assert end(process) == 0
+    done = run_replay("archive", "list", str(folder), "--json")
+    assert [int(row["key"]) for row in json.loads(done.stdout)] == keys
+
+
+def test_a_group_is_archived_without_the_columns_that_cannot_be_written(tmp_path, monkeypatch, caplog):
+    for name, wrong in {"finish_reasons": [1, 2], "reward_mean": "high", "group_size": 1 << 80}.items():
+        kind, right = group_columns[name]
+        monkeypatch.setitem(
+            group_columns,
+            name,
+            (kind, lambda group, right=right, wrong=wrong: wrong if group.prompt_id == "p1" else right(group)),
+        )
+    queue = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8})
+    archive = ArchiveSection(dir=tmp_path / "archive")
+    with ReplayServer(tables=[queue], port=0, archive=archive) as server, ReplayClient(server.address) as client:
+        keys = insert_some(client, 7)
+        Archiver(client, archive.dir, ArchiverConfig(), say=lambda _: None).run(lambda: True)
+        assert waits(client) == 0
+    rows = list(Archive(archive.dir).groups(Wanted(), payloads=True))
+    assert [int(row["key"]) for row in rows] == keys
+    assert [row["reward_mean"] for row in rows] == [0.5, None, 0.5, 0.5, 0.5, 0.5, None]
+    odd = rows[1]
+    assert (odd["finish_reasons"], odd["group_size"], odd["prompt_id"], odd["rewards"]) == (
+        None,
+        None,
+        "p1",
+        [1.0, 0.0],
+    )
+    assert RolloutGroup.decode(odd["payload"]).prompt_id == "p1"
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "2 items lack columns that could not be written" in said
+    assert f"the first is {keys[1]} without group_size, finish_reasons, reward_mean: " in said
+
+
+def test_an_archiver_whose_server_dies_early_ends_too(tmp_path):
+    folder, address = tmp_path / "archive", f"127.0.0.1:{free_port()}"
+    text = config(folder)
+    with server_process(tmp_path, text.replace("run = false", ""), address=address) as server:
+        until(lambda: archivers_of(folder), "no archiver")
+        server.kill()
+    # It finds a server at the address of its own, and must not stay with it.
+    with server_process(tmp_path, text, address=address):
+        until(lambda: not archivers_of(folder), "the archiver stays")
+
+
+def archivers_of(folder: Path) -> list[str]:
+    """The processes that archive into this folder."""
+    lines = [read(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
+    return [line for line in lines if "archive" in line.split("\0") and str(folder) in line]
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # it has ended
+        return ""
