@@ -117,6 +117,10 @@ class DrawStream:
 
         return await self._connection.call(attempt, timeout)
 
+    def awaited(self) -> None:
+        """Somebody waits from now on for what is drawn ahead."""
+        self._send(pb.DrawRequest(awaited=True))
+
     def give_up(self, draw_id: int) -> None:
         """Nobody wants this batch any more, whether it is drawn or not."""
         self._draws.pop(draw_id, None)
@@ -452,6 +456,7 @@ class AsyncSampler:
     async def _receive(self) -> tuple[int, list[Sample]]:
         self._draw_ahead(max(1, self._prefetch))
         if not any(draw.done() for draw in self._ahead):
+            self._stream.awaited()
             await asyncio.wait(self._ahead, return_when=asyncio.FIRST_COMPLETED)
         # The first one that is there: the server may serve a later draw before.
         drawn = next(draw for draw in self._ahead if draw.done())
@@ -467,6 +472,7 @@ class AsyncSampler:
         if self._answer is None:
             ids = [batch_id]
             request = pb.DrawRequest(renew=ids, seconds=self._lease) if self._lease else pb.DrawRequest(take=ids)
+            request.awaited = False  # its caller has this batch, and works
             self._answer = self._stream.end(request)
             self._draw_ahead(self._prefetch)
         answer = await asyncio.shield(self._answer)

@@ -583,10 +583,15 @@ class DrawRequest(_message.Message):
     RENEW_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     RING_FIELD_NUMBER: _builtins.int
+    AWAITED_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
     """are forwarded, and stay leased after a restart of a durable server"""
     ring: _builtins.int
     """of ShareMemory: from now on payloads may come through it. 0: as before"""
+    awaited: _builtins.bool
+    """Whether somebody waits for the draws of this stream from now on. Else they are drawn ahead, and no wait is counted.
+    Absent: as before; at first somebody does.
+    """
     @_builtins.property
     def draw(self) -> Global___SampleRequest: ...
     @_builtins.property
@@ -610,12 +615,15 @@ class DrawRequest(_message.Message):
         renew: _abc.Iterable[_builtins.int] | None = ...,
         seconds: _builtins.float = ...,
         ring: _builtins.int = ...,
+        awaited: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draw", b"draw"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_awaited", b"_awaited", "awaited", b"awaited", "draw", b"draw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw", b"draw", "give_back", b"give_back", "renew", b"renew", "ring", b"ring", "seconds", b"seconds", "take", b"take"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_awaited", b"_awaited", "awaited", b"awaited", "draw", b"draw", "give_back", b"give_back", "renew", b"renew", "ring", b"ring", "seconds", b"seconds", "take", b"take"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__awaited: _TypeAlias = _typing.Literal["awaited"]  # noqa: Y015
+    _WhichOneofArgType__awaited: _TypeAlias = _typing.Literal["_awaited", b"_awaited"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__awaited) -> _WhichOneofReturnType__awaited | None: ...
 
 Global___DrawRequest: _TypeAlias = DrawRequest  # noqa: Y015
 

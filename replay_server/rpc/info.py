@@ -119,7 +119,7 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
 
 
 def _waiting(line: Line[Any], reason: str | None) -> pb.Waiting:
-    return pb.Waiting(count=len(line), reason=reason or "", seconds=line.standstill)
+    return pb.Waiting(count=line.awaited, reason=(line.awaited and reason) or "", seconds=line.standstill)
 
 
 def _samples_waiting(buffer: ReplayBuffer, table: Table) -> pb.Waiting:
@@ -263,7 +263,7 @@ def _silence(
 
 
 def _any_waits(lines: Iterable[Line[Any]]) -> bool:
-    return any(line.still_since is not None for line in lines)
+    return any(len(line) or line.still_since is not None for line in lines)
 
 
 def _usual_step(buffer: ReplayBuffer) -> float:

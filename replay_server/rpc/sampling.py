@@ -270,6 +270,13 @@ class OpenDraws:
             raise deadline(why)
         self._set_timer(draw, draw.deadline - self._buffer.clock(), draw.on_ready, draw)
 
+    def set_ahead(self, draw: OpenDraw, ahead: bool) -> None:
+        """Whether nobody waits for the draw yet."""
+        if (pending := draw.pending) is not None:
+            for line in pending.lines:
+                line.set_ahead(pending, ahead)
+            self._buffer.mark_blocked(pending.tables)
+
     def _read(self, draw: OpenDraw, batch: SampleBatch) -> Iterator[Response] | None:
         """The messages of a batch; None: an item was damaged, so the draw waits again."""
         if draw.stream is not None or draw.request.lease:
@@ -291,6 +298,8 @@ class OpenDraws:
         buffer = self._buffer
         draw.pending = None
         pending = draw.pending = buffer.sample(draw.request.table, draw.wanted, draw.deadline)
+        if draw.stream is not None and not draw.stream.awaited:
+            self.set_ahead(draw, ahead=True)
         left = draw.deadline - buffer.clock()
         if left <= 0:
             buffer.time_out(pending)
@@ -430,6 +439,8 @@ class DrawResponder:
         self._client = client
         self._requests = requests
         self._seen = seen
+        self.awaited = True
+        """Whether somebody waits for its draws."""
         self._mine: dict[int, OpenDraw] = {}
         """The draws that end with this stream, by id."""
         self._put_off: dict[int, OpenDraw] = {}
@@ -486,6 +497,8 @@ class DrawResponder:
             while len(self._answers) >= MAX_UNANSWERED:
                 self._answered.clear()
                 await self._answered.wait()
+            if request.HasField("awaited"):
+                self._await(request.awaited)
             answer = self._end(request) if request.take or request.give_back or request.renew else None
             if request.HasField("draw"):
                 self._begin(request.draw)
@@ -500,6 +513,11 @@ class DrawResponder:
         ids = chain(request.take, request.give_back, request.renew)
         there = (found[0].name for each in ids if (found := self._buffer.outstanding.by_id.get(each)) is not None)
         return next(there, "")
+
+    def _await(self, awaited: bool) -> None:
+        self.awaited = awaited
+        for draw in self._mine.values():
+            self._draws.set_ahead(draw, ahead=not awaited)
 
     def _begin(self, request: pb.SampleRequest) -> None:
         try:

@@ -278,7 +278,7 @@ class ReplayBuffer:
             pending = PendingInsert(insert, rows, tables, self.clock(), deadline_at, evicted)
             for table in tables:
                 self.lines[table.name].inserts.join(pending)
-            self._mark_blocked(tables)
+            self.mark_blocked(tables)
             return 0, pending
         self._progress(self._enter(insert, rows, tables, evicted))
         return n, None
@@ -515,7 +515,7 @@ class ReplayBuffer:
             if self.items.freed:  # inserts into any table may have waited for the bytes
                 self.items.freed = False
                 dirty.update(dict.fromkeys(other for other, lines in self.lines.items() if lines.inserts))
-        self._mark_blocked([self.tables[name] for name in served])
+        self.mark_blocked([self.tables[name] for name in served])
 
     def _serve_insert(self, pending: PendingInsert, dirty: dict[str, None]) -> bool:
         """Decides the first insert of a line. Returns False if it goes on waiting."""
@@ -540,13 +540,13 @@ class ReplayBuffer:
         dirty.update(dict.fromkeys(pending.insert.priorities))
         return True
 
-    def _mark_blocked(self, tables: Iterable[Table]) -> None:
+    def mark_blocked(self, tables: Iterable[Table]) -> None:
         for table in tables:
             lines = self.lines[table.name]
             if table.insert_blocked.blocked != bool(lines.inserts):
                 table.insert_blocked.set(bool(lines.inserts), self.clock())
-            if table.sample_blocked.blocked != bool(lines.samples):
-                table.sample_blocked.set(bool(lines.samples), self.clock())
+            if table.sample_blocked.blocked != bool(lines.samples.awaited):
+                table.sample_blocked.set(bool(lines.samples.awaited), self.clock())
 
     def close(self) -> None:
         """Refuses everything from now on and ends every wait."""

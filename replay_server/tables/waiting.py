@@ -23,6 +23,8 @@ class Pending(Generic[T]):
         self.since = since
         self.deadline = deadline
         self.done = False
+        self.ahead = False
+        """It has its place in the line, but nobody waits for it yet."""
         self.on_done: Callable[[], None] | None = None
         self.lines: list[Line[Any]] = []
         """The lines in which it waits."""
@@ -108,7 +110,7 @@ class Line(Generic[P]):
     """Pending requests, first come first served. A request that ends leaves its lines.
 
     A client whose request ends at its deadline usually asks again. `standstill` therefore counts from the first of such
-    requests, and not from the one that waits now.
+    requests, and not from the one that waits now. Requests that are made ahead count for no wait.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -119,17 +121,34 @@ class Line(Generic[P]):
         self._still_since = -math.inf
         self._left_at = -math.inf
         """When the last request left the line without having been served."""
+        self.awaited = 0
+        """How many of the requests somebody waits for."""
 
     def join(self, pending: P) -> None:
-        if not self._pending and pending.since - self._left_at > ASKS_AGAIN:
-            self._still_since = pending.since
         self._pending[id(pending)] = pending
         pending.lines.append(self)
+        if not pending.ahead:
+            self._await(pending.since)
+
+    def set_ahead(self, pending: P, ahead: bool) -> None:
+        """Whether `pending` is made ahead changes."""
+        if pending.ahead and not ahead:
+            self._await(self._clock())
+        elif ahead and not pending.ahead:
+            self.awaited -= 1
+        pending.ahead = ahead
+
+    def _await(self, since: float) -> None:
+        if not self.awaited and since - self._left_at > ASKS_AGAIN:
+            self._still_since = since
+        self.awaited += 1
 
     def leave(self, pending: P) -> None:
         del self._pending[id(pending)]
-        if not self._pending:
-            self._left_at = self._clock()
+        if not pending.ahead:
+            self.awaited -= 1
+            if not self.awaited:
+                self._left_at = self._clock()
 
     def moved(self) -> None:
         """A request was served, from the line or past it."""
@@ -139,7 +158,7 @@ class Line(Generic[P]):
     @property
     def still_since(self) -> float | None:
         """Since when requests wait and none was served; None: nothing waits, or is about to ask again."""
-        waits = bool(self._pending) or self._clock() - self._left_at <= ASKS_AGAIN
+        waits = bool(self.awaited) or self._clock() - self._left_at <= ASKS_AGAIN
         return self._still_since if waits else None
 
     @property

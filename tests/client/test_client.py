@@ -440,6 +440,23 @@ def test_closing_a_client_ends_the_waits_of_its_other_threads(server):
 
 
 @pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("lease", [None, 60.0])
+def test_a_draw_made_ahead_is_a_wait_only_while_its_caller_asks_for_the_batch(client, lease):
+    def waits() -> tuple[int, bool, bool]:
+        wait = client.server_info().tables["rollouts"].sampling
+        return wait.count, bool(wait.reason), wait.seconds > 0
+
+    with client.sampler("rollouts", batch_size=1, prefetch=1, lease=lease) as batches:
+        for _ in range(2):
+            asking = threading.Thread(target=next, args=[batches])
+            asking.start()
+            until(lambda: waits() == (1, True, True))
+            client.insert(b"x", {"rollouts": 1.0})
+            asking.join()
+            assert waits() == (0, False, False)  # the caller works
+
+
+@pytest.mark.usefixtures("transport")
 def test_ctrl_c_ends_a_wait_and_the_client_goes_on(server, client):
     waiter = threading.get_ident()
 
