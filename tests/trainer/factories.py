@@ -114,13 +114,14 @@ def make_trainer(
     on_step: Callable[[dict[str, float]], None] | None = None,
     callbacks: Sequence[Callback] = (),
     evaluate: Any = None,
+    tokenizer: Any = None,
     **options: Any,
 ) -> GRPOTrainer:
     """A trainer of a tiny model for three steps, unless told otherwise, that reports nothing."""
     few = {"max_steps": 3, "learning_rate": 1e-3, "progress": False, "report_to": ()}
     config = GRPOConfig(output_dir=output_dir, **(few | options))
     callbacks = [*callbacks, *([] if on_step is None else [OnStep(on_step)])]
-    return GRPOTrainer(model or make_model(), client, config, callbacks=callbacks, evaluate=evaluate)
+    return GRPOTrainer(model or make_model(), client, config, tokenizer, callbacks, evaluate)
 
 
 def lines_of(output_dir: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -167,7 +168,7 @@ class FakeClient:
 
     def server_info(self, **_: Any) -> Any:
         admission = None if self.admitted is None else AdmissionInfo(groups_per_step=self.admitted)
-        return SimpleNamespace(admission=admission, tables={})
+        return SimpleNamespace(admission=admission, tables={}, clients=())
 
     def policy(self, **_: Any) -> Policy:
         return Policy(self.version, self.weights, age=0.0)

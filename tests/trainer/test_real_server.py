@@ -5,25 +5,32 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import models
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import DeadlineExceededError
 from replay_client.generator import GeneratorConfig, RolloutGenerator
 from replay_client.scoring import group_priority
+from replay_protos.recipes import read_described
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import Config
 from replay_trainer import TableEvaluation
+from replay_trainer.demo.task import make_tokenizer
 from tests.client.generator.factories import ScriptedEngine, make_prompts
 from tests.docs.blocks import ROOT, write_files
 from tests.trainer.factories import lines_of, make_group, make_model, make_trainer
 
 STEPS, FRESH = 6, 2
+TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 
 @pytest.fixture
@@ -111,21 +118,20 @@ def test_a_trainer_that_is_interrupted_says_that_it_ends(client: ReplayClient, t
 class Generators:
     """Generators on an event loop of their own, in a thread, until the end of the block."""
 
-    def __init__(self, address: str, *configs: GeneratorConfig) -> None:
-        self._address = address
+    def __init__(self, address: str, *configs: GeneratorConfig, **engine: Any) -> None:
+        self._address, self._engine = address, engine
         self._configs = configs
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="generators")
 
     async def _run(self) -> None:
         self._loop, self._running = asyncio.get_running_loop(), []
         tasks = []
-        async with AsyncReplayClient(self._address) as client:
+        async with AsyncReplayClient(self._address, name="gen") as client:
             for config in self._configs:
                 scores = iter(range(10**9))
                 prompts = make_prompts(10_000 if config.max_groups is None else config.max_groups)
-                generator = RolloutGenerator(
-                    client, ScriptedEngine(), prompts, lambda row, text, scores=scores: float(next(scores) % 2), config
-                )
+                reward = partial(lambda row, text, scores: float(next(scores) % 2), scores=scores)
+                generator = RolloutGenerator(client, ScriptedEngine(**self._engine), prompts, reward, config)
                 self._running.append(generator)
                 tasks.append(asyncio.create_task(generator.run()))
             await asyncio.gather(*tasks)
@@ -137,6 +143,53 @@ class Generators:
         for generator in self._running:
             self._loop.call_soon_threadsafe(generator.stop)
         self._thread.join()
+
+
+def exchanged() -> Any:
+    tokenizer = make_tokenizer()
+    ids = tokenizer.get_vocab()
+    tokenizer.backend_tokenizer.model = models.WordLevel(ids | {"+": ids["="], "=": ids["+"]}, tokenizer.unk_token)
+    return tokenizer
+
+
+def with_padding() -> Any:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<another pad>"})
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "words"),
+    [
+        (
+            lambda: LlamaForCausalLM(LlamaConfig(**TINY)),
+            make_tokenizer,
+            r"\(model_type llama, vocabulary 64, .* trainer \(model_type qwen2, vocab",
+        ),
+        (lambda: make_model(vocabulary=33), make_tokenizer, r"vocabulary 33, .* trainer \(.*vocabulary 64"),
+        (lambda: make_model(vocabulary=64), exchanged, r"tokenizer [0-9a-f]{16}\) than"),
+        (lambda: make_model(vocabulary=64), with_padding, ""),
+        (None, make_tokenizer, ""),
+    ],
+    ids=["another type", "another vocabulary", "another tokenizer", "a token for padding", "a model of its own"],
+)
+def test_a_generator_of_another_model_ends_the_run_at_its_first_step_by_both_names(
+    client: ReplayClient, tmp_path: Path, model: Callable[[], Any] | None, tokenizer: Callable[[], Any], words: str
+) -> None:
+    folder = None if model is None else str(tmp_path / "model")
+    if model is not None:
+        model().save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    config = GeneratorConfig(tables=("rollouts",), group_size=3, follow_policy=False, stop_grace=0.2)
+    engine = {} if folder is None else {"model": folder, "tokenizer": AutoTokenizer.from_pretrained(folder)}
+    own = {"model": make_model(vocabulary=64), "tokenizer": make_tokenizer()}
+    trainer = make_trainer(client, tmp_path / "run", groups_per_step=FRESH, max_steps=1, **own)
+    with Generators(client.address, config, **engine):
+        with pytest.raises(RuntimeError, match=f"generator gen has another .*{words}") if words else nullcontext():
+            trainer.train()
+        said = {each.name: read_described(each.settings) for each in client.server_info().clients}
+    assert (tmp_path / "run/metrics.jsonl").exists() is not bool(words)
+    assert [said[name]["model"].get("model_type") for name in said if said[name].get("part") == "trainer"] == ["qwen2"]
 
 
 def test_evaluation_from_a_table_takes_no_permits_out_of_trainings_budget(tmp_path: Path) -> None:

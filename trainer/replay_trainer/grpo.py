@@ -144,6 +144,7 @@ class GRPOTrainer:
         self._source: GroupSource
         self._laps: Laps
         self._waits: ServerWaits
+        self._is_first_step = True
         self._bad: list[BadGroup] = []
         """The groups of this step, over all ranks, that could not be trained on."""
 
@@ -195,6 +196,9 @@ class GRPOTrainer:
         """Make one step: from groups to a version of the weights. `train` calls it; all ranks make it together."""
         self.publication.check()
         taken = self._collect()  # fresh groups, leased until a full state contains this step
+        if self._is_first_step:  # whoever made them is connected by now
+            self.publication.check_generators()
+            self._is_first_step = False
         taken = self._replace(step, taken)  # groups of the pool, where fresh ones teach nothing
         taken = self._without_failing(step, taken, self._without_drifted)  # scored by the current weights
         self._laps.lap("replace")

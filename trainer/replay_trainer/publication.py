@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError, ServerUnavailableError
+from replay_client.generator.weights import model_facts, why_other_model
 from replay_trainer.background import BackgroundTask, HostCopy, ServerWaits
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
@@ -117,6 +118,7 @@ class Publication:
         """Whether the server keeps consumed groups, so that a resume can go back to an older state."""
         self._state_id = ""
         """Of the last full state of this run; on the first rank."""
+        self._facts: dict[str, Any] = {}
         self._rank_files = RankFiles(self.ranks, self.output_dir) if self.partitioned else None
 
     def start(self) -> int:
@@ -137,6 +139,7 @@ class Publication:
             raise
 
     def _start(self) -> int:
+        self._facts = model_facts(self.policy.model.config, self.tokenizer)
         with self._waits.waiting("for the server"):
             info = self.client.server_info()
         admission, table = info.admission, info.tables.get(self.config.rollouts_table)
@@ -274,6 +277,15 @@ class Publication:
         if not config.publish_in_background:
             self.finish()
 
+    def check_generators(self) -> None:
+        """Raises RuntimeError on every rank if a generator that is connected has another model or tokenizer."""
+        why = ""
+        if self.ranks.is_first:
+            with self._waits.waiting("for the server"):
+                why = why_other_model(self.client.server_info().clients, self._facts)
+        if why := self.ranks.from_first(why):
+            raise RuntimeError(why)
+
     def check(self) -> None:
         """Raises RuntimeError on every rank if a write has failed. Does not wait for one.
 
@@ -366,7 +378,7 @@ class Publication:
     def _describe(self) -> None:
         """Tells the server the settings of this trainer, for `replay doctor`. The run does not depend on it."""
         with suppress(ReplayError):
-            self.client.describe(self.config.described())
+            self.client.describe(self.config.described() | {"model": json.dumps(self._facts)})
 
     def _write_rows(self, version: int, rows: dict[str, Tensor] | None) -> dict[str, tuple[Path, str]]:
         """Writes this rank's rows, if there are any. Returns the files of all ranks, as RankFiles.write does."""

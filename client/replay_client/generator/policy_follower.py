@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from replay_client.errors import ReplayError, ServerBusyError, ServerClosedError
 from replay_client.generator.engines import Engine
@@ -24,6 +24,7 @@ from replay_client.generator.weights import (
     WeightsNotAllowedError,
     check_inside,
     check_whole,
+    facts_of_engine,
 )
 from replay_client.records import Policy
 from replay_client.waits import LOG_SECONDS, WaitLog, beat
@@ -166,6 +167,10 @@ class PolicyFollower:
             return f"the engine has version {self.version}, the newest that this generator knows"
         why = "which was published without weights" if self.without_weights else "whose weights are not loaded yet"
         return f"the engine has version {self.version}, and the newest is {self.newest_version}, {why}"
+
+    async def facts(self) -> dict[str, Any]:
+        """`model_facts` of the engine."""
+        return await asyncio.to_thread(facts_of_engine, self._engine)
 
     async def load_first(self, wait: bool) -> None:
         """Load the published weights; with `wait` wait for them. Otherwise the engine's own weights are version 0."""

@@ -239,7 +239,8 @@ class GeneratorServer:
         self._policy.bound(min((bound for bound in bounds if bound is not None), default=None))
         if not self._is_known:
             with contextlib.suppress(ReplayError):
-                await self._client.describe(self._config.described(), timeout=SECONDS_PER_LOOK)
+                said = self._config.described() | {"model": json.dumps(await self._policy.facts())}
+                await self._client.describe(said, timeout=SECONDS_PER_LOOK)
                 self._is_known = True
 
 

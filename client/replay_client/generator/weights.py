@@ -1,15 +1,19 @@
-"""Folders of weights that a trainer publishes: what they hold, and how they are checked.
+"""Folders of weights that a trainer publishes: what they hold, how they are checked, and of which model they are.
 
 Before an engine loads them: where the files are (`check_inside`), and whether they are whole (`check_whole`). After it:
 `Probe`, a token sequence with the trainer's log-probabilities, which the engine's must equal. A folder holds whole
 weights or a LoRA adapter.
+
+Generator and trainer tell the server of which model they are (`model_facts`), and the trainer compares them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from replay_client.errors import ReplayError
+from replay_client.records import ClientInfo
+from replay_protos.recipes import read_described
 
 _CHUNK = 1 << 22  # bytes; what fits a processor's cache is checked several times faster
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -164,6 +170,56 @@ class Probe:
     def max_difference(self, scores: list[float]) -> float:
         """Largest absolute difference between an engine's scores (T - 1,) and the trainer's, in nats; may be NaN."""
         return float(np.abs(np.asarray(scores) - np.asarray(self.logprobs)).max())
+
+
+# -------------------------------------------------------------------------------------------------- models
+
+
+def model_facts(config: Any, tokenizer: Any) -> dict[str, Any]:
+    """What generator and trainer must agree on, as far as it is known. `config`: that of the model; None: unknown.
+
+    model_type, vocabulary (embeddings), and tokenizer: 16 hexadecimal digits of its tokens and their ids. Tokens that
+    were added behind its vocabulary do not count, because a trainer may add one for padding.
+    """
+    facts: dict[str, Any] = {}
+    if config is not None:
+        text = config.get_text_config()
+        facts = {"model_type": text.model_type, "vocabulary": text.vocab_size}
+    with suppress(AttributeError, NotImplementedError):  # somebody's own tokenizer, or none
+        size = tokenizer.vocab_size
+        tokens = sorted(each for each in tokenizer.get_vocab().items() if each[1] < size)
+        facts["tokenizer"] = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+    return facts
+
+
+def facts_of_engine(engine: Any) -> dict[str, Any]:
+    """`model_facts` of the model that an engine started with."""
+    config = None
+    if engine.model is not None:
+        with suppress(ImportError, OSError, ValueError):  # not on this machine, or in need of code that comes with it
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(engine.model, trust_remote_code=False)
+    return model_facts(config, engine.tokenizer)
+
+
+def why_other_model(clients: Iterable[ClientInfo], ours: Mapping[str, Any]) -> str:
+    """Why a trainer with these `model_facts` refuses the groups of a generator that is connected; empty: it does not.
+
+    What one of both does not say is not compared.
+    """
+    for client in clients:
+        said = read_described(client.settings)
+        theirs = said.get("model")
+        if not client.open or client.ended or said.get("part") != "generator" or not isinstance(theirs, dict):
+            continue
+        if any(theirs.get(name, value) != value for name, value in ours.items()):
+            its, own = (", ".join(f"{name} {value}" for name, value in each.items()) for each in (theirs, ours))
+            return (
+                f"generator {client.name} has another model or tokenizer ({its}) than this trainer ({own}): start both "
+                f"with the same one. Groups that are stored are of the generator's: `replay reset --all` removes them"
+            )
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------ adapters

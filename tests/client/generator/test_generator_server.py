@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from replay_client import AsyncReplayClient
 from replay_client.errors import ServerUnavailableError
 from replay_client.generator import GeneratorConfig, RolloutGenerator, StaleWeightsError
+from replay_client.generator.weights import facts_of_engine, model_facts
 from replay_client.waits import WaitLog
 from replay_protos.recipes import read_described
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
@@ -393,3 +397,12 @@ async def test_a_server_that_stays_away_before_there_are_weights_ends_the_run_to
             server.kill()
             with pytest.raises(ServerUnavailableError, match=r"tried for 1 s"):
                 await asyncio.wait_for(task, 60)
+
+
+def test_a_slow_tokenizer_says_the_same_of_itself_as_a_fast_one_and_an_engine_of_ones_own_says_nothing(tmp_path):
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "b", "a"]))
+    slow = BertTokenizerLegacy(str(vocabulary))
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordPiece(slow.get_vocab(), unk_token="[UNK]")))
+    assert model_facts(None, slow) == model_facts(None, fast) == {"tokenizer": "f7b06a0da87e2ab6"}
+    assert facts_of_engine(ScriptedEngine()) == facts_of_engine(ScriptedEngine(model=str(tmp_path))) == {}

@@ -336,6 +336,16 @@ def test_groups_whose_log_probabilities_trl_does_not_compute_are_refused_with_bo
     trainer.rollout_worker.stop()
 
 
+def test_groups_of_a_generator_with_another_model_are_refused(model: Path, server: ServerProcess) -> None:
+    with ReplayClient(server.address, name="gen") as generator:
+        generator.describe({"part": '"generator"', "model": '{"model_type": "llama", "vocabulary": 33}'})
+        generator.insert(make_group(), {"rollouts": 1.0})
+        trainer = begun(server.address, model)
+        with pytest.raises(RuntimeError, match=r"gen has another .*\(model_type llama, vocabulary 33\).* qwen2"):
+            rows_of(trainer, 1)
+        trainer.rollout_worker.stop()
+
+
 def test_a_group_without_variance_is_replaced_from_the_pool(model: Path, server: ServerProcess) -> None:
     informative, barren = make_group(version=1), make_group(rewards=(1.0, 1.0, 1.0), seed=5, version=2)
     put(server.address, informative, barren)

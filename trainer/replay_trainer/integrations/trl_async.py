@@ -28,6 +28,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from replay_client import Policy, ReplayClient, RolloutGroup, Sample
 from replay_client.columns.kept import other_sampling
 from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestError
+from replay_client.generator.weights import model_facts, why_other_model
 from replay_client.scoring import carries_gradient
 from replay_client.waits import WaitLog
 from replay_trainer.integrations.pool import GroupPool, warn_of_put_aside, why_no_rows
@@ -182,6 +183,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._run = uuid.uuid4().hex
         self._model: Any = None
         self._tokenizer: Any = None
+        self._facts: dict[str, Any] = {}
+        """`model_facts`, until the generators of the first group were compared with them."""
         self._sampling: dict[str, float] = {}
         """Of what TRL computes: over all tokens, at its temperature."""
         self._weights: dict[str, Tensor] = {}
@@ -210,6 +213,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             raise RuntimeError("a ServerRollouts serves one call of train: make another one, and a trainer with it")
         if why := self._lock.acquire():
             raise RuntimeError(why)
+        self._facts = model_facts(model.config, processing_class)
         self._sampling = {"temperature": args.temperature}
         self._pool.vocabulary = model.config.get_text_config().vocab_size
         self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -420,6 +424,10 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._put_aside += 1
             self.metrics_queue.put({"replay/groups_put_aside_total": float(self._put_aside)})
             return []
+        if facts := self._facts:
+            self._facts = {}
+            if why := why_other_model(self._reach(self.client.server_info).clients, facts):
+                raise RuntimeError(why)
         if other := other_sampling(sample.group.sampling, self._sampling):
             name, drew, computes = other
             raise ValueError(
