@@ -70,6 +70,8 @@ class UnderConstruction:
     """The finished rollouts, by their numbers. The server has them, but the newest, and what it cannot store."""
     sample: Sample
     """The item, under its lease."""
+    handed: bool
+    """Whether another one has finished some of them."""
     store: Callable[[UnderConstruction, dict[int, Rollout]], Awaitable[None]]
     drawn_at: float = field(default_factory=time.monotonic)
     limit: asyncio.Timeout | None = None
@@ -224,10 +226,11 @@ class BuildingSite:
             try:
                 opening, rollouts = Opening.decode(sample.payload)
             except ValueError as error:
-                logger.warning("item %d of table %r is left out: %s", sample.info.key, self.table, error)
+                logger.warning("item %d of table %r is set aside: %s", sample.info.key, self.table, error)
+                self._stats["set_aside"] += 1
                 await self._end([sample], give_back=False)
                 continue
-            group = UnderConstruction(opening, rollouts, sample, self._store)
+            group = UnderConstruction(opening, rollouts, sample, bool(rollouts), self._store)
             self._held.add(group)
             self._new.set()
             if rollouts:

@@ -16,13 +16,16 @@ from replay_client.settings import bounded, check_fields, suggests_names
 from replay_protos.labels import labels_of
 from replay_protos.recipes import RecipeSetting, described, recipe_of, settings_of, with_recipe
 
+MOST_ROLLOUTS = 16_384
+"""Of one group."""
+
 
 @suggests_names
 @dataclass(frozen=True)
 class GeneratorConfig:
     """The settings of a RolloutGenerator, checked at construction. All times are in seconds. Raises ValueError."""
 
-    group_size: int = bounded(8, least=1)
+    group_size: int = bounded(8, least=1, most=MOST_ROLLOUTS)
     """Completions of each prompt, G."""
     min_rollouts: int | None = bounded(None, least=1)
     """Rollouts that a group needs if others failed; otherwise all, G. Advantages are those over the finished ones."""

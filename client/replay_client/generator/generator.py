@@ -37,7 +37,7 @@ from replay_client.generator.rewards import Rewards
 from replay_client.generator.rollouts import RolloutHook, held, single_turn
 from replay_client.generator.server import GeneratorServer
 from replay_client.generator.supply import Drawn
-from replay_client.records import PermitLease
+from replay_client.records import PermitLease, Sample
 from replay_client.rollout import RolloutGroup
 from replay_client.waits import beat
 from replay_protos import event_loop
@@ -112,7 +112,7 @@ class RolloutGenerator:
         path = self.config.metrics_path
         self._metrics = GeneratorMetrics(self.config.solved_reward, Path(path) if path else None)
         self._server = GeneratorServer(client, self.config, self._metrics.stats, self._policy)
-        self._supply = supply_of(client, self._server.answer, prompts, self.config)
+        self._supply = supply_of(client, self._server.answer, prompts, self.config, self._metrics.stats)
         self._stale = StaleGroups(self._policy, self._metrics.stats, self.config.stale_timeout)
         self._slots = asyncio.Semaphore(self.config.max_concurrent_groups or sys.maxsize)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -120,6 +120,7 @@ class RolloutGenerator:
         self._again: deque[_Work] = deque()  # given up once, or put back
         # For groups under construction, several of which begin at a time:
         self._permits: list[asyncio.Task[PermitLease]] = []  # asked for, and not needed by who asked
+        self._unfit: list[tuple[Sample, PromptError]] = []  # prompts of a table, until one is drawn that fits
         self._drawing = asyncio.Lock()  # held by the one that draws a prompt
         self._started = 0
         self._ended = asyncio.Event()  # by `stop` or by a failure
@@ -337,13 +338,20 @@ class RolloutGenerator:
             if self._again:
                 return self._again.popleft()
             if not self._supply.ended and self._started != self.config.max_groups:
+                while self._unfit and self._started:  # others fit: it is not this generator that is wrong
+                    await self._supply.set_aside(*self._unfit.pop())
                 if (drawn := await self._supply.next()) is None:
+                    if self._unfit:
+                        raise self._unfit[0][1]
                     if patient:
                         continue
                     return None
                 try:
                     prompt, prompt_ids = self._maker.tokenize(drawn.source)
                 except PromptError as error:
+                    if drawn.closes and self.config.on_prompt_error == "raise" and len(self._unfit) < _MOST_SKIPPED:
+                        self._unfit.append((drawn.closes[0], error))
+                        continue
                     self._skip(error)
                     await self._supply.finished(drawn, None, inserted=False)
                     continue
@@ -397,7 +405,7 @@ class RolloutGenerator:
 
     async def _end_prompt(self, work: _Work, error: Exception) -> None:
         """The group was not inserted. Its prompt is done if that was to blame for it, and otherwise goes back."""
-        left_out = isinstance(error, LeftOut) and error.counts_as in ("skipped", "filtered")
+        left_out = isinstance(error, LeftOut) and error.counts_as in ("skipped", "filtered", "set_aside")
         if left_out or (isinstance(error, PromptError) and self.config.on_prompt_error == "skip"):
             rewards = error.rewards if isinstance(error, LeftOut) else None
             await self._supply.finished(work.drawn, rewards, inserted=False)

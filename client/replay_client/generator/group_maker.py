@@ -23,7 +23,16 @@ from replay_client.generator.openings import lowest_version
 from replay_client.generator.policy_follower import PolicyFollower
 from replay_client.generator.prompts import Prompt, PromptError, PromptSource
 from replay_client.generator.rewards import OWN_REWARD, RewardError, Rewards, Scorer
-from replay_client.generator.rollouts import Rollout, RolloutError, RolloutHook, Task, group_of_rollouts, play, where
+from replay_client.generator.rollouts import (
+    Rollout,
+    RolloutError,
+    RolloutHook,
+    Task,
+    group_of_rollouts,
+    play,
+    where,
+    why_unfit,
+)
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
 
@@ -35,7 +44,7 @@ class LeftOut(Exception):
 
     def __init__(
         self,
-        counts_as: Literal["skipped", "filtered", "stale_refused", "prompts_lost"] | None,
+        counts_as: Literal["skipped", "filtered", "stale_refused", "prompts_lost", "set_aside"] | None,
         rewards: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """`counts_as`: the field of GeneratorStats to count it in; None: it is counted already. `rewards`: (G,), of a
@@ -72,11 +81,8 @@ class GroupMaker:
         except ValueError as error:
             raise PromptError(f"{source!r:.200} is no prompt: {error}") from error
         prompt_ids = prompt.tokenize(self._engine.tokenizer, **self._config.chat_template)
-        if not 0 < len(prompt_ids) < self._engine.max_length:
-            raise PromptError(
-                f"prompt {prompt.prompt_id!r} has {len(prompt_ids)} tokens; the engine takes 1 to "
-                f"{self._engine.max_length - 1}, so that with one more they fit its maximum length"
-            )
+        if why := why_unfit(self._engine, prompt_ids):
+            raise PromptError(f"prompt {prompt.prompt_id!r} has {why}")
         return prompt, prompt_ids
 
     async def make(
@@ -100,6 +106,8 @@ class GroupMaker:
                 version = self._policy.version
                 if building is None:
                     rollouts = await self._play(prompt, prompt_ids, number)
+                elif why := why_unfit(self._engine, prompt_ids):
+                    raise self._set_aside(building, f"it has {why}")
                 else:
                     rollouts = await self._play_missing(building)
         finally:
@@ -112,12 +120,21 @@ class GroupMaker:
             raise PromptError(f"prompt {prompt.prompt_id!r}: {error}") from error
         by_function |= _metrics_of(rollouts)
         times.reward += time.monotonic()
-        group = self._assemble(prompt, rollouts, version, rewards, by_function)
+        try:
+            group = self._assemble(prompt, rollouts, version, rewards, by_function)
+        except (ValueError, TypeError, IndexError) as error:
+            if building is None or not building.handed:
+                raise
+            raise self._set_aside(building, f"its rollouts do not go together: {error}") from error
         if not group.trained_mask.any():
             raise LeftOut("skipped")  # no token to train on
         if self._keep is not None and not self._keep(group):
             raise LeftOut("filtered", group.rewards)
         return group, by_function
+
+    def _set_aside(self, building: UnderConstruction, why: str) -> LeftOut:
+        logger.warning("item %d of table %r is set aside: %s", building.sample.info.key, self._config.building, why)
+        return LeftOut("set_aside")
 
     async def _play(self, prompt: Prompt, prompt_ids: list[int], number: int) -> list[Rollout]:
         """The rollouts that were finished. Raises PromptError if they are too few."""

@@ -79,6 +79,8 @@ class GeneratorStats(TypedDict):
     """Groups that took longer than their permit lives."""
     prompts_lost: int
     """Groups left out because the lease of their prompt had ended: another generator makes one of it."""
+    set_aside: int
+    """Items of `building` or `prompts_table` that nobody can make a group of. They are taken out."""
     servers_lost: int
     """How often a vLLM server went away; 0 with other engines than vllm-server."""
     servers_away: int

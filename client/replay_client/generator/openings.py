@@ -12,6 +12,7 @@ and they run when the last rollout is there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,14 +23,18 @@ import numpy.typing as npt
 
 from replay_client.columns import decode_arrays, decode_segments, encode_arrays
 from replay_client.columns.encoding import check_magic
+from replay_client.generator.config import MOST_ROLLOUTS
 from replay_client.generator.engines import Completion, SamplingConfig
 from replay_client.generator.prompts import Prompt
-from replay_client.generator.rollouts import Rollout, RolloutSequence, Turn
+from replay_client.generator.rollouts import Rollout, RolloutSequence, Turn, checked, group_of_rollouts
 from replay_client.generator.supply import PromptItem
 from replay_client.records import Buffer
+from replay_client.rollout import vector
 
 OPENING_MAGIC, ROLLOUT_MAGIC = b"RPLYOPN\x01", b"RPLYROL\x01"
 """The last byte is the format version."""
+_TOKENS = {"token_ids": np.int32, "sampled_mask": np.bool_, "logprobs": np.float32, "policy_versions": np.int64}
+"""What a sequence has of each token."""
 ROLLOUT = "rollout/"
 """The beginning of the names of segments; the number of the rollout follows."""
 
@@ -83,24 +88,30 @@ class Opening:
             segments: dict[str, npt.NDArray[Any]] = {}
             decode_segments(rest, segments, {})
             packed = msgpack.unpackb(fields.pop("prompt"), strict_map_key=False)
-            content = packed["content"]
-            prompt = Prompt(
-                fields.pop("prompt_id"),
-                content if isinstance(content, str) else tuple(content),
-                packed["row"],
-                packed["tags"],
-            )
+            prompt = Prompt.stored(fields.pop("prompt_id"), packed["content"], packed["row"], packed["tags"])
             sampling, item = SamplingConfig(**fields.pop("sampling")), fields.pop("item")
             place = None if item is None else PromptItem(*item)
-            ids = arrays["prompt_ids"].tolist()
+            ids = vector("prompt_ids", arrays["prompt_ids"], np.int32).tolist()
             opening = cls(prompt=prompt, prompt_ids=ids, sampling=sampling, item=place, **fields)
-            return opening, {
+            opening._check_numbers()
+            rollouts = {
                 int(name.removeprefix(ROLLOUT)): decode_rollout(values)
                 for name, values in segments.items()
                 if name.startswith(ROLLOUT)
             }
-        except (KeyError, TypeError, AttributeError, IndexError, OverflowError, msgpack.UnpackException) as error:
+            if rollouts:
+                _check_rollouts(rollouts, opening.group_size)
+            return opening, rollouts
+        except Exception as error:  # anybody may have written them
             raise ValueError(f"damaged group under construction: {type(error).__name__}: {error}") from error
+
+    def _check_numbers(self) -> None:
+        place = self.item or PromptItem(0, 0.0, 0, 0)
+        numbers = self.key, self.number, self.group_size, place.key, place.epoch, place.position
+        if not all(type(number) is int and number >= 0 for number in numbers) or not math.isfinite(place.priority):
+            raise ValueError(f"its keys, numbers and places must be whole numbers from 0, not {numbers!r:.160}")
+        if not 1 <= self.group_size <= MOST_ROLLOUTS:
+            raise ValueError(f"a group has 1 to {MOST_ROLLOUTS} rollouts, not {self.group_size}")
 
 
 def encode_rollout(rollout: Rollout) -> npt.NDArray[np.uint8]:
@@ -108,10 +119,7 @@ def encode_rollout(rollout: Rollout) -> npt.NDArray[np.uint8]:
     arrays: dict[str, npt.NDArray[Any]] = {}
     sequences = []
     for index, sequence in enumerate(rollout.sequences):
-        arrays[f"{index}/token_ids"] = np.array(sequence.token_ids, np.int32)
-        arrays[f"{index}/sampled_mask"] = np.array(sequence.sampled_mask, np.bool_)
-        arrays[f"{index}/logprobs"] = np.array(sequence.logprobs, np.float32)
-        arrays[f"{index}/policy_versions"] = np.array(sequence.policy_versions, np.int64)
+        arrays |= {f"{index}/{name}": np.array(getattr(sequence, name), dtype) for name, dtype in _TOKENS.items()}
         for place, (_, drawn) in enumerate(sequence.drawn):
             arrays |= {f"{index}/{place}/{name}": np.asarray(values) for name, values in drawn.extras.items()}
         sequences.append(
@@ -141,10 +149,10 @@ def decode_rollout(column: npt.NDArray[Any]) -> Rollout:
     sequences = []
     for index, told in enumerate(fields["sequences"]):
         sequence = RolloutSequence(())
-        sequence.token_ids = arrays[f"{index}/token_ids"].tolist()
-        sequence.sampled_mask = arrays[f"{index}/sampled_mask"].tolist()
-        sequence.logprobs = arrays[f"{index}/logprobs"].tolist()
-        sequence.policy_versions = arrays[f"{index}/policy_versions"].tolist()
+        for name, dtype in _TOKENS.items():
+            setattr(sequence, name, vector(name, arrays[f"{index}/{name}"], dtype).tolist())
+        if len({len(getattr(sequence, name)) for name in _TOKENS}) > 1:
+            raise ValueError(f"a sequence has other numbers of {', '.join(_TOKENS)}")
         sequence.turns = [Turn(*turn) for turn in told["turns"]]
         sequence.finish_reason = told["finish_reason"]
         for place, (start, length, names, axes) in enumerate(told["drawn"]):
@@ -167,6 +175,21 @@ def decode_rollout(column: npt.NDArray[Any]) -> Rollout:
         msgpack.unpackb(fields["info"], strict_map_key=False),
         fields["metrics"],
     )
+
+
+def _check_rollouts(rollouts: Mapping[int, Rollout], group_size: int) -> None:
+    """Raises an error for rollouts that no group of this size can have, by making a group of them."""
+    if not 0 <= min(rollouts) <= max(rollouts) < group_size:
+        raise ValueError(f"it has the rollouts {sorted(rollouts)}, and is a group of {group_size}")
+    rewards = []
+    for rollout in map(checked, rollouts.values()):
+        texts = [text for turn in rollout.turns for text in (turn.role, turn.text)]
+        texts += [rollout.finish_reason, rollout.sequences[-1].finish_reason]
+        numbers = [0.0 if rollout.reward is None else rollout.reward, *rollout.metrics.values()]
+        if [{*map(type, each)} for each in (texts, numbers, [rollout.info])] != [{str}, {float}, {dict}]:
+            raise ValueError("the turns, the reasons, the numbers or the info of a rollout are of another type")
+        rewards.append(numbers[0])
+    group_of_rollouts([*rollouts.values()], 0, rewards=rewards, advantages=rewards)
 
 
 def lowest_version(rollouts: Mapping[int, Rollout]) -> int | None:

@@ -65,6 +65,13 @@ class Prompt:
             prompt_id = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return cls(prompt_id=str(prompt_id), content=content, row=row, tags=_tags(row.get("tags")))
 
+    @classmethod
+    def stored(cls, prompt_id: Any, content: Any, row: Any, tags: Any) -> Prompt:
+        """A prompt of these fields. Raises ValueError for what `of` cannot have made."""
+        if not isinstance(prompt_id, str) or not isinstance(row, Mapping):
+            raise ValueError(f"a prompt needs a text as its prompt_id and an object as its row, not {prompt_id!r:.80}")
+        return cls(prompt_id, _content("content", content), row, _tags(tags))
+
     def as_chat(self, system: str | None = None) -> Prompt:
         """The prompt as messages. A text becomes the user's message; `system` comes first if there is no other."""
         messages = self.content

@@ -38,6 +38,7 @@ import numpy.typing as npt
 
 from replay_client.errors import DeadlineExceededError, LeaseEndedError, ReplayError
 from replay_client.generator.config import GeneratorConfig
+from replay_client.generator.metrics import GeneratorStats
 from replay_client.generator.prompts import Prompt, PromptRows, PromptSource, epoch_order
 from replay_client.generator.rewards import in_daemon_thread
 from replay_client.generator.stored_prompts import (
@@ -74,6 +75,8 @@ LEAST_PRIORITY = 0.02
 """Of a prompt that was always solved, or never: it is tried again, more seldom."""
 _PAUSE = 1.0
 """Seconds to wait for a prompt before another look at what is going on."""
+_MOST_STRANGERS = 100
+"""Items that are no prompts. When there were so many before the first group, it is the wrong table."""
 _LAST_WORD = 2.0
 """Seconds in which the prompts under way go back at the end. Their leases end by themselves."""
 _MOST_BEGINNINGS = 64
@@ -88,6 +91,7 @@ class PromptsTable:
         client: AsyncReplayClient,
         answer: Answer,
         rows: PromptRows,
+        stats: GeneratorStats,
         *,
         table: str,
         lease: float,
@@ -101,6 +105,7 @@ class PromptsTable:
         self._rows = rows
         self._lease = lease
         self._seed = seed
+        self._stats = stats
         self._names = ""
         self._held: dict[int, Sample] = {}
         """What is drawn and neither closed nor returned, by lease."""
@@ -124,27 +129,29 @@ class PromptsTable:
 
     async def next(self) -> Drawn | None:
         """The next prompt, under a lease; None: there is none now."""
-        attempt = partial(
-            self._client.sample, self.table, timeout=_PAUSE, lease=self._lease, exclude=self._keys_under_way()
-        )
-        try:
-            (sample,) = await self._answer(attempt)
-        except DeadlineExceededError:
-            await self._look()
-            return None
-        self._held[sample.info.lease] = sample
-        # From the renewal on the sample is in use: its lease goes on after a restart of the server.
-        if (await self._answer(partial(self._client.renew, [sample], self._lease))).missing:
-            self._held.pop(sample.info.lease, None)
-            return None
-        try:
-            item = decode_item(sample.payload)
-        except ValueError as error:
-            await self._return([sample])
-            raise ReplayError(
-                f"item {sample.info.key} of table {self.table!r} is no prompt ({error}): delete it, and insert nothing "
-                "else into a table of prompts"
-            ) from error
+        while True:
+            attempt = partial(
+                self._client.sample, self.table, timeout=_PAUSE, lease=self._lease, exclude=self._keys_under_way()
+            )
+            try:
+                (sample,) = await self._answer(attempt)
+            except DeadlineExceededError:
+                await self._look()
+                return None
+            self._held[sample.info.lease] = sample
+            # From the renewal on the sample is in use: its lease goes on after a restart of the server.
+            if (await self._answer(partial(self._client.renew, [sample], self._lease))).missing:
+                self._held.pop(sample.info.lease, None)
+                return None
+            try:
+                item = decode_item(sample.payload)
+                break
+            except ValueError as error:
+                await self.set_aside(sample, error)
+                if self._stats["set_aside"] >= _MOST_STRANGERS and not self._stats["groups"]:
+                    raise ReplayError(
+                        f"table {self.table!r} holds other things than prompts: use another one"
+                    ) from error
         if isinstance(item, LoadMark):
             await self._marked(sample, item)
             return None
@@ -163,6 +170,13 @@ class PromptsTable:
 
     async def returned(self, drawn: Drawn, building: Sample | None = None) -> None:
         await self._return(drawn.closes)
+
+    async def set_aside(self, sample: Sample, why: Exception) -> None:
+        logger.warning("item %d of table %r is set aside: %s", sample.info.key, self.table, why)
+        self._stats["set_aside"] += 1
+        self._held.pop(sample.info.lease, None)
+        await self._answer(partial(self._client.delete, self.table, [sample.info.key]))  # a curriculum keeps it
+        await self._answer(partial(self._client.acknowledge, [sample]))
 
     async def watch(self) -> None:
         """Renews the leases. Never returns."""
@@ -429,9 +443,10 @@ class CurriculumPrompts(PromptsTable):
         """The number that the first mark has."""
         keys = [key_of("begin", self.table, beginning) for beginning in range(_MOST_BEGINNINGS)]
         for item in await self._answer(partial(self._client.get, keys)):
-            if isinstance(mark := decode_item(item.payload), LoadMark) and self.table in item.tables:
-                self._check(mark)
-                return mark.run
+            with contextlib.suppress(ValueError):  # what is damaged is no mark
+                if isinstance(mark := decode_item(item.payload), LoadMark) and self.table in item.tables:
+                    self._check(mark)
+                    return mark.run
         raise ReplayError(
             f"table {self.table!r} holds items, and not the mark of its prompts: empty it with `replay reset "
             f"{self.table}`, or use another one"
@@ -448,7 +463,11 @@ class CurriculumPrompts(PromptsTable):
 
 
 def supply_of(
-    client: AsyncReplayClient, answer: Answer, prompts: Iterable[PromptSource] | PromptRows, config: GeneratorConfig
+    client: AsyncReplayClient,
+    answer: Answer,
+    prompts: Iterable[PromptSource] | PromptRows,
+    config: GeneratorConfig,
+    stats: GeneratorStats,
 ) -> PromptSupply:
     """The supply that `config` asks for. Raises ValueError if it asks for a table, and `prompts` are no rows."""
     if config.prompts_table is None:
@@ -467,10 +486,12 @@ def supply_of(
     }
     rows = cast("PromptRows", prompts)
     if config.prompts_mode == "epoch":
-        return EpochPrompts(client, answer, rows, **settings, epochs=config.prompts_epochs, building=config.building)
+        return EpochPrompts(
+            client, answer, rows, stats, epochs=config.prompts_epochs, building=config.building, **settings
+        )
     if config.prompts_epochs is not None:
         raise ValueError("prompts_epochs does not go together with prompts_mode = 'curriculum', which has no epochs")
-    return CurriculumPrompts(client, answer, rows, **settings)
+    return CurriculumPrompts(client, answer, rows, stats, **settings)
 
 
 def _faults_of_any(config: Mapping[str, Any], room: int) -> Iterator[str]:

@@ -192,18 +192,8 @@ class RolloutPolicy:
         Raises RolloutError if the tokens leave no room for one more, or are no tokens of the tokenizer, and any error
         of the engine.
         """
-        if not 0 < len(token_ids) < self._engine.max_length:
-            raise RolloutError(
-                f"the policy was asked to go on after {len(token_ids)} tokens; the engine takes 1 to "
-                f"{self._engine.max_length - 1}, so that with one more they fit its maximum length"
-            )
-        # An engine may die of an id that its model has no row for.
-        known = len(self._engine.tokenizer) if hasattr(self._engine.tokenizer, "__len__") else None
-        if (lowest := min(token_ids)) < 0 or (known is not None and max(token_ids) >= known):
-            raise RolloutError(
-                f"the policy was asked to go on after the token {lowest if lowest < 0 else max(token_ids)}, and its "
-                f"tokenizer has the tokens 0 to {known - 1 if known else 'its last'}"
-            )
+        if why := why_unfit(self._engine, token_ids):
+            raise RolloutError(f"the policy was asked to go on after {why}")
         request = tuple(token_ids), sampling or self._sampling
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         if (waiting := self._asked.get(request)) is None:
@@ -251,6 +241,21 @@ class RolloutPolicy:
         for task in list(self._requests):
             task.cancel()
         await asyncio.gather(*self._requests, return_exceptions=True)
+
+
+def why_unfit(engine: Engine, token_ids: Sequence[int]) -> str:
+    """Why the engine cannot go on after these tokens; "" if it can."""
+    if not 0 < len(token_ids) < engine.max_length:
+        return (
+            f"{len(token_ids)} tokens; the engine takes 1 to {engine.max_length - 1}, so that with one more they fit "
+            "its maximum length"
+        )
+    # An engine may die of an id that its model has no row for.
+    known = len(engine.tokenizer) if hasattr(engine.tokenizer, "__len__") else None
+    if (lowest := min(token_ids)) < 0 or (known is not None and max(token_ids) >= known):
+        wrong = lowest if lowest < 0 else max(token_ids)
+        return f"the token {wrong}, and its tokenizer has the tokens 0 to {known - 1 if known else 'its last'}"
+    return ""
 
 
 RolloutHook = Callable[[Task, RolloutPolicy], Awaitable[Rollout]]
@@ -313,7 +318,7 @@ async def play(
             async with asyncio.timeout(timeout) as limit:
                 if not inspect.isawaitable(playing := hook(task, policy)):
                     raise RolloutError(f"the hook returned {playing!r:.80} without being awaited: write async def")
-                return _checked(await playing)
+                return checked(await playing)
         except Exception as error:
             if policy.failure is not None:
                 raise policy.failure from None
@@ -340,7 +345,8 @@ async def play(
     )
 
 
-def _checked(rollout: Any) -> Rollout:
+def checked(rollout: Any) -> Rollout:
+    """What a hook returned. Raises RolloutError if no group can be made of it."""
     if not isinstance(rollout, Rollout):
         raise RolloutError(f"the hook returned {rollout!r:.80}, not a Rollout: return Rollout([sequence])")
     if not rollout.sequences:

@@ -7,7 +7,6 @@ how far the prompts are loaded. Both are one msgpack map behind eight bytes that
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,17 +103,19 @@ def decode_item(payload: Buffer) -> StoredPrompt | LoadMark:
     try:
         fields = msgpack.unpackb(payload[len(MAGIC) :], strict_map_key=False)
         if "mark" in fields:
-            return LoadMark(**fields["mark"])
-        return StoredPrompt(_prompt_of(fields), fields["epoch"], fields["position"])
-    except (msgpack.UnpackException, ValueError, KeyError, TypeError, RecursionError) as error:
+            mark = LoadMark(**fields["mark"])
+            _check_places(mark.run, mark.rows, mark.epoch, mark.position, mark.rows - mark.position)
+            return mark
+        _check_places(fields["epoch"], fields["position"])
+        prompt = Prompt.stored(*(fields[name] for name in ("prompt_id", "content", "row", "tags")))
+        return StoredPrompt(prompt, fields["epoch"], fields["position"])
+    except Exception as error:  # anybody may have written them
         raise ValueError(f"a stored prompt is damaged: {type(error).__name__}: {error}") from error
 
 
-def _prompt_of(fields: Mapping[str, Any]) -> Prompt:
-    content = fields["content"]
-    return Prompt(
-        fields["prompt_id"], content if isinstance(content, str) else tuple(content), fields["row"], fields["tags"]
-    )
+def _check_places(*numbers: Any) -> None:
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"its places must be whole numbers from 0, not {numbers!r:.80}")
 
 
 def document_of(payload: Buffer) -> dict[str, Any] | None:

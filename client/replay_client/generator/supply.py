@@ -39,7 +39,7 @@ class Drawn:
 
 
 class PromptSupply(Protocol):
-    """Gives prompts one by one. Each ends with exactly one of `finished` and `returned`.
+    """Gives prompts one by one. Each ends with exactly one of `finished`, `returned` and `set_aside`.
 
     Where groups are under construction, such a group takes the place of its prompt when it is opened (`opened`). It may
     end at another generator than the one that drew the prompt.
@@ -65,6 +65,9 @@ class PromptSupply(Protocol):
 
     async def returned(self, drawn: Drawn, building: Sample | None = None) -> None:
         """The prompt is not done: somebody else may have it. It takes the place of `building`, if there is one."""
+
+    async def set_aside(self, sample: Sample, why: Exception) -> None:
+        """The item is taken out: nobody can make a group of it."""
 
     async def watch(self) -> None:
         """Keeps the prompts that are under way. Never returns."""
@@ -93,6 +96,8 @@ class IteratedPrompts:
     def opened(self, drawn: Drawn) -> None: ...
 
     async def returned(self, drawn: Drawn, building: Sample | None = None) -> None: ...
+
+    async def set_aside(self, sample: Sample, why: Exception) -> None: ...
 
     async def watch(self) -> None: ...
 

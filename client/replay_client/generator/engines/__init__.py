@@ -34,15 +34,15 @@ class SamplingConfig:
     """Divides the logits; above 0 and at most 2. A greedy choice has no log-probability to correct with."""
     top_p: float = bounded(1.0, above=0, most=1)
     """Keeps the smallest set of most likely tokens whose probabilities reach this sum; 1: all."""
-    top_k: int = bounded(0, least=0)
+    top_k: int = bounded(0, least=0, most=2**31 - 1)
     """Keeps this many of the most likely tokens; 0: all."""
     min_p: float = bounded(0.0, least=0, most=1)
     """Keeps tokens at least this many times as likely as the most likely one, before top_k and top_p; 0: all."""
-    sampling_masks: int = bounded(512, least=0)
+    sampling_masks: int = bounded(512, least=0, most=2**31 - 2)
     """With top_p, top_k or min_p, store the tokens that these kept, 4 bytes each, up to this many a token; 0: none.
 
     A larger set is left out and counted: the trainer takes all tokens there."""
-    max_tokens: int = bounded(256, least=1)
+    max_tokens: int = bounded(256, least=1, most=2**31 - 1)
     """Longest completion, in tokens; one that reaches it ends with finish reason "length"."""
     seed: int | None = None
     """Makes the completions of a request repeatable; None draws from the engine's own stream."""

@@ -218,8 +218,3 @@ async def test_what_else_is_wrong_is_one_sentence():
             make_generator(client, iter(()))
         with pytest.raises(ValueError, match="prompts_epochs needs a prompts_table"):
             make_generator(client, prompts_table=None)
-        await client.insert(b"foreign", {"prompts": 1.0})
-        await client.reset("prompts")
-        await client.insert(b"foreign", {"prompts": 1.0})
-        with pytest.raises(ReplayError, match="is no prompt"):
-            await make_generator(client).run()
