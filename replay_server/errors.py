@@ -29,7 +29,7 @@ class Code(IntEnum):
 
 
 class Reason(StrEnum):
-    """Tells causes apart that share a code, RESOURCE_EXHAUSTED or ABORTED. The client chooses its exception by it."""
+    """Tells causes apart that share a code. The client chooses its exception by it."""
 
     NONE = ""
     """The code alone says what failed."""
@@ -43,6 +43,8 @@ class Reason(StrEnum):
     """The item was to close a batch that its reader does not have any more."""
     STORAGE_FAILED = "storage-failed"
     """The disk is full or fails, or a checkpoint could not be written."""
+    TRY_AGAIN = "try-again"
+    """The server answers, and cannot do it at this moment."""
 
 
 class Refused(Exception):
@@ -118,7 +120,7 @@ def broken(message: str) -> Refused:
 
 def try_again(message: str) -> Refused:
     """The server cannot do it at this moment. Clients try again by themselves."""
-    return Refused(Code.UNAVAILABLE, message)
+    return Refused(Code.UNAVAILABLE, message, Reason.TRY_AGAIN)
 
 
 def listed_tables(tables: Collection[str], near: str = "") -> str:

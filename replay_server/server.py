@@ -27,7 +27,7 @@ from replay_server.rpc.auth import Authorizer, ServerCertificates, warn_of_open_
 from replay_server.rpc.service import Listener, ReplayService
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.checkpoints import CheckpointDirectory, OpenCheckpoint
-from replay_server.storage.data_dir import DamagedDirectory
+from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.journal import Fsync, Journal
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.state import restore_checkpoint
@@ -250,7 +250,10 @@ class ReplayServer:
                 checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), checkpoints.keep)
                 ends.push_async_callback(checkpointer.close)
             if journal is not None:
-                await journal.durable()
+                try:
+                    await journal.durable()
+                except Refused as refusal:
+                    raise UnusableDirectory(refusal.message) from None
             await self._listen(buffer, journal, checkpointer, ends, on_started)
 
     def _log_end(self) -> None:

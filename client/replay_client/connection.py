@@ -271,6 +271,8 @@ class Patience:
         if self._end is None:
             self.start()
         if self.remaining() <= self._pause:
+            if (error.trailing_metadata() or {}).get(REASON_KEY):  # the server answered, and says why
+                raise reported(error, self._connection.address, self._timeout) from None
             waited = "" if not self._timeout else f" (tried for {self._timeout:.3g} s)"
             raise ServerUnavailableError(
                 f"no replay server answers at {self._connection.address}{waited}: {error.details()}; is it running "

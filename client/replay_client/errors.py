@@ -76,7 +76,10 @@ class DeadlineExceededError(ReplayError, TimeoutError):
 
 
 class ServerUnavailableError(ReplayError, ConnectionError):
-    """No server answers at the address, or the connection broke and did not come back in time."""
+    """No server answers in time at the address, or it answers until then that it cannot do it now, and why.
+
+    The request may have taken effect, or may yet.
+    """
 
     code = grpc.StatusCode.UNAVAILABLE
 

@@ -13,7 +13,7 @@ NO_EVENT_ENGINE = "-event_engine_client,-event_engine_listener"
 (docs/performance.md)."""
 
 REASON_KEY = "replay-reason"
-"""Trailing metadata: why a call ends with RESOURCE_EXHAUSTED (the values of RowError.reason), or CLOSING."""
+"""Trailing metadata: why a call ends with RESOURCE_EXHAUSTED or UNAVAILABLE (as RowError.reason), or CLOSING."""
 CLOSING = "closing"
 """The reason with which a server that stops ends a stream."""
 SHORT_METHODS = ("UpdatePriorities", "Delete", "TakeItems")

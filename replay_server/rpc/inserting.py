@@ -61,8 +61,8 @@ class InsertMethods:
             async for part in self._decisions(_once(request), context.peer(), seen):
                 decided.extend(part)
             if self._journal is not None:
-                await self._journal.durable()
-                refuse_rolled_back(decided, self._journal)
+                await asyncio.wait([ticket := self._journal.ticket()])
+                refuse_unwritten(decided, self._journal, ticket)
         if len(decided) < len(request.head.keys):
             raise invalid("the payload is shorter than payload_sizes says")
         return decided.response()
@@ -423,7 +423,7 @@ async def acknowledge(journal: Journal, decisions: AsyncIterator[Decided]) -> As
             unanswered.append((ticket := journal.ticket(), decided))
             decided_more.set()
             if journal.backlog > MAX_UNWRITTEN_BYTES:
-                await asyncio.shield(ticket)
+                await asyncio.wait([ticket])
             while len(unanswered) >= MAX_UNANSWERED:
                 answered.clear()
                 await answered.wait()
@@ -437,10 +437,10 @@ async def acknowledge(journal: Journal, decisions: AsyncIterator[Decided]) -> As
                 await decided_more.wait()
                 continue
             ticket, decided = unanswered.popleft()
-            await asyncio.shield(ticket)
+            await asyncio.wait([ticket])
             while unanswered and unanswered[0][0] is ticket:
                 decided.extend(unanswered.popleft()[1])
-            refuse_rolled_back(decided, journal)
+            refuse_unwritten(decided, journal, ticket)
             yield decided
             answered.set()
         await collector
@@ -449,16 +449,18 @@ async def acknowledge(journal: Journal, decisions: AsyncIterator[Decided]) -> As
         await asyncio.gather(collector, return_exceptions=True)
 
 
-def refuse_rolled_back(decided: Decided, journal: Journal) -> None:
-    """Refuses the rows that could not be written.
+def refuse_unwritten(decided: Decided, journal: Journal, ticket: asyncio.Future[None]) -> None:
+    """Refuses the rows that could not be written and were rolled back. The ticket is done.
 
     A response can wait for a later commit than the one that failed with its insert. The journal therefore remembers
-    the keys of inserts that it took back.
+    the keys of inserts that it took back. Raises Refused if that commit failed with other rows, which are there: the
+    client may send all rows again, with the same keys.
     """
-    if not (rolled_back := journal.rolled_back(decided.keys)):
-        return
-    refused = {error.key for error in decided.errors}
-    for key in decided.keys:
-        if key in rolled_back and key not in refused:
-            message = f"item {key} could not be written: the disk of data_dir is full or fails"
-            decided.refuse(key, storage_failed(message))
+    if rolled_back := journal.rolled_back(decided.keys):
+        refused = {error.key for error in decided.errors}
+        for key in decided.keys:
+            if key in rolled_back and key not in refused:
+                message = f"item {key} could not be written: the disk of data_dir is full or fails"
+                decided.refuse(key, storage_failed(message))
+    if len(decided.errors) < len(decided.keys):
+        ticket.result()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from replay_protos import replay_pb2 as pb
 from replay_server.config import MAX_ROWS, MAX_SETTING, MAX_SETTINGS, MAX_SHARE, MAX_STATE, MAX_WEIGHTS
-from replay_server.errors import invalid, unsupported
+from replay_server.errors import Refused, invalid, unsupported
 from replay_server.rpc import info
 from replay_server.rpc.backend import Backend, durable, endless, once, unary
 from replay_server.rpc.clients import Context, Side
@@ -87,7 +87,7 @@ class PolicyMethods:
             with self.backend.clients.calling(context, Side.GENERATOR):
                 grant = await result_of(pending, self.buffer.clock(), admission.time_out, admission.abandon)
                 await self.backend.durable()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, Refused):
             admission.abandon(pending)
             raise
         self._expire_permits_at(grant.expires)

@@ -89,6 +89,7 @@ class SampleMethods:
                 # A reader that has the last message may rely on the batch, even if the server is killed then. In
                 # durable mode the batch is therefore taken before that message.
                 if not request.lease and backend.is_durable:
+                    await backend.durable()  # nothing is taken while the disk fails
                     draws.take(draw)
                     await backend.durable()
                 yield last
@@ -503,7 +504,10 @@ class DrawResponder:
             if request.HasField("draw"):
                 self._begin(request.draw)
             if answer is not None:
-                await self._backend.durable()
+                try:
+                    await self._backend.durable()
+                except Refused as refusal:
+                    answer = _refused(refusal)
                 self._answer(answer)
 
     def _table_of(self, request: pb.DrawRequest) -> str:

@@ -17,7 +17,7 @@ is the state of one moment, that of the last slice.
 
 * No client is told of a change before the change is written.
 * When a commit fails, the journal rolls back its inserts that were never drawn, and refuses them. It writes everything
-  else again.
+  else again with the next commit. Requests that wait for it fail with the reason; repeated, they wait for that commit.
 * A response can be waiting on a later commit than the one that failed with its insert. The journal therefore remembers
   the keys of inserts that it has rolled back, and each insert asks for them before it responds.
 """
@@ -33,7 +33,7 @@ from typing import Literal
 
 import lmdb
 
-from replay_server.errors import broken
+from replay_server.errors import Refused, broken, try_again
 from replay_server.storage.checkpoints import OpenCheckpoint
 from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.lmdb import LmdbStorage
@@ -130,13 +130,13 @@ class Journal:
     def ticket(self) -> asyncio.Future[None]:
         """Done when all changes until now are written or rolled back.
 
-        Fails with Refused if writing fails for a reason that is not the disk's.
+        Fails with Refused if the commit fails. What is not rolled back is then written with a later one, if any.
         """
         self._wanted.set()
         return self._next
 
     async def durable(self) -> None:
-        """Returns when all changes until now are written or rolled back."""
+        """Returns when all changes until now are written. Raises Refused as a ticket fails."""
         await asyncio.shield(self.ticket())
 
     def rolled_back(self, keys: Collection[int]) -> set[int]:
@@ -170,49 +170,52 @@ class Journal:
         try:
             await self._commit()
             done.set_result(None)
+        except Refused as refusal:  # the next commit writes it all again
+            _fail(done, refusal)
+            await asyncio.sleep(_RETRY)
         except Exception as error:
             log.exception("what has changed cannot be written any more: restart the server")
             self._storage.error = f"writing failed ({error!r}); restart the server"
-            for waiting in (done, self._next):
-                waiting.set_exception(broken(self._storage.error))
-                waiting.exception()  # or asyncio would complain where nobody waits
+            for ticket in (done, self._next):
+                _fail(ticket, broken(self._storage.error))
 
     async def _commit(self) -> None:
-        """Writes all changes, except inserts that have to be rolled back."""
+        """Writes all changes. Raises Refused if the disk fails; inserts that can be rolled back are then."""
         loop, storage = asyncio.get_running_loop(), self._storage
-        while True:
-            slices = []
-            for some in self._collector.slices():
-                slices.append(some)
-                await asyncio.sleep(0)
-            delta = self._collector.collect()
-            if not delta and not slices and not storage.changed:
-                break
-            payloads = storage.begin_commit()
-            try:
-                await loop.run_in_executor(self._thread, storage.commit, delta, payloads, slices)
-            except lmdb.Error as error:
-                if not storage.error:
-                    log.error("cannot write to %s, inserts are refused until it can be: %s", storage.directory, error)
-                unwritten = storage.end_commit(error)
-                for some in (*slices, delta):
-                    self._collector.not_written(some)
-                self._roll_back(unwritten)
-                if self._stopping:
-                    raise
-                await asyncio.sleep(_RETRY)
-                continue
-            if storage.error:
-                log.warning("%s can be written again", storage.directory)
-            storage.end_commit(None)
-            self._collector.written(delta)
-            while slices:  # to free the records of a million items at once takes 50 ms
-                slices.pop()
-                await asyncio.sleep(0)
-            break
+        slices = []
+        for some in self._collector.slices():
+            slices.append(some)
+            await asyncio.sleep(0)
+        delta = self._collector.collect()
+        if not delta and not slices and not storage.changed:
+            return
+        payloads = storage.begin_commit()
+        try:
+            await loop.run_in_executor(self._thread, storage.commit, delta, payloads, slices)
+        except lmdb.Error as error:
+            if not storage.error:
+                log.error("cannot write to %s, inserts are refused until it can be: %s", storage.directory, error)
+            unwritten = storage.end_commit(error)
+            for some in (*slices, delta):
+                self._collector.not_written(some)
+            self._roll_back(unwritten)
+            why = f"data_dir {storage.directory} cannot be written: {error}; make room, and ask again"
+            raise try_again(why) from error
+        if storage.error:
+            log.warning("%s can be written again", storage.directory)
+        storage.end_commit(None)
+        self._collector.written(delta)
+        while slices:  # to free the records of a million items at once takes 50 ms
+            slices.pop()
+            await asyncio.sleep(0)
 
     def _roll_back(self, unwritten: list[int]) -> None:
         gone = self._buffer.roll_back(unwritten)
         for key in gone:
             self._rolled_back.forget(key)  # to the end
         self._rolled_back.remember(gone)
+
+
+def _fail(ticket: asyncio.Future[None], error: Exception) -> None:
+    ticket.set_exception(error)
+    ticket.exception()  # or asyncio would complain where nobody waits

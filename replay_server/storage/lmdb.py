@@ -72,6 +72,8 @@ _LOOK_EVERY = 0.2
 """Seconds between two looks at the free space of the disk."""
 MAP_SIZE = 1 << 42
 """Of the address space only: the file grows with what it holds."""
+LOCK_BYTES = 8192
+"""Of LMDB's lock file with its default of 126 readers."""
 _RECORDS_AT_ONCE = 1 << 16
 CHUNK_KEY = struct.Struct(">QI")
 CHUNK_BYTES = 256 * 1024 - 16 - 8
@@ -170,8 +172,11 @@ class LmdbStorage:
             raise DamagedDirectory(self.directory, problem)
 
     def _open(self) -> None:
-        (self.directory / "lock.mdb").unlink(missing_ok=True)  # we hold server.lock, so its last owner is gone
+        lock_file = self.directory / "lock.mdb"
+        lock_file.unlink(missing_ok=True)  # we hold server.lock, so its last owner is gone
         try:
+            # LMDB maps a file with a hole, and a full disk would end the process (SIGBUS) when it writes there.
+            lock_file.write_bytes(bytes(LOCK_BYTES))
             self._env = lmdb.open(
                 str(self.directory),
                 map_size=MAP_SIZE,

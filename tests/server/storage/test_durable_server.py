@@ -4,19 +4,23 @@ import os
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import grpc
 import lmdb
 import numpy as np
 import pytest
 
 from replay_client import ReplayClient
-from replay_client.errors import ReplayError, StorageError
+from replay_client.errors import ReplayError, ServerUnavailableError, StorageError
+from replay_protos import replay_pb2 as pb
+from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_server.storage import lmdb as lmdb_storage
 from replay_server.storage import records
 from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
 from replay_server.storage.records import Delta
+from tests.commands import fails
 from tests.factories import make_group, small_disk, until
 
 TABLES = (
@@ -298,7 +302,7 @@ def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_on
             with pytest.raises(StorageError, match="could not be written"):
                 future.result(60)
         assert keys_in(client, "pool") == []
-        client.insert(b"x", {"pool": 1.0}, key=1)
+        until(lambda: succeeds(lambda: client.insert(b"x", {"pool": 1.0}, key=1)))
         assert keys_in(client, "pool") == [1]
 
 
@@ -330,6 +334,106 @@ def test_a_segment_of_an_item_whose_insert_could_not_be_written_is_refused_with_
         assert client.extend(1, column).added == ("value",)
     with serving(tmp_path) as client:
         assert client.get([1])[0].group.extras.keys() == {"value"}
+
+
+def failing_while(broken: threading.Event, monkeypatch) -> None:
+    """Commits fail while `broken` is set."""
+    commit = LmdbStorage.commit
+
+    def failing(self, *changes):
+        if broken.is_set():
+            raise lmdb.DiskError("No space left on device")
+        commit(self, *changes)
+
+    monkeypatch.setattr(LmdbStorage, "commit", failing)
+
+
+def succeeds(change) -> bool:
+    try:
+        change()
+    except ReplayError:
+        return False
+    return True
+
+
+def test_while_commits_fail_each_change_ends_with_the_reason_and_is_made_once_if_it_is_repeated(tmp_path, monkeypatch):
+    failing_while(broken := threading.Event(), monkeypatch)
+    admission = AdmissionConfig(groups_per_step=9, max_staleness=0)
+    with serving(tmp_path, admission=admission) as client:
+        pool = [client.insert(make_group(), {"pool": 1.0}) for _ in range(4)]
+        queue = [client.insert(b"x", {"queue": 1.0}) for _ in range(4)]
+        (leased,) = client.sample("queue", 1, lease=600.0)
+        permits = client.acquire_permits(3)
+        changes = [
+            lambda **wait: client.delete("pool", pool[:1], **wait),
+            lambda **wait: client.update_priorities("pool", {pool[1]: 5.0}, **wait),
+            lambda **wait: client.set_policy_version(1, **wait),
+            lambda **wait: client.acquire_permits(2, **wait),
+            lambda **wait: client.release_permits(permits, **wait),
+            lambda **wait: client.acknowledge([leased], **wait),
+            lambda **wait: client.take("queue", queue[3:], **wait),
+            lambda **wait: client.sample("pool", 1, **wait),
+            lambda **wait: client.update_table("pool", max_size=500, **wait),
+        ]
+        broken.set()
+        for change in changes:
+            with pytest.raises(
+                ServerUnavailableError, match=r"^data_dir .* cannot be written: No space left on device"
+            ):
+                change(timeout=0.5)
+        more = [
+            lambda: client.insert(b"x", {"pool": 1.0}, key=99),
+            lambda: client.extend(pool[2], {"value": np.zeros(3)}),
+        ]
+        for change in more:
+            with pytest.raises(StorageError, match="the last commit failed"):
+                change()
+        with grpc.insecure_channel(client.address) as channel, pytest.raises(grpc.RpcError) as error:
+            list(ReplayStub(channel).Sample(pb.SampleRequest(table="queue", num_samples=2)))
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        waiting = [key for key in queue[:3] if key != leased.info.key]
+        assert keys_in(client, "queue") == sorted(waiting)  # a reader that was told nothing has taken nothing
+        broken.clear()
+        for change in (*changes, *more):
+            change()
+        assert client.server_info().commit_error == ""
+    with serving(tmp_path, admission=admission) as client:
+        info = client.server_info()
+        assert keys_in(client, "pool") == sorted([*pool[1:], leased.info.key, queue[3], 99])
+        assert keys_in(client, "queue") == sorted(waiting)
+        assert (info.policy.version, info.tables["pool"].extensions, info.admission.running) == (1, 1, 2)
+
+
+@OVER_BOTH
+def test_a_row_that_is_drawn_before_its_commit_fails_is_sent_again_and_is_there_once(tmp_path, monkeypatch):
+    failing_while(broken := threading.Event(), monkeypatch)
+    with serving(tmp_path) as client, ThreadPoolExecutor() as pool:
+        drawn = pool.submit(client.sample, "queue", 1, lease=600.0)
+        until(lambda: client.server_info().tables["queue"].sampling.count)
+        broken.set()
+        insert = pool.submit(client.insert, b"x", {"queue": 1.0}, key=1)
+        drawn.result(60)
+        until(lambda: client.server_info().commit_error)
+        broken.clear()
+        assert insert.result(60) == 1
+        assert client.server_info().tables["queue"].inserts == 1
+
+
+def test_a_start_that_cannot_write_ends_with_the_reason(tmp_path, monkeypatch):
+    broken = threading.Event()
+    broken.set()
+    failing_while(broken, monkeypatch)
+    with pytest.raises(UnusableDirectory, match="cannot be written: No space left on device; make room"):
+        ReplayServer(TABLES, port=0, data_dir=tmp_path).start()
+
+
+def test_the_first_start_on_a_full_disk_ends_with_one_line(disk):
+    with suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+        while file.write(bytes(1 << 20)):
+            pass
+    config = disk.parent / "replay.toml"
+    config.write_text(f'[server]\ndata_dir = "{disk}/data"\n[[tables]]\nname = "pool"\n')
+    assert f"data_dir {disk}/data: " in fails("serve", "--config", str(config), "--address", "127.0.0.1:0")
 
 
 def test_a_segment_that_could_not_be_written_is_written_again_and_then_acknowledged(tmp_path, monkeypatch):
