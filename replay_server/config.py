@@ -66,6 +66,10 @@ MAX_SETTINGS = 64
 """Settings that a client may describe itself with."""
 MAX_SETTING = MOST_TEXT
 """Characters in the name and in the value of each of them."""
+MAX_DESCRIPTION = 4096
+"""Bytes of all settings of one client, as JSON. A generator or trainer of ours sends some 400."""
+MAX_DESCRIPTIONS = 256 * 1024
+"""Bytes of the settings of all clients. Beyond them the server forgets those of clients seen longest ago."""
 
 
 class ServerSection(Model):

@@ -500,7 +500,8 @@ class AsyncReplayClient:
         """Says, if a server answers, what this client is set to. `server_info` has it beside the client's name.
 
         It replaces what this client said before. A server that starts again has forgotten it. `settings`: at most 64;
-        each name and value has at most 256 characters, or InvalidRequestError is raised.
+        each name and value has at most 256 characters, and all have 4 kB as JSON, or InvalidRequestError is raised. So
+        it is if another connection of the same name is open.
         """
         request = message_of(pb.DescribeRequest, settings=settings)
         await self._fleet.try_to_ask("Describe", request, self._fleet.seconds(timeout), self._fleet.up())

@@ -2,12 +2,16 @@
 
 * A client names itself in its user agent. Nothing depends on the name but what people read.
 * Only calls that need a read-write token leave a trace here. A read-only client cannot.
-* The most MAX_CLIENTS names seen last are kept, each with at most MAX_NAME characters.
+* A name is the connection's that uses it: only that one can describe and end the client. Another connection gets the
+  name by its own calls, while the one before has none open.
+* The most MAX_CLIENTS names seen last are kept, each with at most MAX_NAME characters. Of their settings those are kept
+  that were seen last and have MAX_DESCRIPTIONS bytes together.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import json
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +20,8 @@ from typing import Any, Protocol, TypeAlias
 
 import grpc
 
-from replay_server.config import MAX_CLIENTS, MAX_NAME
+from replay_server.config import MAX_CLIENTS, MAX_DESCRIPTION, MAX_DESCRIPTIONS, MAX_NAME
+from replay_server.errors import invalid
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 """A call, as gRPC describes it."""
@@ -43,15 +48,22 @@ class Client:
     """One name. Several clients with the same name are one."""
 
     name: str
+    connection: str
+    """The one whose name it is."""
     roles: set[Side] = field(default_factory=set)
     seen: float = 0.0
     """When it sent its last request, by the clock of the buffer."""
-    open: int = 0
-    """Calls and streams that are open."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """Calls and streams that are open, by connection."""
     ended: bool = False
     """It said that it ends, and has sent nothing since."""
-    settings: dict[str, str] = field(default_factory=dict)
-    """What it said of its settings, by name."""
+    settings: str = "{}"
+    """What it said of its settings, by name, as JSON."""
+
+    @property
+    def taken(self) -> bool:
+        """Whether no other connection can have the name."""
+        return self.calls[self.connection] > 0
 
 
 class Seen(Protocol):
@@ -80,29 +92,43 @@ class Clients:
         if not (name := name_of(context)):
             yield _nobody
             return
-        client = self._see(name, role)
-        client.open += 1
+        connection = context.peer()
+        client = self._see(name, connection, role)
+        if not client.taken:
+            client.connection = connection
+        client.calls[connection] += 1
 
         def seen(role: Side | None = None) -> None:
-            self._see(name, role)
+            self._see(name, connection, role)
 
         try:
             yield seen
         finally:
-            client.open -= 1
+            client.calls -= Counter([connection])
 
     def describe(self, context: Context, settings: dict[str, str]) -> None:
-        """The client says what it is set to, instead of what it said before."""
-        if name := name_of(context):
-            client = self._see(name, None)
-            client.settings = settings
-            if (table := settings.get("prompts_table")) and len(self.prompt_tables) < _MOST_PROMPT_TABLES:
-                self.prompt_tables.add(table.strip('"'))  # it is JSON
-                client.roles.discard(Side.TRAINER)  # it may have drawn prompts before it said so
+        """The client says what it is set to, instead of what it said before. Raises Refused."""
+        if not (name := name_of(context)):
+            return
+        if len(text := json.dumps(settings)) > MAX_DESCRIPTION:
+            raise invalid(f"settings of {len(text)} bytes, as JSON: at most {MAX_DESCRIPTION}; say less")
+        connection, before = context.peer(), self._by_name.get(name)
+        if before is not None and before.taken and before.connection != connection:
+            raise invalid(f"{name!r} is the name of another connection, which is open: give this client another name")
+        client = self._see(name, connection, None)
+        client.settings = text
+        left = MAX_DESCRIPTIONS
+        for each in self:
+            if (left := left - len(each.settings)) < 0:
+                each.settings = "{}"
+        if (table := settings.get("prompts_table")) and len(self.prompt_tables) < _MOST_PROMPT_TABLES:
+            self.prompt_tables.add(table.strip('"'))  # it is JSON
+            client.roles.discard(Side.TRAINER)  # it may have drawn prompts before it said so
 
     def leave(self, context: Context) -> None:
-        """The client says that it ends."""
-        if (client := self._by_name.get(name_of(context))) is not None:
+        """The client says that it ends. It counts for nothing under the name of another connection."""
+        client = self._by_name.get(name_of(context))
+        if client is not None and client.connection == context.peer():
             client.ended = True
 
     def of(self, role: Side) -> Sequence[Client]:
@@ -117,10 +143,10 @@ class Clients:
         known = self.of(role)
         return [] if known and known[0].ended else [client for client in known if not client.ended]
 
-    def _see(self, name: str, role: Side | None) -> Client:
+    def _see(self, name: str, connection: str, role: Side | None) -> Client:
         client = self._by_name.get(name)
         if client is None:
-            client = self._by_name[name] = Client(name)
+            client = self._by_name[name] = Client(name, connection)
             if len(self._by_name) > MAX_CLIENTS:
                 self._by_name.popitem(last=False)
         else:

@@ -13,7 +13,6 @@ less often than once a step, so generators have three of the trainer's intervals
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -155,9 +154,9 @@ def clients(buffer: ReplayBuffer, known: Clients) -> list[pb.ClientInfo]:
             name=client.name,
             role=", ".join(sorted(client.roles)),
             age=max(0.0, now - client.seen),
-            open=client.open,
+            open=client.calls.total(),
             ended=client.ended,
-            settings=json.dumps(client.settings),
+            settings=client.settings,
         )
         for client in known
     ]

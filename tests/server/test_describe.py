@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import ExitStack
 
+import grpc
 import pytest
 
 from replay_client import ReplayClient
 from replay_client.diagnosis import Level, diagnose
 from replay_client.errors import AuthenticationError, InvalidRequestError
+from replay_protos import replay_pb2 as pb
 from replay_protos.recipes import read_described
+from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.staleness import fresh_flow
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
 from replay_server.config import MAX_SETTING, MAX_SETTINGS
 from tests.commands import run_replay
-from tests.factories import make_group, sample_of, scrape, tokens_file
+from tests.factories import make_group, sample_of, scrape, tokens_file, until
 
 QUEUE = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}, forward_to="replay")
 POOL = TableConfig(name="replay", sampler="uniform")
@@ -45,8 +49,9 @@ def test_what_a_client_says_stands_beside_its_name_and_replaces_what_it_said_bef
         ({"long": "x" * (MAX_SETTING + 1)}, "setting 'long': name and value have at most 256 characters"),
         ({"y" * (MAX_SETTING + 1): "1"}, "name and value have at most 256 characters"),
         ({"lines": "a\nb"}, "setting 'lines'"),
+        ({f"s{number}": "x" * 200 for number in range(20)}, "settings of 4210 bytes, as JSON: at most 4096"),
     ],
-    ids=["too many", "a long value", "a long name", "not printable"],
+    ids=["too many", "a long value", "a long name", "not printable", "too large together"],
 )
 def test_what_is_too_much_is_refused_and_what_was_said_before_stays(settings, words):
     with ReplayServer([POOL], port=0) as server, ReplayClient(server.address, name="a") as client:
@@ -54,6 +59,54 @@ def test_what_is_too_much_is_refused_and_what_was_said_before_stays(settings, wo
         with pytest.raises(InvalidRequestError, match=words):
             client.describe(settings)
         assert clients_of(client) == {"a": {"part": "trainer"}}
+
+
+def test_settings_of_all_clients_are_bounded_and_those_of_clients_seen_longest_ago_are_forgotten():
+    with ExitStack() as stack:
+        server = stack.enter_context(ReplayServer([POOL], port=0))
+        names = [f"c{number}" for number in range(70)]
+        for name in names:
+            client = stack.enter_context(ReplayClient(server.address, name=name))
+            client.describe({f"s{number}": "x" * 250 for number in range(15)})
+        known = [name for name, said in clients_of(client).items() if said]
+        assert 64 <= len(known) < 70
+        assert sorted(known) == sorted(names[-len(known) :])
+
+
+def test_a_connection_describes_and_ends_no_client_but_its_own():
+    with (
+        ReplayServer([POOL], port=0) as server,
+        ReplayClient(server.address, name="trainer") as trainer,
+        ReplayClient(server.address, name="watch") as watch,
+        grpc.insecure_channel(
+            server.address, [("grpc.primary_user_agent", "replay/trainer"), ("grpc.use_local_subchannel_pool", 1)]
+        ) as channel,
+    ):
+        trainer.describe({"part": '"trainer"'})
+        trainer.insert(b"x", {"replay": 1.0})
+        other = ReplayStub(channel)
+
+        def ended():
+            return next(each.ended for each in watch.server_info().clients if each.name == "trainer")
+
+        for used in (False, True):  # also if the other one calls under this name
+            if used:
+                other.SetPolicyVersion(pb.SetPolicyVersionRequest(version=1))
+            other.Leave(pb.LeaveRequest())
+            assert not ended()
+            with pytest.raises(grpc.RpcError) as error:
+                other.Describe(pb.DescribeRequest(settings={"part": '"generator"'}))
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "'trainer' is the name of another connection" in error.value.details()
+        assert clients_of(watch)["trainer"] == {"part": "trainer"}
+        trainer.leave()
+        assert ended()
+        trainer.close()
+        until(lambda: not any(each.open for each in watch.server_info().clients))
+        other.Leave(pb.LeaveRequest())
+        other.SetPolicyVersion(pb.SetPolicyVersionRequest(version=1))  # now the name is free
+        other.Describe(pb.DescribeRequest(settings={"part": '"generator"'}))
+        assert clients_of(watch)["trainer"] == {"part": "generator"}
 
 
 def test_who_may_only_read_cannot_describe_itself(tmp_path):

@@ -59,6 +59,7 @@ def test_tables_names_who_works_here_and_who_has_ended(client, server, replay):
     until(lambda: not any(each.open for each in client.server_info().clients))
     assert "generator gen-a: not connected, seen " in replay("tables").stdout
     with ReplayClient(server.address, name="gen-a") as other:
+        other.insert(b"x", {"replay": 1.0})
         other.leave()
     assert "generator gen-a: ended, seen " in replay("tables").stdout
 

@@ -17,7 +17,8 @@ from replay_server.tables.table import SampleRequest
 
 
 def context(name: str) -> SimpleNamespace:
-    return SimpleNamespace(invocation_metadata=lambda: (("user-agent", f"replay/{name} grpc-python-asyncio/1.80.0"),))
+    metadata = (("user-agent", f"replay/{name} grpc-python-asyncio/1.80.0"),)
+    return SimpleNamespace(invocation_metadata=lambda: metadata, peer=lambda: f"connection of {name}")
 
 
 class Run:
