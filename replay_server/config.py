@@ -90,8 +90,8 @@ class ServerSection(Model):
     max_payload_bytes: Bytes = 1 << 30
     """Payload bytes of the largest item that the server takes."""
     shared_memory: Literal[False] | Path = Path("/dev/shm")
-    """Folder for the socket over which clients on the server's host get memory for payloads. false: payloads travel
-    over gRPC only. Server and client must see the same folder, also in containers, and must run as the same user."""
+    """Folder in which clients on the server's host make sockets, to which it sends memory for payloads. false: payloads
+    travel over gRPC only. Server and client must see the same folder, also in containers, and run as the same user."""
 
     @field_validator("address", "metrics_address")
     @classmethod

@@ -21,7 +21,7 @@ from replay_client.rows import Rows
 from replay_client.streams import end_stream
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, SERVICE, Frame
-from replay_protos.shared_memory import BYTES_PER_FRAME, FrameWriter, RingReader, Segment, is_large, pass_on
+from replay_protos.shared_memory import BYTES_PER_FRAME, FrameWriter, Mailbox, RingReader, Segment, is_large, pass_on
 
 SHARED = "shared memory"
 """What `transport` says if payloads go through rings."""
@@ -155,15 +155,16 @@ class SharedMemory:
             self._refuse(opened.refusal)
             return None
         try:
-            # On a thread, because the system maps every page of the ring now.
-            segment = await asyncio.to_thread(Segment.receive, Path(opened.path), opened.ring, capacity)
-        except OSError as error:
+            mailbox = Mailbox(Path(opened.path))
+            try:
+                sent = await self._exchange(pb.ShareMemoryRequest(send=opened.ring))
+            finally:  # on a thread, because the system maps every page of the ring now
+                segment = await asyncio.to_thread(mailbox.receive, opened.ring, capacity)
+            if segment is None:
+                raise OSError(sent.refusal or "the memory of the ring did not arrive")
+        except (OSError, ValueError):
             await self._exchange(pb.ShareMemoryRequest(close=opened.ring))
-            raise _not_shared(opened.path, error) from None
-        ready = await self._exchange(pb.ShareMemoryRequest(mapped=opened.ring))
-        if ready.refusal:
-            self._refuse(ready.refusal)
-            return None
+            raise
         self.transport = SHARED
         return segment
 
@@ -201,16 +202,6 @@ class SharedMemory:
     def _refuse(self, why: str) -> None:
         self.transport = f"grpc: {why}"
         self._ask_again_at = asyncio.get_running_loop().time() + _PAUSE
-
-
-def _not_shared(path: str, error: OSError) -> OSError:
-    # A folder that two hosts share shows the socket to both, but only the server's host has somebody behind it.
-    if isinstance(error, FileNotFoundError | ConnectionRefusedError):
-        folder = Path(path).parent
-        return OSError(f"the server runs on another host, or in a container whose {folder} is not this one's")
-    if isinstance(error, PermissionError):
-        return OSError(f"client and server run as different users ({error.strerror or error})")
-    return OSError(str(error))
 
 
 class _RingOfStream:

@@ -1309,24 +1309,24 @@ class ShareMemoryRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OPEN_FIELD_NUMBER: _builtins.int
-    MAPPED_FIELD_NUMBER: _builtins.int
+    SEND_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     open: _builtins.int
     """a new ring of this capacity in bytes; 0 only finds out whether it works"""
-    mapped: _builtins.int
-    """the client has mapped this ring"""
+    send: _builtins.int
+    """send the memory of this ring to the client's socket, which is there now"""
     close: _builtins.int
     """this ring is not used any more"""
     def __init__(
         self,
         *,
         open: _builtins.int | None = ...,
-        mapped: _builtins.int = ...,
+        send: _builtins.int = ...,
         close: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_open", b"_open", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_open", b"_open", "close", b"close", "mapped", b"mapped", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_open", b"_open", "close", b"close", "open", b"open", "send", b"send"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__open: _TypeAlias = _typing.Literal["open"]  # noqa: Y015
     _WhichOneofArgType__open: _TypeAlias = _typing.Literal["_open", b"_open"]  # noqa: Y015
@@ -1344,7 +1344,7 @@ class ShareMemoryResponse(_message.Message):
     ring: _builtins.int
     """0: refused, or closed"""
     path: _builtins.str
-    """of the socket that hands over the memory of the ring"""
+    """where the client makes the socket to which the server sends the ring's memory"""
     refusal: _builtins.str
     """why there is no ring"""
     def __init__(

@@ -5,14 +5,14 @@
 * The reader frees bytes by moving `_FREED` in the segment. Nobody waits for a message in order to free a ring.
 * The server makes each segment, in memory that has no name. Its size is sealed: no process can cut the memory under
   another one, which would end that one with SIGBUS.
-* The client gets the memory over a socket (`Handover`). So containers of one host have rings if they share a folder.
+* The server sends the memory to a socket of the client (`Mailbox`), and never takes a descriptor from anybody. So
+  containers of one host have rings if they share a folder.
 
 Neither side trusts what it reads in a segment.
 """
 
 from __future__ import annotations
 
-import array
 import asyncio
 import ctypes
 import errno
@@ -42,11 +42,8 @@ _JOIN_BELOW = 8192
 """Mean bytes of chunks below which they are joined first: Python costs more for each chunk than a second copy."""
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 """Maps all pages at once, where the system can. Otherwise each page is a fault at its first access."""
-_SOCKET = "replay-rings-"
 _RING_ID = 8
-"""Bytes of a ring's id in the request for its memory."""
-_ANSWER = 5.0
-"""Seconds in which the server hands over the memory of a ring."""
+"""Bytes of a ring's id in the message that brings its memory."""
 # Numbers of Linux.
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
@@ -56,49 +53,39 @@ _fence = threading.Lock()
 class Segment:
     """The memory of one ring. It is given back when the last reference to the segment goes."""
 
-    def __init__(self, ring_id: int, fd: int, capacity: int) -> None:
+    def __init__(self, path: Path, ring_id: int, fd: int, capacity: int) -> None:
+        """`path` is that of the client's mailbox."""
+        self.path = path
         self.ring_id = ring_id
         self.capacity = capacity
-        self._fd: int | None = fd
+        self._fd: int | None = None
         self.view = memoryview(mmap.mmap(fd, HEADER + capacity, mmap.MAP_SHARED | _POPULATE))
 
     @classmethod
-    def create(cls, capacity: int) -> Segment:
+    def create(cls, folder: Path, capacity: int) -> Segment:
         """Makes the memory. Raises OSError if the system has too little of it."""
         fd = _unnamed_file()
         try:
             # Reserves the memory. Otherwise the first access to a page could find that there is none.
             os.posix_fallocate(fd, 0, HEADER + capacity)
             fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
+            ring_id = secrets.randbits(63) | 1
+            segment = cls(folder / f"replay-rings-{ring_id:016x}", ring_id, fd, capacity)
         except BaseException:
             os.close(fd)
             raise
-        return cls(secrets.randbits(63) | 1, fd, capacity)
-
-    @classmethod
-    def receive(cls, path: Path, ring_id: int, capacity: int) -> Segment:
-        """Maps the segment that the server with this socket has made. Raises OSError with the reason if it cannot."""
-        ours, theirs = socket.socketpair()
-        with ours, theirs, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
-            asking.settimeout(_ANSWER)
-            with _short_name(path) as name:
-                asking.connect(name)
-            socket.send_fds(asking, [ring_id.to_bytes(_RING_ID, "little")], [theirs.fileno()])
-            theirs.close()  # so that the answer ends if the server drops the request
-            ours.settimeout(_ANSWER)
-            _, fds, _, _ = socket.recv_fds(ours, 1, 1)
-        if not fds:
-            raise ConnectionRefusedError(f"the server at {path} has no ring {ring_id}")
-        segment = cls(ring_id, fds[0], capacity)
-        segment.close_fd()
+        segment._fd = fd
         return segment
 
-    def hand_over(self, receiver: socket.socket) -> None:
-        """Sends the memory. Raises OSError if the receiver does not take it at once."""
-        if self._fd is not None:
-            memory = array.array("i", [self._fd])
-            receiver.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, memory)], socket.MSG_DONTWAIT)
-            self.close_fd()
+    def hand_over(self) -> None:
+        """Sends the memory to its client's mailbox. Raises OSError with the reason if that does not take it at once."""
+        assert self._fd is not None
+        # This socket has no address, and is never read from: so nobody can send anything to it.
+        with _address_of(self.path) as address, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
+            sending.setblocking(False)
+            sending.connect(address)
+            socket.send_fds(sending, [self.ring_id.to_bytes(_RING_ID, "little")], [self._fd])
+        self.close_fd()
 
     @property
     def handed_over(self) -> bool:
@@ -125,75 +112,61 @@ def _unnamed_file() -> int:
     return fd
 
 
-class Handover:
-    """The socket over which a server hands segments to clients of its host. Who knows the id of a segment gets it.
+class Mailbox:
+    """The socket of a client, to which its server sends the memory of one ring. The server has no such socket.
 
-    A request is one datagram with the id and with a socket for the answer. So no request waits, and none stays open.
+    A stranger could send it a TCP socket with SO_LINGER. Whoever closes or drops that one last, by `recv` too, waits in
+    the system for as long as the stranger chose. So `receive` belongs on a thread.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Makes the socket in `folder`. Raises OSError if the folder is missing or full. Needs the event loop."""
-        self.path = folder / f"{_SOCKET}{os.getpid()}-{secrets.token_hex(4)}"
-        self._offered: dict[int, Segment] = {}
+    def __init__(self, path: Path) -> None:
+        """Makes the socket. Raises OSError with the reason if it cannot."""
+        self.path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
         try:
+            self._socket.setblocking(False)
             os.fchmod(self._socket.fileno(), 0o600)  # bind gives this mode to the file
-            with _short_name(self.path) as name:
-                self._socket.bind(name)
+            with _address_of(path) as address:
+                self._socket.bind(address)
         except BaseException:
             self._socket.close()
             raise
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.fileno(), self._answer)
 
-    def offer(self, segment: Segment) -> None:
-        """Lets a client ask for the segment, once."""
-        self._offered[segment.ring_id] = segment
-
-    def withdraw(self, segment: Segment) -> None:
-        self._offered.pop(segment.ring_id, None)
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._socket.fileno())
-        self._socket.close()
-        self.path.unlink(missing_ok=True)
-        self._offered.clear()
-
-    def _answer(self) -> None:
-        try:
-            request, fds, _, _ = socket.recv_fds(self._socket, _RING_ID, 1)
-        except OSError:
-            return
-        segment = self._offered.pop(int.from_bytes(request, "little"), None)
-        for fd in fds:
-            # OSError: it is no socket, or its process has gone. The client finds out over gRPC.
-            with suppress(OSError), socket.fromfd(fd, socket.AF_UNIX, socket.SOCK_STREAM) as receiver:
-                if segment is not None:
-                    segment.hand_over(receiver)
-            os.close(fd)
-
-
-def remove_stale(folder: Path) -> None:
-    """Removes the sockets of servers that were killed."""
-    for path in folder.glob(f"{_SOCKET}*"):
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
-            try:
-                with _short_name(path) as name:
-                    asking.connect(name)
-            except ConnectionRefusedError:
-                if path.is_socket():
-                    path.unlink()
+    def receive(self, ring_id: int, capacity: int) -> Segment | None:
+        """Maps the memory that the server has sent, and ends the mailbox. None: nothing came."""
+        with self._socket, suppress(BlockingIOError):
+            self.path.unlink(missing_ok=True)
+            said, fds, _, _ = socket.recv_fds(self._socket, _RING_ID, 1)
+            for fd in fds:
+                try:
+                    # Another client's link at the path of its own mailbox could lead the server to this one.
+                    if int.from_bytes(said, "little") == ring_id:
+                        return Segment(self.path, ring_id, fd, capacity)
+                finally:
+                    os.close(fd)
+        return None
 
 
 @contextmanager
-def _short_name(path: Path) -> Iterator[str]:
-    """A name for the socket that fits into the 107 bytes that the system takes, however deep its folder lies."""
-    folder = os.open(path.parent, getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY)
+def _address_of(path: Path) -> Iterator[str]:
+    """A name for the socket that fits into the 107 bytes that the system takes, however deep its folder lies.
+
+    Turns what the system says of the socket into a sentence.
+    """
     try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)
+        folder = os.open(path.parent, getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY)
+        try:
+            yield f"/proc/self/fd/{folder}/{path.name}"
+        finally:
+            os.close(folder)
+    except (FileNotFoundError, ConnectionRefusedError):
+        # A folder that two hosts share shows the socket to both, but only the client's host has somebody behind it.
+        where = f"the server runs on another host, or in a container whose {path.parent} is not this one's"
+        raise OSError(where) from None
+    except PermissionError as error:
+        raise OSError(f"client and server run as different users ({error.strerror})") from None
+    except OSError as error:
+        raise OSError(f"{path.parent} cannot hold a socket: {error.strerror or error}") from None
 
 
 class RingWriter:

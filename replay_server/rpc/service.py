@@ -81,9 +81,8 @@ class ReplayService:
         }
 
     def close(self) -> None:
-        """Ends the calls that would not end by themselves, and gives clients no more rings."""
+        """Ends the calls that would not end by themselves."""
         self.backend.calls.close()
-        self.shared_memory.close()
 
 
 def add_service(service: ReplayService, server: grpc.aio.Server, latencies: Latencies | None = None) -> None:

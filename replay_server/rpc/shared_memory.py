@@ -1,7 +1,7 @@
 """Shared memory: gives clients on this host rings, and carries the payloads of their streams through them.
 
 * A ring belongs to one connection and one stream, and ends with the call of ShareMemory that opened it.
-* A ring carries nothing before its client has received its memory.
+* A ring carries nothing before the server has sent its memory to its client.
 * The memory of all rings counts against one budget (`max_shared_bytes`).
 * Where no ring can be had, payloads travel in the messages as before. Nothing above this module can tell.
 """
@@ -13,7 +13,7 @@ import functools
 import logging
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,10 +25,8 @@ from replay_protos.shared_memory import (
     HEADER,
     MAX_CAPACITY,
     FrameWriter,
-    Handover,
     RingReader,
     Segment,
-    remove_stale,
     take_frame,
 )
 from replay_server.errors import Refused, invalid, try_again
@@ -46,7 +44,7 @@ Call = Callable[[Any, Context], Awaitable[None]]
 
 class SharedMemoryMethods:
     def __init__(self, backend: Backend, folder: Path | None) -> None:
-        """In `folder`, which clients on this host see too, they find the socket; None: no client gets a ring."""
+        """Clients on this host, which see `folder` too, make their sockets there; None: no client gets a ring."""
         self.backend = backend
         self._folder = folder
         self._budget = Budget(backend.limits.max_shared_bytes, "bytes of shared memory (max_shared_bytes)")
@@ -56,16 +54,6 @@ class SharedMemoryMethods:
         """The rings whose call of ShareMemory lasts."""
         self._short = False
         """Whether the last ring was refused for lack of room."""
-        self._handover: Handover | None = None
-        """Made for the first client that asks for a ring."""
-        if folder is not None:
-            remove_stale(folder)
-
-    def close(self) -> None:
-        """Removes the socket, and refuses further rings. Those in use stay."""
-        self._folder = None
-        if self._handover is not None:
-            self._handover.close()
 
     @endless
     async def ShareMemory(
@@ -76,13 +64,12 @@ class SharedMemoryMethods:
             async for request in requests:
                 if request.HasField("open"):
                     yield await self._make(client, request.open, opened)
-                elif request.mapped:
-                    yield self._begin(client, request.mapped, opened)
-                elif request.close in opened:
-                    self._end(client, opened.pop(request.close))
-                    yield pb.ShareMemoryResponse()
+                elif request.send:
+                    yield await self._send(client, request.send, opened)
                 else:
-                    raise invalid(f"ring {request.close} is not one of this stream's")
+                    if request.close in opened:
+                        self._end(client, opened.pop(request.close))
+                    yield pb.ShareMemoryResponse()
         finally:
             for segment in opened.values():
                 self._end(client, segment)
@@ -92,17 +79,15 @@ class SharedMemoryMethods:
             return pb.ShareMemoryResponse(refusal="the server does not share memory ([server] shared_memory)")
         if capacity % 4096 or capacity > MAX_CAPACITY:
             raise invalid(f"a ring of {capacity} bytes: a multiple of 4096, at most {MAX_CAPACITY}")
-        try:
-            handover = self._open_handover(self._folder)
-        except OSError as error:
-            return self._no_room(f"{self._folder} cannot hold a socket: {error.strerror or error}")
+        if not self._folder.is_dir():
+            return self._no_room(f"there is no folder {self._folder} ([server] shared_memory)")
         try:
             self._budget.take(client, cost := max(HEADER + capacity, _LEAST_COST))
         except Refused as refusal:
             return pb.ShareMemoryResponse(refusal=refusal.message)
         try:
             # On a thread: the system zeroes all of the memory now.
-            segment = await asyncio.to_thread(Segment.create, capacity)
+            segment = await asyncio.to_thread(Segment.create, self._folder, capacity)
         except BaseException as error:
             self._budget.give_back(client, cost)
             if not isinstance(error, OSError):
@@ -110,18 +95,9 @@ class SharedMemoryMethods:
             return self._no_room(f"the system gives no memory for rings: {error.strerror}")
         # A stream may use the memory for longer than this call lasts.
         weakref.finalize(segment, self._budget.give_back, client, cost).atexit = False
-        handover.offer(segment)
         self._short = False
         opened[segment.ring_id] = segment
-        return pb.ShareMemoryResponse(ring=segment.ring_id, path=str(handover.path))
-
-    def _open_handover(self, folder: Path) -> Handover:
-        if self._handover is not None and not self._handover.path.exists():  # somebody tidied the folder
-            self._handover.close()
-            self._handover = None
-        if self._handover is None:
-            self._handover = Handover(folder)
-        return self._handover
+        return pb.ShareMemoryResponse(ring=segment.ring_id, path=str(segment.path))
 
     def _no_room(self, why: str) -> pb.ShareMemoryResponse:
         if not self._short:  # one line until there is room again
@@ -129,21 +105,24 @@ class SharedMemoryMethods:
             log.warning("%s; payloads travel over gRPC instead", why)
         return pb.ShareMemoryResponse(refusal=why)
 
-    def _begin(self, client: str, ring_id: int, opened: dict[int, Segment]) -> pb.ShareMemoryResponse:
-        if (segment := opened.get(ring_id)) is None:
-            raise invalid(f"ring {ring_id} is not one of this stream's")
-        if not segment.handed_over:
-            return pb.ShareMemoryResponse(refusal="the client does not have the memory of the ring")
+    async def _send(self, client: str, ring_id: int, opened: dict[int, Segment]) -> pb.ShareMemoryResponse:
+        if (segment := opened.get(ring_id)) is None or segment.handed_over:
+            raise invalid(f"ring {ring_id} is not one of this stream's, or was sent before")
+        try:
+            # On a thread: whoever can write to the folder may have put anything in the place of the client's socket.
+            await asyncio.to_thread(segment.hand_over)
+        except OSError as error:
+            return pb.ShareMemoryResponse(refusal=str(error))
         if segment.capacity:
             self._idle[client, ring_id] = segment
             self._open.add((client, ring_id))
         else:  # it only had to show that rings work
-            del opened[ring_id]
+            self._end(client, opened.pop(ring_id))
         return pb.ShareMemoryResponse(ring=ring_id)
 
     def _end(self, client: str, segment: Segment) -> None:
-        if self._handover is not None:
-            self._handover.withdraw(segment)
+        with suppress(OSError):  # the client has removed its socket, unless it was killed
+            segment.path.unlink()
         self._idle.pop((client, segment.ring_id), None)
         self._open.discard((client, segment.ring_id))
 

@@ -1,28 +1,28 @@
 """Rings: what goes in comes out in order, nothing that was not put in comes out, and no file stays."""
 
-import asyncio
 import errno
 import gc
 import itertools
 import os
 import socket
-import subprocess
-import sys
 from collections import deque
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay_protos.shared_memory import HEADER, Handover, RingReader, RingWriter, Segment, remove_stale
+from replay_protos.shared_memory import HEADER, Mailbox, RingReader, RingWriter, Segment
 
 CAPACITY = 4096
+FOLDER = Path()
+"""Where no mailbox lies."""
 
 
 def make_ring(capacity: int = CAPACITY) -> tuple[RingWriter, RingReader, Segment]:
     """Both ends of a ring, in one process."""
-    made = Segment.create(capacity)
+    made = Segment.create(FOLDER, capacity)
     return RingWriter(made), RingReader(made), made
 
 
@@ -62,7 +62,7 @@ def test_a_position_that_no_writer_gave_is_refused_or_reads_only_the_ring(ring_o
 
 @pytest.fixture(scope="module")
 def ring_of_ones():
-    segment = Segment.create(CAPACITY)
+    segment = Segment.create(FOLDER, CAPACITY)
     segment.view[HEADER:] = b"\1" * CAPACITY
     return segment
 
@@ -83,70 +83,92 @@ def open_rings() -> set[int]:
     return {int(fd.name) for fd, link in links.items() if "replay-ring" in link}
 
 
-def ask(handover: Handover, ring_id: int) -> Segment:
-    return Segment.receive(handover.path, ring_id, CAPACITY)
-
-
-def run_handover(folder: Path, use) -> None:
-    """Runs `use` on a thread, with a handover that serves on the event loop."""
-
-    async def serve() -> None:
-        handover = Handover(folder)
-        try:
-            await asyncio.to_thread(use, handover)
-        finally:
-            handover.close()
-
-    asyncio.run(serve())
-
-
-def test_a_segment_is_handed_over_once_to_who_knows_its_id(tmp_path):
-    def use(handover: Handover) -> None:
-        made, other = Segment.create(CAPACITY), Segment.create(CAPACITY)
-        handover.offer(made)
-        assert not made.handed_over
-        assert handover.path.stat().st_mode & 0o777 == 0o600
-        received = ask(handover, made.ring_id)
-        assert made.handed_over
-        received.view[HEADER:] = b"\1" * CAPACITY
-        assert made.view[HEADER:] == b"\1" * CAPACITY
-        for ring_id in (made.ring_id, other.ring_id):
-            with pytest.raises(ConnectionRefusedError, match="has no ring"):
-                ask(handover, ring_id)
-
+def test_a_segment_is_handed_over_once_to_the_mailbox_of_its_client(tmp_path):
     before = open_rings()
-    run_handover(tmp_path, use)
+    made = Segment.create(tmp_path, CAPACITY)
+    with pytest.raises(OSError, match="runs on another host"):
+        made.hand_over()
+    mailbox = Mailbox(made.path)
+    assert made.path.stat().st_mode & 0o777 == 0o600
+    made.hand_over()
+    assert made.handed_over
+    received = mailbox.receive(made.ring_id, CAPACITY)
+    received.view[HEADER:] = b"\1" * CAPACITY
+    assert made.view[HEADER:] == b"\1" * CAPACITY
     assert list(tmp_path.iterdir()) == []
+    del made, received
     assert open_rings() == before
 
 
-@pytest.mark.parametrize("request_", [b"", b"short", bytes(8), bytes(10_000)], ids=["empty", "short", "zero", "long"])
-def test_requests_that_no_client_makes_are_dropped(tmp_path, request_):
-    def use(handover: Handover) -> None:
-        made = Segment.create(CAPACITY)
-        handover.offer(made)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking, (tmp_path / "file").open("w") as file:
-            asking.connect(str(handover.path))
-            asking.send(request_)
-            socket.send_fds(asking, [request_], [file.fileno(), asking.fileno()])
-        assert ask(handover, made.ring_id).ring_id == made.ring_id
-
-    run_handover(tmp_path, use)
+def test_a_mailbox_to_which_nothing_came_gives_nothing_and_leaves_nothing(tmp_path):
+    assert Mailbox(tmp_path / "mailbox").receive(1, CAPACITY) is None
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["file", "no descriptor"])
-def test_a_request_that_cannot_be_answered_costs_only_its_own_ring(tmp_path, kind):
-    def use(handover: Handover) -> None:
-        spoiled, made = Segment.create(CAPACITY), Segment.create(CAPACITY)
-        handover.offer(spoiled)
-        handover.offer(made)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking, (tmp_path / "file").open("w") as file:
-            asking.connect(str(handover.path))
-            socket.send_fds(asking, [spoiled.ring_id.to_bytes(8, "little")], [file.fileno()] if kind == "file" else [])
-        assert ask(handover, made.ring_id).ring_id == made.ring_id
-        assert not spoiled.handed_over
+@pytest.mark.parametrize("kind", ["nothing", "no id", "no descriptor", "a file", "the ring of another"])
+def test_what_a_stranger_sends_to_a_mailbox_is_not_taken(tmp_path, kind):
+    made, other = (Segment.create(tmp_path, CAPACITY) for _ in range(2))
+    mailbox, before = Mailbox(made.path), set(os.listdir("/proc/self/fd"))
+    ring_id = made.ring_id.to_bytes(8, "little")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger, (tmp_path / "file").open("w") as file:
+        stranger.connect(str(made.path))
+        if kind == "the ring of another":  # a link at the place of his own mailbox leads his server to this one
+            other.path.symlink_to(made.path)
+            other.hand_over()
+        elif kind in ("a file", "no id"):
+            socket.send_fds(stranger, [ring_id if kind == "a file" else b""], [file.fileno()])
+        else:
+            stranger.send(ring_id if kind == "no descriptor" else b"")
+    with pytest.raises(ValueError, match="mmap length") if kind == "a file" else nullcontext():
+        assert mailbox.receive(made.ring_id, CAPACITY) is None
+    assert set(os.listdir("/proc/self/fd")) < before
 
-    run_handover(tmp_path, use)
+
+def unread(path: Path) -> None:
+    """A mailbox that is full."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger, suppress(BlockingIOError):
+        stranger.setblocking(False)
+        stranger.connect(str(path))
+        while True:
+            stranger.send(b"x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("nothing", "runs on another host"),
+        ("left", "runs on another host"),
+        ("file", "runs on another host"),
+        ("folder", "runs on another host"),
+        ("full", "Resource temporarily unavailable"),
+        ("stream", "Protocol wrong type"),
+    ],
+)
+def test_a_segment_for_which_there_is_no_mailbox_stays_with_its_server(tmp_path, kind, reason):
+    made = Segment.create(tmp_path, CAPACITY)
+    with ExitStack() as ends:
+        if kind == "file":
+            made.path.touch()
+        elif kind == "folder":
+            made.path.mkdir()
+        elif kind != "nothing":
+            kinds = {"stream": socket.SOCK_STREAM}
+            there = ends.enter_context(socket.socket(socket.AF_UNIX, kinds.get(kind, socket.SOCK_DGRAM)))
+            there.bind(str(made.path))
+            if kind == "left":
+                there.close()
+            elif kind == "full":
+                unread(made.path)
+        with pytest.raises(OSError, match=reason):
+            made.hand_over()
+    assert not made.handed_over
+
+
+@pytest.mark.parametrize(("folder", "reason"), [("missing", "is not this one's"), ("file", "Not a directory")])
+def test_a_mailbox_that_cannot_be_made_is_an_error_with_the_reason(tmp_path, folder, reason):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=reason):
+        Mailbox(tmp_path / folder / "mailbox")
 
 
 def test_a_system_without_room_is_an_error_and_leaves_nothing(monkeypatch):
@@ -156,35 +178,16 @@ def test_a_system_without_room_is_an_error_and_leaves_nothing(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     before = open_rings()
     with pytest.raises(OSError, match="No space left"):
-        Segment.create(CAPACITY)
+        Segment.create(FOLDER, CAPACITY)
     assert open_rings() == before
 
 
 def test_nobody_can_change_the_size_of_the_memory():
     before = open_rings()
-    made = Segment.create(CAPACITY)
+    made = Segment.create(FOLDER, CAPACITY)
     descriptors = open_rings() - before  # of the segment, and of its mapping
     assert descriptors
     for fd, size in itertools.product(descriptors, (0, HEADER, HEADER + CAPACITY - 1, HEADER + CAPACITY + 1)):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, size)
         assert os.fstat(fd).st_size == len(made.view) == HEADER + CAPACITY
-
-
-def test_sockets_of_killed_processes_are_removed_and_those_of_others_stay(tmp_path):
-    program = (
-        "import asyncio, os, signal, sys; from pathlib import Path; from replay_protos.shared_memory import Handover\n"
-        "async def main(): Handover(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "asyncio.run(main())"
-    )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
-    (left,) = tmp_path.iterdir()
-    (tmp_path / "other").touch()
-    (tmp_path / "replay-rings-file").touch()
-
-    def use(handover: Handover) -> None:
-        remove_stale(tmp_path)
-        assert not left.exists()
-        assert {path.name for path in tmp_path.iterdir()} == {handover.path.name, "other", "replay-rings-file"}
-
-    run_handover(tmp_path, use)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
-from replay_protos.shared_memory import Segment
+from replay_protos.shared_memory import Mailbox, Segment
 from tests.server.rpc.calls import Requests
 
 CAPACITY = 1 << 16
@@ -51,8 +51,10 @@ class Asking(Requests):
 
     def ring(self, capacity: int = CAPACITY) -> Segment:
         opened = self(open=capacity)
-        segment = Segment.receive(Path(opened.path), opened.ring, capacity)
-        assert self(mapped=opened.ring).ring == opened.ring
+        mailbox = Mailbox(Path(opened.path))
+        assert self(send=opened.ring).ring == opened.ring
+        segment = mailbox.receive(opened.ring, capacity)
+        assert segment is not None
         return segment
 
 

@@ -2,24 +2,29 @@
 
 import asyncio
 import errno
+import itertools
 import logging
 import os
 import random
+import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import grpc
 import pytest
 
-from replay_client import AsyncReplayClient, ReplayClient
+from replay_client import AsyncReplayClient, ReplayClient, shared_memory
 from replay_client.errors import ReplayError
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
-from replay_protos.shared_memory import HEADER, Segment
+from replay_protos.shared_memory import HEADER, Mailbox, Segment
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import LimitsSection
 from tests.factories import free_port, server_process, small_disk, until
@@ -172,16 +177,20 @@ def test_an_asyncio_client_says_how_payloads_travel(server):
     assert found == after == "shared memory"
 
 
-@pytest.mark.parametrize("seen", ["elsewhere", "left"], ids=["another folder", "the socket of another host"])
-def test_a_client_that_does_not_see_the_server_s_socket_uses_grpc_and_says_why(
-    server, folder, rings, monkeypatch, seen
+@pytest.mark.parametrize("left", [False, True], ids=["another folder", "the socket of another host"])
+def test_a_client_whose_socket_the_server_does_not_see_uses_grpc_and_says_why(
+    server, folder, tmp_path, rings, monkeypatch, left
 ):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as nobody:
-        nobody.bind(str(folder / "left"))
-    receive = Segment.receive
-    monkeypatch.setattr(Segment, "receive", lambda path, *ring: receive(folder / seen, *ring))
+    def elsewhere(path: Path) -> Mailbox:
+        if left:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as nobody:
+                nobody.bind(str(path))
+        return Mailbox(tmp_path / path.name)
+
+    monkeypatch.setattr(shared_memory, "Mailbox", elsewhere)
     works(server.address, "grpc: the server runs on another host, or in a container")
     until(lambda: not rings(), "a ring is still there")
+    assert not [*folder.iterdir(), *tmp_path.iterdir()]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -213,19 +222,15 @@ def test_a_client_in_a_container_that_shares_the_folder_has_rings(server):
     assert ended.stdout.strip() == "1 shared memory", ended.stderr
 
 
-def test_a_server_makes_its_socket_again_if_somebody_tidies_the_folder(server, folder):
-    works(server.address)
-    for path in folder.iterdir():
-        path.unlink()
-    works(server.address)
-
-
-def test_a_ring_that_its_client_has_not_received_carries_nothing(stub):
+def test_a_ring_that_its_client_has_not_received_carries_nothing_and_leaves_no_socket(stub, folder):
     with Asking(stub) as session:
         opened = session(open=CAPACITY)
-        assert "does not have the memory" in session(mapped=opened.ring).refusal
+        assert "is not this one's" in session(send=opened.ring).refusal
         with pytest.raises(grpc.RpcError, match="not one of this stream's"):
             list(stub.InsertStream(iter([insert_of(1, opened.ring, 0, 100)]), timeout=60))
+        mailbox = Mailbox(Path(opened.path))
+    until(lambda: not list(folder.iterdir()), "the socket of a client that has ended is still there")
+    assert mailbox.receive(opened.ring, CAPACITY) is None
 
 
 # --------------------------------------------------------------------------------------------------- no room
@@ -246,7 +251,7 @@ def test_a_system_without_memory_means_grpc_and_one_log_line(server, rings, monk
 def test_a_folder_that_is_missing_or_full_means_grpc(tmp_path, rings):
     """Full: a real file system in memory, which gives no more files."""
     with ReplayServer(tables=TABLES, port=0, shared_memory=tmp_path / "missing") as server:
-        works(server.address, f"grpc: {tmp_path / 'missing'} cannot hold a socket: No such file")
+        works(server.address, f"grpc: there is no folder {tmp_path / 'missing'} ")
     with (
         small_disk(tmp_path / "full", "64k,nr_inodes=2,mode=1777") as full,
         ReplayServer(tables=TABLES, port=0, shared_memory=full) as server,
@@ -297,6 +302,74 @@ def test_the_ring_of_another_connection_cannot_be_used(server, stub, client):
                 list(other.InsertStream(iter([insert_of(1, segment.ring_id, 0, 100)]), timeout=60))
             assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
     assert client.get([1]) == []
+
+
+def test_a_ring_is_sent_once(stub):
+    with Asking(stub) as session:
+        segment = session.ring()
+        with pytest.raises(grpc.RpcError, match="was sent before"):
+            session(send=segment.ring_id)
+
+
+@contextmanager
+def lingering() -> Iterator[socket.socket]:
+    """A socket that whoever closes it last waits for, until the end of the block."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sent = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    sent.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 3600))
+    sent.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            sent.send(bytes(MB))
+    with other:
+        yield sent
+
+
+@pytest.mark.parametrize("kind", ["descriptors", "a socket that lingers", "silence"])
+def test_a_stranger_without_a_token_takes_nothing_from_a_server_and_does_not_stop_it(tmp_path, folder, kind):
+    """What he sends to each socket in the folder, be it of this kind or that."""
+    tables = '[[tables]]\nname = "pool"\nsampler = "uniform"\nmax_size = 64\n'
+    with server_process(tmp_path, f'[server]\nshared_memory = "{folder}"\n{tables}') as server, ExitStack() as ends:
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (300, 300))
+        works(server.address)
+        null, sent = ends.enter_context(Path("/dev/null").open("rb")), 0
+        own = ends.enter_context(lingering()) if kind == "a socket that lingers" else null
+        if own is not null:  # so that the server closes it last
+            os.kill(server.process.pid, signal.SIGSTOP)
+        for path, way in itertools.product(folder.iterdir(), (socket.SOCK_DGRAM, socket.SOCK_STREAM)):
+            for _ in range(600 if own is null else 1):
+                stranger = ends.enter_context(socket.socket(socket.AF_UNIX, way))
+                stranger.settimeout(5)
+                with suppress(OSError):
+                    stranger.connect(str(path))
+                    if kind != "silence":
+                        sent += socket.send_fds(stranger, [bytes(8)], [own.fileno()])
+        if sent:
+            own.close()
+        os.kill(server.process.pid, signal.SIGCONT)
+        with ReplayClient(server.address, timeout=30.0) as client:
+            for _ in range(20):  # also after all that was sent before was read
+                client.insert(b"small", {"pool": 1.0})
+        works(server.address)
+
+
+def test_a_client_whose_socket_a_stranger_finds_first_goes_on_over_grpc(server, monkeypatch):
+    with ReplayClient(server.address, timeout=60.0) as client:
+        with lingering() as sent:
+
+            def found(path: Path) -> Mailbox:
+                mailbox = Mailbox(path)
+                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+                    stranger.connect(str(path))
+                    socket.send_fds(stranger, [bytes(8)], [sent.fileno()])
+                sent.close()
+                return mailbox
+
+            monkeypatch.setattr(shared_memory, "Mailbox", found)
+            key = client.insert(b"x" * MB, {"plain": 1.0})
+            assert bytes(client.get([key])[0].payload) == b"x" * MB
+        until(lambda: client.transport.startswith("grpc: the memory of the ring did not arrive"))
 
 
 def test_bytes_that_a_client_changes_after_it_sent_them_do_not_change_the_item(stub, client):
@@ -367,7 +440,7 @@ def test_a_killed_client_leaves_no_memory(server, rings):
     works(server.address)
 
 
-def test_a_killed_server_leaves_only_its_socket_and_clients_go_on_with_the_next_one(tmp_path, folder):
+def test_a_killed_server_leaves_nothing_and_clients_go_on_with_the_next_one(tmp_path, folder):
     tables = '[[tables]]\nname = "pool"\nsampler = "uniform"\nmax_size = 64\n'
     config = f'[server]\nshared_memory = "{folder}"\n{tables}'
     address = f"127.0.0.1:{free_port()}"
@@ -391,9 +464,8 @@ def test_a_killed_server_leaves_only_its_socket_and_clients_go_on_with_the_next_
         busy.kill()
         busy.wait()
         busy.stdout.close()
-        (left,) = folder.iterdir()
+        until(lambda: not list(folder.iterdir()), "something is left of a killed server")
     with server_process(tmp_path, config, address):
-        assert not left.exists(), "the next server leaves the socket of a killed one"
         stop.set()
         thread.join()
         assert failures == []
