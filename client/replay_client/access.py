@@ -23,7 +23,6 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from replay_client import tracing
 from replay_protos.transport import PathLike, PemFiles, is_loopback
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
@@ -199,11 +198,9 @@ class Access:
             channel = grpc.aio.insecure_channel(self.address, options=options)
         else:
             channel = grpc.aio.secure_channel(self.address, self._credentials, options=options)
-        # gRPC's call credentials need TLS and use a thread for each call. Its interceptors slow streams down. These two
-        # wrappers have only the methods of a channel that we use, hence the two `type: ignore`.
-        if self.token is not None:
-            channel = _TokenChannel(channel, self.token)  # type: ignore[assignment]
-        return channel if tracing.tracer() is None else tracing.TracedChannel(channel)  # type: ignore[return-value]
+        # gRPC's call credentials need TLS and use a thread for each call. Its interceptors slow streams down. This
+        # wrapper has only the methods of a channel that we use, hence the `type: ignore`.
+        return channel if self.token is None else _TokenChannel(channel, self.token)  # type: ignore[return-value]
 
 
 class _TokenChannel:

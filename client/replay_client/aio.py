@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 
+from replay_client import tracing
 from replay_client.access import TLS, Access, joined_addresses
 from replay_client.connection import DEFAULT, Timeout
 from replay_client.errors import InvalidRequestError
@@ -53,6 +54,7 @@ WRITER_BYTES = 256 << 20
 """The default of `max_bytes`: payload bytes that a writer may have in flight."""
 
 
+@tracing.spans
 class AsyncReplayClient:
     """A client of the replay server at `address` ("host:port").
 

@@ -26,7 +26,7 @@ from replay_client.shared_memory import SharedInserts, SharedMemory, SharedRespo
 from replay_client.streams import IdleStreams, failure
 from replay_protos import REASON_KEY, SHORT_METHODS
 from replay_protos import replay_pb2 as pb
-from replay_protos.framing import SERVICE, Frame, frame_reader, write_frame
+from replay_protos.framing import SERVICE, frame_reader, write_frame
 from replay_protos.replay_pb2_grpc import ReplayStub
 
 if TYPE_CHECKING:
@@ -69,21 +69,17 @@ Timeout = float | None | Unset
 class PayloadStub:
     """The methods that carry payloads. Payloads travel in shared memory if possible, otherwise in frames over gRPC."""
 
-    Insert: grpc.aio.UnaryUnaryMultiCallable[Frame[pb.InsertRequest], pb.InsertResponse]
-
     def __init__(self, channel: grpc.aio.Channel, *, shared_memory: bool) -> None:
         self.shared = SharedMemory(channel, wanted=shared_memory)
-        sample, inserted, samples = pb.SampleRequest, pb.InsertResponse.FromString, frame_reader(pb.SampleResponse)
-        draw, get = pb.DrawRequest, pb.GetRequest
-        self.Insert = channel.unary_unary(f"/{SERVICE}/Insert", write_frame, inserted)
+        inserted, samples, stored = (
+            pb.InsertResponse.FromString,
+            frame_reader(pb.SampleResponse),
+            frame_reader(pb.GetResponse),
+        )
+        draw, get = pb.DrawRequest.SerializeToString, pb.GetRequest.SerializeToString
         self._insert_stream: Any = channel.stream_stream(f"/{SERVICE}/InsertStream", write_frame, inserted)
-        self._draw: Any = channel.stream_stream(f"/{SERVICE}/Draw", draw.SerializeToString, samples)
-        self.Sample = SharedResponse(
-            channel.unary_stream(f"/{SERVICE}/Sample", sample.SerializeToString, samples), self.shared
-        )
-        self.Get = SharedResponse(
-            channel.unary_stream(f"/{SERVICE}/Get", get.SerializeToString, frame_reader(pb.GetResponse)), self.shared
-        )
+        self._draw: Any = channel.stream_stream(f"/{SERVICE}/Draw", draw, samples)
+        self.Get = SharedResponse(channel.unary_stream(f"/{SERVICE}/Get", get, stored), self.shared)
 
     def InsertStream(self) -> SharedInserts:
         return SharedInserts(self._insert_stream(), self.shared)
@@ -176,9 +172,8 @@ class Connection:
 
     async def unary(self, method: str, request: Message, timeout: Timeout) -> Any:
         """The server's answer to one request. Tries again until the server answers or the timeout ends."""
-        # A stream carries no trace context, a call does.
         data = None
-        if method in SHORT_METHODS and not tracing.active() and request.ByteSize() <= _SHORT_BYTES:
+        if method in SHORT_METHODS and request.ByteSize() <= _SHORT_BYTES:
             data = request.SerializeToString()
 
         async def attempt(seconds: float | None) -> Any:
@@ -189,7 +184,7 @@ class Connection:
                     raise failure(answer.code, answer.message, answer.reason)
                 return pb.MutationResponse.FromString(answer.response)
             stub: Any = stubs.payloads if method == "Get" else stubs.plain
-            return await getattr(stub, method)(request, timeout=seconds)
+            return await getattr(stub, method)(request, timeout=seconds, metadata=tuple(tracing.carrier().items()))
 
         return await self.call(attempt, self.seconds(timeout))
 
@@ -198,10 +193,7 @@ class Connection:
         frames = list(pack_items([item]))
 
         async def attempt(seconds: float | None) -> pb.InsertResponse:
-            stubs = self._open()
-            if len(frames) == 1 and tracing.active():
-                return await stubs.payloads.Insert(frames[0], timeout=seconds)
-            answer: pb.InsertResponse = await stubs.inserts.exchange(frames, seconds)
+            answer: pb.InsertResponse = await self._open().inserts.exchange(frames, seconds)
             return answer
 
         answer = await self.call(attempt, item.timeout)

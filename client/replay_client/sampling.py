@@ -29,7 +29,6 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from replay_client import tracing
 from replay_client.connection import Connection, Patience, Timeout
 from replay_client.errors import (
     GONE,
@@ -51,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 MOST_UNTAKEN = 16
 """Batches kept because no server answered when they were to be taken."""
-TAKE_SECONDS = 30.0
-"""A batch that was drawn with a call, and not on a stream, goes back if it is not taken after this many seconds."""
 _ANSWER_SECONDS = 5.0
 """Seconds past the timeout of a sampler to wait for the answer to its take."""
 
@@ -335,10 +332,6 @@ class SingleBatches(DrawStreams):
         async def attempt(rpc_timeout: float | None) -> Batch:
             if seconds is not None:  # the server waits for what is left of the timeout, and not for all of it again
                 request.timeout = patience.remaining()
-            if tracing.active():  # a call carries a trace context, a stream does not
-                call = pb.SampleRequest(lease=request.lease or TAKE_SECONDS)
-                call.MergeFrom(request)
-                return await self._connection.payloads.Sample(call, timeout=rpc_timeout)
             try:
                 batch: Batch = await self._stream.result(self._stream.draw(request), rpc_timeout)
             except asyncio.CancelledError:

@@ -333,21 +333,21 @@ class SharedSamples:
 
 
 class SharedResponse:
-    """The method Sample or Get. A response comes through a ring if the response before it was large."""
+    """The method Get. A response comes through a ring if the response before it was large."""
 
     def __init__(self, method: Any, shared: SharedMemory) -> None:
         self._method = method
         self._shared = shared
 
-    async def __call__(self, request: Any, timeout: float | None) -> Frame[Any]:
-        """The response to a SampleRequest or GetRequest: its first message, and one payload for each row."""
+    async def __call__(self, request: pb.GetRequest, **options: Any) -> Frame[Any]:
+        """The response: its first message, and one payload for each row. `options` are those of a call of gRPC."""
         shared = self._shared
         ring = await shared.idle_ring() if shared.large_responses else None
         request.ring = 0 if ring is None else ring.ring_id
         rings = {} if ring is None else {ring.ring_id: ring}
         head, rows, complete = None, Rows(()), False
         try:
-            async for frame in self._method(request, timeout=timeout):
+            async for frame in self._method(request, **options):
                 if head is None:
                     head, rows = frame.head, Rows(frame.head.payload_sizes)
                 pass_on(frame, rings.get, rows.add)

@@ -1,19 +1,23 @@
-"""Tracing: OpenTelemetry spans of calls and of generated groups, if the program has set up the SDK.
+"""Tracing: OpenTelemetry spans of a client's verbs and of generated groups, if the program has set up the SDK.
 
-The trace context (W3C) travels to the server in the metadata of each call. It travels to the trainer in the meta of
-each group, as `traceparent`. Without the SDK, and outside of a sampled span, this module does nothing.
+The trace context (W3C) travels to the trainer in the meta of each group, as `traceparent`, and to the server in the
+metadata of calls. A stream outlives the spans in which it is used, so it carries none: what is inserted, drawn and
+updated is in the client's spans alone. Without the SDK, and outside of a sampled span, this module does nothing.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 TRACEPARENT = "traceparent"
+T = TypeVar("T")
 
 
 def tracer() -> Tracer | None:
@@ -52,38 +56,20 @@ async def in_span(name: str, work: Callable[[], Awaitable[None]], **attributes: 
         await work()
 
 
-class TracedChannel:
-    """A channel that opens a span for each call of one request, if a span is open already.
-
-    It has only the methods that stubs and Connection use. A stream outlives the spans in which it is used, so it
-    belongs to none of them.
-    """
-
-    def __init__(self, channel: Any) -> None:
-        self._channel = channel
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._channel, name)
-        return self._traced(found) if name in ("unary_unary", "unary_stream") else found
-
-    def _traced(self, make: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
-        def make_traced(path: str, *serializers: Any, **options: Any) -> Callable[..., Any]:
-            method, name = make(path, *serializers, **options), path.removeprefix("/")
-            return method if name.endswith("/WatchPolicy") else lambda *args, **given: _call(method, name, args, given)
-
-        return make_traced
+def spans(client: type[T]) -> type[T]:
+    """Opens a span around each public coroutine of a class of clients, if a span is open already."""
+    for name, method in list(vars(client).items()):
+        if inspect.iscoroutinefunction(method) and not name.startswith("_"):
+            setattr(client, name, _traced(f"replay.{name}", method))
+    return client
 
 
-def _call(method: Callable[..., Any], name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    found = tracer()
-    if found is None or not active():
-        return method(*args, **options)
-    from opentelemetry.trace import SpanKind, use_span
+def _traced(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    async def call(*args: Any, **given: Any) -> Any:
+        if (found := tracer()) is None or not active():
+            return await method(*args, **given)
+        with found.start_as_current_span(name):
+            return await method(*args, **given)
 
-    service, _, short = name.partition("/")
-    attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": short}
-    opened = found.start_span(name, kind=SpanKind.CLIENT, attributes=attributes)
-    with use_span(opened):
-        call = method(*args, metadata=tuple(carrier().items()), **options)
-    call.add_done_callback(lambda _: opened.end())
     return call

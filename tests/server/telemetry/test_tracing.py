@@ -43,7 +43,7 @@ RUN = """
             samples = client.sample("rollouts", 2)
             with trace.get_tracer("test").start_as_current_span("mine"):
                 try:
-                    client.sample("nope")
+                    client.list_items("nope")
                 except ReplayError:
                     pass
     StepSpans().on_step(None, StepReport({"step": 1, "time/step": 0.5, "train/loss": 0.25}, samples, [], {}))
@@ -62,18 +62,19 @@ def test_a_group_is_followed_from_its_generation_to_the_step_that_trains_on_it(t
     assert [span["attributes"]["prompt_id"] for span in generated] in (["p0", "p1"], ["p1", "p0"])
     for root in generated:
         trace = [span for span in spans if span["context"]["trace_id"] == root["context"]["trace_id"]]
-        calls = {span["kind"]: span for span in trace if span["name"] == "replay.v1.Replay/Insert"}
-        client, server = calls["SpanKind.CLIENT"], calls["SpanKind.SERVER"]
-        assert client["parent_id"] == root["context"]["span_id"]
-        assert server["parent_id"] == client["context"]["span_id"]
-        assert server["attributes"]["replay.table"] == "rollouts"
+        [insert] = [span for span in trace if span["name"] == "replay.insert"]
+        assert insert["parent_id"] == root["context"]["span_id"]
     [step] = [span for span in spans if span["name"] == "replay.train_step"]
     assert {link["context"]["trace_id"] for link in step["links"]} == {
         root["context"]["trace_id"] for root in generated
     }
     assert (step["attributes"]["replay.step"], step["attributes"]["replay.loss"]) == (1, 0.25)
-    [failed] = [span for span in spans if span["kind"] == "SpanKind.SERVER" and span["name"].endswith("/Sample")]
-    assert failed["status"] == {"status_code": "ERROR", "description": "NOT_FOUND"}
+    [failed] = [span for span in spans if span["name"] == "replay.list_items"]
+    assert failed["status"]["status_code"] == "ERROR"
+    [below] = [span for span in spans if span["kind"] == "SpanKind.SERVER" and span["name"].endswith("/ListItems")]
+    assert below["parent_id"] == failed["context"]["span_id"]
+    assert below["attributes"]["replay.table"] == "nope"
+    assert below["status"] == {"status_code": "ERROR", "description": "NOT_FOUND"}
 
 
 def test_the_server_process_exports_the_spans_of_calls_that_have_a_context(tmp_path, monkeypatch):
