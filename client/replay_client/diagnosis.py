@@ -20,7 +20,6 @@ from replay_client.records import ServerInfo, TableInfo, Waiting
 from replay_client.shards.merging import shards_of
 from replay_client.units import byte_size, counted, duration, listed, waiting, waits_for
 from replay_protos.recipes import RECIPES, RecipeSetting, read_described, settings_of
-from replay_protos.staleness import clients_there, fresh_flow
 
 YOUNG = 60.0
 """Seconds after the start of a server in which an empty table is normal."""
@@ -36,10 +35,6 @@ CLOCK_SKEW = 2.0
 """Seconds between the clocks of two machines: a warning from here on."""
 FEW_BYTES = 1 << 30
 """Less free memory or disk than this is a warning."""
-SEVERAL = 8
-"""Policy versions from which on the staleness of draws is compared with what is expected."""
-MUCH_OLDER = 0.5
-"""Versions, and a share of what is expected: a warning where draws are older by more than the larger of both."""
 
 
 class Level(StrEnum):
@@ -328,7 +323,9 @@ def _building(name: str, info: ServerInfo) -> Iterator[Finding]:
 
 def _said(info: ServerInfo, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The name of each generator or trainer that is there, and what it says of itself."""
-    for client in clients_there(info):
+    for client in info.clients:
+        if client.ended or not (client.open or client.age < info.long_wait):  # it was killed some time ago
+            continue
         if (said := read_described(client.settings)).get("part") == part:
             yield client.name, said
 
@@ -591,35 +588,23 @@ def _never_fed(table: _Table) -> Finding:
 
 
 def _age_of_draws(info: ServerInfo, table: _Table, max_staleness: float | None) -> Iterator[Finding]:
-    """How old groups are when they are drawn, beside what follows from the flow of groups (staleness.py)."""
-    flow, missing = fresh_flow(info, table.info)
-    if flow is None:
-        if missing:
-            drawn = f"drawn {table.info.flow.staleness:.1f} versions old; what that should be is unknown: {missing}"
-            yield _ok(table.name, drawn)
+    """How old groups are when they are drawn from a table that gives each once."""
+    flow, admission = table.info.flow, info.admission
+    if not flow.versions:
         return
-    limits = [max_staleness] if max_staleness is not None else [table.config["max_staleness"], flow.admitted]
+    admitted = admission.max_staleness if admission is not None and admission.table == table.name else None
+    limits = [table.config["max_staleness"], admitted] if max_staleness is None else [max_staleness]
     bound = min((limit for limit in limits if limit is not None), default=None)
-    message = (
-        f"drawn {flow.measured:.1f} versions old in the mean; expected {flow.expected:.1f}: ({flow.under_way:.1f} "
-        f"groups under way + {flow.waiting:.1f} waiting) / {flow.drawn:.1f} drawn a version"
-    )
-    if flow.most is not None:
-        message += f"; {flow.most:.1f} where generators always wait for the trainer"
-    changes = [] if bound is None else flow.changes(bound)
-    remedy = f"to keep within {bound:g}, set one of: {'; '.join(changes)}" if changes else ""
-    late = flow.measured - flow.expected
-    if table.info.flow.versions >= SEVERAL and late > MUCH_OLDER * max(1.0, flow.expected):
+    message = f"drawn {flow.staleness:.1f} versions old in the mean"
+    if bound is None or flow.staleness <= bound:
+        yield _ok(table.name, message)
+    else:
         yield _warning(
             table.name,
-            f"{message}: generators begin groups with weights that are {late:.1f} versions old",
-            "see how long publishing and a reload take (reload_seconds_mean), and whether every generator follows the "
-            "policy",
+            f"{message}, and {bound:g} is the bound",
+            "make fewer groups at a time (max_concurrent_groups), shorten the queue (rate_limiter max_size), train on "
+            "more fresh groups a step, or let [admission] max_staleness pace generators",
         )
-    elif bound is not None and remedy and max(flow.measured, flow.expected) > bound:
-        yield _warning(table.name, f"{message}; that is above {bound:g}", remedy)
-    else:
-        yield _ok(table.name, f"{message}; {remedy}" if remedy else message)
 
 
 def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:

@@ -1514,8 +1514,7 @@ Global___Field: _TypeAlias = Field  # noqa: Y015
 @_typing.final
 class ServerInfo(_message.Message):
     """Some metrics are not of one field: replay_server_info (version, server_id, storage), replay_table_max_items and
-    replay_table_max_bytes (config), replay_table_flow_expected_staleness_versions (flow), replay_silent_seconds
-    (silences), and replay_clients (clients).
+    replay_table_max_bytes (config), replay_silent_seconds (silences), and replay_clients (clients).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1802,34 +1801,27 @@ Global___TableInfo: _TypeAlias = TableInfo  # noqa: Y015
 
 @_typing.final
 class Flow(_message.Message):
-    """How fresh groups pass through a table, over the last policy versions. staleness.py says what follows from it."""
+    """How old groups are when they are drawn, over the last policy versions."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSIONS_FIELD_NUMBER: _builtins.int
     DRAWN_FIELD_NUMBER: _builtins.int
-    WAITING_FIELD_NUMBER: _builtins.int
-    PERMITS_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
     versions: _builtins.int
     """How many versions that is: fewer than 32 at the beginning."""
     drawn: _builtins.float
-    waiting: _builtins.float
-    permits: _builtins.float
-    """Granted permits at the same moments; 0 if this is not the table of [admission]."""
     staleness: _builtins.float
     def __init__(
         self,
         *,
         versions: _builtins.int = ...,
         drawn: _builtins.float = ...,
-        waiting: _builtins.float = ...,
-        permits: _builtins.float = ...,
         staleness: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drawn", b"drawn", "permits", b"permits", "staleness", b"staleness", "versions", b"versions", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drawn", b"drawn", "staleness", b"staleness", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -670,7 +670,6 @@ class ReplayBuffer:
         if not (state and version == before):  # a state is named after its version, which is not set once more
             self.versions.beat(self.clock())
         self.policy = Policy(version, weights, self.clock())
-        running = 0 if self.admission is None else self.admission.running
         for table in self.tables.values():
             table.set_policy_version(version)
         if back_to is not None:
@@ -681,8 +680,7 @@ class ReplayBuffer:
             self.history.undone = 0  # only the version goes back: nothing is undone
         for table in self.tables.values():
             table.drop_stale(version)
-            trained_on = self.admission is not None and self.admission.table == table.name
-            table.flow.move(-1 if rollback else version - before, table.size, running if trained_on else 0)
+            table.flow.move(-1 if rollback else version - before)
             for pending in self.lines[table.name].inserts:
                 if (refusal := self._rules.why_refused(pending.rows, [table], version)) is not None:
                     self._count(refusal, [table])

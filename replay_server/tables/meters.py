@@ -151,21 +151,19 @@ class FlowMeans:
 
     versions: int
     drawn: float
-    waiting: float
-    permits: float
     staleness: float
 
 
 class FlowMeter:
-    """How items pass through a table from one policy version to the next, over the last ones.
+    """How many items are drawn from one policy version to the next, and how old they are, over the last versions.
 
     What happens before the first version counts for nothing, because nobody knows how many versions that was.
     """
 
     def __init__(self, versions: int = 32) -> None:
         """`versions`: how many at most."""
-        self._finished: deque[tuple[int, int, int, int, int]] = deque(maxlen=versions)
-        """Versions in one go, then what was drawn, its staleness in all, what waited, and permits at the end of it."""
+        self._finished: deque[tuple[int, int, int]] = deque(maxlen=versions)
+        """Versions in one go, then what was drawn, and its staleness in all."""
         self._began = False
         self._drawn = self._staleness = 0
 
@@ -174,8 +172,8 @@ class FlowMeter:
         self._drawn += staleness.size
         self._staleness += int(np.maximum(staleness, 0).sum())
 
-    def move(self, versions: int, waiting: int, permits: int) -> None:
-        """The policy version rises by so many. Then `waiting` items are in the table, and `permits` are granted.
+    def move(self, versions: int) -> None:
+        """The policy version rises by so many.
 
         Less than 0: the trainer has started again, and so does the count. 0: it only said its version once more.
         """
@@ -184,7 +182,7 @@ class FlowMeter:
         if versions < 0:
             self._finished.clear()
         elif self._began:
-            self._finished.append((versions, self._drawn, self._staleness, waiting, permits))
+            self._finished.append((versions, self._drawn, self._staleness))
         self._began = True
         self._drawn = self._staleness = 0
 
@@ -193,8 +191,7 @@ class FlowMeter:
         versions, drawn, staleness = (sum(each[place] for each in self._finished) for place in range(3))
         if not drawn:
             return None
-        waiting, permits = (sum(each[0] * each[place] for each in self._finished) / versions for place in (3, 4))
-        return FlowMeans(len(self._finished), drawn / versions, waiting, permits, staleness / drawn)
+        return FlowMeans(len(self._finished), drawn / versions, staleness / drawn)
 
 
 @dataclass(frozen=True)

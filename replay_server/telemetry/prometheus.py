@@ -37,7 +37,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from replay_protos import replay_pb2 as pb
-from replay_protos.staleness import fresh_flow
 from replay_protos.state import declared
 from replay_server.telemetry.tracing import Context, code_name
 
@@ -151,7 +150,6 @@ def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
     _add_fields(families, info, "", "", {})
     yield from families.values()
     yield from _bounds(info)
-    yield from _expected(info)
     yield from _people(info)
 
 
@@ -197,19 +195,6 @@ def _bounds(info: pb.ServerInfo) -> Iterator[Metric]:
             if (bound := json.loads(table.config)[setting]) is not None:
                 gauge.add_metric([table.name], bound)
         yield gauge
-
-
-def _expected(info: pb.ServerInfo) -> Iterator[Metric]:
-    """The staleness that follows from the flow of groups, beside the measured one."""
-    gauge = GaugeMetricFamily(
-        "replay_table_flow_expected_staleness_versions",
-        "The mean staleness of drawn items that follows from permits or concurrency, queue and batch.",
-        labels=["table"],
-    )
-    for table in info.tables:
-        if (flow := fresh_flow(info, table)[0]) is not None:
-            gauge.add_metric([table.name], flow.expected)
-    yield gauge
 
 
 def _people(info: pb.ServerInfo) -> Iterator[Metric]:

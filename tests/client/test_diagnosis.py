@@ -510,71 +510,18 @@ def test_dynamic_sampling_takes_more_groups_than_a_step_trains_on():
     assert said_of(by_recipe(tr=("trainer", said)), "permits") == []
 
 
-def flowing(flow: dict[str, float], **fields: Any) -> ServerInfo:
-    """A queue of 12 that one generator of 4 groups at a time fills, without permits unless given."""
-    queue = table("rollouts", QUEUE | {"rate_limiter": {"type": "queue", "max_size": 12}, "forward_to": None})
-    queue.flow.CopyFrom(pb.Flow(**{"versions": 32, "drawn": 4.0} | flow))
-    says = GeneratorConfig(max_concurrent_groups=4).described()
-    client = pb.ClientInfo(name="g", role="generator", open=1, settings=json.dumps(says))
-    return server(queue, **{"clients": [client]} | fields)
-
-
 @pytest.mark.parametrize(
-    ("info", "options", "level", "words", "remedy"),
+    ("staleness", "fields", "options", "level", "words"),
     [
-        (
-            flowing({"waiting": 12, "staleness": 3.9}),
-            {},
-            Level.OK,
-            "drawn 3.9 versions old in the mean; expected 4.0: (4.0 groups under way + 12.0 waiting) / 4.0 drawn a "
-            "version; 4.0 where generators always wait for the trainer",
-            "",
-        ),
-        (
-            flowing({"waiting": 12, "staleness": 3.9}),
-            {"max_staleness": 2},
-            Level.WARNING,
-            "that is above 2",
-            "to keep within 2, set one of: [admission] max_staleness = 2; a queue of at most 4 (rate_limiter max_size; "
-            "now 12); at least 8 fresh groups a step (now 4.0)",
-        ),
-        (
-            flowing({"waiting": 1, "staleness": 1.2}),
-            {"max_staleness": 2},
-            Level.OK,
-            "to keep within 2, set one of",
-            "",
-        ),
-        (
-            flowing(
-                {"waiting": 0, "permits": 4, "staleness": 1.0}, admission=admission(groups_per_step=4, table="rollouts")
-            ),
-            {},
-            Level.OK,
-            "expected 1.0: (4.0 groups under way + 0.0 waiting) / 4.0 drawn a version; 2.0 where",
-            "",
-        ),
-        (
-            flowing({"waiting": 0, "staleness": 3.0}),
-            {},
-            Level.WARNING,
-            "generators begin groups with weights that are 2.0 versions old",
-            "see how long publishing and a reload take",
-        ),
-        (
-            flowing({"waiting": 0, "staleness": 3.0}, clients=[]),
-            {},
-            Level.OK,
-            "drawn 3.0 versions old; what that should be is unknown: no generator is there that says how many groups "
-            "it makes at a time",
-            "",
-        ),
+        (3.9, {}, {}, Level.OK, "drawn 3.9 versions old in the mean"),
+        (3.9, {}, {"max_staleness": 2}, Level.WARNING, "drawn 3.9 versions old in the mean, and 2 is the bound"),
+        (1.2, {}, {"max_staleness": 2}, Level.OK, "drawn 1.2 versions old in the mean"),
+        (9.0, {"admission": admission(max_staleness=8, table="rollouts")}, {}, Level.WARNING, "and 8 is the bound"),
     ],
-    ids=["as expected", "above a bound", "below a bound", "permits", "old weights", "an input is missing"],
 )
-def test_the_staleness_of_draws_is_compared_with_what_the_settings_predict(info, options, level, words, remedy):
-    found = [each for each in said_of(info, "rollouts", **options) if each[1].startswith("drawn ")]
-    assert len(found) == 1
-    assert found[0][0] is level
-    assert words in found[0][1]
-    assert remedy in found[0][2]
+def test_the_staleness_of_draws_is_told_and_compared_with_its_bound(staleness, fields, options, level, words):
+    queue = table("rollouts", QUEUE | {"max_staleness": None, "forward_to": None})
+    queue.flow.CopyFrom(pb.Flow(versions=32, drawn=4.0, staleness=staleness))
+    [found] = [each for each in said_of(server(queue, **fields), "rollouts", **options) if "drawn " in each[1]]
+    assert found[0] is level
+    assert words in found[1]

@@ -102,7 +102,7 @@ def test_three_commands_with_one_word_train_agree_and_measure_one_staleness(tmp_
         assert (flow.versions, flow.drawn, len(stale)) == (STEPS, 4.0, STEPS)
         assert flow.staleness == pytest.approx(sum(stale) / STEPS)
         [age] = [each for each in messages(doctor(server.address), "rollouts") if each[1].startswith("drawn ")]
-        assert "; 1.0 where generators always wait for the trainer" in age[1]
+        assert age[1] == f"drawn {flow.staleness:.1f} versions old in the mean"
 
         trainer = train("--steps", "100000", "--resume")
         until(lambda: client.policy().version > STEPS or trainer.poll() is not None, seconds=200)
