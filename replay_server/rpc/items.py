@@ -67,7 +67,7 @@ class ItemMethods:
                 for key, item in zip(keys[part], items[part], strict=True):
                     if buffer.items.get(key) is not item:
                         raise try_again(f"item {key} left before its bytes were sent: ask again, for fewer at once")
-                for response in split_payloads(first, buffer.payloads(keys[part], sizes[part])):
+                for response in split_payloads(first, buffer.items.payloads(keys[part], sizes[part])):
                     yield response
             except DamagedPayloads as damage:
                 raise buffer.refuse_damaged(damage) from None

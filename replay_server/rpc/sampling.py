@@ -284,7 +284,9 @@ class OpenDraws:
             draw.share.enter_context(self._backend.outstanding.held(draw.client, len(batch)))
         keys: list[int] = batch.keys.tolist()
         try:
-            payloads = self._buffer.payloads(keys, batch.sizes.tolist())  # without what was appended since the draw
+            payloads = self._buffer.items.payloads(
+                keys, batch.sizes.tolist()
+            )  # without what was appended since the draw
         except DamagedPayloads as damage:
             draw.share.close()
             self._buffer.give_back(draw.wanted.id)
@@ -336,7 +338,7 @@ class OpenDraws:
         self.tell_weight(draw.request, first)
         # One message is read at once. Of more, the last are read when the first are sent: the batch may end before.
         held = keys if draw.nbytes > BYTES_PER_MESSAGE else []
-        self._buffer.hold(held)
+        self._buffer.items.hold(held)
         try:
             yield from split_payloads(first, payloads)
         finally:

@@ -21,7 +21,6 @@ import numpy.typing as npt
 from xxhash import xxh3_128_digest
 
 from replay_protos.labels import pack_labels
-from replay_server.errors import Refused
 from replay_server.storage import records
 from replay_server.storage.checkpoints import OpenCheckpoint
 from replay_server.storage.records import (
@@ -518,11 +517,9 @@ def reconcile(buffer: ReplayBuffer) -> None:
         if evicted := size - table.size:
             log.warning("table %r: %d items evicted, for its bounds are lower now", table.name, evicted)
         table.drop_stale(buffer.policy.version)
-    if why := buffer.items.why_full(0):
-        tables = list(buffer.tables.values())
-        try:
-            buffer.items.check_room(0, tables)
-            log.warning("%s: %d items evicted", why, buffer.items.make_room(tables))
-        except Refused:
-            log.warning("%s: 0 items evicted, for too few can be", why)
+    tables, nbytes = list(buffer.tables.values()), buffer.items.bytes
+    if why := buffer.items.why_full(0, tables):
+        log.warning("%s: 0 items evicted, for too few can be", why)
+    elif evicted := buffer.items.make_room(tables):
+        log.warning("%d bytes + 0 > max_bytes %s: %d items evicted", nbytes, buffer.items.max_bytes, evicted)
     buffer.items.freed = False

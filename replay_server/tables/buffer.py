@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -264,6 +264,7 @@ class ReplayBuffer:
         if n > 1 and (at_once := insertable_at_once(batch, tables, self.items, self.lines)) < n:
             n, insert = at_once, batch[:at_once]
         rows = Rows.of(insert)
+        self.items.clear_left(rows.nbytes)
         verdict = self._rules.verdict(insert, rows, tables, self.policy.version)
         if n > 1 and verdict is not None:  # some row is special, so the first one is decided alone
             n, insert = 1, batch[:1]
@@ -300,6 +301,7 @@ class ReplayBuffer:
         Raises Refused if the server is full, and cannot evict enough.
         """
         self.items.check_room(rows.nbytes, tables)
+        self.items.free(rows.nbytes)
         before = [table.counters.evicted for table in tables]
         built = bool(insert.closes and self.building) and self.outstanding.any_building(insert.closes)
         admission = self.admission if insert.permits or built else None
@@ -352,8 +354,10 @@ class ReplayBuffer:
         except ValueError as error:
             raise invalid(f"item {key}: {error}") from None
         nbytes = sum(map(len, segment))
+        self.items.clear_left(nbytes)
         if (refusal := self._rules.why_cannot_grow(key, nbytes, tables)) is not None:
             raise refusal
+        self.items.free(nbytes)
         self.items.extend(key, labels, segment, nbytes)
         completed = [table for table in tables if table.extend(key, nbytes, labels)]
         self.history.extended(key, nbytes)
@@ -395,10 +399,6 @@ class ReplayBuffer:
         """The batch returns to its table, as if it was never drawn. What a reader gives back is remembered."""
         self._progress([self.outstanding.give_back(batch_id, self.policy.version, by_reader=by_reader)])
 
-    def payloads(self, keys: Sequence[int], sizes: Sequence[int]) -> Iterator[Payload]:
-        """As `items.read`. The items must be held until all is read."""
-        return self.items.payloads(keys, sizes)
-
     def discard(self, keys: Iterable[int]) -> None:
         """Removes items whose payload is damaged from all tables."""
         for key in keys:
@@ -420,11 +420,8 @@ class ReplayBuffer:
         self.discard(damage.keys)
         return try_again(f"{damage}, and removed now: ask again")
 
-    def hold(self, keys: Iterable[int]) -> None:
-        """Keeps the payloads of these items until `release`, even if the items leave their tables."""
-        self.items.hold(keys)
-
     def release(self, keys: Sequence[int]) -> None:
+        """As `items.release`, and serves who waits for the bytes."""
         self.items.release(keys)
         if self.items.freed:
             self._progress(self.tables.values())
@@ -522,6 +519,7 @@ class ReplayBuffer:
         for table in pending.tables:
             if self.lines[table.name].inserts.head is not pending:
                 return False
+        self.items.clear_left(pending.rows.nbytes)
         verdict = self._rules.verdict(pending.insert, pending.rows, pending.tables, self.policy.version)
         if isinstance(verdict, Blocked):
             return False

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -247,8 +247,8 @@ class Kept(Protocol):
     undone: int
 
     @property
-    def rows(self) -> Sized:
-        """All of them."""
+    def rows(self) -> Mapping[tuple[str, int], object]:
+        """All of them, by table and key."""
 
     def keeps(self, table: Table) -> bool:
         """Whether what `table` consumes now is kept."""
@@ -408,10 +408,31 @@ class Items(dict[int, Item]):
         """As `read`. The items must be held until all is read."""
         return read(self.storage, keys, sizes)
 
-    def why_full(self, nbytes: int) -> str | None:
-        """Why the server has no room for `nbytes` more; None: it has.
+    def clear_left(self, nbytes: int) -> None:
+        """Clears away what has left, as far as `nbytes` more need its bytes."""
+        while self.leaving and self.bytes + nbytes > self.max_bytes:
+            self.leaving.clear_slice()
 
-        Perhaps after clearing away what has left, what only the archive has, and what is kept for a rollback.
+    def why_full(self, nbytes: int, tables: Sequence[Table] = ()) -> str | None:
+        """Why the server has no room for `nbytes` more; None: it has, or `free` and `make_room` can make it.
+
+        They let go of what only the archive has, of what is kept for a rollback, and of what `tables` may evict.
+        """
+        needed = self.bytes + nbytes - self.max_bytes
+        if needed <= 0 or self._can_free(needed, tables):
+            return None
+        return f"{self.bytes} bytes + {nbytes} > max_bytes {self.max_bytes}"
+
+    def check_room(self, nbytes: int, tables: Sequence[Table]) -> None:
+        """Raises Refused where `why_full` has a reason."""
+        if why := self.why_full(nbytes, tables):
+            names = ", ".join(table.name for table in tables)
+            raise busy(f"the server is full: {why}, and {names} has too little to evict")
+
+    def free(self, nbytes: int) -> None:
+        """Clears away what has left, then what only the archive has, then what is kept for a rollback.
+
+        It does so as far as `nbytes` more need the bytes.
         """
         while (needed := self.bytes + nbytes - self.max_bytes) > 0:
             if self.leaving:
@@ -420,43 +441,37 @@ class Items(dict[int, Item]):
                 self._evict_archived()
             elif self.kept is None or not self.kept.make_room(needed):
                 break
-        if needed > 0:
-            return f"{self.bytes} bytes + {nbytes} > max_bytes {self.max_bytes}"
-        return None
-
-    def check_room(self, nbytes: int, tables: Sequence[Table]) -> None:
-        """Raises Refused if `nbytes` more would not fit even if `tables` evicted all that they may."""
-        if (why := self.why_full(nbytes)) is None:
-            return
-        evicting = [table for table in tables if table.config.when_full == "evict"]
-        if evicting and self.archive is not None and self.archive not in evicting:
-            evicting.append(self.archive)  # it lets go of what they evict
-        if not self._can_free(self.bytes + nbytes - self.max_bytes, evicting):
-            names = ", ".join(table.name for table in tables)
-            raise busy(f"the server is full: {why}, and {names} has too little to evict")
 
     def make_room(self, tables: Sequence[Table]) -> int:
-        """Evicts from `tables`, as far as they evict, until the server is not full. Returns how many items are gone.
+        """Frees bytes, and evicts from `tables`, until the server is not full. Returns how many items are gone.
 
-        The caller has called `check_room`.
+        The caller has asked `why_full`.
         """
         before = len(self)
-        while self.why_full(0):
-            evicting = [table for table in tables if table.config.when_full == "evict"]
-            max(evicting, key=lambda table: table.bytes).evict()
+        self.free(0)
+        while self.bytes > self.max_bytes:
+            max(_evicting(tables), key=lambda table: table.bytes).evict()
+            self.free(0)
         return before - len(self)
 
     def _can_free(self, needed: float, tables: Sequence[Table]) -> bool:
-        """Whether emptying `tables` would free `needed` bytes."""
-        freed = 0
-        for place, table in enumerate(tables):
-            for key in table.columns.key[table.columns.occupied()].tolist():
-                if any(key in earlier for earlier in tables[:place]):
-                    continue
-                item = self[key]
-                kept = 0 if self.kept is None else self.kept.holds_of(key)
-                if item.holders - kept == sum(key in other for other in tables):
-                    freed += item.nbytes
-                    if freed >= needed:
-                        return True
+        """Whether letting go of all that `why_full` names frees `needed` bytes."""
+        tables = [*_evicting(tables), *([self.archive] if self.archive is not None else ())]
+        kept = self.kept.rows if self.kept is not None else {}
+        there = (table.columns.key[table.columns.occupied()].tolist() for table in tables if table is not self.archive)
+        seen = set[int]()
+        for key in chain(self._archived_only, (key for _, key in kept), chain.from_iterable(there)):
+            if key in seen:
+                continue
+            seen.add(key)
+            item = self[key]
+            holds = self.kept.holds_of(key) if self.kept is not None else 0
+            if item.holders == holds + sum(key in table for table in tables):
+                needed -= item.nbytes
+                if needed <= 0:
+                    return True
         return False
+
+
+def _evicting(tables: Iterable[Table]) -> list[Table]:
+    return [table for table in tables if table.config.when_full == "evict"]

@@ -154,7 +154,7 @@ class Service:
         backend = service.backend
         assert buffer.bytes == sum(item.nbytes for item in buffer.items.values())
         keys = list(buffer.items)
-        payloads = buffer.payloads(keys, [buffer.items[key].nbytes for key in keys])
+        payloads = buffer.items.payloads(keys, [buffer.items[key].nbytes for key in keys])
         assert [sum(map(len, payload)) for payload in payloads] == [buffer.items[key].nbytes for key in keys]
         held = dict.fromkeys(buffer.items, 0)
         for table in buffer.tables.values():

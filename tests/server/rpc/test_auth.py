@@ -5,6 +5,7 @@ import itertools
 import os
 import struct
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -289,6 +290,56 @@ def test_tokens_may_stand_in_one_line_and_are_found_whichever_comes_first():
     assert tokens.role_of("") is None
     assert tokens.role_of("ünïcode") is None
     assert "aaaa" not in repr(vars(tokens))
+
+
+def test_nothing_that_a_read_only_token_may_call_changes_anything(tokens_file):
+    """On a server that is full, keeps a consumed row for a rollback, and has an insert that waits."""
+    tables = [
+        TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1}, keep_consumed=1),
+        TableConfig(name="pool", when_full="block"),
+    ]
+    security = SecuritySection(tokens_file=tokens_file)
+    reads = {
+        "GetServerInfo": pb.GetServerInfoRequest(),
+        "ListItems": pb.ListItemsRequest(table="queue"),
+        "Get": pb.GetRequest(keys=[1, 2, 3]),
+        "GetPolicy": pb.GetPolicyRequest(),
+        "WatchPolicy": pb.GetPolicyRequest(),
+        "ListCheckpoints": pb.ListCheckpointsRequest(),
+        "ShareMemory": iter([pb.ShareMemoryRequest(open=1 << 20)]),
+    }
+    assert reads.keys() == {method for method, role in ROLES.items() if role is Role.READ_ONLY}
+    with (
+        ReplayServer(tables=tables, port=0, security=security, max_bytes=4500) as server,
+        ReplayClient(server.address, timeout=60.0, token=TOKENS[Role.READ_WRITE]) as client,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+
+        def facts() -> list[object]:
+            info = client.server_info()
+            of_tables = [(each.kept, each.kept_bytes, each.size, each.inserts) for each in info.tables.values()]
+            items = [item for name in info.tables for item in client.list_items(name).items]
+            return [info.bytes, of_tables, [replace(item, age=0.0) for item in items]]
+
+        client.set_policy_version(1, "weights", state="saved")
+        client.insert(bytes(2000), {"queue": 1.0}, key=1)
+        client.sample("queue")
+        client.insert(bytes(1000), {"queue": 1.0}, key=2)
+        with client.writer() as writer:
+            writer.insert(bytes(2000), {"pool": 1.0, "queue": 1.0}, key=3)
+            until(lambda: client.server_info().tables["queue"].inserting.count == 1)
+            assert [each.kept for each in client.server_info().tables.values()] == [1, 0]
+            before = facts()
+            for method, request in reads.items():
+                with suppress(grpc.RpcError):  # no checkpoints here
+                    answer = getattr(ReplayStub(channel), method)(
+                        request, timeout=60, metadata=[bearer(TOKENS[Role.READ_ONLY])]
+                    )
+                    if isinstance(answer, grpc.Call):
+                        next(answer)
+            assert before == facts()
+            assert "max_diff" in str(client.server_info().tables["queue"].inserting.reason)
+            client.sample("queue")
 
 
 # ------------------------------------------------------------------------------------------------ TLS

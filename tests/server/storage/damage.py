@@ -121,7 +121,7 @@ def examine(directory: Path, expected: dict[int, object]) -> str:
     assert lost == buffer.damaged <= 1, "items are missing"
     for key in list(found):
         try:
-            assert b"".join(next(buffer.payloads([key], [buffer.items[key].nbytes]))) == payload_of(key), (
+            assert b"".join(next(buffer.items.payloads([key], [buffer.items[key].nbytes]))) == payload_of(key), (
                 "a wrong payload"
             )
         except DamagedPayloads:

@@ -187,7 +187,7 @@ def examine(directory: Path, recording: Recording, moment: int, killed: bool) ->
     for key, item in buffer.items.items():
         columns = [column_of(key, place) for place in range(len(item.labels.columns))]
         expected = payload_of(key) + b"".join(columns)
-        assert b"".join(next(buffer.payloads([key], [item.nbytes]))) == expected, "a wrong payload"
+        assert b"".join(next(buffer.items.payloads([key], [item.nbytes]))) == expected, "a wrong payload"
     for keys in (range(100), range(100, 150)):  # and it goes on working
         for table in "ab":
             buffer.delete(table, list(buffer.items))

@@ -44,7 +44,7 @@ def test_a_batch_whose_bytes_are_read_later_has_the_bytes_of_its_draw(storage, m
     buffer = buffer_with(storage)
     insert(buffer, 1, 2, 3)
     _, batch = buffer.sample("pool", SampleRequest(3, 3)).result()
-    payloads = buffer.payloads(batch.keys.tolist(), batch.sizes.tolist())
+    payloads = buffer.items.payloads(batch.keys.tolist(), batch.sizes.tolist())
     assert b"".join(next(payloads)) == b"B" * 10
     for key in (1, 2, 3):
         buffer.extend(key, ["value"], (b"later",))

@@ -550,7 +550,7 @@ class ModelMachine(RuleBasedStateMachine):
         labels = buffer.items.labels(list(model.items)) or [NO_LABELS] * len(model.items)  # None: no item has any
         assert [of_item.pairs for of_item in labels] == [labels_for(key).pairs for key in model.items]
         assert [of_item.columns for of_item in labels] == [item.columns for item in model.items.values()]
-        payloads = list(buffer.payloads(list(model.items), [item.nbytes for item in model.items.values()]))
+        payloads = list(buffer.items.payloads(list(model.items), [item.nbytes for item in model.items.values()]))
         assert [b"".join(payload) for payload in payloads] == [item.payload for item in model.items.values()]
         assert buffer.bytes == model.bytes + sum(buffer.items[key].nbytes for key in gone)
         assert buffer.bytes <= buffer.items.max_bytes
