@@ -25,8 +25,13 @@ FIELDS = ("prompts", "responses", "input_ids", "position_ids", "response_mask", 
 COLUMNS_OF_AGENTS = ("routed_experts", "teacher_logprobs", "teacher_ids", "entropies")
 
 
-def put_group(uid: str, rewards: list[float], step: int, partition: str = "train", seed: int = 0) -> None:
-    """A prompt and its rows, as verl's agent loop puts them. Each row's prompt goes on with tokens of its own."""
+def put_group(
+    uid: str, rewards: list[float], step: int, partition: str = "train", seed: int = 0, axes: tuple[int, ...] = ()
+) -> None:
+    """A prompt and its rows, as verl's agent loop puts them. Each row's prompt goes on with tokens of its own.
+
+    `axes`: those of the positions before that of tokens; a model of images and texts has 4.
+    """
     generator = torch.Generator().manual_seed(seed)
     shared = torch.randint(3, 50, (2 + seed % 3,), generator=generator)
     keys, fields, tags = [], [], []
@@ -44,7 +49,7 @@ def put_group(uid: str, rewards: list[float], step: int, partition: str = "train
                 "prompts": prompt,
                 "responses": response,
                 "input_ids": torch.cat([prompt, response]),
-                "position_ids": torch.arange(len(prompt) + length),
+                "position_ids": torch.arange(len(prompt) + length).repeat(*axes, 1),
                 "response_mask": mask,
                 "loss_mask": mask,
                 "rollout_log_probs": -torch.rand(length, generator=generator),
@@ -223,7 +228,7 @@ def main(address: str, report: Path) -> None:
             [{"a": [0.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0]}, {"c": [0.0, 0.0, 0.0], "d": [1.0, 0.0, 0.0]}], start=1
         ):
             for number, (uid, rewards) in enumerate(groups.items()):
-                put_group(uid, rewards, step, seed=10 * step + number)
+                put_group(uid, rewards, step, seed=10 * step + number, axes=() if mode == "sync" else (4,))
             batch, metrics = buffer.sample(global_steps=step, partition_id="train", batch_size=2)
             scalars = {
                 key: float(value) for key, value in metrics.items() if isinstance(value, (int, float, np.number))

@@ -6,7 +6,6 @@ import copy
 import inspect
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ import trl
 
 from replay_trainer.demo.task import make_tokenizer
 from replay_trainer.integrations import trl as adapter
+from replay_trainer.integrations.hooks import check_hooks
 from replay_trainer.integrations.trl import (
     GRPOWithReplayBufferConfig,
     GRPOWithReplayBufferTrainer,
@@ -419,27 +419,22 @@ def test_a_group_that_trl_has_no_place_for_is_put_aside_with_its_key(tmp_path, s
     assert f"key {key} in table 'replay' has {words}" in warning
 
 
-class Renamed:
-    """A trainer of a TRL that calls an argument otherwise."""
-
-    _generate = trl.GRPOTrainer._generate
-    _generate_and_score_completions = trl.GRPOTrainer._generate_and_score_completions
-    _get_per_token_logps_and_entropies = trl.GRPOTrainer._get_per_token_logps_and_entropies
-
-    def _calculate_rewards(self, inputs, prompts, completions):
-        pass
+def test_a_trl_with_other_hooks_is_refused_with_the_difference(monkeypatch):
+    check_hooks("trl", {trl.GRPOTrainer: adapter.HOOKS})
+    monkeypatch.setattr(trl.GRPOTrainer, "_calculate_rewards", lambda self, inputs, prompts, completions: None)
+    with pytest.raises(ImportError, match=r"_calculate_rewards takes \(inputs, prompts, completions\), not "):
+        check_hooks("trl", {trl.GRPOTrainer: adapter.HOOKS})
 
 
-def test_a_trl_with_other_hooks_is_refused_with_the_difference():
-    adapter.check_methods(trl.GRPOTrainer)
-    with pytest.raises(
-        ImportError, match=r"_calculate_rewards takes \(inputs, prompts, completions\), not .*trl==1.16"
-    ):
-        adapter.check_methods(Renamed)
-    with pytest.raises(ImportError, match="has no method _generate"):
-        adapter.check_methods(SimpleNamespace)
-    with pytest.raises(ImportError, match="has no attribute accelerator"):
-        adapter.check_attributes(SimpleNamespace())
+def test_a_run_that_goes_on_says_that_the_pool_inside_the_process_is_empty(tmp_path, server, caplog):
+    few = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(tmp_path, **few).train()
+    assert "empty pool" not in caplog.text
+    for own in ({"replay": server.address}, {}):
+        make_trainer(tmp_path, **few | own | {"max_steps": 2}).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+        )
+        assert ("the run goes on after step 1 with an empty pool" in caplog.text) is (not own)
 
 
 def test_a_trl_that_scores_elsewhere_is_refused(tmp_path, monkeypatch):

@@ -33,17 +33,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from miles.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter
-from miles.rollout.fully_async_data_buffer import (
-    DataBuffer,
-    DataBufferConstructorInput,
-    DataBufferInput,
-    group_oldest_weight_version,
-    iter_samples,
-)
-from miles.utils.misc import load_function
-from miles.utils.types import Sample as MilesSample
-
 from replay_client import ReplayClient, RolloutGroup, Sample
 from replay_client.errors import (
     GONE,
@@ -57,10 +46,37 @@ from replay_client.errors import (
 from replay_client.generator.rewards import in_daemon_thread
 from replay_client.scoring import trained_priority
 from replay_client.waits import WaitLog
+from replay_trainer.integrations.hooks import check_hooks, importing
 from replay_trainer.integrations.pool import GroupPool
 from replay_trainer.integrations.samples import SampleStore
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.weights import OutputLock, writing
+
+with importing("miles"):
+    from miles.rollout import fully_async_data_buffer
+    from miles.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter
+    from miles.rollout.fully_async_data_buffer import (
+        DataBuffer,
+        DataBufferConstructorInput,
+        DataBufferInput,
+        group_oldest_weight_version,
+        iter_samples,
+    )
+    from miles.utils.misc import load_function
+    from miles.utils.types import Sample as MilesSample
+
+check_hooks(
+    "miles",
+    {
+        fully_async_data_buffer: {
+            "DataBufferConstructorInput": ("args", "unused_handler_fn", "..."),
+            "DataBufferInput": ("prompt_group", "group", "..."),
+        },
+        DataBuffer: dict.fromkeys(("put", "get", "get_metrics")),
+        MetricGatherer: dict.fromkeys(("on_dynamic_filter_drop", "collect")),
+        MilesSample.Status: {"ABORTED": None},
+    },
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -13,12 +13,26 @@ from functools import cache
 from math import isfinite
 from typing import Any
 
-from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
-from slime.utils.types import Sample
-
 from replay_client import ReplayClient, RolloutGroup
+from replay_trainer.integrations.hooks import check_hooks, importing
 from replay_trainer.integrations.pool import GroupPool, OnUnavailable
 from replay_trainer.integrations.samples import SampleStore
+
+with importing("slime"):
+    from slime.rollout import base_types
+    from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
+    from slime.utils import types
+    from slime.utils.types import Sample
+
+_SAMPLE = ("tokens", "response_length", "rollout_log_probs", "loss_mask", "reward", "status", "index", "group_index")
+check_hooks(
+    "slime",
+    {
+        base_types: {"RolloutFnTrainOutput": ("samples", "metrics", "..."), "call_rollout_fn": None},
+        types: {"Sample": (*_SAMPLE, "...")},
+        Sample.Status: dict.fromkeys(("COMPLETED", "TRUNCATED", "ABORTED")),
+    },
+)
 
 IMAGES = ("multimodal_inputs", "multimodal_train_inputs")
 _ENDED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
@@ -83,7 +97,9 @@ def _is_whole(group: Any, store: SampleStore) -> bool:
             raise ValueError("slime's samples lack rollout_log_probs: use a rollout function that returns them")
         images = any(getattr(sample, name, None) is not None for name in IMAGES)
         scored = isfinite(store.reward(sample))
-        if not known or images or not scored or len(sample.tokens) <= sample.response_length:
+        # What was broken off is no whole answer, also if it has a reward.
+        ended = sample.status != Sample.Status.ABORTED
+        if not known or images or not scored or not ended or len(sample.tokens) <= sample.response_length:
             return False
     return True
 

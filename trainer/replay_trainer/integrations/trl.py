@@ -12,7 +12,6 @@ The rows change before TRL computes anything from them, so all that it computes 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import time
@@ -29,8 +28,6 @@ import torch
 from accelerate.utils import broadcast_object_list, gather, gather_object
 from torch import Tensor
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
 
 from replay_client import ReplayClient, RolloutGroup, Sample, group_from_completions, group_from_rows
 from replay_client.errors import ServerUnavailableError
@@ -39,8 +36,13 @@ from replay_client.settings import check_choice
 from replay_server import ReplayServer, TableConfig
 from replay_trainer.config import OnEmpty
 from replay_trainer.correction import CorrectionConfig, correct
+from replay_trainer.integrations.hooks import Hooks, check_hooks, importing, mismatch
 from replay_trainer.integrations.pool import GroupPool, OnUnavailable
 from replay_trainer.integrations.trl_rows import FreshRow, GeneratedRows, GenerationStep, fingerprint
+
+with importing("trl"):
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.models.utils import disable_gradient_checkpointing
 
 
 @dataclass
@@ -86,21 +88,16 @@ class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types th
             raise ValueError(f"replay_clip_max must be above 0, not {self.replay_clip_max}")
 
 
-TESTED_VERSION = "1.16"
-
-HOOKS = {
+HOOKS: Hooks = {
     "_generate": ("prompts",),
     "_generate_and_score_completions": ("inputs",),
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
     "_get_per_token_logps_and_entropies": (
         *("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"),
-        *("compute_entropy", "compute_aux_loss"),
+        "...",  # images, which replayed rows do not have
     ),
 }
-"""The methods that are replaced or called, with their first parameters after self."""
-
-OPTIONAL_AFTER = {"_get_per_token_logps_and_entropies"}
-"""Methods that may have more parameters: those of images, which replayed rows do not have."""
+"""The methods that are replaced or called."""
 
 ATTRIBUTES = (
     *("accelerator", "num_generations", "reward_weights", "reward_func_names", "temperature", "max_completion_length"),
@@ -112,34 +109,6 @@ ATTRIBUTES = (
 GENERATED = 8
 """Values that `_generate` returns: prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images,
 tool_images."""
-
-
-def check_methods(trainer_class: type) -> None:
-    """Raises ImportError, with the difference and the remedy, if the methods of TRL's trainer have changed."""
-    for name, expected in HOOKS.items():
-        method = getattr(trainer_class, name, None)
-        if method is None:
-            raise ImportError(mismatch(f"GRPOTrainer has no method {name}"))
-        found = tuple(inspect.signature(method).parameters)[1:]
-        if (found[: len(expected)] if name in OPTIONAL_AFTER else found) != expected:
-            raise ImportError(mismatch(f"GRPOTrainer.{name} takes ({', '.join(found)}), not ({', '.join(expected)})"))
-
-
-def check_attributes(trainer: Any) -> None:
-    """Raises ImportError if a constructed trainer lacks what the adapter reads."""
-    missing = [name for name in ATTRIBUTES if not hasattr(trainer, name)]
-    if missing:
-        raise ImportError(mismatch(f"a GRPOTrainer has no attribute {', '.join(missing)}"))
-
-
-def mismatch(difference: str) -> str:
-    """The sentence of every such error."""
-    import trl
-
-    return (
-        f"ReplayGRPOTrainer was tested with TRL {TESTED_VERSION}, and the installed TRL {trl.__version__} differs: "
-        f"{difference}. Install trl=={TESTED_VERSION}.*, or a newer replay-server"
-    )
 
 
 def start_embedded(table: str, max_size: int, max_staleness: int | None) -> ReplayServer:
@@ -156,7 +125,7 @@ def start_embedded(table: str, max_size: int, max_staleness: int | None) -> Repl
 
 
 logger = logging.getLogger(__name__)
-check_methods(GRPOTrainer)
+check_hooks("trl", {GRPOTrainer: HOOKS})
 
 
 class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -167,10 +136,10 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ImportError if the installed TRL differs from the tested one, TableNotFoundError and
-        ServerUnavailableError for a server that cannot be used."""
+        """Raises ImportError if the installed TRL has other hooks, TableNotFoundError and ServerUnavailableError for a
+        server that cannot be used."""
         super().__init__(*args, **kwargs)
-        check_attributes(self)
+        check_hooks("trl", {self: dict.fromkeys(ATTRIBUTES)})
         # A GRPOConfig has none of our fields: then the defaults hold.
         self._replay = SimpleNamespace(
             **{each.name: getattr(self.args, each.name, each.default) for each in fields(ReplayGRPOConfig)}
@@ -209,7 +178,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             vocabulary=self.model.config.get_text_config().vocab_size,
         )
         self._close_replay = weakref.finalize(self, _close, client, server)
-        self.add_callback(_Leave(client))
+        self.add_callback(_Leave(client, server))
         return pool
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -230,7 +199,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if step.fresh is None:
             return output
         if step.final_rewards is not None:
-            raise ImportError(mismatch("it does not call _calculate_rewards after _generate"))
+            raise mismatch("trl", "it does not call _calculate_rewards after _generate")
         if not away:
             with step.timed():
                 old = self._correct(step, output)
@@ -244,7 +213,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if step is None:
             return generated
         if len(generated) != GENERATED:
-            raise ImportError(mismatch(f"_generate returns {len(generated)} values, not {GENERATED}"))
+            raise mismatch("trl", f"_generate returns {len(generated)} values, not {GENERATED}")
         prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, _ = generated
         # All ranks must decide alike, because what follows is collective.
         if self._is_vlm and gather(torch.tensor([images is not None], device=self.accelerator.device)).any():
@@ -422,9 +391,9 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             logprobs, _, _ = self._get_per_token_logps_and_entropies(
                 self.model,
-                torch.cat([prompt_ids, completion_ids], dim=1),
-                torch.cat([prompt_mask, mask], dim=1),
-                completion_ids.size(1),
+                input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
+                attention_mask=torch.cat([prompt_mask, mask], dim=1),
+                logits_to_keep=completion_ids.size(1),
                 batch_size=self.args.per_device_train_batch_size,
             )
         return logprobs  # type: ignore[no-any-return]
@@ -515,8 +484,17 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 class _Leave(TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """Tells the server at the end of a run that nobody needs to miss this trainer."""
 
-    def __init__(self, client: ReplayClient) -> None:
-        self._client = client
+    def __init__(self, client: ReplayClient, server: ReplayServer | None) -> None:
+        """`server`: the one inside of this process."""
+        self._client, self._server = client, server
+
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step and self._server is not None:
+            logger.warning(
+                "the run goes on after step %d with an empty pool: the server inside the process ended with the run "
+                "before. `replay serve`, with its address as `replay`, keeps the groups",
+                state.global_step,
+            )
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._client.leave()

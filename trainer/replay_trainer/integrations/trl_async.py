@@ -23,7 +23,6 @@ import numpy as np
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from replay_client import Policy, ReplayClient, RolloutGroup, Sample
 from replay_client.columns.kept import other_sampling
@@ -31,9 +30,26 @@ from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestErro
 from replay_client.generator.weights import model_facts, why_other_model
 from replay_client.scoring import carries_gradient
 from replay_client.waits import WaitLog
+from replay_trainer.integrations.hooks import check_hooks, importing
 from replay_trainer.integrations.pool import GroupPool, warn_of_put_aside, why_no_rows
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.weights import OutputLock, publish_weights, published, to_disk, version_of
+
+with importing("trl"):
+    from trl.experimental.async_grpo import AsyncGRPOTrainer, async_rollout_worker
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+_SAMPLE = (
+    *("prompt", "completion", "input_ids", "completion_mask", "old_log_probs", "advantage", "model_version"),
+    *("group_id", "metrics", "enqueued_at"),
+)
+check_hooks(
+    "trl",
+    {
+        AsyncGRPOTrainer: {"__init__": ("rollout_worker", "weight_transfer", "callbacks", "...")},
+        async_rollout_worker: {"RolloutSample": (*_SAMPLE, "...")},
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,7 @@ class Progress:
 
     def watch(self, collator: Any) -> None:
         """From now on notes what TRL's collator puts into each micro-batch."""
+        check_hooks("trl", {type(collator): {"torch_call": ("examples",)}})
         collate = collator.torch_call
 
         def noting(examples: list[Any]) -> Any:

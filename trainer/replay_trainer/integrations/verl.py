@@ -17,22 +17,33 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import transfer_queue as tq
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
-from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from replay_client import ReplayClient, RolloutGroup, group_from_rows
 from replay_client.completions import row_of
 from replay_client.scoring import group_advantages
+from replay_trainer.integrations.hooks import Hooks, check_hooks, importing
 from replay_trainer.integrations.pool import GroupPool
+
+with importing("verl"):
+    import transfer_queue as tq
+    from omegaconf import DictConfig, OmegaConf
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
+    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+_SAMPLES: Hooks = {"sample": ("global_steps", "partition_id", "batch_size")}
+_QUEUE: Hooks = {
+    "kv_batch_get": ("keys", "partition_id", "select_fields", "..."),
+    "kv_batch_put": ("keys", "partition_id", "fields", "tags", "..."),
+    "kv_clear": ("keys", "partition_id", "..."),
+}
+check_hooks("verl", {ReplayBuffer: _SAMPLES, ReplayBufferAsync: _SAMPLES, tq: _QUEUE})
 
 COLUMNS = ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores")
 """What a stored group is made of."""
@@ -169,9 +180,12 @@ class _WithPool:
         sessions = list(reversed(firsts))
         counts = [1] * group.group_size if group.sequence_counts is None else group.sequence_counts.tolist()
         there = [f"{session}_{i}" for session, count in zip(sessions, counts, strict=True) for i in range(count)]
+        # A model of images and texts has several positions of each token, which are the same without an image.
+        there_now = tq.kv_batch_get(keys=keys[:1], partition_id=batch.partition_id, select_fields=["position_ids"])
+        axes = there_now["position_ids"][0].shape[:-1]
         rows = {}
         tags: dict[str, dict[str, Any]] = dict(zip(batch.keys, batch.tags, strict=True))
-        for key, row in zip(there, self._rows(group, counts), strict=True):
+        for key, row in zip(there, self._rows(group, counts, axes), strict=True):
             prompt, response = len(row["prompts"]), len(row["responses"])
             first = firsts[key.rsplit("_", 1)[0]]
             tags[key] = tags.get(key, tags[first]) | {
@@ -203,8 +217,8 @@ class _WithPool:
             keys=list(rows), partition_id=batch.partition_id, fields=fields, tags=[tags[key] for key in rows]
         )
 
-    def _rows(self, group: RolloutGroup, counts: list[int]) -> Iterator[dict[str, Tensor]]:
-        """The columns of each row of a stored group."""
+    def _rows(self, group: RolloutGroup, counts: list[int], axes: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+        """The columns of each row of a stored group. `axes`: those of the positions before that of tokens."""
         rewards = [reward for reward, count in zip(group.rewards, counts, strict=True) for _ in range(count)]
         spans = zip(group.prompts(), group.sampled_spans(), rewards, strict=True)
         for k, (prompt_ids, span, reward) in enumerate(spans):
@@ -220,7 +234,7 @@ class _WithPool:
                 "prompts": prompt,
                 "responses": response,
                 "input_ids": torch.cat([prompt, response]),
-                "position_ids": torch.arange(len(prompt) + len(response)),
+                "position_ids": torch.arange(len(prompt) + len(response)).repeat(*axes, 1),
                 "response_mask": mask,
                 "loss_mask": mask,
                 "rollout_log_probs": torch.tensor(group.rollout_logprobs[span]),

@@ -8,18 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tests.trainer.integrations.conformance.sources import COMMITS
+from replay_trainer.integrations.hooks import RUN_WITH
 
 SHOWN_ON = "2026-11-23"
-VERSIONS = {
-    "TRL": "trl 1.16.0",
-    "AsyncGRPO": "trl 1.16.0",
-    "verl": "verl 0.9.1, TransferQueue 0.1.11",
-    "slime": f"THUDM/slime at {COMMITS['slime'][:10]}",
-    "Miles": f"radixark/miles at {COMMITS['miles'][:10]}",
-    "SkyRL": f"NovaSky-AI/SkyRL at {COMMITS['skyrl'][:10]}",
-}
-"""What the frameworks' own classes came from."""
+FRAMEWORKS = {"TRL": "trl", "AsyncGRPO": "trl", "verl": "verl", "slime": "slime", "Miles": "miles", "SkyRL": "skyrl"}
+"""The names of the frameworks in `RUN_WITH`, which says what their own classes came from."""
 COLUMNS = {
     "prompts": "Prompts differ within a group, and each row comes back with its own.",
     "sequences": "Rollouts of several sequences.",
@@ -179,7 +172,7 @@ def markdown() -> str:
                 reasons.append(cell.reason)
             cells.append(f"– ({reasons.index(cell.reason) + 1})")
         lines.append(f"| **{column}**: {meaning} | {' | '.join(cells)} |")
-    versions = [f"| shown on {SHOWN_ON} with | {' | '.join(VERSIONS[name] for name in TABLE)} |"]
+    versions = [f"| shown on {SHOWN_ON} with | {' | '.join(RUN_WITH[FRAMEWORKS[name]] for name in TABLE)} |"]
     return "\n".join([*lines, *versions, "", *(f"{i}. {reason}." for i, reason in enumerate(reasons, 1))]) + "\n"
 
 

@@ -153,6 +153,7 @@ def test_rollouts_that_may_fan_out_are_replaced_if_each_has_one_sample(server: R
     [
         lambda samples: [samples[:2], []],
         lambda samples: change(samples, reward=None, rollout_log_probs=None, status=Sample.Status.ABORTED),
+        lambda samples: change(samples, status=Sample.Status.ABORTED),
         lambda samples: change(samples, reward=None, status=Sample.Status.FAILED),
         lambda samples: change(samples, rollout_log_probs=[-1.0], response_length=3, status=Sample.Status.FAILED),
         lambda samples: change(samples, reward={"another": 1.0}),
@@ -162,7 +163,13 @@ def test_rollouts_that_may_fan_out_are_replaced_if_each_has_one_sample(server: R
         lambda samples: change(samples, multimodal_train_inputs={"pixel_values": object()}),
     ],
     ids=[
-        *("a rollout without samples", "aborted", "failed without a reward", "failed without log-probabilities"),
+        *(
+            "a rollout without samples",
+            "aborted",
+            "aborted with a reward",
+            "failed without a reward",
+            "failed without log-probabilities",
+        ),
         *("another dict", "a reward that is no number", "empty", "an image", "a processed image"),
     ],
 )
