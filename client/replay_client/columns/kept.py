@@ -31,7 +31,7 @@ TRUNCATING = ("top_p", "top_k", "min_p")
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """The settings of sampling that change log-probabilities, with the values that change nothing."""
 
-_CUT_OFF = -9000.0
+CUT_OFF = -9000.0
 """Processed log-probabilities below were cut off: they are -inf in vLLM, and -9999 in the JSON of its server."""
 
 
@@ -85,7 +85,7 @@ def kept_among(logprobs: Mapping[int, float], width: int) -> list[int]:
 
     Empty if all of these were kept: there may be more.
     """
-    kept = [token for token, logprob in logprobs.items() if logprob > _CUT_OFF]
+    kept = [token for token, logprob in logprobs.items() if logprob > CUT_OFF]
     return [] if len(kept) >= width else kept
 
 

@@ -29,8 +29,10 @@ class GeneratorConfig:
     """Completions of each prompt, G."""
     min_rollouts: int | None = bounded(None, least=1)
     """Rollouts that a group needs if others failed; otherwise all, G. Advantages are those over the finished ones."""
-    rollout_timeout: float | None = bounded(None, above=0)
-    """Seconds after which a rollout has failed; otherwise it may take any time."""
+    # Nothing else ends a completion of an engine that hangs and still answers for its health. An hour is several times
+    # what 32,000 tokens take, and the patience with servers that are away.
+    rollout_timeout: float | None = bounded(3600.0, above=0)
+    """Seconds after which a rollout has failed. None: it may take any time."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How completions are drawn. With a seed, each group has a seed of its own that is derived from it."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
@@ -103,7 +105,8 @@ class GeneratorConfig:
     on_prompt_error: Literal["raise", "skip"] = "raise"
     """When a prompt does not fit the engine, a reward function fails, or a group is too large: raise, or skip.
 
-    raise: the run ends. skip: the group is left out, counted and logged; 100 in a row end the run."""
+    raise: the run ends. skip: the group is left out, counted and logged; 100 in a row end the run. A group that lacks
+    rollouts because its engine returned what no policy can have drawn is always skipped."""
     when_full: Literal["wait", "drop"] = "wait"
     """When a full table refuses a group, for its own `when_full` is "reject": wait, or drop the group.
 

@@ -26,7 +26,7 @@ from replay_client import tracing
 from replay_client.errors import LeaseEndedError, ReplayError, StaleItemError
 from replay_client.generator.building import SECONDS_PER_LOOK, BuildingSite, LeaseLostError, UnderConstruction
 from replay_client.generator.config import GeneratorConfig
-from replay_client.generator.engines import Engine
+from replay_client.generator.engines import CompletionError, Engine
 from replay_client.generator.group_maker import GroupMaker, LeftOut
 from replay_client.generator.metrics import GeneratorMetrics, GeneratorStats, GroupTimes
 from replay_client.generator.openings import Opening
@@ -181,6 +181,7 @@ class RolloutGenerator:
             self._spawn(self._policy.follow())
         self._spawn(self._server.watch())
         self._spawn(self._supply.watch())
+        self._spawn(self._maker.watch())
         await self._start_groups()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -406,7 +407,7 @@ class RolloutGenerator:
     async def _end_prompt(self, work: _Work, error: Exception) -> None:
         """The group was not inserted. Its prompt is done if that was to blame for it, and otherwise goes back."""
         left_out = isinstance(error, LeftOut) and error.counts_as in ("skipped", "filtered", "set_aside")
-        if left_out or (isinstance(error, PromptError) and self.config.on_prompt_error == "skip"):
+        if left_out or (isinstance(error, PromptError) and self._may_skip(error)):
             rewards = error.rewards if isinstance(error, LeftOut) else None
             await self._supply.finished(work.drawn, rewards, inserted=False)
         elif not self._stays_here(work, error):
@@ -439,10 +440,14 @@ class RolloutGenerator:
             )
         self._warned_of_permits = True
 
+    def _may_skip(self, error: PromptError) -> bool:
+        """Whether the run goes on without the group. One whose completions nobody can have drawn is not its user's."""
+        return self.config.on_prompt_error == "skip" or isinstance(error.__cause__, CompletionError)
+
     def _skip(self, error: PromptError) -> None:
         """Leave a prompt out, or end the run with its error."""
         self._skipped_in_a_row += 1
-        if self.config.on_prompt_error == "raise":
+        if not self._may_skip(error):
             raise error
         if self._skipped_in_a_row >= _MOST_SKIPPED:
             raise PromptError(f"{self._skipped_in_a_row} groups in a row were skipped, the last because of: {error}")

@@ -5,6 +5,7 @@ prompt ──▶ tokens ──▶ rollouts (rollouts.py), which ask the engine �
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
@@ -35,6 +36,7 @@ from replay_client.generator.rollouts import (
 )
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
+from replay_client.waits import LOG_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class GroupMaker:
         self._rollout = rollout
         self.rollouts_failed = 0
         """Since the start, those in groups that were left out included."""
+        self._unanswered: list[tuple[float, str]] = []
         self._policy = policy
         self._scorer = Scorer(reward, threads=config.reward_threads, timeout=config.reward_timeout)
         self._config = config
@@ -84,6 +87,18 @@ class GroupMaker:
         if why := why_unfit(self._engine, prompt_ids):
             raise PromptError(f"prompt {prompt.prompt_id!r} has {why}")
         return prompt, prompt_ids
+
+    async def watch(self) -> None:
+        """Says every LOG_SECONDS for what the engine is waited for, if for as long. Never returns.
+
+        It does not beat: an engine that never answers hangs.
+        """
+        while True:
+            await asyncio.sleep(LOG_SECONDS)
+            for since, what in self._unanswered[:1]:
+                if (waited := asyncio.get_running_loop().time() - since) >= LOG_SECONDS:
+                    line = "the generator waits for %s (for %.0f s now); requests under way: %d"
+                    logger.warning(line, what, waited, len(self._unanswered))
 
     async def make(
         self,
@@ -140,7 +155,7 @@ class GroupMaker:
         """The rollouts that were finished. Raises PromptError if they are too few."""
         config, sampling = self._config, self._seeded(self._config.sampling, f"{number}")
         tasks = [self._task(prompt, prompt_ids, index, sampling) for index in range(config.group_size)]
-        played = await play(self._rollout, tasks, self._engine, config.rollout_timeout)
+        played = await play(self._rollout, tasks, self._engine, config.rollout_timeout, unanswered=self._unanswered)
         self._see_failures(prompt, played.failures, len(played.rollouts), config.group_size)
         return played.rollouts
 
@@ -164,6 +179,7 @@ class GroupMaker:
                 *(self._rollout, tasks, self._engine, config.rollout_timeout),
                 store=store,
                 patience=lambda: self._patience(building),
+                unanswered=self._unanswered,
             )
             failures = played.failures
             if late := len(building.missing) - len(failures):

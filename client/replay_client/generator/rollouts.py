@@ -38,7 +38,7 @@ import numpy.typing as npt
 from replay_client.columns.axes import OFFSETS, RAGGED
 from replay_client.completions import group_from_rows
 from replay_client.errors import ReplayError
-from replay_client.generator.engines import Completion, Engine, SamplingConfig
+from replay_client.generator.engines import Completion, CompletionError, Engine, SamplingConfig, fault_of
 from replay_client.rollout import RolloutGroup
 
 
@@ -168,6 +168,10 @@ class Rollout:
         return next((turn.text for turn in reversed(self.turns) if turn.role == "assistant"), "")
 
 
+Unanswered = list[tuple[float, str]]
+"""What engines are asked for and have not answered, the oldest first: since when on the loop's clock, and for what."""
+
+
 class RolloutPolicy:
     """The policy as the rollouts of one group see it.
 
@@ -175,10 +179,14 @@ class RolloutPolicy:
     engine, which then computes their common beginning once.
     """
 
-    def __init__(self, engine: Engine, sampling: SamplingConfig, *, early: bool = False) -> None:
-        """`early`: each rollout goes on as soon as its own completion has ended, and not all of the request."""
+    def __init__(
+        self, engine: Engine, sampling: SamplingConfig, unanswered: Unanswered | None = None, *, early: bool = False
+    ) -> None:
+        """`early`: each rollout goes on as soon as its own completion has ended, and not all of the request.
+        `unanswered` shows its requests to others."""
         self._engine = engine
         self._sampling = sampling
+        self._unanswered = [] if unanswered is None else unanswered
         self._early = early
         self._asked: dict[tuple[tuple[int, ...], SamplingConfig], list[asyncio.Future[Completion]]] = {}
         self._requests: set[asyncio.Task[None]] = set()
@@ -189,8 +197,8 @@ class RolloutPolicy:
     async def generate(self, token_ids: Sequence[int], sampling: SamplingConfig | None = None) -> Completion:
         """Draws one completion of `token_ids`. `sampling` None: as the generator is configured.
 
-        Raises RolloutError if the tokens leave no room for one more, or are no tokens of the tokenizer, and any error
-        of the engine.
+        Raises RolloutError if the tokens leave no room for one more, or are no tokens of the tokenizer, CompletionError
+        if no policy can have drawn what the engine returned, and any other error of the engine.
         """
         if why := why_unfit(self._engine, token_ids):
             raise RolloutError(f"the policy was asked to go on after {why}")
@@ -218,23 +226,31 @@ class RolloutPolicy:
             seed = random.Random(f"{sampling.seed}/request {self._sent}").getrandbits(31)
             sampling = replace(sampling, seed=seed)
         self._sent += 1
+        engine, n, vocabulary = type(self._engine).__name__, len(waiting), getattr(self._engine, "vocabulary", None)
 
-        def finished(number: int, completion: Completion) -> None:
-            if not waiting[number].done():  # its rollout was given up meanwhile
-                waiting[number].set_result(completion)
+        def finished(number: int, completion: Completion | None) -> None:
+            if (done := waiting[number]).done():  # its rollout was given up meanwhile
+                return
+            if fault := fault_of(completion, sampling, vocabulary):
+                done.set_exception(CompletionError(engine, number, fault))
+            elif completion is not None:
+                done.set_result(completion)
 
+        self._unanswered.append(asked := (asyncio.get_running_loop().time(), f"{n} completions of {engine}"))
         try:
             completions = await self._engine.generate(
-                list(token_ids), sampling, len(waiting), *([finished] if self._early else [])
+                list(token_ids), sampling, n, *([finished] if self._early else [])
             )
+            for number in range(n):
+                finished(number, completions[number] if number < len(completions) else None)
         except Exception as error:
-            self.failure = self.failure or error
+            if not isinstance(error, CompletionError):
+                self.failure = self.failure or error
             for done in waiting:
                 if not done.done():
                     done.set_exception(error)
-            return
-        for number, completion in enumerate(completions):
-            finished(number, completion)
+        finally:
+            self._unanswered.remove(asked)
 
     async def close(self) -> None:
         """Ends the requests that nobody waits for any more."""
@@ -298,14 +314,15 @@ async def play(
     *,
     store: Store | None = None,
     patience: Callable[[], float | None] = lambda: None,
+    unanswered: Unanswered | None = None,
 ) -> Played:
     """Plays one rollout for each of `tasks`, all at the same time. `timeout`: seconds for each.
 
     `store` is awaited with each rollout and its number as soon as it is finished. `patience`: seconds that the next
-    one may take; None: as long as it needs. Raises any error of the engine, which is not the rollouts' own, and of
-    `store`.
+    one may take; None: as long as it needs. `unanswered`: as of RolloutPolicy. Raises any error of the engine but
+    CompletionError, which is that of a rollout, and of `store`.
     """
-    policy = RolloutPolicy(engine, tasks[0].sampling, early=store is not None or hook is not single_turn)
+    policy = RolloutPolicy(engine, tasks[0].sampling, unanswered, early=store is not None or hook is not single_turn)
 
     async def one(task: Task) -> Rollout | Exception:
         rollout = await attempt(task)
@@ -323,7 +340,7 @@ async def play(
             if policy.failure is not None:
                 raise policy.failure from None
             if isinstance(error, TimeoutError) and limit.expired():
-                return RolloutError(f"it took longer than {timeout:g} s (rollout_timeout)")
+                return RolloutError(f"it took longer than {timeout:g} s (rollout_timeout): does its engine hang?")
             return error
 
     playing = [asyncio.create_task(one(task)) for task in tasks]

@@ -36,7 +36,7 @@ DEFAULTS = {
     "--system": None,
     "--group-size": 8,
     "--min-rollouts": None,
-    "--rollout-timeout": None,
+    "--rollout-timeout": 3600.0,
     "--temperature": 1.0,
     "--top-p": 1.0,
     "--top-k": 0,

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
-from replay_client.columns.kept import truncates
+from replay_client.columns.kept import CUT_OFF, truncates
 from replay_client.errors import ReplayError
+from replay_client.rollout import MAX_LOGPROB
 from replay_client.settings import bounded, check_fields, suggests_names
 
 LOGPROBS_MODE = "processed_logprobs"
@@ -18,6 +20,14 @@ LOGPROBS_MODE = "processed_logprobs"
 
 class EngineError(ReplayError):
     """An engine died, or cannot do what it was asked. The message says why, and what to do."""
+
+
+class CompletionError(EngineError):
+    """An engine answered, and with a completion that no policy can have drawn. The rollout that asked for it fails."""
+
+    def __init__(self, engine: str, number: int, fault: str) -> None:
+        """`number`: of the completion in its request, from 0 on. `fault`: what is wrong with it, and the remedy."""
+        super().__init__(f"completion {number} of {engine} {fault}")
 
 
 @suggests_names
@@ -93,6 +103,31 @@ class Completion:
 OnFinished = Callable[[int, Completion], None]
 
 
+def fault_of(completion: Completion | None, sampling: SamplingConfig, vocabulary: int | None) -> str:
+    """What shows that no policy has drawn a completion like this, and the remedy; empty: nothing.
+
+    Completions of all engines are checked here, and nowhere else. `completion` None: the engine returned too few.
+    `vocabulary`: tokens that the model has; None: unknown. Log-probabilities may be NaN, unknown.
+    """
+    if completion is None:
+        return "is missing: an engine returns as many as it is asked for"
+    if completion.finish_reason == "error":
+        return "has the finish_reason 'error': the log of the engine says why"
+    tokens_T, logprobs_T = np.asarray(completion.token_ids), np.asarray(completion.logprobs, np.float64)
+    versions = len(completion.policy_versions)
+    if not tokens_T.size == logprobs_T.size == versions:
+        return f"has {tokens_T.size} tokens, {logprobs_T.size} logprobs, {versions} policy_versions: it needs as many"
+    if tokens_T.size > sampling.max_tokens and completion.loss_mask is None:  # else it has several turns
+        return f"has {tokens_T.size} tokens, and max_tokens is {sampling.max_tokens}: does the engine know that?"
+    limit = vocabulary or 1 << 31  # more than a group can hold
+    if (wrong := tokens_T[(tokens_T < 0) | (tokens_T >= limit)]).size:
+        return f"has the token {wrong[0]}, and the model those from 0 to {limit - 1}: give the engine the same model"
+    # A comparison with NaN is False.
+    if (wrong := logprobs_T[(logprobs_T < CUT_OFF) | (logprobs_T > MAX_LOGPROB)]).size:
+        return f"has the log-probability {wrong[0]:g}: that of a drawn token is finite, at most 0, or NaN if unknown"
+    return ""
+
+
 class Engine(Protocol):
     """An inference engine with one set of weights, used from one event loop.
 
@@ -103,6 +138,8 @@ class Engine(Protocol):
     """A `transformers` tokenizer: the generator uses `encode`."""
     max_length: int
     """The most tokens of a prompt with one completion."""
+    vocabulary: int | None
+    """How many tokens the model has, with those that only pad its embedding; None: unknown."""
 
     @property
     def model(self) -> str | None:
@@ -140,4 +177,4 @@ class Engine(Protocol):
         ...
 
 
-__all__ = ["LOGPROBS_MODE", "Completion", "Engine", "EngineError", "OnFinished", "SamplingConfig"]
+__all__ = ["LOGPROBS_MODE", "Completion", "CompletionError", "Engine", "EngineError", "OnFinished", "SamplingConfig"]

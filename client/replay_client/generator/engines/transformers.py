@@ -78,6 +78,7 @@ class TransformersEngine:
         self._is_base = True  # `_model` has the weights that the engine started with, apart from an adapter
         self._adapters = 0
         self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
+        self.vocabulary: int | None = len(self._model.get_input_embeddings().weight)
         text_config = self._model.config.get_text_config()
         self.max_length: int = max_length or getattr(
             text_config, "max_position_embeddings", self.tokenizer.model_max_length

@@ -119,6 +119,7 @@ class VLLMEngine:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
         config = self._llm.model_config
         self.max_length: int = config.max_model_len
+        self.vocabulary: int | None = config.get_vocab_size()
         self._tells_kept = bool(getattr(config, "return_sampling_mask", False))
         # vLLM dies of a request for more of them than there are tokens.
         self._most_logprobs = most_logprobs(config.max_logprobs, config.get_vocab_size())

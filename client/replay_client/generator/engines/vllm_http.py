@@ -8,9 +8,11 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,8 @@ _POLL_SECONDS = 0.1
 _CONNECT_SECONDS = 10
 _SILENCES = 2
 """Questions about its health in a row that a server leaves unanswered before it counts as dead."""
-_AWAY = (500, 502, 503, 504)
-"""What a server answers to a completion whose engine died, and a proxy in front of a server that is not there."""
+FIRST_PAUSE = 0.5
+"""Seconds until a server that failed is asked again; doubled at each failure up to its next completion."""
 _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
 
 
@@ -38,7 +40,10 @@ class VLLMServerError(ReplayError):
 
 
 class VLLMServerGoneError(VLLMServerError, ConnectionError):
-    """A vLLM server does not answer, or no longer has the weights that were loaded into it."""
+    """A vLLM server does not answer, cannot now, or no longer has the weights that were loaded into it."""
+
+    retry_after = 0.0
+    """Seconds for which it wants to be left alone."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,8 @@ class VLLMServer:
         self.running = 0
         """Requests under way."""
         self.usable = True
+        self.pause = FIRST_PAUSE
+        """Seconds until it is asked again when it fails."""
         key = api_key or os.environ.get("VLLM_API_KEY")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         name = hashlib.sha256(self.url.encode()).hexdigest()[:16]
@@ -128,13 +135,13 @@ class VLLMServer:
         self._calls = 0
         self._watch: asyncio.Task[None] | None = None  # while calls are under way
 
-    async def call(self, method: str, path: str, body: Any = None, **query: str) -> Any:
-        """The JSON of an answer."""
+    async def call(self, method: str, path: str, body: Any = None, *, at: Sequence[Any] = (), **query: str) -> Any:
+        """The JSON of an answer, or what is in it under the keys `at`, each in what is under the one before."""
         self._calls += 1
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_health())
         try:
-            return await self._ask(method, path, body, **query)
+            return await self._ask(method, path, body, at, **query)
         finally:
             self._calls -= 1
             if not self._calls:
@@ -149,13 +156,13 @@ class VLLMServer:
             try:
                 await self._ask("GET", "/health")
                 silences = 0
-            except VLLMServerGoneError:
-                silences += 1
+            except VLLMServerGoneError as error:
+                silences = 0 if error.retry_after else silences + 1
             except VLLMServerError:
                 silences = 0  # it answers, even if it has no such page
         await self.close()
 
-    async def _ask(self, method: str, path: str, body: Any = None, **query: str) -> Any:
+    async def _ask(self, method: str, path: str, body: Any = None, at: Sequence[Any] = (), **query: str) -> Any:
         if self._session is None:
             # No limit of number: the engine decides what it asks. Every call has its own connection: vLLM closes that
             # of a call that failed, and the next call must still get through.
@@ -166,18 +173,23 @@ class VLLMServer:
         timeout = aiohttp.ClientTimeout(total=limit, sock_connect=_CONNECT_SECONDS)
         try:
             async with session.request(method, self.url + path, json=body, params=query, timeout=timeout) as answer:
-                if answer.status in _AWAY and path in ("/v1/completions", "/health"):
-                    raise VLLMServerGoneError(f"{self.url}{path} answered {answer.status}")
+                text = await answer.text(errors="replace")
+                # 500 comes from a dead engine, and of a reload from weights that cannot be loaded; what is above, from
+                # a proxy in front of a server that is not there.
+                if answer.status == 429 or answer.status > 500 - (path != "/collective_rpc"):
+                    gone = VLLMServerGoneError(f"{self.url}{path} answered {answer.status}: {text[:200]}")
+                    after, least = answer.headers.get("Retry-After", ""), FIRST_PAUSE * (answer.status == 429)
+                    gone.retry_after = float(after) if after.isdecimal() else least
+                    raise gone
                 if answer.status in (404, 405) and not path.startswith("/v1/"):
                     raise VLLMServerError(f"{self.url} has no {path}: start it with the development calls: {_START}")
                 if answer.status == 401:
                     raise VLLMServerError(f"{self.url} wants its --api-key: set VLLM_API_KEY")
                 if answer.status != 200:
-                    raise VLLMServerError(f"{self.url}{path} answered {answer.status}: {(await answer.text())[:500]}")
-                text = await answer.text(errors="replace")
+                    raise VLLMServerError(f"{self.url}{path} answered {answer.status}: {text[:500]}")
                 try:
-                    return json.loads(text) if text else None
-                except ValueError:
+                    return reduce(getitem, at, json.loads(text or "null"))
+                except (LookupError, TypeError, ValueError):
                     raise VLLMServerError(
                         f"{self.url}{path} answered something else than vLLM does: {text[:100]}"
                     ) from None
@@ -200,7 +212,7 @@ class VLLMServer:
         """Raises VLLMServerError if the server divides a text into other tokens."""
         text = "1 + 2 = 3, The quick brown fox?"
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        theirs = (await self.call("POST", "/tokenize", body))["tokens"]
+        theirs = await self.call("POST", "/tokenize", body, at=["tokens"])
         if theirs != (ours := tokenizer.encode(text, add_special_tokens=False)):
             raise VLLMServerError(
                 f"{self.url} has the tokens {theirs[:8]} for {text!r}, and the model given here has {ours[:8]}: give "
@@ -215,6 +227,8 @@ class VLLMServer:
             mode = config["model_config"]["logprobs_mode"]
             self.max_logprobs = config["model_config"].get("max_logprobs", 0)
             served = (await self.call("GET", "/v1/models"))["data"]
+            wanted = [each for each in served if (each["id"] == served_model if served_model else _is(each, model))]
+            fitting = [(each["id"], each["max_model_len"]) for each in wanted]
         except (KeyError, TypeError) as error:
             raise VLLMServerError(
                 f"{self.url} does not tell its configuration: is it vLLM 0.32 or newer? {error!r}"
@@ -230,22 +244,13 @@ class VLLMServer:
                 f"{self.url} has no GPU and prefills prompts in parts, and vLLM dies of such a request if it has a "
                 "seed, as all have here: start it with --no-enable-chunked-prefill"
             )
-        fitting = [
-            each
-            for each in served
-            if (
-                each["id"] == served_model
-                if served_model
-                else model in (each["id"], each["root"]) or _same(model, each)
-            )
-        ]
         if not fitting:
             names = ", ".join(each["id"] for each in served)
             raise VLLMServerError(
                 f"{self.url} serves {names}, not {served_model or model}: give the same model to both, or, if it has "
-                f"another name there, served_model={served[0]['id']}"
+                f"another name there, served_model={names}"
             )
-        self.model, self.max_length = fitting[0]["id"], fitting[0]["max_model_len"]
+        self.model, self.max_length = fitting[0]
         if max_length is not None and max_length > self.max_length:
             raise VLLMServerError(
                 f"{self.url} takes at most {self.max_length} tokens, fewer than {max_length}: start it with "
@@ -254,7 +259,7 @@ class VLLMServer:
 
     async def label(self) -> str:
         """Of the weights that it holds."""
-        return str((await self.call("GET", "/weight_info"))["weight_version"])
+        return str(await self.call("GET", "/weight_info", at=["weight_version"]))
 
     @asynccontextmanager
     async def locked(self) -> AsyncIterator[None]:
@@ -270,7 +275,7 @@ class VLLMServer:
 
     async def wake(self) -> None:
         """Let it go on if a generator died while it had paused it. Call it with the lock."""
-        if (await self.call("GET", "/is_paused"))["is_paused"]:
+        if await self.call("GET", "/is_paused", at=["is_paused"]):
             await self.call("POST", "/resume")
 
     async def reload(self, weights: Weights, *, keep_newer: bool = False) -> None:
@@ -291,8 +296,8 @@ class VLLMServer:
                 await self.call("POST", "/update_weight_version", {"new_version": INCOMPLETE})
                 await self._load(weights.path)
                 # What is cached was computed by the old weights, that of running requests included.
-                done = await self.call("POST", "/reset_prefix_cache", reset_running_requests="true")
-                if not done["success"]:
+                done = await self.call("POST", "/reset_prefix_cache", at=["success"], reset_running_requests="true")
+                if not done:
                     raise VLLMServerError(f"{self.url} did not reset its prefix cache, which has keys of old weights")
                 await self.call("POST", "/update_weight_version", {"new_version": weights.label})
             finally:
@@ -330,11 +335,11 @@ class VLLMServer:
                 return
             await self.call("POST", "/pause", mode="keep")
             try:
-                baseline = (await self.call("POST", "/weight_checker", {"action": "checksum"}))["checksums"]
+                baseline = await self.call("POST", "/weight_checker", {"action": "checksum"}, at=["checksums"])
                 await self.call("POST", "/weight_checker", {"action": "reset"})
                 await self._load(None)
                 body = {"action": "compare", "baseline": baseline}
-                missed = (await self.call("POST", "/weight_checker", body))["mismatches"]
+                missed = await self.call("POST", "/weight_checker", body, at=["mismatches"])
             finally:
                 await self.call("POST", "/resume")
         if missed:
@@ -344,6 +349,7 @@ class VLLMServer:
             )
 
 
-def _same(model: str, served: dict[str, Any]) -> bool:
-    """Whether a path names the model of an entry of /v1/models, whose server may run in another folder."""
-    return Path(model).is_dir() and Path(model).name == Path(served["root"]).name
+def _is(served: dict[str, Any], model: str) -> bool:
+    """Whether an entry of /v1/models is this model. A path names it also where its server runs in another folder."""
+    same_name = Path(model).is_dir() and Path(model).name == Path(served["root"]).name
+    return same_name or model in (served["id"], served["root"])

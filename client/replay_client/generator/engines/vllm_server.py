@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import logging
 import math
+import operator
 import os
 import random
 import time
@@ -21,9 +22,10 @@ from typing import Any
 
 from replay_client.columns.kept import kept_among, kept_fields, most_logprobs
 from replay_client.errors import ReplayError
-from replay_client.generator.engines import Completion, OnFinished, SamplingConfig
+from replay_client.generator.engines import Completion, CompletionError, OnFinished, SamplingConfig
 from replay_client.generator.engines.vllm_http import (
     FIRST,
+    FIRST_PAUSE,
     Timeouts,
     VLLMServer,
     VLLMServerError,
@@ -36,17 +38,17 @@ from replay_client.waits import WaitLog, patiently
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 10
-"""Servers that one request may be sent to before its failure is an error."""
-_FIRST_PAUSE, LONGEST_PAUSE = 0.5, 5.0
-"""Seconds between two questions whether a server is back; doubled each time."""
+"""How often a request must have failed before it is given up for `patience`: each completion may take long."""
+LONGEST_PAUSE = 5.0
+"""Most seconds between two questions whether a server is back."""
 
 
 class VLLMServerEngine:
     """`vllm serve` behind the `Engine` interface: token ids and log-probabilities as the server drew them.
 
     Construction checks each server, and blocks for it. A server that goes away later is asked until it is back; others
-    do its work meanwhile. The log says both. When all have been away for `patience` seconds, requests fail. Any number
-    of generators may share servers: one of them loads new weights.
+    do its work meanwhile. The log says both. When all have been away for `patience` seconds, or a request was refused
+    for as long, requests fail. Any number of generators may share servers: one of them loads new weights.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class VLLMServerEngine:
         differ by. The three timeouts: see Timeouts. `api_key`, `lock_folder`: see VLLMServer.
         Raises VLLMServerError, with the remedy, for a server that cannot be used.
         """
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PretrainedConfig
 
         urls = [base_url] if isinstance(base_url, str) else [*base_url]
         if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
@@ -90,6 +92,9 @@ class VLLMServerEngine:
         """How often a server went away, or lost the weights that were loaded into it."""
         self.model: str = os.fspath(model)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
+        # As it is written: the model may be one that transformers does not know.
+        config, _ = PretrainedConfig.get_config_dict(self.model)
+        self.vocabulary: int | None = {**config, **config.get("text_config", {})}.get("vocab_size")
         self._wanted = (self.model, served_model, max_length)
         start = self._start(self_test)
         with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a loop may be running in this one
@@ -135,17 +140,23 @@ class VLLMServerEngine:
             "return_token_ids": True,
             "return_weight_versions": True,  # vLLM from 0.33 on
         }
-        for _ in range(_ATTEMPTS):
+        failures: list[float] = []
+        while True:
             server = await self._usable_server()
             server.running += 1
             try:
                 return await self._complete(server, body)
             except VLLMServerGoneError as error:
-                self._recover(server, error)
-                last = error
+                self._refused(server, error, failures)
             finally:
                 server.running -= 1
-        raise last
+
+    def _refused(self, server: VLLMServer, error: VLLMServerGoneError, failures: list[float]) -> None:
+        """A request has failed, as it did at the times `failures`. Raises the error if it is to fail for good."""
+        self._recover(server, error)
+        failures.append(time.monotonic())
+        if len(failures) >= _ATTEMPTS and failures[-1] - failures[0] > self._patience:
+            raise error
 
     async def _generate_each(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished
@@ -160,23 +171,31 @@ class VLLMServerEngine:
 
         tasks = [asyncio.create_task(one(number)) for number in range(n)]
         try:
-            return await asyncio.gather(*tasks)
+            await asyncio.wait(tasks)  # also after a failure: it is that of one completion
+            return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
 
     async def _complete(self, server: VLLMServer, body: dict[str, Any]) -> list[Completion]:
         before = await server.label()
-        choices = (await server.call("POST", "/v1/completions", {"model": server.model, **body}))["choices"]
+        answer = await server.call("POST", "/v1/completions", {"model": server.model, **body})
         after = await server.label()
         if self._weights is not None and FIRST in (before, after):
             raise VLLMServerGoneError(f"{server.url} was started again, and has its first weights")
-        if any(choice["finish_reason"] == "abort" for choice in choices):
-            raise VLLMServerGoneError(f"{server.url} aborted a completion")
-        return [
-            completion_of(choice, before, after, body["logprobs"])
-            for choice in sorted(choices, key=lambda choice: choice["index"])
-        ]
+        completions, read = list[Completion](), answer
+        try:
+            choices = {choice["index"]: choice for choice in answer["choices"]}
+            if any(choice["finish_reason"] == "abort" for choice in choices.values()):
+                raise VLLMServerGoneError(f"{server.url} aborted a completion")
+            for number in range(body["n"]):
+                read = choices.get(number, answer)
+                completions.append(completion_of(choices[number], before, after, body["logprobs"]))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            fault = f"is not as vLLM answers ({error!r}): does a proxy leave out fields of {read!r:.200}?"
+            raise CompletionError(server.url, len(completions), fault) from error
+        server.pause = FIRST_PAUSE
+        return completions
 
     async def load_weights(self, path: str, version: int) -> None:
         self._weights = Weights.of(path, version)
@@ -211,13 +230,14 @@ class VLLMServerEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         tokens = [int(token) for token in token_ids]
         rows: dict[str, list[float]] = {}
+        failures: list[float] = []
         while not rows:
             await self._usable_server()
             for server in [each for each in self._servers if each.usable]:
                 try:
                     rows[server.url] = await self._score(server, tokens)
                 except VLLMServerGoneError as error:
-                    self._recover(server, error)
+                    self._refused(server, error, failures)
         (first, expected), *others = rows.items()
         for url, row in others:
             difference = max(abs(a - b) for a, b in zip(row, expected, strict=True))
@@ -231,14 +251,14 @@ class VLLMServerEngine:
     async def _score(self, server: VLLMServer, tokens: list[int]) -> list[float]:
         body = {"model": server.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         while True:
-            answer = await server.call("POST", "/v1/completions", body)
+            answer = ["choices", 0, "prompt_logprobs", slice(1, None)]
+            steps = await server.call("POST", "/v1/completions", body, at=answer)
             label = await server.label()
             if self._weights is None or label == self._weights.label:
                 break
             if version_of(label) > self._weights.version:
                 raise FileNotFoundError(f"another generator has loaded {label} into {server.url} meanwhile")
             await self._reload(server)  # another generator has loaded an older version meanwhile
-        steps = answer["choices"][0]["prompt_logprobs"][1:]
         return [
             (step or {}).get(str(token), {}).get("logprob", math.nan)
             for step, token in zip(steps, tokens[1:], strict=True)
@@ -278,14 +298,14 @@ class VLLMServerEngine:
     def _is_away(self, server: VLLMServer) -> bool:
         return server in self._recoveries and not self._recoveries[server].done()
 
-    def _recover(self, server: VLLMServer, error: VLLMServerError) -> None:
+    def _recover(self, server: VLLMServer, error: VLLMServerGoneError) -> None:
         """Use a server no more until it answers and has the newest weights."""
         server.usable = False
         if not self._is_away(server):
             self.servers_lost += 1
             self._recoveries[server] = asyncio.create_task(self._wait_for(server, error))
 
-    async def _wait_for(self, server: VLLMServer, error: VLLMServerError) -> None:
+    async def _wait_for(self, server: VLLMServer, error: VLLMServerGoneError) -> None:
         log, since = WaitLog(), time.monotonic()
 
         async def use_again() -> None:
@@ -302,10 +322,12 @@ class VLLMServerEngine:
                 async with self._changed:
                     self._failures[server] = error
                     self._changed.notify_all()
+            await asyncio.sleep(min(getattr(error, "retry_after", 0.0), self._patience))
 
         await failed(error)
-        await asyncio.sleep(_FIRST_PAUSE)
-        await patiently(use_again, failed, first=_FIRST_PAUSE, longest=LONGEST_PAUSE)
+        await asyncio.sleep(min(server.pause, LONGEST_PAUSE))
+        server.pause = min(2 * server.pause, LONGEST_PAUSE)
+        await patiently(use_again, failed, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
         self._failures.pop(server, None)
         logger.warning("%s is used again, after %.0f s", server.url, time.monotonic() - since)
 
@@ -313,8 +335,8 @@ class VLLMServerEngine:
 def completion_of(choice: dict[str, Any], before: str, after: str, width: int = 0) -> Completion:
     """`before`, `after`: labels around the request. They give the first and the last token's version where the server
     does not give each token's. `width`: of the most likely tokens, how many log-probabilities were asked for."""
-    tokens = choice["token_ids"]
-    logprobs = [math.nan if each is None else each for each in choice["logprobs"]["token_logprobs"]]
+    tokens = [operator.index(token) for token in choice["token_ids"]]
+    logprobs = [math.nan if each is None else float(each) for each in choice["logprobs"]["token_logprobs"]]
     if spans := choice.get("weight_versions"):
         versions = [version_of(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     else:
@@ -323,13 +345,8 @@ def completion_of(choice: dict[str, Any], before: str, after: str, width: int = 
     sets: list[list[int]] = []
     if width:
         # {"token_id:17": -0.3}
-        by_token = [{int(name.rpartition(":")[2]): each for name, each in step.items()} for step in _tops(choice)]
-        sets = [kept_among(step, width) for step in by_token]
+        steps = [(step or {}).items() for step in choice["logprobs"]["top_logprobs"]]
+        sets = [kept_among({int(name.rpartition(":")[2]): each for name, each in step}, width) for step in steps]
     return Completion(
         tokens, logprobs, choice["text"], choice["finish_reason"] or "unknown", versions, **kept_fields(sets)
     )
-
-
-def _tops(choice: dict[str, Any]) -> list[dict[str, float]]:
-    """For each token, the most likely ones."""
-    return [step or {} for step in choice["logprobs"]["top_logprobs"]]

@@ -121,7 +121,8 @@ PAGE = b"<html>starting</html>"
 @contextlib.contextmanager
 def answering(answers: dict[str, Any], bodies: list[dict[str, Any]] | None = None) -> Iterator[tuple[str, list[str]]]:
     """A server with these answers and 404 for the rest, and the paths that it is asked for. It gives the answer None
-    to `NEVER` at the end of the block only. `bodies` gets what is asked."""
+    to `NEVER` at the end of the block only. `bodies` gets what is asked. An answer may have a status before it and
+    headers after it; an iterator gives one after the other."""
     asked: list[str] = []
     ended = threading.Event()
 
@@ -133,13 +134,17 @@ def answering(answers: dict[str, Any], bodies: list[dict[str, Any]] | None = Non
             path = self.path.partition("?")[0]
             asked.append(path)
             answer = answers.get(path)
+            if isinstance(answer, Iterator):
+                answer = next(answer)
             if answer is NEVER:
                 ended.wait()
                 return
-            status, answer = answer if isinstance(answer, tuple) else (404 if answer is None else 200, answer)
+            answer = answer if isinstance(answer, tuple) else (404 if answer is None else 200, answer)
+            status, answer, headers = (*answer, {})[:3]
             content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
+            for header in (headers | {"Content-Length": str(len(content))}).items():
+                self.send_header(*header)
             self.end_headers()
             self.wfile.write(content)
 
@@ -160,6 +165,12 @@ def answering(answers: dict[str, Any], bodies: list[dict[str, Any]] | None = Non
 
 def server_info(mode: str = "processed_logprobs", **configs: Any) -> dict[str, Any]:
     return {"vllm_config": {"model_config": {"logprobs_mode": mode}} | configs}
+
+
+def choice(index: int = 0, **changes: Any) -> dict[str, Any]:
+    """A completion of one token, as a server answers it."""
+    tokens = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "text": "a"}
+    return {"index": index, "finish_reason": "stop"} | tokens | changes
 
 
 def answers_for(model: Path, **changes: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,14 +36,15 @@ from tests.client.generator.factories import (
     make_version,
     recomputed,
 )
-from tests.client.generator.vllm_rollouts import TOOL, group_of, tool_group, two_turns
-from tests.client.generator.vllm_servers import (
+from tests.client.generator.engines.vllm_rollouts import TOOL, group_of, tool_group, two_turns
+from tests.client.generator.engines.vllm_servers import (
     CHUNKED,
     NEVER,
     PAGE,
     VLLMProcess,
     answering,
     answers_for,
+    choice,
     impatient_with,
     label_of,
     post,
@@ -107,21 +108,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(VLLMServer, "call", counted)
     return counts
-
-
-@pytest.fixture
-async def make_engine(model: Path) -> AsyncIterator[Callable[..., VLLMServerEngine]]:
-    """Makes engines that ask servers; closed after the test."""
-    engines: list[VLLMServerEngine] = []
-
-    def make(*servers: VLLMProcess | str, **options: Any) -> VLLMServerEngine:
-        urls = [server if isinstance(server, str) else server.url for server in servers]
-        engines.append(VLLMServerEngine(model, base_url=urls, **({"self_test": False} | options)))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        await engine.close()
 
 
 @pytest.mark.timeout(900)
@@ -425,7 +411,7 @@ def test_a_server_that_fits_is_taken(model: Path) -> None:
 
 async def test_a_request_leaves_nothing_of_sampling_to_the_defaults_of_the_model(model: Path, make_engine: Any) -> None:
     bodies: list[dict[str, Any]] = []
-    with answering(answers_for(model, **{"v1/completions": {"choices": []}}), bodies) as (url, _):
+    with answering(answers_for(model, **{"v1/completions": {"choices": [choice(0), choice(1)]}}), bodies) as (url, _):
         await make_engine(url).generate(PROMPT, SamplingConfig(min_p=0.05), 2)
     (asked_for,) = [body for body in bodies if "prompt" in body and "temperature" in body]
     drawn = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.05}
@@ -539,14 +525,7 @@ async def test_a_control_call_without_an_answer_ends_and_a_new_version_goes_to_t
 async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_others_go_on(
     model: Path, useless: dict[str, Any], caplog: pytest.LogCaptureFixture, make_engine: Any
 ) -> None:
-    choice = {
-        "index": 0,
-        "token_ids": [5],
-        "logprobs": {"token_logprobs": [-1.0]},
-        "text": "a",
-        "finish_reason": "stop",
-    }
-    completions = {"v1/completions": {"choices": [choice]}, "health": {}}
+    completions = {"v1/completions": {"choices": [choice()]}, "health": {}}
     again = answers_for(model, **completions)
     with answering(answers_for(model, **completions)) as (url, _), answering(again) as (other, asked):
         engine = make_engine(url, other)
@@ -558,7 +537,7 @@ async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_othe
         assert engine.servers_away == 1
         again |= answers_for(model, **completions)
         await async_until(lambda: not engine.servers_away)
-    assert f"{other}/v1/completions answered 503; it is asked again, 1 of 2 servers are away" in caplog.text
+    assert f"{other}/v1/completions answered 503: {{}}; it is asked again, 1 of 2 servers are away" in caplog.text
     assert f"{other} is used again, after" in caplog.text
 
 

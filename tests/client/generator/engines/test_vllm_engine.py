@@ -37,7 +37,7 @@ from tests.client.generator.factories import (
     make_prompts,
     make_version,
 )
-from tests.client.generator.vllm_rollouts import TOOL, group_of, tool_group, two_turns
+from tests.client.generator.engines.vllm_rollouts import TOOL, group_of, tool_group, two_turns
 from tests.factories import until
 from tests.trainer.factories import FakeClient, lines_of, make_sample, make_trainer
 

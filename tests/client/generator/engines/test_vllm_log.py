@@ -1,4 +1,4 @@
-"""Why an engine of vLLM died, as its log tells it. tests/client/generator/test_vllm_engine.py lets real ones die."""
+"""Why an engine of vLLM died, as its log tells it. test_vllm_engine.py lets real ones die."""
 
 from __future__ import annotations
 
