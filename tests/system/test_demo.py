@@ -82,7 +82,7 @@ def test_the_warm_up_of_the_tools_shows_what_the_tool_loop_plays_token_for_token
     engine.tokenizer, engine.max_length = tokenizer, 64
     messages = ({"role": "user", "content": row["prompt"]},)
     task = Task("p", prompt, row, messages, 0, SamplingConfig(), tokenizer, 64)
-    (rollout,) = asyncio.run(play(tools.rollout, [task], engine, None)).rollouts
+    (rollout,) = asyncio.run(play(tools.rollout, [task], engine, None, [])).rollouts
     (sequence,) = rollout.sequences
     assert sequence.token_ids == prompt + call + between + answer
     _, labels = padded([(prompt, call, between, answer)])

@@ -95,10 +95,10 @@ class GroupMaker:
         """
         while True:
             await asyncio.sleep(LOG_SECONDS)
-            for since, what in self._unanswered[:1]:
-                if (waited := asyncio.get_running_loop().time() - since) >= LOG_SECONDS:
-                    line = "the generator waits for %s (for %.0f s now); requests under way: %d"
-                    logger.warning(line, what, waited, len(self._unanswered))
+            waits, now = self._unanswered, asyncio.get_running_loop().time()
+            if waits and (waited := now - waits[0][0]) >= LOG_SECONDS:
+                line = "the generator waits for %s (for %.0f s now), the first of %d requests"
+                logger.warning(line, waits[0][1], waited, len(waits))
 
     async def make(
         self,
@@ -155,7 +155,7 @@ class GroupMaker:
         """The rollouts that were finished. Raises PromptError if they are too few."""
         config, sampling = self._config, self._seeded(self._config.sampling, f"{number}")
         tasks = [self._task(prompt, prompt_ids, index, sampling) for index in range(config.group_size)]
-        played = await play(self._rollout, tasks, self._engine, config.rollout_timeout, unanswered=self._unanswered)
+        played = await play(self._rollout, tasks, self._engine, config.rollout_timeout, self._unanswered)
         self._see_failures(prompt, played.failures, len(played.rollouts), config.group_size)
         return played.rollouts
 
@@ -176,10 +176,9 @@ class GroupMaker:
         tasks = [self._task(opening.prompt, opening.prompt_ids, index, sampling) for index in building.missing]
         if tasks:
             played = await play(
-                *(self._rollout, tasks, self._engine, config.rollout_timeout),
+                *(self._rollout, tasks, self._engine, config.rollout_timeout, self._unanswered),
                 store=store,
                 patience=lambda: self._patience(building),
-                unanswered=self._unanswered,
             )
             failures = played.failures
             if late := len(building.missing) - len(failures):

@@ -180,13 +180,13 @@ class RolloutPolicy:
     """
 
     def __init__(
-        self, engine: Engine, sampling: SamplingConfig, unanswered: Unanswered | None = None, *, early: bool = False
+        self, engine: Engine, sampling: SamplingConfig, unanswered: Unanswered, *, early: bool = False
     ) -> None:
         """`early`: each rollout goes on as soon as its own completion has ended, and not all of the request.
         `unanswered` shows its requests to others."""
         self._engine = engine
         self._sampling = sampling
-        self._unanswered = [] if unanswered is None else unanswered
+        self._unanswered = unanswered
         self._early = early
         self._asked: dict[tuple[tuple[int, ...], SamplingConfig], list[asyncio.Future[Completion]]] = {}
         self._requests: set[asyncio.Task[None]] = set()
@@ -232,15 +232,13 @@ class RolloutPolicy:
             if (done := waiting[number]).done():  # its rollout was given up meanwhile
                 return
             if fault := fault_of(completion, sampling, vocabulary):
-                done.set_exception(CompletionError(engine, number, fault))
+                done.set_exception(CompletionError(f"completion {number} of {engine} {fault}"))
             elif completion is not None:
                 done.set_result(completion)
 
         self._unanswered.append(asked := (asyncio.get_running_loop().time(), f"{n} completions of {engine}"))
         try:
-            completions = await self._engine.generate(
-                list(token_ids), sampling, n, *([finished] if self._early else [])
-            )
+            completions = await self._engine.generate(list(token_ids), sampling, n, *[finished] * self._early)
             for number in range(n):
                 finished(number, completions[number] if number < len(completions) else None)
         except Exception as error:
@@ -311,10 +309,10 @@ async def play(
     tasks: Sequence[Task],
     engine: Engine,
     timeout: float | None,
+    unanswered: Unanswered,
     *,
     store: Store | None = None,
     patience: Callable[[], float | None] = lambda: None,
-    unanswered: Unanswered | None = None,
 ) -> Played:
     """Plays one rollout for each of `tasks`, all at the same time. `timeout`: seconds for each.
 

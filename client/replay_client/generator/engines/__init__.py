@@ -25,10 +25,6 @@ class EngineError(ReplayError):
 class CompletionError(EngineError):
     """An engine answered, and with a completion that no policy can have drawn. The rollout that asked for it fails."""
 
-    def __init__(self, engine: str, number: int, fault: str) -> None:
-        """`number`: of the completion in its request, from 0 on. `fault`: what is wrong with it, and the remedy."""
-        super().__init__(f"completion {number} of {engine} {fault}")
-
 
 @suggests_names
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from replay_client.generator.engines.vllm_http import (
     Weights,
     version_of,
 )
+from replay_client.generator.weights import facts_of_engine
 from replay_client.waits import WaitLog, patiently
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class VLLMServerEngine:
         differ by. The three timeouts: see Timeouts. `api_key`, `lock_folder`: see VLLMServer.
         Raises VLLMServerError, with the remedy, for a server that cannot be used.
         """
-        from transformers import AutoTokenizer, PretrainedConfig
+        from transformers import AutoTokenizer
 
         urls = [base_url] if isinstance(base_url, str) else [*base_url]
         if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
@@ -92,9 +93,7 @@ class VLLMServerEngine:
         """How often a server went away, or lost the weights that were loaded into it."""
         self.model: str = os.fspath(model)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
-        # As it is written: the model may be one that transformers does not know.
-        config, _ = PretrainedConfig.get_config_dict(self.model)
-        self.vocabulary: int | None = {**config, **config.get("text_config", {})}.get("vocab_size")
+        self.vocabulary: int | None = facts_of_engine(self).get("vocabulary")
         self._wanted = (self.model, served_model, max_length)
         start = self._start(self_test)
         with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a loop may be running in this one
@@ -193,7 +192,7 @@ class VLLMServerEngine:
                 completions.append(completion_of(choices[number], before, after, body["logprobs"]))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             fault = f"is not as vLLM answers ({error!r}): does a proxy leave out fields of {read!r:.200}?"
-            raise CompletionError(server.url, len(completions), fault) from error
+            raise CompletionError(f"completion {len(completions)} of {server.url} {fault}") from error
         server.pause = FIRST_PAUSE
         return completions
 

@@ -23,6 +23,7 @@ from replay_client.generator import GeneratorConfig, RolloutGenerator, WeightsMi
 from replay_client.generator.engines import SamplingConfig
 from replay_client.generator.engines.vllm import VLLMEngine, sets_of
 from replay_server import ReplayServer, TableConfig
+from tests.client.generator.engines.vllm_rollouts import TOOL, group_of, tool_group, two_turns
 from tests.client.generator.factories import (
     EOS,
     RecordingClient,
@@ -37,7 +38,6 @@ from tests.client.generator.factories import (
     make_prompts,
     make_version,
 )
-from tests.client.generator.engines.vllm_rollouts import TOOL, group_of, tool_group, two_turns
 from tests.factories import until
 from tests.trainer.factories import FakeClient, lines_of, make_sample, make_trainer
 

@@ -24,18 +24,6 @@ from replay_client.generator.engines.vllm_http import VLLMServer, VLLMServerErro
 from replay_client.generator.engines.vllm_server import VLLMServerEngine, completion_of
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
-from tests.client.generator.factories import (
-    RecordingClient,
-    check_completion,
-    check_each_is_told,
-    check_group,
-    check_kept,
-    check_scores,
-    make_model,
-    make_prompts,
-    make_version,
-    recomputed,
-)
 from tests.client.generator.engines.vllm_rollouts import TOOL, group_of, tool_group, two_turns
 from tests.client.generator.engines.vllm_servers import (
     CHUNKED,
@@ -49,6 +37,18 @@ from tests.client.generator.engines.vllm_servers import (
     label_of,
     post,
     server_info,
+)
+from tests.client.generator.factories import (
+    RecordingClient,
+    check_completion,
+    check_each_is_told,
+    check_group,
+    check_kept,
+    check_scores,
+    make_model,
+    make_prompts,
+    make_version,
+    recomputed,
 )
 from tests.docs.blocks import ROOT, blocks
 from tests.factories import PATIENCE, async_until

@@ -33,7 +33,7 @@ async def group_of(
         Task("p", list(prompt_ids), {}, None, index, sampling, engine.tokenizer, engine.max_length)
         for index in range(size)
     ]
-    played = await play(hook, [replace(task, **fields) for task in tasks], engine, None)
+    played = await play(hook, [replace(task, **fields) for task in tasks], engine, None, [])
     assert not played.failures, repr(played.failures[0])
     rewards = np.arange(size, dtype=np.float32)
     return group_of_rollouts(played.rollouts, 0, rewards=rewards, advantages=rewards, sampling=sampling.describe())
