@@ -24,7 +24,7 @@ from replay_client.generator.weights import (
     WeightsNotAllowedError,
     check_inside,
     check_whole,
-    facts_of_engine,
+    model_facts,
 )
 from replay_client.records import Policy
 from replay_client.waits import LOG_SECONDS, WaitLog, beat
@@ -170,7 +170,7 @@ class PolicyFollower:
 
     async def facts(self) -> dict[str, Any]:
         """`model_facts` of the engine."""
-        return await asyncio.to_thread(facts_of_engine, self._engine)
+        return await asyncio.to_thread(model_facts, self._engine.model, self._engine.tokenizer)
 
     async def load_first(self, wait: bool) -> None:
         """Load the published weights; with `wait` wait for them. Otherwise the engine's own weights are version 0."""

@@ -175,16 +175,20 @@ class Probe:
 # -------------------------------------------------------------------------------------------------- models
 
 
-def model_facts(config: Any, tokenizer: Any) -> dict[str, Any]:
-    """What generator and trainer must agree on, as far as it is known. `config`: that of the model; None: unknown.
+def model_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """What generator and trainer must agree on, as far as it is known. `model`: its configuration, folder or name.
 
     model_type, vocabulary (embeddings), and tokenizer: 16 hexadecimal digits of its tokens and their ids. Tokens that
     were added behind its vocabulary do not count, because a trainer may add one for padding.
     """
     facts: dict[str, Any] = {}
-    if config is not None:
-        text = config.get_text_config()
-        facts = {"model_type": text.model_type, "vocabulary": text.vocab_size}
+    if isinstance(model, str):
+        with suppress(ImportError, OSError, ValueError):  # not on this machine, or in need of code that comes with it
+            from transformers import AutoConfig
+
+            model = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    if hasattr(model, "get_text_config"):
+        facts = {"model_type": model.get_text_config().model_type, "vocabulary": model.get_text_config().vocab_size}
     with suppress(AttributeError, NotImplementedError):  # somebody's own tokenizer, or none
         size = tokenizer.vocab_size
         tokens = sorted(each for each in tokenizer.get_vocab().items() if each[1] < size)
@@ -192,22 +196,8 @@ def model_facts(config: Any, tokenizer: Any) -> dict[str, Any]:
     return facts
 
 
-def facts_of_engine(engine: Any) -> dict[str, Any]:
-    """`model_facts` of the model that an engine started with."""
-    config = None
-    if engine.model is not None:
-        with suppress(ImportError, OSError, ValueError):  # not on this machine, or in need of code that comes with it
-            from transformers import AutoConfig
-
-            config = AutoConfig.from_pretrained(engine.model, trust_remote_code=False)
-    return model_facts(config, engine.tokenizer)
-
-
 def why_other_model(clients: Iterable[ClientInfo], ours: Mapping[str, Any]) -> str:
-    """Why a trainer with these `model_facts` refuses the groups of a generator that is connected; empty: it does not.
-
-    What one of both does not say is not compared.
-    """
+    """Why a trainer with these `model_facts` refuses a connected generator, by what both say; empty: it does not."""
     for client in clients:
         said = read_described(client.settings)
         theirs = said.get("model")

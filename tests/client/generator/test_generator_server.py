@@ -19,7 +19,7 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 from replay_client import AsyncReplayClient
 from replay_client.errors import ServerUnavailableError
 from replay_client.generator import GeneratorConfig, RolloutGenerator, StaleWeightsError
-from replay_client.generator.weights import facts_of_engine, model_facts
+from replay_client.generator.weights import model_facts
 from replay_client.waits import WaitLog
 from replay_protos.recipes import read_described
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
@@ -405,4 +405,4 @@ def test_a_slow_tokenizer_says_the_same_of_itself_as_a_fast_one_and_an_engine_of
     slow = BertTokenizerLegacy(str(vocabulary))
     fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordPiece(slow.get_vocab(), unk_token="[UNK]")))
     assert model_facts(None, slow) == model_facts(None, fast) == {"tokenizer": "f7b06a0da87e2ab6"}
-    assert facts_of_engine(ScriptedEngine()) == facts_of_engine(ScriptedEngine(model=str(tmp_path))) == {}
+    assert model_facts(None, ScriptedEngine().tokenizer) == model_facts(str(tmp_path), None) == {}

@@ -1,59 +1,81 @@
-"""What each adapter was run with, and whether what is installed has the hooks that the adapter relies on.
+"""What each adapter was run with, and what it relies on in its framework, which is looked for when it is imported.
 
-An adapter replaces and calls parts of its framework, which any release may change. So it names them, and they are
-looked for when it is imported: a difference ends the run at once, and not at its first step. The number of the version
-is not asked: one that has all hooks works.
+Any release of a framework may change what an adapter replaces or calls. A difference ends the run at once, and not at
+its first step. The number of a version is not asked: one that has all hooks works.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Iterator, Mapping
+import pkgutil
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 RUN_WITH = {
-    "trl": "trl 1.16.0",
+    "TRL": "trl 1.16.0",
+    "AsyncGRPO": "trl 1.16.0",
     "verl": "verl 0.9.1, TransferQueue 0.1.11",
     "slime": "THUDM/slime at 624b824a89",
-    "miles": "radixark/miles at 31f1ca961a",
-    "skyrl": "NovaSky-AI/SkyRL at a9564572eb",
+    "Miles": "radixark/miles at 31f1ca961a",
+    "SkyRL": "NovaSky-AI/SkyRL at a9564572eb",
 }
-"""What the adapters of each framework were run with."""
-
-Hooks = Mapping[str, tuple[str, ...] | None]
-"""Names of attributes, with their parameters after self. None: any; "..." at the end: in any order, among others."""
+_SAMPLE = "Sample(tokens, response_length, rollout_log_probs, loss_mask, reward, status, index, ...)"
+HOOKS: dict[str, str] = {
+    "TRL": """
+        trl:GRPOTrainer._generate(prompts)
+        trl:GRPOTrainer._generate_and_score_completions(inputs)
+        trl:GRPOTrainer._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        trl:GRPOTrainer._get_per_token_logps_and_entropies(input_ids, attention_mask, logits_to_keep, batch_size, ...)
+        """,
+    "AsyncGRPO": """
+        trl.experimental.async_grpo:AsyncGRPOTrainer(rollout_worker, weight_transfer, callbacks, ...)
+        trl.experimental.async_grpo.async_grpo_trainer:DataCollatorForRollout.torch_call(examples)
+        trl.experimental.async_grpo.async_rollout_worker:RolloutSample(input_ids, completion_mask, old_log_probs, ...)
+        """,
+    "verl": """
+        verl.trainer.ppo.v1.replay_buffer:ReplayBuffer.sample(global_steps, partition_id, batch_size)
+        verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync.sample(global_steps, partition_id, batch_size)
+        transfer_queue:kv_batch_get(keys, partition_id, select_fields, ...)
+        transfer_queue:kv_batch_put(keys, partition_id, fields, tags, ...)
+        """,
+    "slime": f"""
+        slime.rollout.base_types:RolloutFnTrainOutput(samples, metrics, ...)
+        slime.utils.types:Sample.Status.ABORTED
+        slime.utils.types:{_SAMPLE}
+        """,
+    "Miles": f"""
+        miles.rollout.fully_async_data_buffer:DataBufferConstructorInput(args, unused_handler_fn, ...)
+        miles.rollout.fully_async_data_buffer:DataBufferInput(prompt_group, group, ...)
+        miles.utils.types:{_SAMPLE}
+        """,
+    "SkyRL": """
+        skyrl.train.fully_async_trainer:FullyAsyncRayPPOTrainer._collect_generation_mini_batch
+        skyrl.train.fully_async_trainer:FullyAsyncRayPPOTrainer.load_checkpoints
+        skyrl.train.fully_async_trainer:GeneratedOutputGroup(generator_output, global_step_when_scheduled, ...)
+        """,
+}
+"""Lines `module:name`, some with all parameters after self; with "..." they may be in any order, among others."""
 
 
 @contextmanager
-def importing(framework: str) -> Iterator[None]:
-    """Around the imports of a framework. Raises ImportError with what is missing, and the remedy."""
+def hooks_of(framework: str) -> Iterator[None]:
+    """Around the imports of a framework. Raises ImportError with what is missing or differs, and the remedy."""
     try:
+        for hook in filter(None, map(str.strip, HOOKS[framework].splitlines())):
+            name, _, wanted = hook.rstrip(")").partition("(")
+            owned = pkgutil.resolve_name(name)
+            found = [each for each in inspect.signature(owned).parameters if each != "self"] if wanted else []
+            names = wanted.split(", ") if wanted else []
+            if found != names and (names[-1:] != ["..."] or not {*names} <= {*found, "..."}):
+                raise AttributeError(f"{name} takes ({', '.join(found)}), not ({wanted})")
         yield
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         raise mismatch(framework, error) from error
-
-
-def check_hooks(framework: str, hooks: Mapping[Any, Hooks]) -> None:
-    """Raises ImportError, with the difference and the remedy, unless each owner has its hooks."""
-    for owner, named in hooks.items():
-        where = getattr(owner, "__name__", type(owner).__name__)
-        for name, wanted in named.items():
-            if not hasattr(owner, name):
-                raise mismatch(framework, f"{where} has no {name}")
-            if wanted is None:
-                continue
-            found = tuple(each for each in inspect.signature(getattr(owner, name)).parameters if each != "self")
-            if found != wanted and (wanted[-1:] != ("...",) or not {*wanted} <= {*found, "..."}):
-                raise mismatch(framework, f"{where}.{name} takes ({', '.join(found)}), not ({', '.join(wanted)})")
 
 
 def mismatch(framework: str, difference: object) -> ImportError:
     """The error of every such difference."""
-    version = getattr(sys.modules.get(framework), "__version__", "")
     return ImportError(
-        f"the adapter for {framework} was run with {RUN_WITH[framework]}, and what is installed differs "
-        f"({framework} {version or 'without a version'}): {difference}. Install what it was run with, or a newer "
-        f"replay-server"
+        f"the adapter for {framework} was run with {RUN_WITH[framework]}, and what is installed differs: {difference}. "
+        f"Install what it was run with, or a newer replay-server"
     )

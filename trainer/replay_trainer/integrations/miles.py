@@ -46,14 +46,13 @@ from replay_client.errors import (
 from replay_client.generator.rewards import in_daemon_thread
 from replay_client.scoring import trained_priority
 from replay_client.waits import WaitLog
-from replay_trainer.integrations.hooks import check_hooks, importing
+from replay_trainer.integrations.hooks import hooks_of
 from replay_trainer.integrations.pool import GroupPool
 from replay_trainer.integrations.samples import SampleStore
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.weights import OutputLock, writing
 
-with importing("miles"):
-    from miles.rollout import fully_async_data_buffer
+with hooks_of("Miles"):
     from miles.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter
     from miles.rollout.fully_async_data_buffer import (
         DataBuffer,
@@ -64,19 +63,6 @@ with importing("miles"):
     )
     from miles.utils.misc import load_function
     from miles.utils.types import Sample as MilesSample
-
-check_hooks(
-    "miles",
-    {
-        fully_async_data_buffer: {
-            "DataBufferConstructorInput": ("args", "unused_handler_fn", "..."),
-            "DataBufferInput": ("prompt_group", "group", "..."),
-        },
-        DataBuffer: dict.fromkeys(("put", "get", "get_metrics")),
-        MetricGatherer: dict.fromkeys(("on_dynamic_filter_drop", "collect")),
-        MilesSample.Status: {"ABORTED": None},
-    },
-)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -29,26 +29,14 @@ from typing import Any
 from replay_client import ReplayClient, RolloutGroup, Sample
 from replay_client.generator.rewards import in_daemon_thread
 from replay_trainer.integrations.finished import FinishedGroups, Place
-from replay_trainer.integrations.hooks import check_hooks, importing
+from replay_trainer.integrations.hooks import hooks_of
 from replay_trainer.integrations.pool import GroupPool, OnUnavailable
 
-with importing("skyrl"):
-    from skyrl.train import fully_async_trainer
+with hooks_of("SkyRL"):
     from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer, GeneratedOutputGroup
     from skyrl.train.generators.base import GeneratorInterface, TrajectoryID
 
     from replay_trainer.integrations.skyrl_rows import columns_of, group_of, output_of
-
-_GROUP = ("generator_output", "uid", "global_step_when_scheduled", "prompts", "...")
-_METHODS = ("train", "save_checkpoints", "load_checkpoints", "_collect_generation_mini_batch")
-check_hooks(
-    "skyrl",
-    {
-        fully_async_trainer: {"GeneratedOutputGroup": _GROUP},
-        FullyAsyncRayPPOTrainer: dict.fromkeys(_METHODS),
-        GeneratorInterface: {"generate": None},
-    },
-)
 
 
 @dataclass(frozen=True)

@@ -14,25 +14,13 @@ from math import isfinite
 from typing import Any
 
 from replay_client import ReplayClient, RolloutGroup
-from replay_trainer.integrations.hooks import check_hooks, importing
+from replay_trainer.integrations.hooks import hooks_of
 from replay_trainer.integrations.pool import GroupPool, OnUnavailable
 from replay_trainer.integrations.samples import SampleStore
 
-with importing("slime"):
-    from slime.rollout import base_types
+with hooks_of("slime"):
     from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
-    from slime.utils import types
     from slime.utils.types import Sample
-
-_SAMPLE = ("tokens", "response_length", "rollout_log_probs", "loss_mask", "reward", "status", "index", "group_index")
-check_hooks(
-    "slime",
-    {
-        base_types: {"RolloutFnTrainOutput": ("samples", "metrics", "..."), "call_rollout_fn": None},
-        types: {"Sample": (*_SAMPLE, "...")},
-        Sample.Status: dict.fromkeys(("COMPLETED", "TRUNCATED", "ABORTED")),
-    },
-)
 
 IMAGES = ("multimodal_inputs", "multimodal_train_inputs")
 _ENDED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)

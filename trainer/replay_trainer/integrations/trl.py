@@ -36,11 +36,11 @@ from replay_client.settings import check_choice
 from replay_server import ReplayServer, TableConfig
 from replay_trainer.config import OnEmpty
 from replay_trainer.correction import CorrectionConfig, correct
-from replay_trainer.integrations.hooks import Hooks, check_hooks, importing, mismatch
+from replay_trainer.integrations.hooks import hooks_of, mismatch
 from replay_trainer.integrations.pool import GroupPool, OnUnavailable
 from replay_trainer.integrations.trl_rows import FreshRow, GeneratedRows, GenerationStep, fingerprint
 
-with importing("trl"):
+with hooks_of("TRL"):
     from trl import GRPOConfig, GRPOTrainer
     from trl.models.utils import disable_gradient_checkpointing
 
@@ -88,17 +88,6 @@ class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types th
             raise ValueError(f"replay_clip_max must be above 0, not {self.replay_clip_max}")
 
 
-HOOKS: Hooks = {
-    "_generate": ("prompts",),
-    "_generate_and_score_completions": ("inputs",),
-    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
-    "_get_per_token_logps_and_entropies": (
-        *("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"),
-        "...",  # images, which replayed rows do not have
-    ),
-}
-"""The methods that are replaced or called."""
-
 ATTRIBUTES = (
     *("accelerator", "num_generations", "reward_weights", "reward_func_names", "temperature", "max_completion_length"),
     *("use_vllm", "vllm_importance_sampling_correction", "off_policy_mask_threshold", "multi_objective_aggregation"),
@@ -125,7 +114,6 @@ def start_embedded(table: str, max_size: int, max_staleness: int | None) -> Repl
 
 
 logger = logging.getLogger(__name__)
-check_hooks("trl", {GRPOTrainer: HOOKS})
 
 
 class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -139,7 +127,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Raises ImportError if the installed TRL has other hooks, TableNotFoundError and ServerUnavailableError for a
         server that cannot be used."""
         super().__init__(*args, **kwargs)
-        check_hooks("trl", {self: dict.fromkeys(ATTRIBUTES)})
+        if missing := [name for name in ATTRIBUTES if not hasattr(self, name)]:
+            raise mismatch("TRL", f"a GRPOTrainer has no attribute {', '.join(missing)}")
         # A GRPOConfig has none of our fields: then the defaults hold.
         self._replay = SimpleNamespace(
             **{each.name: getattr(self.args, each.name, each.default) for each in fields(ReplayGRPOConfig)}
@@ -199,7 +188,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if step.fresh is None:
             return output
         if step.final_rewards is not None:
-            raise mismatch("trl", "it does not call _calculate_rewards after _generate")
+            raise mismatch("TRL", "it does not call _calculate_rewards after _generate")
         if not away:
             with step.timed():
                 old = self._correct(step, output)
@@ -213,7 +202,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if step is None:
             return generated
         if len(generated) != GENERATED:
-            raise mismatch("trl", f"_generate returns {len(generated)} values, not {GENERATED}")
+            raise mismatch("TRL", f"_generate returns {len(generated)} values, not {GENERATED}")
         prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, _ = generated
         # All ranks must decide alike, because what follows is collective.
         if self._is_vlm and gather(torch.tensor([images is not None], device=self.accelerator.device)).any():

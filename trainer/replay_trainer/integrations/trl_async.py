@@ -30,26 +30,13 @@ from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestErro
 from replay_client.generator.weights import model_facts, why_other_model
 from replay_client.scoring import carries_gradient
 from replay_client.waits import WaitLog
-from replay_trainer.integrations.hooks import check_hooks, importing
+from replay_trainer.integrations.hooks import hooks_of
 from replay_trainer.integrations.pool import GroupPool, warn_of_put_aside, why_no_rows
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.weights import OutputLock, publish_weights, published, to_disk, version_of
 
-with importing("trl"):
-    from trl.experimental.async_grpo import AsyncGRPOTrainer, async_rollout_worker
+with hooks_of("AsyncGRPO"):
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
-
-_SAMPLE = (
-    *("prompt", "completion", "input_ids", "completion_mask", "old_log_probs", "advantage", "model_version"),
-    *("group_id", "metrics", "enqueued_at"),
-)
-check_hooks(
-    "trl",
-    {
-        AsyncGRPOTrainer: {"__init__": ("rollout_worker", "weight_transfer", "callbacks", "...")},
-        async_rollout_worker: {"RolloutSample": (*_SAMPLE, "...")},
-    },
-)
 
 
 @dataclass(frozen=True)
@@ -89,7 +76,6 @@ class Progress:
 
     def watch(self, collator: Any) -> None:
         """From now on notes what TRL's collator puts into each micro-batch."""
-        check_hooks("trl", {type(collator): {"torch_call": ("examples",)}})
         collate = collator.torch_call
 
         def noting(examples: list[Any]) -> Any:
@@ -200,10 +186,10 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._run = uuid.uuid4().hex
         self._model: Any = None
         self._tokenizer: Any = None
-        self._facts: dict[str, Any] = {}
-        """`model_facts`, until the generators of the first group were compared with them."""
-        self._sampling: dict[str, float] = {}
-        """Of what TRL computes: over all tokens, at its temperature."""
+        self._facts: dict[
+            str, Any
+        ] = {}  # `model_facts`, until the generators of the first group were compared with them
+        self._sampling: dict[str, float] = {}  # of what TRL computes: over all tokens, at its temperature
         self._weights: dict[str, Tensor] = {}
         self._policy: Policy | None = None
         """The version that this trainer found, or announced last."""

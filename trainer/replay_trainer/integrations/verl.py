@@ -28,22 +28,14 @@ from torch import Tensor
 from replay_client import ReplayClient, RolloutGroup, group_from_rows
 from replay_client.completions import row_of
 from replay_client.scoring import group_advantages
-from replay_trainer.integrations.hooks import Hooks, check_hooks, importing
+from replay_trainer.integrations.hooks import hooks_of
 from replay_trainer.integrations.pool import GroupPool
 
-with importing("verl"):
+with hooks_of("verl"):
     import transfer_queue as tq
     from omegaconf import DictConfig, OmegaConf
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
-
-_SAMPLES: Hooks = {"sample": ("global_steps", "partition_id", "batch_size")}
-_QUEUE: Hooks = {
-    "kv_batch_get": ("keys", "partition_id", "select_fields", "..."),
-    "kv_batch_put": ("keys", "partition_id", "fields", "tags", "..."),
-    "kv_clear": ("keys", "partition_id", "..."),
-}
-check_hooks("verl", {ReplayBuffer: _SAMPLES, ReplayBufferAsync: _SAMPLES, tq: _QUEUE})
 
 COLUMNS = ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores")
 """What a stored group is made of."""

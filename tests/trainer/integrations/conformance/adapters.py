@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from replay_trainer.integrations.hooks import RUN_WITH
 
 SHOWN_ON = "2026-11-23"
-FRAMEWORKS = {"TRL": "trl", "AsyncGRPO": "trl", "verl": "verl", "slime": "slime", "Miles": "miles", "SkyRL": "skyrl"}
-"""The names of the frameworks in `RUN_WITH`, which says what their own classes came from."""
 COLUMNS = {
     "prompts": "Prompts differ within a group, and each row comes back with its own.",
     "sequences": "Rollouts of several sequences.",
@@ -172,7 +170,7 @@ def markdown() -> str:
                 reasons.append(cell.reason)
             cells.append(f"– ({reasons.index(cell.reason) + 1})")
         lines.append(f"| **{column}**: {meaning} | {' | '.join(cells)} |")
-    versions = [f"| shown on {SHOWN_ON} with | {' | '.join(RUN_WITH[FRAMEWORKS[name]] for name in TABLE)} |"]
+    versions = [f"| shown on {SHOWN_ON} with | {' | '.join(RUN_WITH[name] for name in TABLE)} |"]
     return "\n".join([*lines, *versions, "", *(f"{i}. {reason}." for i, reason in enumerate(reasons, 1))]) + "\n"
 
 
