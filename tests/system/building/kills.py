@@ -35,6 +35,7 @@ from typing import Any
 from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup
 from replay_client.errors import DeadlineExceededError
 from replay_client.generator import GeneratorConfig, run_generator
+from replay_client.generator.engines import SamplingConfig
 from replay_client.generator.openings import Opening, decode_rollout
 from replay_client.records import ExtendResult
 from tests.factories import server_process, start, until
@@ -100,6 +101,7 @@ def generate(address: str, port: int, notes: Path, name: str, building: bool, ne
 
     config = GeneratorConfig(
         group_size=GROUP_SIZE,
+        sampling=SamplingConfig(max_tokens=400),
         max_concurrent_groups=CONCURRENT,
         building="building" if building else None,
         building_lease=LEASE,
