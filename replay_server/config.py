@@ -86,9 +86,9 @@ class ServerSection(Model):
     either case. If the machine fails, "always" loses nothing that was acknowledged, and "never" goes back to the newest
     checkpoint."""
     max_bytes: Bytes | None = None
-    """Payload bytes that all tables together may hold; absent: no bound."""
+    """Bytes of payloads and labels (tags, names of columns) that all tables together may hold; absent: no bound."""
     max_payload_bytes: Bytes = 1 << 30
-    """Payload bytes of the largest item that the server takes."""
+    """Bytes of the largest item that the server takes."""
     shared_memory: Literal[False] | Path = Path("/dev/shm")
     """Folder in which clients on the server's host make sockets, to which it sends memory for payloads. false: payloads
     travel over gRPC only. Server and client must see the same folder, also in containers, and run as the same user."""

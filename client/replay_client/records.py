@@ -245,7 +245,7 @@ class ServerInfo:
     items: int
     bytes: int
     max_bytes: int
-    """The most payload bytes that all tables together may hold; 0: no bound."""
+    """The most bytes that all tables together may hold; 0: no bound."""
     storage: str
     insert_streams: int
     sample_streams: int

@@ -8,8 +8,9 @@ balance their draws. Most items have neither. They share `NO_LABELS`, and cost n
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from numbers import Integral
 
 import msgpack
@@ -32,6 +33,8 @@ class Labels:
     """Names of the columns that the payload has beside the fields of each group: of its extras."""
     pairs: tuple[tuple[str, TagValue], ...] = ()
     """The tags, by name."""
+    nbytes: int = field(default=0, compare=False)
+    """What they take in memory, where no other item has the same: what bounds count, about."""
 
     @property
     def tags(self) -> dict[str, TagValue]:
@@ -63,6 +66,8 @@ def labels_of(columns: Iterable[str], tags: Mapping[str, TagValue] | None) -> La
     return (_shared if len(names) <= _MOST_SHARED else _checked)(names, tuple(pairs))
 
 
+_TEXT_BYTES = 80
+"""Of each name and value beside its characters: of the object, and of its place in a set or tuple."""
 _MOST_SHARED = 64
 """Columns of an item whose labels are kept for others: the names of 1024 columns may take 256 kB."""
 
@@ -85,7 +90,8 @@ def _checked(columns: frozenset[str], pairs: tuple[tuple[str, TagValue], ...]) -
                 )
         elif not -(1 << 63) <= value < 1 << 63:
             raise ValueError(f"tag {name!r} is {value!r:.80}: a tag is a string, or an integer of 64 bits")
-    return Labels(columns, tuple(sorted(pairs)))
+    nbytes = sum(_TEXT_BYTES + len(str(text)) for text in (*columns, *chain(*pairs)))
+    return Labels(columns, tuple(sorted(pairs)), nbytes)
 
 
 _shared = lru_cache(1 << 12)(_checked)  # most items of a run have the labels of many others: so they share one object

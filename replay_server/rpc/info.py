@@ -111,7 +111,7 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         waiting_seconds=max(0.0, now - table.waits_since) if table.waiting.count else 0.0,
         flow=_flow(table.flow),
         kept=kept.size,
-        kept_bytes=int(columns.size[kept].sum()),
+        kept_bytes=int(columns.cost[kept].sum()),
         archive_of=buffer.archived if table is buffer.archive else "",
         **table.counts(),
     )

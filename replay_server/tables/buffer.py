@@ -36,7 +36,7 @@ from pydantic import ValidationError
 from replay_protos.labels import labels_of
 from replay_server.errors import Refused, closed, deadline, invalid, listed_tables, not_found, try_again
 from replay_server.tables.admission import Admission
-from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, KeyArray
+from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, KeyArray, costs
 from replay_server.tables.config import (
     ARCHIVE,
     AdmissionConfig,
@@ -89,7 +89,7 @@ def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items
 
     This is about order alone: what the rows change for each other. Whether they may enter, the insert rules say.
     """
-    n, nbytes = len(batch), int(batch.sizes.sum())
+    n, nbytes = len(batch), int(costs(batch.sizes, batch.labels).sum())
     if items.bytes + nbytes > items.max_bytes or len(set(batch.keys)) < n or any_insert_waits(tables, lines):
         return 1
     at_once: float = n
@@ -205,7 +205,7 @@ class ReplayBuffer:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all payloads."""
+        """Bytes of all payloads and labels."""
         return self.items.bytes
 
     @property
@@ -354,15 +354,16 @@ class ReplayBuffer:
         except ValueError as error:
             raise invalid(f"item {key}: {error}") from None
         nbytes = sum(map(len, segment))
-        self.items.clear_left(nbytes)
-        if (refusal := self._rules.why_cannot_grow(key, nbytes, tables)) is not None:
+        cost = nbytes + labels.nbytes - before.nbytes
+        self.items.clear_left(cost)
+        if (refusal := self._rules.why_cannot_grow(key, cost, tables)) is not None:
             raise refusal
-        self.items.free(nbytes)
+        self.items.free(cost)
         self.items.extend(key, labels, segment, nbytes)
-        completed = [table for table in tables if table.extend(key, nbytes, labels)]
-        self.history.extended(key, nbytes)
+        completed = [table for table in tables if table.extend(key, nbytes, cost, labels)]
+        self.history.extended(key, nbytes, cost)
         if self.archive is not None:  # what is over its bound goes with the next insert
-            self.archive.extend(key, nbytes, labels)
+            self.archive.extend(key, nbytes, cost, labels)
         for watcher in self.watchers:
             watcher.changed([key])
         self._progress(completed)

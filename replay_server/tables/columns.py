@@ -55,6 +55,11 @@ def total(values: IntArray) -> int:
     return int(values.item() if values.size == 1 else values.sum())
 
 
+def costs(sizes: IntArray, labels: Sequence[Labels] | None) -> IntArray:
+    """The bytes of items (n,) that count for bounds: of their payloads and labels (n,). `labels` None: none has any."""
+    return sizes if labels is None else sizes + np.array([of_item.nbytes for of_item in labels])
+
+
 def rows_at(slots: IntArray) -> IntArray | slice:
     """An index of the rows at `slots` (n,): of one slot a slice, with which numpy is three times as fast."""
     return slice(slot := slots.item(), slot + 1) if slots.size == 1 else slots
@@ -194,6 +199,8 @@ class Columns(RowFacts):
         """When the item was inserted: seconds of the server's clock."""
         self.size = np.zeros(0, dtype=np.int64)
         """Bytes of the payload."""
+        self.cost = np.zeros(0, dtype=np.int64)
+        """Bytes that count for bounds: see `costs`."""
         self.times_sampled = np.zeros(0, dtype=np.int64)
         self.lacks = np.zeros(0, dtype=np.uint16)
         """Of a row that waits: a bit for each column that it lacks, in the order in which the table requires them."""

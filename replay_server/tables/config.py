@@ -213,7 +213,7 @@ class TableConfig(Model):
     max_size: int = Field(1_000_000, ge=1, le=MAX_COUNT)
     """The most items."""
     max_bytes: Bytes | None = None
-    """The most payload bytes; absent: no bound but the server's."""
+    """The most bytes of payloads and labels; absent: no bound but the server's."""
     max_times_sampled: int = Field(0, ge=0, le=MAX_COUNT)
     """An item leaves after it has been sampled this often; 0: never."""
     rate_limiter: RateLimiterConfig = RateLimiterConfig(type="min_size")
@@ -375,7 +375,7 @@ class ArchiveConfig(Model):
     max_size: int = Field(65_536, ge=1, le=MAX_COUNT)
     """The most items that wait. Beyond it the oldest are not archived, and counted as evicted."""
     max_bytes: Bytes = 2 << 30
-    """The most payload bytes of the items that wait. At [server] max_bytes they go before any item of another table."""
+    """The most bytes of the items that wait. At [server] max_bytes they go before any item of another table."""
 
     def declared(self) -> TableConfig:
         """The configuration of the table `archive`."""

@@ -107,7 +107,7 @@ class History:
             archived = self._items.archive is not None and key in self._items.archive
             if key not in chosen and (item := self._items[key]).holders == self.holds_of(key) + archived:
                 chosen.add(key)
-                needed -= item.nbytes
+                needed -= item.cost
                 if needed <= 0:
                     break
         for table in self._tables.values() if chosen else ():
@@ -120,11 +120,12 @@ class History:
         """The table is emptied: what it has kept goes, too."""
         self.let_go(table, list(table.columns.kept))
 
-    def extended(self, key: int, nbytes: int) -> None:
-        """The item of `key` has so many more bytes."""
+    def extended(self, key: int, nbytes: int, cost: int) -> None:
+        """The payload of `key` has so many more bytes. `cost`: with those of its new labels."""
         for table in self._tables.values():
             if (slot := table.columns.kept.get(key)) is not None:
                 table.columns.size[slot] += nbytes
+                table.columns.cost[slot] += cost
 
     def _trim(self) -> None:
         """Lets go what no known state could bring back."""
@@ -191,7 +192,7 @@ class History:
             watcher.changed(keys)
             for scope in table.scopes.of(keys):
                 watcher.scope_changed(table.name, scope)
-        table.restore(keys, [items[key].nbytes for key in keys])
+        table.restore(keys)
         if table.name == self._admitted:
             items.unused_permits.update(key for key, each in consumed.items() if each.permit)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from replay_server.errors import Code, Refused, full, invalid, storage_failed, too_large
-from replay_server.tables.columns import MAX_BALANCED, FloatArray
+from replay_server.tables.columns import MAX_BALANCED, FloatArray, costs
 from replay_server.tables.config import MAX_PRIORITY
 from replay_server.tables.items import InsertBatch, Items, Kept
 from replay_server.tables.remembered import Remembered
@@ -29,6 +29,7 @@ class Rows:
 
     count: int
     nbytes: int
+    """With those of their labels."""
     largest: int
     """Bytes of the largest row."""
     oldest: int
@@ -37,7 +38,7 @@ class Rows:
 
     @classmethod
     def of(cls, batch: InsertBatch) -> Self:
-        n, sizes, versions = len(batch.keys), batch.sizes, batch.policy_versions
+        n, sizes, versions = len(batch.keys), costs(batch.sizes, batch.labels), batch.policy_versions
         if n == 1:  # 10 times as fast as reducing arrays of one element
             nbytes, version = sizes.item(), versions.item()
             return cls(1, nbytes, nbytes, version, version)
@@ -184,7 +185,7 @@ class InsertRules:
 
         Nothing is evicted for a segment: that could cost items which others wait for.
         """
-        before = self._items[key].nbytes
+        before = self._items[key].cost
         what, after = f"item {key} of {before} bytes with a segment of {nbytes}", before + nbytes
         if after > self._max_bytes:
             return too_large(f"{what}; this server takes items of at most {self._max_bytes} bytes")

@@ -240,6 +240,11 @@ class Item:
     """Names of the tables that forwarded the item."""
     labels: Labels = NO_LABELS
 
+    @property
+    def cost(self) -> int:
+        """Bytes that count for bounds: of the payload and of the labels."""
+        return self.nbytes + self.labels.nbytes
+
 
 class Kept(Protocol):
     """Rows that were consumed, and are only kept for a rollback: History. Their bytes count until they leave."""
@@ -320,6 +325,7 @@ class Items(dict[int, Item]):
         """Sets the labels of each of `keys`."""
         self.labelled = True
         for key, of_item in zip(keys, labels, strict=True):
+            self.bytes += of_item.nbytes - self[key].labels.nbytes
             self[key].labels = of_item
             self.tagged = self.tagged or bool(of_item.pairs)
 
@@ -354,7 +360,7 @@ class Items(dict[int, Item]):
             item.holders -= 1
             if item.holders == 0:
                 del self[key]
-                self.bytes -= item.nbytes
+                self.bytes -= item.cost
                 self.freed = True
                 self._end_permit(key)
                 gone.append(key)
@@ -467,7 +473,7 @@ class Items(dict[int, Item]):
             item = self[key]
             holds = self.kept.holds_of(key) if self.kept is not None else 0
             if item.holders == holds + sum(key in table for table in tables):
-                needed -= item.nbytes
+                needed -= item.cost
                 if needed <= 0:
                     return True
         return False

@@ -230,8 +230,8 @@ class OutstandingBatches:
             source.counters.forward_refused += 1
             return
         if (
-            item.nbytes > (target.config.max_bytes or np.inf)
-            or (target.config.when_full != "evict" and target.why_full(1, item.nbytes))
+            item.cost > (target.config.max_bytes or np.inf)
+            or (target.config.when_full != "evict" and target.why_full(1, item.cost))
             or (target.balanced is not None and target.balanced.one_too_many([item.labels]) is not None)
         ):
             source.counters.forward_refused += 1

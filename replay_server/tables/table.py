@@ -39,6 +39,7 @@ from replay_server.tables.columns import (
     KeyArray,
     TagColumn,
     WaitingRows,
+    costs,
     rows_at,
     total,
 )
@@ -277,7 +278,7 @@ class Table:
         columns.policy_version[rows] = policy_versions
         columns.order[rows] = orders
         columns.inserted_at[rows] = inserted_at
-        columns.size[rows] = sizes
+        columns.size[rows], columns.cost[rows] = sizes, costs(sizes, labels)
         columns.times_sampled[rows] = times_sampled
         if labels is not None:
             for tag in columns.tags.values():
@@ -286,7 +287,7 @@ class Table:
 
     def _show(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
         """From now on the rows (n,), at least one, count. Selectors may choose them, unless they wait for columns."""
-        self.bytes += total(self.columns.size[rows_at(slots)])
+        self.bytes += total(self.columns.cost[rows_at(slots)])
         self._offer(slots, labels)
 
     def _offer(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
@@ -312,29 +313,31 @@ class Table:
             self.sampler.delete(ready)
         if self.remover is not self.sampler:
             self.remover.delete(slots)
-        self.bytes -= total(self.columns.size[rows_at(slots)])
+        self.bytes -= total(self.columns.cost[rows_at(slots)])
 
     # ------------------------------------------------------------------------------------------------ extend
 
     def why_cannot_grow(self, key: int, nbytes: int) -> str | None:
-        """Why the payload of an item cannot get so many more bytes; None: it can. Nothing is evicted for them."""
+        """Why an item cannot get so many more bytes; None: it can. Nothing is evicted for them."""
         bound = self.config.max_bytes
         if bound is None or key not in self.columns or self.bytes + nbytes <= bound:
             return None
         return f"{self.bytes} bytes + {nbytes} > max_bytes {bound}"
 
-    def extend(self, key: int, nbytes: int, labels: Labels) -> bool:
+    def extend(self, key: int, nbytes: int, cost: int, labels: Labels) -> bool:
         """The payload of an item got so many more bytes, and has these labels now. Returns whether it waits no more.
 
-        Its place in the order stays.
+        `cost`: the bytes with those of its new labels. Its place in the order stays.
         """
         columns = self.columns
         if (reserved := columns.reserved.get(key)) is not None:
             columns.size[reserved] += nbytes
+            columns.cost[reserved] += cost
         if (slot := columns.slot(key)) is None:
             return False
         columns.size[slot] += nbytes
-        self.bytes += nbytes
+        columns.cost[slot] += cost
+        self.bytes += cost
         self.counters.extensions += 1
         if columns.state[slot] != WAITING:
             return False
@@ -479,11 +482,10 @@ class Table:
         self.columns.reserve(slots)
         self.columns.keep(keys.tolist())
 
-    def restore(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
-        """Brings kept rows back, in their old order: as if they had not been drawn. `sizes`: bytes of their items."""
+    def restore(self, keys: Sequence[int]) -> None:
+        """Brings kept rows back, in their old order: as if they had not been drawn."""
         columns, n = self.columns, len(keys)
         slots = columns.return_kept(keys)
-        columns.size[slots] = sizes  # a segment may have come meanwhile, by another table
         columns.times_sampled[slots] -= 1
         self.scopes.forget(keys)
         self.limiter.samples -= n

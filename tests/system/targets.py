@@ -25,7 +25,7 @@ TABLES = [
     TableConfig(name="plain", sampler="fifo", max_size=20, seed=1),
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 4}, forward_to="pool", seed=1),
     TableConfig(name="pool", sampler="prioritized", remover="min_heap", max_size=8, max_staleness=2, seed=1),
-    TableConfig(name="wait", rate_limiter={"type": "queue", "max_size": 6}, requires=["c"], max_bytes=100, seed=1),
+    TableConfig(name="wait", rate_limiter={"type": "queue", "max_size": 6}, requires=["c"], max_bytes=400, seed=1),
 ]
 
 
@@ -152,7 +152,7 @@ class Service:
         """The books balance, and what nobody waits for any more has left no trace."""
         buffer, service = self.buffer, self._service
         backend = service.backend
-        assert buffer.bytes == sum(item.nbytes for item in buffer.items.values())
+        assert buffer.bytes == sum(item.cost for item in buffer.items.values())
         keys = list(buffer.items)
         payloads = buffer.items.payloads(keys, [buffer.items[key].nbytes for key in keys])
         assert [sum(map(len, payload)) for payload in payloads] == [buffer.items[key].nbytes for key in keys]
@@ -161,7 +161,7 @@ class Service:
             assert table.size <= table.config.max_size
             slots, requires = table.columns.occupied(), set(table.config.requires)
             rows: list[int] = table.columns.key[slots].tolist()
-            assert table.bytes == sum(buffer.items[key].nbytes for key in rows)
+            assert table.bytes == sum(buffer.items[key].cost for key in rows)
             assert table.waiting.count == sum(not requires <= buffer.items[key].labels.columns for key in rows)
             for key in table.columns.key[table.columns.occupied()].tolist():
                 held[key] += 1

@@ -172,7 +172,7 @@ def test_a_checkpoint_while_items_are_extended_has_each_item_whole(tmp_path, mon
             columns = sum(len(item.labels.columns) for item in items)
             info = client.server_info()
             assert least <= columns <= len(extended)
-            assert info.bytes == sum(len(item.payload) for item in items)
+            assert info.bytes == sum(len(item.payload) + item.labels.nbytes for item in items)
             assert info.tables["pool"].waiting_rows == sum(not item.labels.columns for item in items)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from replay_server.errors import Code
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.table import SampleBatch, SampleRequest
-from tests.server.tables.reference_table import Hand, Insert, Item, Kept, RefTable, Row, Waiting
+from tests.server.tables.reference_table import Hand, Insert, Item, Kept, RefTable, Row, Waiting, label_bytes
 
 
 class Reference:
@@ -42,7 +42,7 @@ class Reference:
 
     @property
     def bytes(self) -> int:
-        return sum(item.nbytes for item in self.items.values())
+        return sum(item.cost for item in self.items.values())
 
     @property
     def capacity(self) -> int:
@@ -70,7 +70,7 @@ class Reference:
     @property
     def spare(self) -> int:
         """Bytes of the items that are only kept for a rollback."""
-        return sum(item.nbytes for key, item in self.items.items() if 0 < self.kept_of(key) == self.holders(key))
+        return sum(item.cost for key, item in self.items.items() if 0 < self.kept_of(key) == self.holders(key))
 
     def is_undone(self, version: int) -> bool:
         return self.version < version <= self.undone
@@ -80,7 +80,7 @@ class Reference:
         for table in tables:
             if table.stale(insert.policy_version, self.version) or self.is_undone(insert.policy_version):
                 return Code.FAILED_PRECONDITION
-            if table.config.when_full == "reject" and table.full(insert.nbytes):
+            if table.config.when_full == "reject" and table.full(insert.cost):
                 return Code.RESOURCE_EXHAUSTED
         return None
 
@@ -91,10 +91,10 @@ class Reference:
             if not table.admits(before + 1):
                 return "max_diff"
             if table.config.when_full == "block":
-                if table.full(insert.nbytes):
+                if table.full(insert.cost):
                     many = len(table.rows) >= table.config.max_size
                     return f"{table.config.name}: inserting blocked: {'size' if many else ''}"
-                if self.bytes - self.spare + insert.nbytes > self.max_bytes:
+                if self.bytes - self.spare + insert.cost > self.max_bytes:
                     return "server"
         return ""
 
@@ -102,11 +102,11 @@ class Reference:
         """Whether evicting everything that may be evicted for it would still leave no room in the server."""
         evicting = [table for table in tables if table.config.when_full == "evict"]
         free = sum(
-            item.nbytes
+            item.cost
             for key, item in self.items.items()
             if self.holders(key) - self.kept_of(key) == sum(table.find(key) is not None for table in evicting)
         )
-        return self.bytes - free + insert.nbytes > self.max_bytes
+        return self.bytes - free + insert.cost > self.max_bytes
 
     def reused(self, insert: Insert) -> bool:
         """Whether the key was inserted before, for other tables."""
@@ -122,9 +122,9 @@ class Reference:
         tables = [self.tables[name] for name in insert.priorities]
         if insert.permits and self.building in insert.priorities and len(tables) > 1:
             return Code.INVALID_ARGUMENT
-        if any(insert.nbytes > (table.config.max_bytes or self.max_bytes) for table in tables):
+        if any(insert.cost > (table.config.max_bytes or self.max_bytes) for table in tables):
             return Code.OUT_OF_RANGE
-        if insert.nbytes > self.max_bytes:
+        if insert.cost > self.max_bytes:
             return Code.OUT_OF_RANGE
         if self.reused(insert):
             return Code.INVALID_ARGUMENT
@@ -197,11 +197,11 @@ class Reference:
         if self.is_undone(row.version):
             target.counts["undone"] += 1
             return False
-        if target.config.when_full != "evict" and target.full(row.nbytes):
+        if target.config.when_full != "evict" and target.full(row.item.cost):
             return False
-        if row.nbytes > (target.config.max_bytes or math.inf):
+        if row.item.cost > (target.config.max_bytes or math.inf):
             return False
-        assert events.popleft()[:3] == ("insert", target.config.name, [row.key])
+        assert events.popleft() == ("insert", target.config.name, [row.key])
         self._check_evicted()
         target.kept = [kept for kept in target.kept if kept.row.key != row.key]
         self._add(target, row.key, priority, row.version, row.item)
@@ -264,15 +264,16 @@ class Reference:
         item = self.items[key]
         if present := item.columns & names:
             return sorted(present)
-        if item.nbytes + len(segment) > self.max_bytes:
+        growth = len(segment) + label_bytes(frozenset(names), ())
+        if item.cost + growth > self.max_bytes:
             return Code.OUT_OF_RANGE
         for table in there:
             bound = table.config.max_bytes or math.inf
-            if item.nbytes + len(segment) > bound:
+            if item.cost + growth > bound:
                 return Code.OUT_OF_RANGE
-            if table.find(key) and table.bytes + len(segment) > bound:
+            if table.find(key) and table.bytes + growth > bound:
                 return Code.RESOURCE_EXHAUSTED
-        if self.bytes - self.spare + len(segment) > self.max_bytes:
+        if self.bytes - self.spare + growth > self.max_bytes:
             return Code.RESOURCE_EXHAUSTED
         item.payload += segment
         item.columns |= names
@@ -364,7 +365,7 @@ class Reference:
         """Checks and repeats what the buffer did; afterwards nobody waits who could go on."""
         while events:
             same_item = events[0][0] == "insert" and events[0][2] in self.arrived.values()  # into its next table
-            if events[0][0] != "evict" and not same_item:
+            if events[0][0] not in ("evict", "let go") and not same_item:  # what is evicted may be kept, and goes then
                 self._check_evicted()
             self.follow_one(events)
         self._check_evicted()
@@ -403,12 +404,12 @@ class Reference:
 
     def _let_go(self, needed: float, keys: list[int]) -> None:
         """Items that were only kept made room: the oldest, and no more than were needed."""
-        sizes = {0, *(waiting.what.nbytes for table in self.tables.values() for waiting in table.inserting)}
+        sizes = {0, *(waiting.what.cost for table in self.tables.values() for waiting in table.inserting)}
         assert needed + self.max_bytes - self.bytes in sizes
         oldest = sorted((kept.number, kept.row.key) for table in self.tables.values() for kept in table.kept)
         spare = list(dict.fromkeys(key for _, key in oldest if self.kept_of(key) == self.holders(key)))
         assert keys == spare[: len(keys)]
-        assert sum(self.items[key].nbytes for key in keys[:-1]) < needed
+        assert sum(self.items[key].cost for key in keys[:-1]) < needed
         for table in self.tables.values():
             before = len(table.kept)
             table.kept = [kept for kept in table.kept if kept.row.key not in keys]
@@ -426,7 +427,7 @@ class Reference:
     def _could_serve(self, table: RefTable, inserts: list[Insert]) -> bool:
         """Whether the first sample in line could be drawn once those of the new items are in that fit."""
         kept, count = list(table.rows), table.inserts
-        while inserts and not table.full(inserts[0].nbytes):
+        while inserts and not table.full(inserts[0].cost):
             item = inserts[0].item()
             table.rows.append(Row(-len(inserts), 1.0, self.version, item, self.now, table.orders + 1))
             table.inserts += 1
@@ -456,13 +457,13 @@ class Reference:
         table.drop([row])
         self._sweep()
 
-    def _insert(self, name: str, keys: list[int], sizes: list[int]) -> None:
+    def _insert(self, name: str, keys: list[int]) -> None:
         """Rows of one message enter a table; at the first of their tables all of them must admit all, now."""
         table = self.tables[name]
         rows = [next(w for w in table.inserting if w.what.key == key) for key in keys]
         tables = rows[0].tables
         if keys[0] not in self.items:
-            insert = rows[0].what
+            insert, sizes = rows[0].what, [waiting.what.cost for waiting in rows]
             assert self.bytes + sum(sizes) <= self.max_bytes or not self.hopeless(insert, tables)
             inserts = [waiting.what for waiting in rows]
             for other in tables:
@@ -503,7 +504,7 @@ class Reference:
             self._use(insert.permits, lease, 1)
 
     def _add(self, table: RefTable, key: int, priority: float, version: int, item: Item) -> None:
-        assert not table.full(item.nbytes) or table.config.when_full == "evict", (
+        assert not table.full(item.cost) or table.config.when_full == "evict", (
             f"{table.config.name} took more than fits"
         )
         table.orders += 1
@@ -567,8 +568,8 @@ class Reference:
                 if code is Code.DEADLINE_EXCEEDED:
                     assert first
                 elif code is not None:
-                    full = self.bytes + insert.nbytes > self.max_bytes and self.hopeless(insert, waiting.tables)
-                    too_large = any(insert.nbytes > (table.config.max_bytes or math.inf) for table in waiting.tables)
+                    full = self.bytes + insert.cost > self.max_bytes and self.hopeless(insert, waiting.tables)
+                    too_large = any(insert.cost > (table.config.max_bytes or math.inf) for table in waiting.tables)
                     assert (
                         code is self.refusal(insert, waiting.tables)
                         or (code is Code.ABORTED and not self.closable(insert))

@@ -20,6 +20,10 @@ def labels_for(key: int) -> Labels:
     return LABELS[key % len(LABELS)]
 
 
+def label_bytes(columns: frozenset[str], pairs: tuple) -> int:
+    return sum(80 + len(str(text)) for text in [*columns, *(text for pair in pairs for text in pair)])
+
+
 @dataclass(eq=False)
 class Item:
     payload: bytes
@@ -30,10 +34,16 @@ class Item:
     """The tables that have forwarded it. An item that leaves a table and comes back is not forwarded again."""
     building: bool = False
     """Whether it is a group under construction, with a permit."""
+    pairs: tuple = ()
 
     @property
     def nbytes(self) -> int:
         return len(self.payload)
+
+    @property
+    def cost(self) -> int:
+        """What counts for bounds."""
+        return self.nbytes + label_bytes(self.columns, self.pairs)
 
 
 @dataclass(eq=False)
@@ -85,7 +95,13 @@ class Insert:
     closes: tuple[int, ...] = ()
 
     def item(self) -> Item:
-        return Item(b"x" * self.nbytes, self.policy_version, False, self.columns)
+        item = Item(b"x" * self.nbytes, self.policy_version, False, self.columns)
+        item.pairs = labels_for(self.key).pairs
+        return item
+
+    @property
+    def cost(self) -> int:
+        return self.item().cost
 
 
 @dataclass(eq=False)
@@ -121,7 +137,7 @@ class RefTable:
 
     @property
     def bytes(self) -> int:
-        return sum(row.nbytes for row in self.rows)
+        return sum(row.item.cost for row in self.rows)
 
     def drop(self, gone: list[Row], owed: bool = False) -> None:
         """Rows leave without a reader. To the limiter of a queue, or if so said, after the samples that they owed."""
@@ -168,7 +184,7 @@ class RefTable:
         return too_many or request.min_samples > max(high, spi * min_size) - low
 
     def full(self, *sizes: int) -> bool:
-        """Whether items of these sizes do not fit."""
+        """Whether items of these costs do not fit."""
         config = self.config
         too_many = len(self.rows) + len(sizes) > config.max_size
         return too_many or self.bytes + sum(sizes) > (config.max_bytes or math.inf)

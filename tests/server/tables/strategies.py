@@ -29,7 +29,7 @@ limits = {
     "sampler": selectors,
     "remover": selectors,
     "max_size": st.integers(3, 8),
-    "max_bytes": st.sampled_from([None, 20, 60]),
+    "max_bytes": st.sampled_from([None, 450, 1200]),
     "max_times_sampled": st.integers(0, 3),
     "rate_limiter": limiters,
     "max_staleness": st.sampled_from([None, 0, 1, 2]),

@@ -101,10 +101,27 @@ def test_a_segment_without_a_name_is_refused():
     assert refusal.value.code is Code.INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize("bound", ["server", "table"])
+def test_labels_count_for_bounds_as_they_take_memory_and_not_as_payload(bound):
+    names = [tuple(f"column {n} of {key}" for n in range(1000)) for key in range(11)]  # 95 kB each
+    table = TableConfig(name="pool", sampler="fifo", max_bytes=250_000 if bound == "table" else None)
+    buffer = ReplayBuffer([table], lambda: 0.0, max_bytes=250_000 if bound == "server" else None)
+    for key in range(1, 10):
+        insert(buffer, key, columns=names[key])
+    insert(buffer, 10)
+    batch_id, batch = buffer.sample("pool", SampleRequest(3, 3)).result()
+    assert (batch.keys.tolist(), batch.sizes.tolist()) == ([8, 9, 10], [10, 10, 10])
+    with pytest.raises(Refused, match=r"item 10 of 10 bytes with a segment of 9\d{4}.*full"):
+        buffer.extend(10, names[10], (b"x",))
+    buffer.give_back(batch_id)
+    buffer.reset()
+    assert (buffer.bytes, buffer.table("pool").bytes) == (0, 0)
+
+
 def test_an_item_has_a_bounded_number_of_columns():
     buffer = buffer_with()
     insert(buffer, 1)
     buffer.extend(1, [f"column{n}" for n in range(1024)], (b"x",))
     with pytest.raises(Refused, match="item 1: an item has at most 1024 columns, not 1025"):
         buffer.extend(1, ["one more"], (b"y",))
-    assert buffer.bytes == 11
+    assert buffer.items[1].nbytes == 11
