@@ -671,6 +671,8 @@ class ReplayBuffer:
         self.policy = Policy(version, weights, self.clock())
         for table in self.tables.values():
             table.set_policy_version(version)
+        if rollback and self.admission is not None:
+            self.admission.accepted = MAX_VERSION  # what is dropped below frees no permit: `restart` counts anew
         if back_to is not None:
             self.history.go_back(back_to, before)
         elif state:

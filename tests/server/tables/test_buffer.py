@@ -186,6 +186,16 @@ def test_an_admission_that_could_be_of_two_tables_is_refused_with_the_remedy(nam
         Bench(*tables, admission=AdmissionConfig(table=name, groups_per_step=2, max_staleness=1))
 
 
+def test_a_rollback_grants_no_permit_by_the_bound_of_the_version_that_it_undoes():
+    bench = Bench(queue(keep_consumed=1), admission=AdmissionConfig(groups_per_step=2, max_staleness=1))
+    bench.buffer.set_policy_version(1, "", state="one")
+    bench.buffer.set_policy_version(2, "")
+    bench.insert(version=2, permits=bench.buffer.admission.acquire(1, math.inf).result().id)
+    waiting = bench.buffer.admission.acquire(6, math.inf)
+    bench.buffer.set_policy_version(1, "", rollback=True, state="one")  # drops the item, whose permit is free then
+    assert (bench.keys(), waiting.done, bench.buffer.admission.capacity) == ([], False, 4)
+
+
 @pytest.mark.parametrize(
     ("remover", "priorities", "left"),
     [
