@@ -360,10 +360,8 @@ class ReplayBuffer:
             raise refusal
         self.items.free(cost)
         self.items.extend(key, labels, segment, nbytes)
-        completed = [table for table in tables if table.extend(key, nbytes, cost, labels)]
-        self.history.extended(key, nbytes, cost)
-        if self.archive is not None:  # what is over its bound goes with the next insert
-            self.archive.extend(key, nbytes, cost, labels)
+        # What is over the bound of the archive goes with the next insert.
+        completed = [table for table in self.tables.values() if table.extend(key, nbytes, cost, labels)]
         for watcher in self.watchers:
             watcher.changed([key])
         self._progress(completed)

@@ -278,6 +278,13 @@ class Columns(RowFacts):
         self.state[rows_at(slots)] = SELECTABLE
         return slots
 
+    def grow(self, key: int, nbytes: int, cost: int) -> None:
+        """The payload of `key` got so many more bytes, wherever its row is. `cost`: with those of its new labels."""
+        for slots in (self._slots, self.reserved, self.kept):
+            if (slot := slots.get(key)) is not None:
+                self.size[slot] += nbytes
+                self.cost[slot] += cost
+
     def reserve(self, slots: IntArray) -> None:
         """Reserves rows that are here."""
         keys: list[int] = self.key[slots].tolist()

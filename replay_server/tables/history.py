@@ -120,13 +120,6 @@ class History:
         """The table is emptied: what it has kept goes, too."""
         self.let_go(table, list(table.columns.kept))
 
-    def extended(self, key: int, nbytes: int, cost: int) -> None:
-        """The payload of `key` has so many more bytes. `cost`: with those of its new labels."""
-        for table in self._tables.values():
-            if (slot := table.columns.kept.get(key)) is not None:
-                table.columns.size[slot] += nbytes
-                table.columns.cost[slot] += cost
-
     def _trim(self) -> None:
         """Lets go what no known state could bring back."""
         self.states = self.states[-self._most :] if self._most else []

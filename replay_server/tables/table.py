@@ -330,13 +330,9 @@ class Table:
         `cost`: the bytes with those of its new labels. Its place in the order stays.
         """
         columns = self.columns
-        if (reserved := columns.reserved.get(key)) is not None:
-            columns.size[reserved] += nbytes
-            columns.cost[reserved] += cost
+        columns.grow(key, nbytes, cost)
         if (slot := columns.slot(key)) is None:
             return False
-        columns.size[slot] += nbytes
-        columns.cost[slot] += cost
         self.bytes += cost
         self.counters.extensions += 1
         if columns.state[slot] != WAITING:
