@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Set
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,8 +22,7 @@ from replay_client.generator.weights import (
     Probe,
     WeightsDamagedError,
     WeightsNotAllowedError,
-    check_inside,
-    check_whole,
+    check_folder,
     model_facts,
 )
 from replay_client.records import Policy
@@ -95,6 +94,8 @@ class PolicyFollower:
         self._following = False
         self._loaded: Policy | None = None
         self._warned = False
+        self._names: Set[str] = frozenset()
+        """Of the tensors of whole weights that have passed their probe."""
         self.newest_version = 0
         """Of the trainer, as far as this process knows."""
         self.without_weights = False
@@ -255,10 +256,11 @@ class PolicyFollower:
         started = time.monotonic()
         while True:
             try:
-                probe = await self._read_probe(policy)
+                probe, names = await self._look_at(policy)
                 await self._engine.load_weights(policy.weights, policy.version)
                 # An engine that several generators share may have been given a newer version by another one.
                 await self._check(policy, probe)
+                self._names = names or self._names
                 break
             except FileNotFoundError as error:
                 newest = await self._client.policy()
@@ -275,17 +277,14 @@ class PolicyFollower:
         self.reloads += 1
         self._reload_seconds.append(time.monotonic() - started)
 
-    async def _read_probe(self, policy: Policy) -> Probe | None:
-        """The trainer's probe. Raises an error for weights that are not allowed, or, without a probe, are damaged."""
+    async def _look_at(self, policy: Policy) -> tuple[Probe | None, Set[str]]:
+        """See `check_folder`. Raises an error for weights that nobody should load."""
+        of = policy.weights, self._weights_root, self._engine.model, self._names
         try:
-            if self._weights_root is not None:
-                check_inside(policy.weights, self._weights_root)
-            if (probe := Probe.read(policy.weights)) is None:
-                # In a thread: it reads all files, as the engine does right after it.
-                await asyncio.to_thread(check_whole, policy.weights, self._engine.model)
+            # In a thread: it may read all files, as the engine does right after it.
+            return await asyncio.to_thread(check_folder, *of)
         except (WeightsNotAllowedError, WeightsDamagedError) as error:
             raise type(error)(f"policy {policy.version}: {error}") from None
-        return probe
 
     async def _check(self, policy: Policy, probe: Probe | None) -> None:
         if probe is None:

@@ -1,6 +1,6 @@
 """Folders of weights that a trainer publishes: what they hold, how they are checked, and of which model they are.
 
-Before an engine loads them: where the files are (`check_inside`), and whether they are whole (`check_whole`). After it:
+Before an engine loads them: where the files are, and whether they are whole and the model's (`check_folder`). After it:
 `Probe`, a token sequence with the trainer's log-probabilities, which the engine's must equal. A folder holds whole
 weights or a LoRA adapter.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from replay_client.records import ClientInfo
 from replay_protos.recipes import read_described
 
 _CHUNK = 1 << 22  # bytes; what fits a processor's cache is checked several times faster
+_MOST_HEADER = 100_000_000  # bytes; the format has the same limit
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _HEAD = "lm_head.weight"
@@ -43,10 +44,44 @@ class WeightsNotAllowedError(ReplayError):
 
 
 class WeightsDamagedError(ReplayError):
-    """The newest weights lack a tensor of the model, hold no number where there must be one, or cannot be read."""
+    """The newest weights have other tensors than the model, hold no number where one must be, or cannot be read."""
 
 
-def check_inside(folder: str, root: str | os.PathLike[str]) -> None:
+def check_folder(
+    folder: str, root: str | os.PathLike[str] | None, model: str | None, known: Set[str] = frozenset()
+) -> tuple[Probe | None, Set[str]]:
+    """The probe of a folder of weights, if it has one. Then also the names of its tensors, unless it is an adapter.
+
+    `root`: see `_check_inside`. `model`: the folder that the engine started with; None: unknown. `known`: the names of
+    the tensors of a folder that has passed its probe. Without a probe it reads every file once, at some GB a second.
+
+    Raises WeightsNotAllowedError, and WeightsDamagedError if a file is no regular file, the probe cannot be read, the
+    tensors are not those of the model, or, without a probe, hold infinities or NaN.
+    """
+    path = Path(folder)
+    for files in (path.iterdir() if path.is_dir() else (), _named_files(path)):
+        for file in files:
+            if file.exists() and not (file.is_file() or file.is_dir()):  # who opens a pipe waits for ever
+                raise WeightsDamagedError(f"{file} is no regular file, and is not opened: remove it")
+    if root is not None:
+        _check_inside(folder, root)
+    probe = Probe.read(folder)
+    tensors: dict[str, tuple[Path, int, int, str]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors |= {name: (file, *place) for name, place in _tensors(file).items()}
+    names = frozenset() if (path / _ADAPTER_CONFIG).is_file() else tensors.keys()
+    if names:
+        _check_names(folder, names, model, known, probed=probe is not None)
+    for name, (file, start, end, dtype) in tensors.items() if probe is None else ():
+        if dtype in _EXPONENTS and not _finite(file, start, end, dtype):
+            raise WeightsDamagedError(
+                f"{file} holds NaN or infinity in {name!r}: the policy has broken down. Restart the trainer from an "
+                "older version, with a lower learning rate"
+            )
+    return probe, names if probe is not None else frozenset()
+
+
+def _check_inside(folder: str, root: str | os.PathLike[str]) -> None:
     """Raises WeightsNotAllowedError unless the folder and all its files are below `root`, links followed."""
     allowed = Path(root).resolve()
     files = [Path(folder), *(sorted(Path(folder).iterdir()) if Path(folder).is_dir() else ())]
@@ -60,26 +95,25 @@ def check_inside(folder: str, root: str | os.PathLike[str]) -> None:
             )
 
 
-def check_whole(folder: str, model: str | None) -> None:
-    """Raises WeightsDamagedError if the folder lacks a tensor of `model`, the folder that the engine started with, or
-    holds infinities or NaN. `model` None: its tensors are not known. Reads every file once, at some GB a second."""
-    tensors: dict[str, tuple[Path, int, int, str]] = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        tensors |= {name: (file, *place) for name, place in _tensors(file).items()}
-    if not tensors:
-        return  # the engine says so
-    adapter = (Path(folder) / _ADAPTER_CONFIG).is_file()
-    if model is not None and not adapter and (missing := _needed(Path(model)) - tensors.keys()):
+def _check_names(folder: str, names: Set[str], model: str | None, known: Set[str], *, probed: bool) -> None:
+    """Raises WeightsDamagedError if these are not the names of the model's tensors, or those that are `known`.
+
+    Files of others may have other names, or tensors that nobody trains. Then a probe has to judge, once.
+    """
+    own, optional = _own_names(model)
+    if not (wanted := known or own):
+        return
+    missing, odd = wanted - names - optional, names - wanted - optional
+    if missing and (known or not probed):
         raise WeightsDamagedError(
-            f"{folder} lacks {sorted(missing)[0]!r} ({len(missing)} of the tensors that {model} has), so the engine "
+            f"{folder} lacks {min(missing)!r} ({len(missing)} of the tensors that {model} has), so the engine "
             "would go on with old ones. Let the trainer publish all weights, or a probe.json that shows that they work"
         )
-    for name, (file, start, end, dtype) in tensors.items():
-        if dtype in _EXPONENTS and not _finite(file, start, end, dtype):
-            raise WeightsDamagedError(
-                f"{file} holds NaN or infinity in {name!r}: the policy has broken down. Restart the trainer from an "
-                "older version, with a lower learning rate"
-            )
+    if odd and (known or not probed or 2 * len(odd) < len(names)):
+        raise WeightsDamagedError(
+            f"{folder} has {min(odd)!r} ({len(odd)} of its tensors), and {model} has no such tensor, so the engine "
+            "would not use it. Let the trainer publish the weights of this model alone"
+        )
 
 
 def _tensors(file: Path) -> dict[str, tuple[int, int, str]]:
@@ -88,7 +122,7 @@ def _tensors(file: Path) -> dict[str, tuple[int, int, str]]:
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
         try:
-            if 8 + length > size:
+            if length > min(size - 8, _MOST_HEADER):
                 raise ValueError(f"its header of {length} bytes is cut off")
             header: dict[str, Any] = json.loads(content.read(length))
             header.pop("__metadata__", None)
@@ -96,9 +130,9 @@ def _tensors(file: Path) -> dict[str, tuple[int, int, str]]:
                 name: (*(8 + length + offset for offset in entry["data_offsets"]), entry["dtype"])
                 for name, entry in header.items()
             }
-            if any(end > size for _, end, _ in found.values()):
+            if not all(0 <= start <= end <= size for start, end, _ in found.values()):
                 raise ValueError(f"it is cut off after {size} bytes")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightsDamagedError(
                 f"{file} is no whole safetensors file: {error}. Let the trainer write it anew"
             ) from error
@@ -118,16 +152,16 @@ def _finite(file: Path, start: int, end: int, dtype: str) -> bool:
     return True
 
 
-def _needed(model: Path) -> set[str]:
-    """The tensors that a checkpoint of this model must have; none if its own files do not tell."""
+def _own_names(model: str | None) -> tuple[Set[str], Set[str]]:
+    """The tensors of this model, none if its own files do not tell; and those that weights may have or leave out."""
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        names = {name for file in model.glob("*.safetensors") for name in _tensors(file)}
+        config = json.loads((Path(model or "") / "config.json").read_text(encoding="utf-8"))
+        names = {name for file in Path(model or "").glob("*.safetensors") for name in _tensors(file)}
     except (OSError, ValueError, WeightsDamagedError):
-        return set()
-    if "quantization_config" in config:
-        return set()  # its tensors have other names than those of the weights that are trained
-    return names - {_HEAD} if config.get("tie_word_embeddings") else names
+        return set(), {_HEAD}
+    tied = config.get("tie_word_embeddings", True)  # older versions do not write what is usual
+    # A quantized model has other names than the weights that are trained.
+    return set() if "quantization_config" in config else names, {_HEAD} if tied else set()
 
 
 def _named_files(folder: Path) -> Iterator[Path]:
@@ -150,18 +184,17 @@ class Probe:
 
     @classmethod
     def read(cls, folder: str) -> Probe | None:
-        """The probe in a folder of weights; None if there is none. Raises ValueError if it is damaged."""
+        """The probe in a folder of weights; None if there is none. Raises WeightsDamagedError."""
         path = Path(folder) / "probe.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
+            probe = cls([int(token) for token in content["token_ids"]], [float(lp) for lp in content["logprobs"]])
         except FileNotFoundError:
             return None
-        try:
-            probe = cls([int(token) for token in content["token_ids"]], [float(lp) for lp in content["logprobs"]])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} must hold token_ids and logprobs: {error!r}") from error
+        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            raise WeightsDamagedError(f"{path} must hold token_ids and logprobs: {error!r}") from error
         if len(probe.token_ids) < 2 or len(probe.logprobs) != len(probe.token_ids) - 1:
-            raise ValueError(
+            raise WeightsDamagedError(
                 f"{path} has {len(probe.token_ids)} token_ids and {len(probe.logprobs)} logprobs; "
                 "it needs at least two tokens and a log-probability for each but the first"
             )

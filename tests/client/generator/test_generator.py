@@ -576,13 +576,93 @@ async def test_damaged_weights_without_a_probe_end_the_run_and_are_not_loaded(
     assert client.inserts == []
 
 
-@pytest.mark.parametrize("tied", [False, True])
-async def test_whole_weights_without_a_probe_are_loaded(tmp_path: Path, tied: bool) -> None:
-    base = make_model(tmp_path / "model", tied=tied)
+def other_tensors(folder: Path, *left_out: str, parts: int = 1, prefix: str = "", **added: torch.Tensor) -> Path:
+    """Writes the weights of a folder anew: some left out, some added, in several files with an index."""
+    tensors = load_file(folder / "model.safetensors") | {name.replace("__", "."): each for name, each in added.items()}
+    tensors = {prefix + name: each for name, each in tensors.items() if name not in left_out}
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-{index % parts + 1:05}-of-{parts:05}.safetensors" for index, name in enumerate(tensors)}
+    for file in set(files.values()):
+        part = {name: each for name, each in tensors.items() if files[name] == file}
+        save_file(part, folder / ("model.safetensors" if parts == 1 else file), metadata={"format": "pt"})
+    if parts > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return folder
+
+
+@pytest.mark.parametrize("probe", [False, True])
+@pytest.mark.parametrize("how", ["untied", "tied", "tied, with its head", "tied, the model with its head", "in parts"])
+async def test_whole_weights_are_loaded(tmp_path: Path, how: str, probe: bool) -> None:
+    base = make_model(tmp_path / "model", tied="tied" in how.split(", ")[0].split())
+    folder = make_version(base, tmp_path / "step-1", probe=probe)
+    if "its head" in how:
+        with_head = base if "model" in how else folder
+        tensors = load_file(with_head / "model.safetensors")
+        other_tensors(with_head, lm_head__weight=tensors["model.embed_tokens.weight"].clone())
+    if how == "in parts":
+        other_tensors(folder, parts=3)
     client = RecordingClient()
-    await client.publish(1, damage(make_version(base, tmp_path / "step-1", probe=False), "none"))
+    await client.publish(1, folder)
     await make_generator(client, TransformersEngine(base), max_groups=1, sampling=SamplingConfig(max_tokens=4)).run()
     assert client.inserts[0][0].policy_version == 1
+
+
+EXTRA = {"model__layers__2__mlp__up_proj__weight": torch.zeros(64, 64)}
+
+
+@pytest.mark.parametrize("probe", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+async def test_weights_with_a_tensor_that_the_model_has_not_end_the_run_and_are_not_loaded(
+    model: Path, tmp_path: Path, parts: int, probe: bool
+) -> None:
+    client, engine = RecordingClient(), ScriptedEngine(model=str(model))
+    await client.publish(1, other_tensors(make_version(model, tmp_path / "step-1", probe=probe), parts=parts, **EXTRA))
+    with pytest.raises(
+        WeightsDamagedError, match=r"policy 1: .*step-1 has 'model\.layers\.2\.mlp.*' \(1 of its tensors\)"
+    ):
+        await make_generator(client, engine, max_groups=1).run()
+    assert engine.loaded == []
+
+
+async def test_after_weights_that_passed_their_probe_others_have_the_same_tensors(model: Path, tmp_path: Path) -> None:
+    """Those of another naming, and without what nobody trains, pass as well: their probe says that they work."""
+    client, engine = RecordingClient(), ScriptedEngine(model=str(model), probe_scores=[-0.5])
+
+    async def publish(version: int, *left_out: str) -> None:
+        folder = make_version(model, tmp_path / f"step-{version}", probe=False)
+        (folder / "probe.json").write_text(json.dumps({"token_ids": [3, 9], "logprobs": [-0.5]}))
+        await client.publish(version, other_tensors(folder, *left_out, prefix="policy."))
+
+    await publish(1, "model.norm.weight")
+    generator = make_generator(client, engine)
+    task = await running(generator)
+    await async_until(lambda: generator.stats["policy_version"] == 1)
+    await publish(2, "model.norm.weight", "model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(
+        WeightsDamagedError, match=r"policy 2: .*lacks 'policy\.model\.layers\.0\.mlp\.up_proj\.weight'"
+    ):
+        await asyncio.wait_for(task, 60)
+    assert len(engine.loaded) == 1
+
+
+@pytest.mark.parametrize("name", ["probe.json", "config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("how", ["pipe", "link to a device", "named by the index"])
+async def test_what_is_no_regular_file_is_never_opened(model: Path, tmp_path: Path, name: str, how: str) -> None:
+    folder = make_version(model, tmp_path / "step-1")
+    (folder / name).unlink(missing_ok=True)
+    if how == "link to a device":
+        (folder / name).symlink_to("/dev/zero")
+    elif how == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        os.mkfifo(tmp_path / "pipe")
+        index = {"metadata": {}, "weight_map": {"model.norm.weight": "../pipe"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    client, engine = RecordingClient(), ScriptedEngine(probe_scores=[-0.5])
+    await client.publish(1, folder)
+    with pytest.raises(WeightsDamagedError, match=r"policy 1: .* is no regular file, and is not opened"):
+        await asyncio.wait_for(make_generator(client, engine, max_groups=1).run(), 60)
+    assert engine.loaded == []
 
 
 @pytest.mark.parametrize("score", [-1.1, math.nan])
@@ -617,10 +697,27 @@ async def test_weights_without_a_probe_are_used_with_one_warning(
     assert math.isnan(generator.stats["probe_max_difference"])
 
 
-async def test_a_damaged_probe_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    client = RecordingClient()
-    await client.publish(1, fake_weights(tmp_path / "step-1", probe=[]))
-    with pytest.raises(ValueError, match=r"step-1/probe\.json has 1 token_ids and 0 logprobs"):
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"junk", b"\xff\xfe\x00", b"5", b"[]", b"null", b"[" * 50_000),
+        *(
+            b'{"token_ids": [1, 2]}',
+            b'{"token_ids": ["a", 2], "logprobs": [-1.0]}',
+            b'{"token_ids": 5, "logprobs": [1]}',
+        ),
+        *(b'{"token_ids": [1e999, 2], "logprobs": [-1.0]}', b'{"token_ids": [1, 2], "logprobs": [[1]]}'),
+        *(b'{"token_ids": [1], "logprobs": []}', b'{"token_ids": [1, 2, 3], "logprobs": [-1.0]}', None),
+    ],
+    ids=lambda content: "a folder" if content is None else repr(content[:40]),
+)
+async def test_a_probe_that_cannot_be_read_is_an_error_that_names_the_file(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    client, probe = RecordingClient(), fake_weights(tmp_path / "step-1") / "probe.json"
+    probe.mkdir() if content is None else probe.write_bytes(content)
+    await client.publish(1, probe.parent)
+    with pytest.raises(WeightsDamagedError, match=r"policy 1: .*step-1/probe\.json (must hold|has) "):
         await make_generator(client, ScriptedEngine()).run()
 
 
