@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from replay_client.errors import DeadlineExceededError, ReplayError
 
@@ -23,6 +24,12 @@ T = TypeVar("T")
 VARIABLE = "REPLAY_HEARTBEAT"
 LOG_SECONDS = 30.0
 """Between two lines about waiting, also about waits that follow each other."""
+STOP_SECONDS = 20.0
+"""In which a generator ends that is told to stop, on any machine. Containers must wait longer before they kill it."""
+LAST_WORD = STOP_SECONDS / 10
+"""For each last word to a server. Up to five follow each other, and `stop_grace` comes before them."""
+ENGINE_STOP = STOP_SECONDS - 6 * LAST_WORD
+"""For the engine, which ends last."""
 _SHORT_WAIT = 1.0
 """Seconds. The end of a shorter wait is not worth a line, unless its beginning was late too."""
 
@@ -37,6 +44,29 @@ def beat() -> None:
         raise ValueError(
             f"{VARIABLE}: cannot write {path}: {error.strerror}; name a file in a folder that is there"
         ) from error
+
+
+async def in_daemon_thread(work: Callable[[], Any]) -> Any:
+    """The result of `work`, which runs in a thread. Neither the event loop nor the end of the program waits for it."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def complete(result: Any, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result(result) if error is None else done.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:
+            # A future refuses to carry a StopIteration.
+            failure = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(complete, result, failure)
+
+    threading.Thread(target=run, name="replay-work", daemon=True).start()
+    return await done
 
 
 class WaitLog:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from replay_client.waits import STOP_SECONDS
 from replay_server import Config
 from replay_trainer.demo.run import GROUP_SIZE, GROUPS_PER_STEP
 from tests.docker import files
@@ -32,6 +33,16 @@ def our_services() -> dict:
 def test_the_compose_files_follow_the_compose_specification():
     for name in ("compose.yaml", "compose.secure.yaml"):
         tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", files.DOCKER / name)
+
+
+def test_a_generator_is_not_killed_before_it_can_have_stopped():
+    grace = {
+        name: int(service["stop_grace_period"].removesuffix("s"))
+        for name, service in our_services().items()
+        if "generator" in name
+    }
+    assert grace
+    assert min(grace.values()) >= 1.5 * STOP_SECONDS
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from replay_client.waits import STOP_SECONDS
 from replay_server import Config
 from tests.docker import files
 
@@ -33,6 +34,11 @@ def test_the_manifests_follow_the_schemas_of_kubernetes(version):
     command = [Path(sys.executable).parent / "kubernetes-validate", "--strict", "-k", version, *MANIFESTS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_generator_is_not_killed_before_it_can_have_stopped():
+    (grace,) = (pod["spec"]["terminationGracePeriodSeconds"] for name, pod in PODS.items() if "generator" in name)
+    assert grace >= 1.5 * STOP_SECONDS
 
 
 def test_kustomize_takes_every_manifest_and_makes_the_configuration_that_they_mount():

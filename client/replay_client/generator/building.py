@@ -37,6 +37,7 @@ from replay_client.generator.prompts import PromptError
 from replay_client.generator.rollouts import Rollout
 from replay_client.records import PermitLease, Sample, ServerInfo
 from replay_client.requests import KeySequence
+from replay_client.waits import LAST_WORD
 
 if TYPE_CHECKING:
     from replay_client import AsyncReplayClient
@@ -49,8 +50,6 @@ SECONDS_PER_LOOK = 1.0
 TOGETHER = 0.1
 """Seconds that a finished rollout waits for others of its group, or for the whole group, and a new lease for others:
 they share a request."""
-_LAST_SECONDS = 2.0
-"""For each last word to the server. A lease ends by itself."""
 _RENEWALS = 3
 """How often a lease is renewed in its time."""
 _MOST_TOGETHER = 1 << 20
@@ -277,7 +276,7 @@ class BuildingSite:
         held, self._held = self._held, set()
         if held:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_SECONDS):
+                async with asyncio.timeout(LAST_WORD):
                     await asyncio.gather(*(group.flush() for group in held), return_exceptions=True)
             await self._end([group.sample for group in held], give_back=True)
 
@@ -343,5 +342,5 @@ class BuildingSite:
     async def _end(self, samples: list[Sample], *, give_back: bool) -> None:
         """Ends leases, if the server can be reached soon."""
         with contextlib.suppress(ReplayError, TimeoutError):
-            async with asyncio.timeout(_LAST_SECONDS):
+            async with asyncio.timeout(LAST_WORD):
                 await self._client.acknowledge(samples, give_back=give_back)

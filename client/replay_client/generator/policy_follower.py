@@ -26,7 +26,7 @@ from replay_client.generator.weights import (
     model_facts,
 )
 from replay_client.records import Policy
-from replay_client.waits import LOG_SECONDS, WaitLog, beat
+from replay_client.waits import LOG_SECONDS, WaitLog, beat, in_daemon_thread
 
 if TYPE_CHECKING:
     from replay_client import AsyncReplayClient
@@ -282,9 +282,10 @@ class PolicyFollower:
         of = policy.weights, self._weights_root, self._engine.model, self._names
         try:
             # In a thread: it may read all files, as the engine does right after it.
-            return await asyncio.to_thread(check_folder, *of)
+            found: tuple[Probe | None, Set[str]] = await in_daemon_thread(lambda: check_folder(*of))
         except (WeightsNotAllowedError, WeightsDamagedError) as error:
             raise type(error)(f"policy {policy.version}: {error}") from None
+        return found
 
     async def _check(self, policy: Policy, probe: Probe | None) -> None:
         if probe is None:

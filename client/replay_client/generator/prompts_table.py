@@ -40,7 +40,6 @@ from replay_client.errors import DeadlineExceededError, LeaseEndedError, ReplayE
 from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.metrics import GeneratorStats
 from replay_client.generator.prompts import Prompt, PromptRows, PromptSource, epoch_order
-from replay_client.generator.rewards import in_daemon_thread
 from replay_client.generator.stored_prompts import (
     MARK_TAG,
     LoadMark,
@@ -52,6 +51,7 @@ from replay_client.generator.stored_prompts import (
 from replay_client.generator.supply import Drawn, IteratedPrompts, PromptItem, PromptSupply
 from replay_client.records import Sample, ServerInfo
 from replay_client.scoring import group_learnability
+from replay_client.waits import LAST_WORD, in_daemon_thread
 
 if TYPE_CHECKING:
     from replay_client import AsyncReplayClient
@@ -77,8 +77,6 @@ _PAUSE = 1.0
 """Seconds to wait for a prompt before another look at what is going on."""
 _MOST_STRANGERS = 100
 """Items that are no prompts. When there were so many before the first group, it is the wrong table."""
-_LAST_WORD = 2.0
-"""Seconds in which the prompts under way go back at the end. Their leases end by themselves."""
 _MOST_BEGINNINGS = 64
 """How often a table may be emptied while the server remembers the key of its first mark."""
 
@@ -192,7 +190,7 @@ class PromptsTable:
 
     async def close(self) -> None:
         with contextlib.suppress(ReplayError, TimeoutError):
-            async with asyncio.timeout(_LAST_WORD):
+            async with asyncio.timeout(LAST_WORD):
                 await self._return([*self._held.values()])
 
     # ------------------------------------------------------------------------------------ what the modes differ in
@@ -351,7 +349,7 @@ class EpochPrompts(PromptsTable):
         except BaseException:
             # The next generator may have more luck. If the server is away, the lease ends by itself.
             with contextlib.suppress(ReplayError, TimeoutError):
-                async with asyncio.timeout(_LAST_WORD):
+                async with asyncio.timeout(LAST_WORD):
                     await self._client.acknowledge([sample], give_back=True)
             raise
 

@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import math
 import numbers
-import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -25,6 +24,7 @@ from replay_client.generator.rollouts import Rollout
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import carries_gradient, group_learnability, trained_priority
 from replay_client.settings import load_function
+from replay_client.waits import in_daemon_thread
 
 RewardFunction = Callable[..., float | Awaitable[float]]
 """Takes the prompt's row and the text that the policy wrote last, and returns a reward. One with a parameter `rollout`
@@ -199,29 +199,6 @@ async def _results(
     if whole:
         return await results if inspect.isawaitable(results) else results
     return await asyncio.gather(*map(_resolved, results))
-
-
-async def in_daemon_thread(work: Callable[[], Any]) -> Any:
-    """The result of `work`, which runs in a thread. Neither the event loop nor the end of the program waits for it."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def complete(result: Any, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_result(result) if error is None else done.set_exception(error)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except BaseException as error:
-            # A future refuses to carry a StopIteration.
-            failure = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(complete, result, failure)
-
-    threading.Thread(target=run, name="reward", daemon=True).start()
-    return await done
 
 
 def exact_match(row: Mapping[str, Any], completion_text: str) -> float:

@@ -34,7 +34,7 @@ from replay_client.records import PermitLease, Sample, ServerInfo
 from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
 from replay_client.shards.merging import restarted
-from replay_client.waits import WaitLog, patiently
+from replay_client.waits import LAST_WORD, WaitLog, patiently
 from replay_protos.labels import TagValue
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 NO_TAGS: Mapping[str, TagValue] = MappingProxyType({})
 
-_RELEASE_SECONDS = 2.0  # for each last word to the server. It takes permits back by itself after their time to live
 SECONDS_PER_LOOK = 5.0
 """Between two looks whether the server is there."""
 
@@ -103,7 +102,7 @@ class GeneratorServer:
         """Gives a permit back, if the server can be reached soon."""
         self._leases.discard(lease)
         with contextlib.suppress(ReplayError, TimeoutError):
-            async with asyncio.timeout(_RELEASE_SECONDS):
+            async with asyncio.timeout(LAST_WORD):
                 await self._client.release_permits(lease)
 
     def used(self, lease: PermitLease) -> None:
@@ -118,7 +117,7 @@ class GeneratorServer:
 
     async def leave(self) -> None:
         """Says that this generator ends on purpose, if the server can be reached soon."""
-        await self._client.leave(timeout=_RELEASE_SECONDS)
+        await self._client.leave(timeout=LAST_WORD)
 
     async def insert(
         self,

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 import numpy.typing as npt
 
 from replay_client.generator.prompts import PromptSource
-from replay_client.generator.rewards import in_daemon_thread
 from replay_client.records import Sample
+from replay_client.waits import in_daemon_thread
 
 
 class PromptItem(NamedTuple):

@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replay_client.generator.rewards import in_daemon_thread
 from replay_client.generator.rollouts import Rollout, RolloutError, RolloutHook, RolloutPolicy, RolloutSequence, Task
+from replay_client.waits import in_daemon_thread
 
 _THINKS, _THOUGHT = "<think>", "</think>"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)

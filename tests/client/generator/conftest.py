@@ -16,8 +16,8 @@ from tests.client.generator.factories import make_adapter, make_model
 def time_for_last_words() -> Iterator[None]:
     """Gives a generator a minute for its last words: on a slow machine the server would get its permits back late."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(server, "_RELEASE_SECONDS", 60.0)
-        patched.setattr(building, "_LAST_SECONDS", 60.0)
+        patched.setattr(server, "LAST_WORD", 60.0)
+        patched.setattr(building, "LAST_WORD", 60.0)
         yield
 
 

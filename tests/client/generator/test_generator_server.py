@@ -346,7 +346,7 @@ async def test_a_server_that_is_restarted_finds_the_generator_going_on(
     tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replay_client.generator.server.SECONDS_PER_LOOK", 1.0)
-    monkeypatch.setattr("replay_client.generator.server._RELEASE_SECONDS", 0.1)  # there is no server at its end
+    monkeypatch.setattr("replay_client.generator.server.LAST_WORD", 0.1)  # there is no server at its end
     address = f"127.0.0.1:{free_port()}"
     config = (
         '[admission]\ngroups_per_step = 100000\nmax_staleness = 4\n\n[[tables]]\nname = "rollouts"\nsampler = "fifo"\n'

@@ -43,9 +43,8 @@ from replay_client.errors import (
     StorageError,
     TableFullError,
 )
-from replay_client.generator.rewards import in_daemon_thread
 from replay_client.scoring import trained_priority
-from replay_client.waits import WaitLog
+from replay_client.waits import WaitLog, in_daemon_thread
 from replay_trainer.integrations.hooks import hooks_of
 from replay_trainer.integrations.pool import GroupPool
 from replay_trainer.integrations.samples import SampleStore

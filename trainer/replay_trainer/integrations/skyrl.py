@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 from replay_client import ReplayClient, RolloutGroup, Sample
-from replay_client.generator.rewards import in_daemon_thread
+from replay_client.waits import in_daemon_thread
 from replay_trainer.integrations.finished import FinishedGroups, Place
 from replay_trainer.integrations.hooks import hooks_of
 from replay_trainer.integrations.pool import GroupPool, OnUnavailable

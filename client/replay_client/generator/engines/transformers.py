@@ -16,6 +16,7 @@ from replay_client.columns.kept import kept_fields
 from replay_client.generator.engines import Completion, EngineError, OnFinished, SamplingConfig
 from replay_client.generator.engines.continuous_batch import ContinuousBatch, Request, Row, routers_of
 from replay_client.generator.weights import check_base, holds_adapter, read_adapter
+from replay_client.waits import ENGINE_STOP
 
 _T = TypeVar("_T")
 
@@ -148,7 +149,7 @@ class TransformersEngine:
     async def close(self) -> None:
         if self._thread is not None:
             self._orders.put(None)
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, ENGINE_STOP)
             self._thread = None
 
     async def _between_tokens(self, work: Callable[[], _T]) -> _T:

@@ -26,6 +26,7 @@ from typing import Any
 from replay_client.columns.kept import kept_among, kept_fields, most_logprobs
 from replay_client.generator.engines import LOGPROBS_MODE, Completion, EngineError, OnFinished, SamplingConfig
 from replay_client.generator.weights import check_base, holds_adapter
+from replay_client.waits import ENGINE_STOP
 
 _CPU_ARGS = {
     "enforce_eager": True,
@@ -35,8 +36,6 @@ _CPU_ARGS = {
     # GPU: it dies of "CPU Generator does not use offset". Whole prompts never need it, and a seed means the same.
     "enable_chunked_prefill": False,
 }
-
-_SHUTDOWN_SECONDS = 30.0  # before the engine's process is killed, which leaks the memory that it shares with this one
 
 _REMEDY = (
     "What was inserted is safe: start the generator again. If memory was short, with a smaller "
@@ -107,7 +106,7 @@ class VLLMEngine:
             **engine_args,
         }
         self._llm = _start(args)
-        self._finalizer = weakref.finalize(self, self._llm.shutdown, _SHUTDOWN_SECONDS)
+        self._finalizer = weakref.finalize(self, self._llm.shutdown, ENGINE_STOP)  # then it kills its process
         self._request_ids = itertools.count()
         self._running = 0
         self._idle = asyncio.Event()
