@@ -33,7 +33,7 @@ from replay_client.generator.engines.vllm_http import (
     Weights,
     version_of,
 )
-from replay_client.generator.weights import facts_of_engine
+from replay_client.generator.weights import model_facts
 from replay_client.waits import WaitLog, patiently
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class VLLMServerEngine:
         """How often a server went away, or lost the weights that were loaded into it."""
         self.model: str = os.fspath(model)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
-        self.vocabulary: int | None = facts_of_engine(self).get("vocabulary")
+        self.vocabulary: int | None = model_facts(self.model, self.tokenizer).get("vocabulary")
         self._wanted = (self.model, served_model, max_length)
         start = self._start(self_test)
         with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a loop may be running in this one
