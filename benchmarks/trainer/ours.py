@@ -46,7 +46,7 @@ class EndlessClient:
             self.samples.append(Sample(info, packed.encode()))
 
     def server_info(self, **_: Any) -> Any:
-        return SimpleNamespace(admission=None, tables={})
+        return SimpleNamespace(admission=None, tables={}, clients=[])
 
     def policy(self, **_: Any) -> Policy:
         return Policy(0, "", 0.0)

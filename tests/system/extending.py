@@ -133,7 +133,7 @@ class ColumnLedger(Books):
             self.violated(
                 f"rollouts: {info.tables['rollouts'].waiting_rows} rows wait, and {len(lacking)} lack a column"
             )
-        sizes = {item.key: len(item.payload) for item in found}
+        sizes = {item.key: len(item.payload) + item.labels.nbytes for item in found}
         if info.tables["keep"].bytes != sum(sizes[key] for key in kept):
             self.violated(f"keep: {info.tables['keep'].bytes} bytes, not {sum(sizes[key] for key in kept)}")
         if info.damaged or info.commit_error:
