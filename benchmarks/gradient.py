@@ -189,7 +189,7 @@ def train(address: str, folder: Path, steps: int) -> None:
 
 def measure(steps: int) -> dict[str, Any]:
     """Runs the processes, and returns the figures of all steps after the first ones."""
-    from replay_trainer.demo.run import DEMO
+    from examples.demo.run import DEMO
 
     folder = FILES / "gradient"
     shutil.rmtree(folder, ignore_errors=True)
@@ -197,7 +197,7 @@ def measure(steps: int) -> dict[str, Any]:
     (folder / "replay.toml").write_text(DEMO.server_config)
     os.environ.update(_SETTINGS)
     python = [sys.executable, "-m"]
-    with Process([*python, "replay_trainer.demo.task", "make", str(folder), "0", "0.4", DEMO.task]) as made:
+    with Process([*python, "examples.demo.task", "make", str(folder), "0", "0.4", DEMO.task]) as made:
         made.wait(timeout=120.0)
     acknowledged: dict[int, float] = {}
     reloads: list[tuple[float, float]] = []

@@ -12,9 +12,9 @@ from benchmarks.learning import loop, model, page, report, run, statistics
 from benchmarks.learning.arms import ARMS
 from benchmarks.learning.prompts import prompt_choice
 from benchmarks.learning.tasks import TASKS, Task, make_problems
+from examples.demo import task as demo
 from replay_client.scoring import group_advantages
 from replay_trainer.batching import to_batch
-from replay_trainer.demo import task as demo
 from replay_trainer.logprobs import LogprobModel
 from tests.trainer.factories import make_group
 

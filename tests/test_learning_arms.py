@@ -11,7 +11,7 @@ from benchmarks.learning.arms import ARMS
 from benchmarks.learning.stored import DistinctAnswers
 from benchmarks.learning.tasks import TASKS, Task, make_problems, right_texts
 from benchmarks.learning.variety import HeldOut
-from replay_trainer.demo import task as demo
+from examples.demo import task as demo
 from tests.trainer.factories import make_group
 
 # Random weights solve it now and then: the answer is to stop at once.

@@ -13,8 +13,8 @@ from benchmarks.learning.loop import Settings
 from benchmarks.learning.real import look, pretrained, smollm2
 from benchmarks.learning.real.gym import GYM_TASKS, GymProblems, gym_problems, last_number
 from benchmarks.learning.statistics import GENERATED, SOLVE_RATE
+from examples.demo import task as demo
 from replay_trainer.batching import to_batch
-from replay_trainer.demo import task as demo
 from replay_trainer.logprobs import LogprobModel
 from tests.trainer.factories import make_group
 

@@ -35,9 +35,11 @@ ALL = """
 import sys
 from replay_client.generator.engines.transformers import TransformersEngine
 from replay_trainer import GRPOConfig
-from replay_trainer.demo.task import make_model
+from replay_trainer.logprobs import LogprobModel
+from transformers import Qwen2Config, Qwen2ForCausalLM
 assert "vllm" not in sys.modules
-print(GRPOConfig(output_dir="x").loss_type, sum(weight.numel() for weight in make_model(0).parameters()))
+sizes = dict(vocab_size=8, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
+print(GRPOConfig(output_dir="x").loss_type, LogprobModel(Qwen2ForCausalLM(Qwen2Config(**sizes))).route)
 """
 
 
@@ -233,5 +235,5 @@ def test_the_trainer_extra_brings_all_that_the_trainer_needs(built, tmp_path):
     needed = requirements_of(built["wheel"], "trainer")
     assert any(line.startswith("torch") for line in needed)
     everything = environment(tmp_path / "all", built["wheel"], needed)
-    assert run(everything / "python", "-c", ALL, cwd=tmp_path).startswith("dapo 1")
+    assert run(everything / "python", "-c", ALL, cwd=tmp_path) == "dapo packed\n"
     assert "--output-dir" in run(everything / "replay", "train", "--help", cwd=tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("replay_server", "client", "trainer", "protos", "tests", "benchmarks", "docs", "docker")
+FOLDERS = ("replay_server", "client", "trainer", "protos", "tests", "examples", "benchmarks", "docs", "docker")
 CLOCKS = {"monotonic", "perf_counter", "time", "process_time", "thread_time"}
 
 

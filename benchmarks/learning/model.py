@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.learning.tasks import Problems, Row, Task, make_problems, right_texts
 from benchmarks.learning.variety import HeldOut
+from examples.demo import task as demo
+from examples.demo.task import EOS_ID, PAD_ID, encode
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
-from replay_trainer.demo import task as demo
-from replay_trainer.demo.task import EOS_ID, PAD_ID, encode
 
 REGIMES = {"scarce": 0.02, "rare": 0.06, "fair": 0.30, "late": 0.60}
 """The exact held-out solve rate at which the warm-up of a regime ends."""

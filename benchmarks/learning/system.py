@@ -23,12 +23,12 @@ from benchmarks.learning.arms import GROUP_SIZE, Arm
 from benchmarks.learning.loop import EVALUATIONS, Point, Settings, tables
 from benchmarks.learning.model import warm_start
 from benchmarks.learning.tasks import load_task
+from examples.demo import task as demo
+from examples.demo.task import solve_rate, supervised_batch
 from replay_client import ReplayClient
 from replay_server import AdmissionConfig, ReplayServer
 from replay_trainer import GRPOConfig, GRPOTrainer
 from replay_trainer.callbacks import Callback, Run, StepReport
-from replay_trainer.demo import task as demo
-from replay_trainer.demo.task import solve_rate, supervised_batch
 
 MAX_STALENESS = 1
 """Policy versions that permits let generation run ahead."""

@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from replay_trainer.demo.task import a_sum, two_steps
+from examples.demo.task import a_sum, two_steps
 
 Row = dict[str, str]
 """prompt; answer: the one to learn in the warm-up; answers: if there are several, all of them, with spaces between."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.learning.tasks import Row, right_texts
-from replay_trainer.demo.task import supervised_batch
+from examples.demo.task import supervised_batch
 
 DRAWS = 8
 _ANSWERS = 512

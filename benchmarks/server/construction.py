@@ -28,11 +28,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.server.archive_overhead import serving
+from examples.demo.task import EOS_ID, make_tokenizer
 from replay_client import AsyncReplayClient
 from replay_client.generator import GeneratorConfig, RolloutGenerator
 from replay_client.generator.engines import SamplingConfig
 from replay_client.generator.engines.vllm import VLLMEngine
-from replay_trainer.demo.task import EOS_ID, make_tokenizer
 
 CONFIG = """
 [admission]

@@ -74,7 +74,7 @@ def _our_generator(address: str, begin: Any, count: int) -> None:
 
 def of_async_grpo(address: str, count: int, routing: bool) -> dict[str, float]:
     """Samples of groups that come from another process, as TRL's trainer takes them: from its queue, and from ours."""
-    from replay_trainer.demo.task import make_tokenizer
+    from examples.demo.task import make_tokenizer
     from replay_trainer.integrations.trl_async import ServerRollouts
     from tests.trainer.factories import make_model
 

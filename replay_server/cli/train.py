@@ -212,8 +212,11 @@ def demo(
     need("replay demo", "demo", "torch", "transformers", "matplotlib")
     if engine == "vllm":
         need("--engine vllm", "vllm", "vllm")
-    from replay_trainer.demo.run import COMPARED_STEPS, TASKS, DemoError, run
-    from replay_trainer.demo.run import compare as run_both
+    try:
+        from examples.demo.run import COMPARED_STEPS, TASKS, DemoError, run
+        from examples.demo.run import compare as run_both
+    except ModuleNotFoundError as error:
+        fail(f"replay demo is of a clone of the repository, not of a wheel: run `make demo` there ({error})")
 
     if (variant := TASKS.get(task)) is None:
         fail(f"--task must be {' or '.join(TASKS)}, not {task!r}")

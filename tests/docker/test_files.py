@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from examples.demo.run import GROUP_SIZE, GROUPS_PER_STEP
 from replay_client.waits import STOP_SECONDS
 from replay_server import Config
-from replay_trainer.demo.run import GROUP_SIZE, GROUPS_PER_STEP
 from tests.docker import files
 
 DOCKERFILES = sorted(files.DOCKER.glob("Dockerfile.*"))
@@ -66,10 +66,11 @@ def test_a_dockerfile_pins_its_base_drops_root_and_copies_what_the_context_has(d
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 def test_a_change_of_the_code_leaves_the_layer_with_the_dependencies(dockerfile):
     stage = files.last_stage(dockerfile)
-    first, second = [rest.split() for word, rest in stage if word == "COPY"]
+    first, second, *later = [rest.split() for word, rest in stage if word == "COPY"]
     assert first[:2] == ["pyproject.toml", "docker/requirements.py"]
     assert re.fullmatch(r"docker/constraints/(\$\{VARIANT\}|server)\.txt", first[2])
     assert second[0] == "--from=wheel"
+    assert later == ([["examples", "/examples"]] if dockerfile.name == "Dockerfile.trainer" else [])
     *_, dependencies, wheel = [rest for word, rest in stage if word == "RUN"]
     assert "--constraint" in dependencies
     assert wheel == "pip install --no-cache-dir --no-deps /wheels/*.whl"
@@ -98,7 +99,7 @@ def test_the_build_context_holds_what_the_wheel_is_made_of():
     project = tomllib.loads((files.ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     needed = {path.partition("/")[0] for path in packages} | {"pyproject.toml", "README.md", "LICENSE"}
-    needed |= {"docker/requirements.py", "docker/constraints"}
+    needed |= {"docker/requirements.py", "docker/constraints", "examples"}
     assert needed <= kept
 
 

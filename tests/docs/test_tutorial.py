@@ -16,7 +16,7 @@ from tests.factories import free_port, until
 pytestmark = pytest.mark.long
 
 SHORTER = {
-    "replay_trainer.demo.prepare run": "replay_trainer.demo.prepare run 0 0.005",
+    "examples.demo.prepare run": "examples.demo.prepare run 0 0.005",
     "--steps 100": "--steps 3",
     "--steps 150": "--steps 4",
     "step-100": "step-3",

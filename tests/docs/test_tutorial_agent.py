@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from replay_trainer.demo import task
-from replay_trainer.demo.prepare import READY
+from examples.demo import task
+from examples.demo.prepare import READY
 from tests.docs.blocks import ROOT, Block, blocks, write_files
 
 PAGE = ROOT / "docs/tutorial-agent.md"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from replay_trainer.demo.task import make_model, make_tokenizer, problems
+from examples.demo.task import make_model, make_tokenizer, problems
 from tests.commands import Running
 
 CONFIG = """

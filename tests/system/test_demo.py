@@ -10,17 +10,17 @@ import sys
 import psutil
 import pytest
 
+from examples.demo import tools
+from examples.demo.task import make_tokenizer, padded
 from replay_client.generator import Task
 from replay_client.generator.engines import Completion, SamplingConfig
 from replay_client.generator.rewards import exact_match
 from replay_client.generator.rollouts import play
 from replay_server.cli.app import app
-from replay_trainer.demo import tools
-from replay_trainer.demo.task import make_tokenizer, padded
 from tests.factories import until
 
 CODE = (
-    "import sys; from pathlib import Path; from replay_trainer.demo.run import DemoError, run\n"
+    "import sys; from pathlib import Path; from examples.demo.run import DemoError, run\n"
     "try: run(Path(sys.argv[1]), int(sys.argv[2]), 0, 'transformers', target_solve_rate=0.005)\n"
     "except DemoError as error: sys.exit(f'demo: {error}')"
 )
@@ -126,6 +126,13 @@ def test_a_task_that_the_demo_does_not_have_is_refused(options, says, capsys):
     with pytest.raises(SystemExit):  # in this process, which has torch already
         app(["demo", "--engine", "transformers", *options])
     assert says in capsys.readouterr().err
+
+
+def test_an_installation_without_the_clone_says_where_the_demo_is(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "examples.demo.run", None)
+    with pytest.raises(SystemExit):
+        app(["demo", "--engine", "transformers"])
+    assert "replay demo is of a clone of the repository" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ import pytest
 from tokenizers import models
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from examples.demo.task import make_tokenizer
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import DeadlineExceededError
 from replay_client.generator import GeneratorConfig, RolloutGenerator
@@ -24,7 +25,6 @@ from replay_protos.recipes import read_described
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import Config
 from replay_trainer import TableEvaluation
-from replay_trainer.demo.task import make_tokenizer
 from tests.client.generator.factories import ScriptedEngine, make_prompts
 from tests.docs.blocks import ROOT, write_files
 from tests.trainer.factories import lines_of, make_group, make_model, make_trainer

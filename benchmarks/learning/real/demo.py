@@ -26,7 +26,7 @@ from benchmarks.learning.real.smollm2 import smollm2
 from benchmarks.learning.report import by_setting
 from benchmarks.learning.run import read_records, usual_rate
 from benchmarks.learning.tuned import PRETRAINED
-from replay_trainer.demo.run import (
+from examples.demo.run import (
     RECIPE,
     SHARING,
     Curve,

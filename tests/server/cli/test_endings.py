@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from examples.demo.task import make_model, make_tokenizer
 from replay_client import ReplayClient
-from replay_trainer.demo.task import make_model, make_tokenizer
 from tests.commands import COMMAND, Running, fails, run_replay
 from tests.factories import server_process, until
 

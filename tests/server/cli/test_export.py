@@ -9,9 +9,9 @@ import math
 import numpy as np
 import pytest
 
+from examples.demo.task import make_tokenizer
 from replay_client import ReplayClient, group_from_rows
 from replay_server import ReplayServer, TableConfig
-from replay_trainer.demo.task import make_tokenizer
 from tests.commands import fails, run_replay
 from tests.factories import make_group, make_sequences
 

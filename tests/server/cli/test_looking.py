@@ -17,11 +17,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from examples.demo.task import make_tokenizer
 from replay_client import ReplayClient, group_from_rows
 from replay_client.generator.prompts import Prompt
 from replay_client.generator.stored_prompts import LoadMark, StoredPrompt
 from replay_protos import replay_pb2 as pb
-from replay_trainer.demo.task import make_tokenizer
 from tests.commands import COMMAND, Running, fails
 from tests.factories import make_group, make_sequences, server_process, until
 

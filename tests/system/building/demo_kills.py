@@ -25,12 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from examples.demo.run import DEMO, GROUP_SIZE, Part
+from examples.demo.run import run as run_demo
 from replay_client import ReplayClient
 from replay_client.archive.reading import Archive, Wanted
 from replay_client.errors import DeadlineExceededError
 from replay_client.generator.openings import Opening, sampled_tokens
-from replay_trainer.demo.run import DEMO, GROUP_SIZE, Part
-from replay_trainer.demo.run import run as run_demo
 from tests.factories import until
 
 LEASE = 10.0

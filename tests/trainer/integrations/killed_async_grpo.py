@@ -19,9 +19,9 @@ from datasets import Dataset
 from transformers import TrainerState
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
+from examples.demo.task import make_tokenizer
 from replay_client import ReplayClient, RolloutGroup
 from replay_client.scoring import group_priority
-from replay_trainer.demo.task import make_tokenizer
 from replay_trainer.integrations import trl_async
 from replay_trainer.integrations.trl_async import ServerRollouts
 from tests.docs.blocks import ROOT, blocks

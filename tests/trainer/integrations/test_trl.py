@@ -21,7 +21,7 @@ pytest.importorskip("trl", reason="pip install '.[trl]'")
 
 import trl
 
-from replay_trainer.demo.task import make_tokenizer
+from examples.demo.task import make_tokenizer
 from replay_trainer.integrations.hooks import hooks_of
 from replay_trainer.integrations.trl import (
     GRPOWithReplayBufferConfig,

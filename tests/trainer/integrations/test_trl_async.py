@@ -26,10 +26,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
+from examples.demo.task import make_tokenizer
 from replay_client import ReplayClient
 from replay_client.errors import TableNotFoundError
 from replay_client.scoring import group_priority
-from replay_trainer.demo.task import make_tokenizer
 from replay_trainer.integrations.pool import GroupPool
 from replay_trainer.integrations.trl_async import ServerRollouts, last_checkpoint
 from replay_trainer.weights import OutputLock, published

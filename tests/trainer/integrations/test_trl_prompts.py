@@ -11,7 +11,7 @@ from datasets import Dataset
 
 pytest.importorskip("trl", reason="pip install '.[trl]' in a clone of the repository")
 
-from replay_trainer.demo.task import make_tokenizer
+from examples.demo.task import make_tokenizer
 from tests.trainer.integrations.trl_factories import GROUP_SIZE, make_trainer, ratios_of, rows_of, stored_row
 
 CHAT = (

@@ -10,8 +10,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import TrainerCallback
 
+from examples.demo.task import make_tokenizer, problems
 from replay_client import RolloutGroup
-from replay_trainer.demo.task import make_tokenizer, problems
 from replay_trainer.integrations.trl import ReplayGRPOConfig, ReplayGRPOTrainer
 from replay_trainer.integrations.trl_rows import GenerationStep
 from tests.trainer.factories import make_model

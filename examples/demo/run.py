@@ -225,9 +225,9 @@ WITH_TOOL = Variant(
     task="tools",
     max_tokens=12,
     generate=(
-        *("--chat", "--rollout", "replay_trainer.demo.tools:rollout"),
+        *("--chat", "--rollout", "examples.demo.tools:rollout"),
         # It counts the calls, and does not reward them.
-        *("--reward", "replay_trainer.demo.tools:called=0"),
+        *("--reward", "examples.demo.tools:called=0"),
     ),
     learning_rate=1.5e-4,
     panels=TOOL_PANELS,
@@ -406,7 +406,7 @@ def run_parts(
     parts: list[Part],
 ) -> None:
     replay = [sys.executable, "-m", "replay_server.cli"]
-    task = [sys.executable, "-m", "replay_trainer.demo.task"]
+    task = [sys.executable, "-m", "examples.demo.task"]
 
     def start(name: str, command: list[str]) -> Part:
         parts.append(Part(name, command, out))

@@ -1,6 +1,6 @@
 """What the parts of the demo need, made once in one folder: for parts that run as services of their own.
 
-    python -m replay_trainer.demo.prepare FOLDER [SEED [TARGET [TASK]]]
+    python -m examples.demo.prepare FOLDER [SEED [TARGET [TASK]]]
 
 It makes prompts.jsonl, train.toml, model/, warm/, and last of all ready. A folder that is ready stays as it is.
 `replay demo` does the same, but lets the engine load while the model warms up.
@@ -12,8 +12,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from replay_trainer.demo import task
-from replay_trainer.demo.run import TASKS
+from examples.demo import task
+from examples.demo.run import TASKS
 
 READY = "ready"
 """Written last: what lies beside it is complete."""

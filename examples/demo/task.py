@@ -5,8 +5,8 @@ locally, so that a model of about a million parameters learns the task in second
 so prompts have 4 to 6 characters and answers 1 to 4 digits, and a half-trained model solves some sizes always and
 others never.
 
-    python -m replay_trainer.demo.task make FOLDER SEED TARGET       model/ (random), prompts.jsonl
-    python -m replay_trainer.demo.task warm-up FOLDER SEED TARGET    warm/: the model after a short supervised phase
+    python -m examples.demo.task make FOLDER SEED TARGET       model/ (random), prompts.jsonl
+    python -m examples.demo.task warm-up FOLDER SEED TARGET    warm/: the model after a short supervised phase
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from replay_trainer.demo import tools
+from examples.demo import tools
 
 Row = dict[str, str]
 Batch = tuple[Tensor, Tensor]
