@@ -147,17 +147,7 @@ async def read_messages(
         if request.extend:
             message.segments = segments_of(request, row_payloads, labels)
         else:
-            columns = InsertBatch(
-                keys=request.keys[:],
-                priorities={},
-                policy_versions=np.array(request.policy_versions[:] or [0] * rows, dtype=np.int64),
-                sizes=np.zeros(rows, dtype=np.int64) if refusal else np.array(sizes, dtype=np.int64),
-                payloads=row_payloads,
-                permits=request.permits,
-                labels=labels,
-                closes=tuple(dict.fromkeys(request.closes)),
-            )
-            message.batches = list(_by_tables(request, columns))
+            message.batches = list(_by_tables(request, [0] * rows if refusal else sizes, row_payloads, labels))
         yield message
 
 
@@ -229,9 +219,11 @@ def _payloads_of_rows(chunks: Sequence[bytes | memoryview], sizes: list[int]) ->
     return [(bytes(joined[end - size : end]),) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
-def _by_tables(request: pb.InsertRequest, columns: InsertBatch) -> Iterator[InsertBatch]:
-    """The batches of a message: `columns` with their priorities, cut where the tables change."""
-    rows = len(columns)
+def _by_tables(
+    request: pb.InsertRequest, sizes: list[int], payloads: list[Payload], labels: list[Labels] | None
+) -> Iterator[InsertBatch]:
+    """The batches of a message, cut where the tables change."""
+    rows = len(request.keys)
     priorities: dict[str, FloatArray] = {}
     some: dict[str, list[int]] = {}
     for target in request.targets:
@@ -251,8 +243,18 @@ def _by_tables(request: pb.InsertRequest, columns: InsertBatch) -> Iterator[Inse
             some[table] = chosen
             priorities[table] = np.ones(rows)
             priorities[table][chosen] = given
+    batch = InsertBatch(
+        keys=request.keys[:],
+        priorities=priorities,
+        policy_versions=np.array(request.policy_versions[:] or [0] * rows, dtype=np.int64),
+        sizes=np.array(sizes, dtype=np.int64),
+        payloads=payloads,
+        permits=request.permits,
+        labels=labels,
+        closes=tuple(dict.fromkeys(request.closes)),
+    )
     if not some:
-        yield columns.to(priorities)
+        yield batch
         return
     goes_TR = np.ones((len(priorities), rows), dtype=np.bool_)
     for row_T, table in enumerate(priorities):
@@ -261,8 +263,10 @@ def _by_tables(request: pb.InsertRequest, columns: InsertBatch) -> Iterator[Inse
             goes_TR[row_T, some[table]] = True
     cuts = [0, *(np.flatnonzero((goes_TR[:, 1:] != goes_TR[:, :-1]).any(axis=0)) + 1).tolist(), rows]
     for start, stop in pairwise(cuts):
-        there = zip(priorities.items(), goes_TR[:, start].tolist(), strict=True)
-        yield columns[start:stop].to({table: given[start:stop] for (table, given), goes in there if goes})
+        part = batch[start:stop]
+        there = zip(part.priorities.items(), goes_TR[:, start].tolist(), strict=True)
+        part.priorities = {table: given for (table, given), goes in there if goes}
+        yield part
 
 
 async def decide(
@@ -282,10 +286,9 @@ async def decide(
                 if not first:
                     await asyncio.sleep(0)
                 first = False
-                evicted: list[tuple[int, str]] = []
-                inserted, next_row = _admit(backend, message, batch[at:] if at else batch, evicted)
+                inserted, next_row = _admit(backend, message, batch[at:] if at else batch)
                 decided.keys.extend(batch.keys[at : at + inserted])
-                decided.evicted.extend(evicted)
+                decided.take_evicted(batch)
                 at += inserted
                 if next_row is None:
                     continue
@@ -297,9 +300,8 @@ async def decide(
                         raise
                     decided = Decided()
                 if isinstance(next_row, PendingInsert):
-                    evicted.clear()
                     next_row = await _wait(backend, next_row, message.nbytes, client)
-                    decided.evicted.extend(evicted)
+                    decided.take_evicted(batch)
                 decided.add(batch.keys[at], next_row)
                 at += 1
         yield decided
@@ -326,9 +328,7 @@ def _append(backend: Backend, message: InsertMessage, segment: SegmentRow, decid
         decided.add(segment.key, None)
 
 
-def _admit(
-    backend: Backend, message: InsertMessage, batch: InsertBatch, evicted: list[tuple[int, str]]
-) -> tuple[int, PendingInsert | Refused | None]:
+def _admit(backend: Backend, message: InsertMessage, batch: InsertBatch) -> tuple[int, PendingInsert | Refused | None]:
     """Inserts rows until one is refused or must wait: how many are inserted, and what became of the row after them."""
     if message.refusal is not None:
         return 0, message.refusal
@@ -340,7 +340,7 @@ def _admit(
             return 0, busy(full) if full else draining(key)
         batch = batch[:1]
     try:
-        return buffer.insert(batch, deadline_at(buffer.clock(), message.timeout), evicted)
+        return buffer.insert(batch, deadline_at(buffer.clock(), message.timeout))
     except Refused as refusal:
         return 0, refusal
 
@@ -397,6 +397,10 @@ class Decided:
         self.keys.append(key)
         if refusal is not None:
             self.refuse(key, refusal)
+
+    def take_evicted(self, batch: InsertBatch) -> None:
+        self.evicted.extend(batch.evicted)
+        batch.evicted.clear()
 
     def refuse(self, key: int, refusal: Refused) -> None:
         self.errors.append(pb.RowError(key=key, code=refusal.code, message=refusal.message, reason=refusal.reason))

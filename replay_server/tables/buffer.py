@@ -36,7 +36,7 @@ from pydantic import ValidationError
 from replay_protos.labels import labels_of
 from replay_server.errors import Refused, closed, deadline, invalid, listed_tables, not_found, try_again
 from replay_server.tables.admission import Admission
-from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, KeyArray, costs
+from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, KeyArray
 from replay_server.tables.config import (
     ARCHIVE,
     AdmissionConfig,
@@ -53,7 +53,6 @@ from replay_server.tables.insert_rules import (
     InsertRules,
     Known,
     PendingInsert,
-    Rows,
     TooStale,
     Undone,
     are_priorities,
@@ -89,7 +88,7 @@ def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items
 
     This is about order alone: what the rows change for each other. Whether they may enter, the insert rules say.
     """
-    n, nbytes = len(batch), int(costs(batch.sizes, batch.labels).sum())
+    n, nbytes = len(batch), batch.nbytes
     if items.bytes + nbytes > items.max_bytes or len(set(batch.keys)) < n or any_insert_waits(tables, lines):
         return 1
     at_once: float = n
@@ -238,16 +237,13 @@ class ReplayBuffer:
 
     # ------------------------------------------------------------------------------------------------ insert
 
-    def insert(
-        self, batch: InsertBatch, deadline_at: float = math.inf, evicted: list[tuple[int, str]] | None = None
-    ) -> tuple[int, PendingInsert | None]:
+    def insert(self, batch: InsertBatch, deadline_at: float = math.inf) -> tuple[int, PendingInsert | None]:
         """Inserts rows from the first one on. Returns how many are in their tables, and the next row if it has to wait.
 
         To insert all rows, call it until none is left. Raises Refused if the first row is refused; then nothing has
-        changed. `evicted` receives key and table of each row that the remover of a full table chose to leave at once.
+        changed.
         """
         self.check_open()
-        evicted = [] if evicted is None else evicted
         if not batch.priorities:
             raise invalid(f"item {batch.keys[0]} names no table; {listed_tables(self.tables)}")
         tables = [self.table(name) for name in batch.priorities]
@@ -263,25 +259,23 @@ class ReplayBuffer:
         n, insert = len(batch), batch
         if n > 1 and (at_once := insertable_at_once(batch, tables, self.items, self.lines)) < n:
             n, insert = at_once, batch[:at_once]
-        rows = Rows.of(insert)
-        self.items.clear_left(rows.nbytes)
-        verdict = self._rules.verdict(insert, rows, tables, self.policy.version)
+        self.items.clear_left(insert.nbytes)
+        verdict = self._rules.verdict(insert, tables, self.policy.version)
         if n > 1 and verdict is not None:  # some row is special, so the first one is decided alone
             n, insert = 1, batch[:1]
-            rows = Rows.of(insert)
-            verdict = self._rules.verdict(insert, rows, tables, self.policy.version)
+            verdict = self._rules.verdict(insert, tables, self.policy.version)
         if verdict is not None and not isinstance(verdict, Blocked):
             self._count(verdict, tables)
             if isinstance(verdict, Refused):
                 raise verdict
             return 1, None
         if verdict is not None or any_insert_waits(tables, self.lines):
-            pending = PendingInsert(insert, rows, tables, self.clock(), deadline_at, evicted)
+            pending = PendingInsert(insert, tables, self.clock(), deadline_at)
             for table in tables:
                 self.lines[table.name].inserts.join(pending)
             self.mark_blocked(tables)
             return 0, pending
-        self._progress(self._enter(insert, rows, tables, evicted))
+        self._progress(self._enter(insert, tables))
         return n, None
 
     def _count(self, verdict: Refused | Known, tables: Iterable[Table]) -> None:
@@ -293,15 +287,13 @@ class ReplayBuffer:
         elif isinstance(verdict, Undone):
             verdict.table.counters.undone += 1
 
-    def _enter(
-        self, insert: InsertBatch, rows: Rows, tables: Sequence[Table], evicted: list[tuple[int, str]]
-    ) -> Sequence[Table]:
+    def _enter(self, insert: InsertBatch, tables: Sequence[Table]) -> Sequence[Table]:
         """Inserts rows that the rules allow, and takes the batches that they close. Returns the tables that changed.
 
         Raises Refused if the server is full, and cannot evict enough.
         """
-        self.items.check_room(rows.nbytes, tables)
-        self.items.free(rows.nbytes)
+        self.items.check_room(insert.nbytes, tables)
+        self.items.free(insert.nbytes)
         before = [table.counters.evicted for table in tables]
         built = bool(insert.closes and self.building) and self.outstanding.any_building(insert.closes)
         admission = self.admission if insert.permits or built else None
@@ -327,7 +319,7 @@ class ReplayBuffer:
             if table.counters.evicted > evicted_before:
                 gone = [(key, table.name) for key in insert.keys if key not in table]
                 table.counters.evicted_on_arrival += len(gone)
-                evicted += gone
+                insert.evicted.extend(gone)
         if insert.closes:
             self.items.closing.update(key for key in insert.keys if key in self.items)
             tables = [*tables, *self.outstanding.close(insert.closes, self.policy.version)]
@@ -474,7 +466,7 @@ class ReplayBuffer:
             why = tables[0].why_no_sample(pending.request, pending.request.num_samples)
             why = f"{tables[0].name}: sampling blocked: {why}" if why else None
         else:
-            why = self._rules.why_blocked(pending.rows, tables)
+            why = self._rules.why_blocked(pending.insert, tables)
         if why:
             return why + silence(pending, self.clock(), self.admission)
         lines, name = self.lines[tables[0].name], tables[0].name
@@ -518,13 +510,13 @@ class ReplayBuffer:
         for table in pending.tables:
             if self.lines[table.name].inserts.head is not pending:
                 return False
-        self.items.clear_left(pending.rows.nbytes)
-        verdict = self._rules.verdict(pending.insert, pending.rows, pending.tables, self.policy.version)
+        self.items.clear_left(pending.insert.nbytes)
+        verdict = self._rules.verdict(pending.insert, pending.tables, self.policy.version)
         if isinstance(verdict, Blocked):
             return False
         if verdict is None:
             try:
-                changed = self._enter(pending.insert, pending.rows, pending.tables, pending.evicted)
+                changed = self._enter(pending.insert, pending.tables)
                 dirty.update(dict.fromkeys(table.name for table in changed))
             except Refused as refusal:
                 verdict = refusal
@@ -631,7 +623,7 @@ class ReplayBuffer:
         table.configure(config, tags)
         # Waits that can never end well any more end now.
         for insert in self.lines[table.name].inserts:
-            if (refusal := self._rules.why_invalid(insert.insert, insert.rows, insert.tables)) is not None:
+            if (refusal := self._rules.why_invalid(insert.insert, insert.tables)) is not None:
                 insert.fail(refusal)
         for sample in self.lines[table.name].samples:
             try:
@@ -681,7 +673,7 @@ class ReplayBuffer:
             table.drop_stale(version)
             table.flow.move(-1 if rollback else version - before)
             for pending in self.lines[table.name].inserts:
-                if (refusal := self._rules.why_refused(pending.rows, [table], version)) is not None:
+                if (refusal := self._rules.why_refused(pending.insert, [table], version)) is not None:
                     self._count(refusal, [table])
                     pending.fail(refusal)
         if self.admission is not None:

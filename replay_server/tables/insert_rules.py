@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from replay_server.errors import Code, Refused, full, invalid, storage_failed, too_large
-from replay_server.tables.columns import MAX_BALANCED, FloatArray, costs
+from replay_server.tables.columns import MAX_BALANCED, FloatArray
 from replay_server.tables.config import MAX_PRIORITY
 from replay_server.tables.items import InsertBatch, Items, Kept
 from replay_server.tables.remembered import Remembered
@@ -23,45 +22,12 @@ from replay_server.tables.waiting import Pending
 MAX_VERSION = 1 << 62
 
 
-@dataclass(slots=True)
-class Rows:
-    """What the rules look at: sums and extremes of the rows of an InsertBatch."""
-
-    count: int
-    nbytes: int
-    """With those of their labels."""
-    largest: int
-    """Bytes of the largest row."""
-    oldest: int
-    """Policy version of the oldest row."""
-    newest: int
-
-    @classmethod
-    def of(cls, batch: InsertBatch) -> Self:
-        n, sizes, versions = len(batch.keys), costs(batch.sizes, batch.labels), batch.policy_versions
-        if n == 1:  # 10 times as fast as reducing arrays of one element
-            nbytes, version = sizes.item(), versions.item()
-            return cls(1, nbytes, nbytes, version, version)
-        return cls(n, sizes.sum().item(), sizes.max().item(), versions.min().item(), versions.max().item())
-
-
 class PendingInsert(Pending[None]):
     """One row that waits, in the lines of all its tables."""
 
-    def __init__(
-        self,
-        insert: InsertBatch,
-        rows: Rows,
-        tables: Sequence[Table],
-        since: float,
-        deadline_at: float,
-        evicted: list[tuple[int, str]],
-    ) -> None:
-        """`evicted` receives the key and the table if the row leaves the table as soon as it is inserted."""
+    def __init__(self, insert: InsertBatch, tables: Sequence[Table], since: float, deadline_at: float) -> None:
         super().__init__(since, deadline_at)
-        self.evicted = evicted
         self.insert = insert
-        self.rows = rows
         self.tables = tables
 
 
@@ -113,21 +79,21 @@ class InsertRules:
         self._max_bytes = min(max_payload_bytes, items.max_bytes)
 
     def verdict(
-        self, batch: InsertBatch, rows: Rows, tables: Sequence[Table], policy_version: int
+        self, batch: InsertBatch, tables: Sequence[Table], policy_version: int
     ) -> Refused | Known | Blocked | None:
-        """What is to become of all rows of `batch`, which `rows` describes; None: they may enter `tables` now."""
-        if (refusal := self.why_invalid(batch, rows, tables)) is not None:
+        """What is to become of all rows of `batch`; None: they may enter `tables` now."""
+        if (refusal := self.why_invalid(batch, tables)) is not None:
             return refusal
         if self._known_keys.any_of(batch.keys) or not self._items.keys().isdisjoint(batch.keys):
             return self._why_no_retry(batch) or Known()
         if batch.closes and (refusal := self._why_not_closed(batch.closes)) is not None:
             return refusal
-        if (refusal := self.why_refused(rows, tables, policy_version)) is not None:
+        if (refusal := self.why_refused(batch, tables, policy_version)) is not None:
             return refusal
         for table in tables:
             if table.balanced is not None and (value := table.balanced.one_too_many(batch.labels)) is not None:
                 return _too_many_values(table, value)
-        why = self.why_blocked(rows, tables)
+        why = self.why_blocked(batch, tables)
         return None if why is None else Blocked(why)
 
     def _why_no_retry(self, batch: InsertBatch) -> Refused | None:
@@ -140,43 +106,43 @@ class InsertRules:
             f"{', '.join(sorted(batch.priorities))}: a retry names the same tables, and another item needs another key"
         )
 
-    def why_invalid(self, batch: InsertBatch, rows: Rows, tables: Sequence[Table]) -> Refused | None:
+    def why_invalid(self, batch: InsertBatch, tables: Sequence[Table]) -> Refused | None:
         """Why the rows are refused in any state of the server."""
-        if not (rows.oldest >= 0 and rows.newest <= MAX_VERSION):
-            return invalid(f"policy version {rows.newest} of item {batch.keys[0]}: must be from 0 to {MAX_VERSION}")
+        if not (batch.oldest >= 0 and batch.newest <= MAX_VERSION):
+            return invalid(f"policy version {batch.newest} of item {batch.keys[0]}: must be from 0 to {MAX_VERSION}")
         for table in tables:
             if not are_priorities(priorities := batch.priorities[table.name]):
                 return bad_priority(priorities[0], f"item {batch.keys[0]}, table {table.name!r}")
-            if rows.largest > (table.config.max_bytes or math.inf):
+            if batch.largest > (table.config.max_bytes or math.inf):
                 return too_large(
-                    f"item of {rows.largest} bytes; table {table.name!r} holds at most {table.config.max_bytes} "
+                    f"item of {batch.largest} bytes; table {table.name!r} holds at most {table.config.max_bytes} "
                     f"(max_bytes)"
                 )
-        if rows.largest > self._max_bytes:
-            return too_large(f"item of {rows.largest} bytes; this server takes at most {self._max_bytes}")
+        if batch.largest > self._max_bytes:
+            return too_large(f"item of {batch.largest} bytes; this server takes at most {self._max_bytes}")
         return None
 
-    def why_refused(self, rows: Rows, tables: Sequence[Table], policy_version: int) -> Refused | None:
+    def why_refused(self, batch: InsertBatch, tables: Sequence[Table], policy_version: int) -> Refused | None:
         """Why the rows are refused in the current state of the server."""
-        if why := self._items.storage.why_full(rows.nbytes):
+        if why := self._items.storage.why_full(batch.nbytes):
             return storage_failed(why)
-        undone = rows.newest > policy_version and self._history.undone > policy_version
+        undone = batch.newest > policy_version and self._history.undone > policy_version
         for table in tables:
-            if table.too_stale(rows.oldest, policy_version):
-                return TooStale(table, rows.oldest, policy_version)
+            if table.too_stale(batch.oldest, policy_version):
+                return TooStale(table, batch.oldest, policy_version)
             # Of several rows, the newest may be beyond all versions that were undone. Then they are decided one by one.
-            if undone and (rows.count > 1 or self._history.is_undone(rows.newest, policy_version)):
-                return Undone(table, rows.newest, policy_version)
-            if table.config.when_full == "reject" and (why := table.why_full(rows.count, rows.nbytes)):
+            if undone and (len(batch) > 1 or self._history.is_undone(batch.newest, policy_version)):
+                return Undone(table, batch.newest, policy_version)
+            if table.config.when_full == "reject" and (why := table.why_full(len(batch), batch.nbytes)):
                 return full(f"table {table.name!r} is full: {why}, and when_full is 'reject'")
         return None
 
-    def why_blocked(self, rows: Rows, tables: Sequence[Table]) -> str | None:
+    def why_blocked(self, batch: InsertBatch, tables: Sequence[Table]) -> str | None:
         """Why the rows have to wait, apart from other inserts that came first."""
         for table in tables:
-            if why := table.why_no_insert(rows.count, rows.nbytes):
+            if why := table.why_no_insert(len(batch), batch.nbytes):
                 return f"{table.name}: inserting blocked: {why}"
-            if table.config.when_full == "block" and (why := self._items.why_full(rows.nbytes)):
+            if table.config.when_full == "block" and (why := self._items.why_full(batch.nbytes)):
                 return f"{table.name}: inserting blocked: server: {why}"
         return None
 

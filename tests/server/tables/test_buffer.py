@@ -32,14 +32,13 @@ class Bench:
         key=None,
         permits=0,
         wait=math.inf,
-        evicted=None,
         **tables,
     ):
         self.next_key += 1
         key = self.next_key if key is None else key
         priorities = {name: np.array([value]) for name, value in (tables or {table: priority}).items()}
         insert = InsertBatch([key], priorities, np.array([version]), np.array([nbytes]), [(b"x" * nbytes,)], permits)
-        taken, pending = self.buffer.insert(insert, self.now + wait, evicted)
+        taken, pending = self.buffer.insert(insert, self.now + wait)
         assert taken == (pending is None)
         return key if pending is None else pending
 
@@ -232,12 +231,11 @@ def test_a_row_that_waited_and_leaves_at_once_is_reported_too():
     limiter = {"type": "sample_to_insert_ratio", "samples_per_insert": 1.0, "min_size": 1, "error_buffer": [-9, 2]}
     bench = Bench(table(remover="min_heap", max_size=2, rate_limiter=limiter))
     bench.insert(priority=2.0), bench.insert(priority=3.0)
-    evicted = []
-    waiting = bench.insert(priority=1.0, evicted=evicted)
+    waiting = bench.insert(priority=1.0)
     assert not waiting.done
     bench.take(1)
     assert waiting.done
-    assert evicted == [(3, "t")]
+    assert waiting.insert.evicted == [(3, "t")]
 
 
 def evict_two(buffer):
