@@ -16,11 +16,11 @@ from replay_client.records import (
     Sample,
     SampleInfo,
     ServerInfo,
+    ShardedInfo,
     StoredItem,
     TableInfo,
 )
 from replay_client.rollout import RolloutGroup
-from replay_client.shards import ShardedInfo
 
 __all__ = [
     "TLS",

@@ -1,12 +1,11 @@
 """AsyncReplayClient: the client for code with asyncio. ReplayClient is derived from it.
 
-Each method makes a request of its arguments and says to which shards it goes; `replay_client.shards` has these rules.
-With one server a request goes straight to it.
+Each method makes a request of its arguments. With one server the request goes straight to it (`one_server`); with
+several, `replay_client.shards` has the rules by which they share it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -17,11 +16,11 @@ import numpy.typing as npt
 
 from replay_client import tracing
 from replay_client.access import TLS, Access, joined_addresses
-from replay_client.connection import DEFAULT, Timeout
+from replay_client.connection import DEFAULT, Timeout, check_timeout, seconds_of
 from replay_client.errors import InvalidRequestError
 from replay_client.frames import Item, check_extension
+from replay_client.one_server import servers_of
 from replay_client.records import (
-    Buffer,
     CheckpointInfo,
     Departures,
     ExtendResult,
@@ -41,12 +40,9 @@ from replay_client.records import (
 )
 from replay_client.requests import KeySequence, column, message_of, once, priorities_message, shortened, tag_filters
 from replay_client.rollout import RolloutGroup
-from replay_client.sampling import AsyncSampler, OnLease, SingleBatches, ignore
-from replay_client.shards.fleet import Deadline, Fleet, Shard
-from replay_client.shards.merging import lowest, merge_infos, merge_messages, merge_pages, read_page
-from replay_client.shards.placing import Placement
-from replay_client.shards.policy import PermitOffice, PolicyBoard
-from replay_client.shards.sampling import Drawer, ShardedSampler
+from replay_client.rows import Buffer
+from replay_client.sampling import AsyncSampler, OnLease, ignore
+from replay_client.waits import Deadline
 from replay_client.writer import AsyncWriter, Pipeline
 from replay_protos import replay_pb2 as pb
 
@@ -90,12 +86,13 @@ class AsyncReplayClient:
         """
         files = tls if isinstance(tls, TLS) else TLS() if tls else None
         access = Access(joined_addresses(address), token, files, allow_insecure_token, shared_memory, name)
-        self._fleet = Fleet(access, timeout)
+        check_timeout(timeout)
+        self._timeout = timeout
         self._keys = KeySequence()
-        self._placement = Placement(self._fleet)
-        self._draws = Drawer(self._fleet) if self._fleet.only is None else SingleBatches(self._fleet)
-        self._board = PolicyBoard(self._fleet)
-        self._permits = PermitOffice(self._fleet)
+        self._fleet, self._placement, self._draws, self._board, self._permits = servers_of(access, timeout)
+
+    def _seconds(self, timeout: Timeout) -> float | None:
+        return seconds_of(timeout, self._timeout)
 
     @classmethod
     def from_env(cls, timeout: float | None = 30.0, **settings: Any) -> Self:
@@ -118,15 +115,11 @@ class AsyncReplayClient:
 
         Of several servers each that has an address, "SHARD: TRANSPORT", with semicolons.
         """
-        if self._fleet.only is not None:
-            return self._fleet.only.transport
-        return "; ".join(f"{shard.name}: {shard.transport}" for shard in self._fleet.shards if shard.transport)
+        return self._fleet.carries
 
     async def find_transport(self) -> str:
         """As `transport`, but first finds out whether the server is on this host."""
-        up = await self._fleet.reachable(Deadline(self._fleet.seconds(DEFAULT)))
-        await asyncio.gather(*(shard.connection.find_transport() for shard in up))
-        return self.transport
+        return await self._fleet.find_transport()
 
     # ------------------------------------------------------------------------------------------------ insert
 
@@ -157,7 +150,7 @@ class AsyncReplayClient:
         Raises InvalidRequestError, TableNotFoundError, StaleItemError, PayloadTooLargeError, TableFullError,
         ServerBusyError, StorageError, or DeadlineExceededError with the reason of the wait.
         """
-        seconds = self._fleet.seconds(timeout)
+        seconds = self._seconds(timeout)
         key = next(self._keys) if key is None else key
         item = Item.of(key, group, priorities, policy_version, seconds, permits, tags, closes)
         await self._placement.insert(item)
@@ -172,7 +165,7 @@ class AsyncReplayClient:
         several servers is away, what it has of them does not count. `timeout` bounds how long each group may wait for
         its tables, in seconds.
         """
-        seconds = self._fleet.seconds(timeout)
+        seconds = self._seconds(timeout)
         pipeline = Pipeline(self._fleet, self._placement, max_in_flight, max_bytes, seconds)
         return AsyncWriter(pipeline, self._keys)
 
@@ -204,7 +197,7 @@ class AsyncReplayClient:
         if isinstance(key, Sample | StoredItem):
             check_extension(key, extras, axes or {})
             key = key.info.key if isinstance(key, Sample) else key.key
-        deadline, left, present = Deadline(self._fleet.seconds(timeout)), dict(extras), set[str]()
+        deadline, left, present = Deadline(self._seconds(timeout)), dict(extras), set[str]()
         while True:
             its_axes = {name: axis for name, axis in (axes or {}).items() if name not in present}
             row = await self._placement.extend(Item.segment(key, left, its_axes, deadline.seconds))
@@ -244,7 +237,7 @@ class AsyncReplayClient:
 
         Raises TableNotFoundError, ServerBusyError, or DeadlineExceededError with the reason of the wait.
         """
-        seconds = self._fleet.seconds(timeout)
+        seconds = self._seconds(timeout)
         request = message_of(
             pb.SampleRequest,
             table=table,
@@ -269,7 +262,7 @@ class AsyncReplayClient:
         def request_for(leases: list[int]) -> pb.DrawRequest:
             return pb.DrawRequest(give_back=leases) if give_back else pb.DrawRequest(take=leases)
 
-        return await self._draws.end(samples, request_for, timeout)
+        return await self._draws.end(samples, request_for, self._seconds(timeout))
 
     async def renew(self, samples: Iterable[Sample], lease: float, *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Lets the leases of samples end `lease` seconds from now. The samples are in use from then on.
@@ -281,7 +274,7 @@ class AsyncReplayClient:
         def request_for(leases: list[int]) -> pb.DrawRequest:
             return message_of(pb.DrawRequest, renew=leases, seconds=lease)
 
-        return await self._draws.end(samples, request_for, timeout)
+        return await self._draws.end(samples, request_for, self._seconds(timeout))
 
     async def take(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Takes the items that a reader has used, and that are back in the table because its lease has ended.
@@ -289,7 +282,7 @@ class AsyncReplayClient:
         They count as sampled once more. `missing` are those that are not in the table.
         """
         request = message_of(pb.TakeItemsRequest, table=table, keys=list(keys))
-        return await self._placement.change("TakeItems", once(request), timeout)
+        return await self._placement.change("TakeItems", once(request), self._seconds(timeout))
 
     def sampler(
         self,
@@ -310,10 +303,7 @@ class AsyncReplayClient:
         """
         fields = {"num_samples": batch_size, "allow_repeats": not distinct, "lease": lease}
         request = message_of(pb.SampleRequest, table=table, **fields)
-        seconds = self._fleet.seconds(timeout)
-        if self._fleet.only is None:
-            return ShardedSampler(self._fleet, request, prefetch, seconds, on_lease)
-        return AsyncSampler(self._fleet.only.connection, request, prefetch, seconds, on_lease)
+        return self._draws.sampler(request, prefetch, self._seconds(timeout), on_lease)
 
     # ---------------------------------------------------------------------------------- update, delete, get, list
 
@@ -338,12 +328,12 @@ class AsyncReplayClient:
     ) -> MutationResult:
         """`update_priorities` for two arrays of shape (K,), with K at most 1,000,000."""
         request = priorities_message(table, keys, priorities)
-        return await self._placement.change("UpdatePriorities", request, timeout)
+        return await self._placement.change("UpdatePriorities", request, self._seconds(timeout))
 
     async def delete(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Removes items from one table. They stay in their other tables."""
         request = message_of(pb.DeleteRequest, table=table, keys=list(keys))
-        return await self._placement.change("Delete", once(request), timeout)
+        return await self._placement.change("Delete", once(request), self._seconds(timeout))
 
     async def get(self, keys: Iterable[int], *, payloads: bool = True, timeout: Timeout = DEFAULT) -> list[StoredItem]:
         """The items with these keys, as far as the server holds them. Does not count as sampling.
@@ -352,10 +342,8 @@ class AsyncReplayClient:
         """
         wanted = list(keys)
         request = message_of(pb.GetRequest, keys=wanted, without_payloads=not payloads)
-        answers = await self._fleet.ask("Get", request, timeout)
-        if self._fleet.only is not None:
-            return stored_items_of(*answers[self._fleet.only])
-        found = {item.key: item for answer in answers.values() for item in stored_items_of(*answer)}
+        items = await self._fleet.ask("Get", request, self._seconds(timeout), lambda answer: stored_items_of(*answer))
+        found = {item.key: item for item in items}
         return [found[key] for key in dict.fromkeys(wanted) if key in found]
 
     async def departures(self, confirmed: int = 0, *, timeout: Timeout = DEFAULT) -> Departures:
@@ -366,11 +354,8 @@ class AsyncReplayClient:
         `confirmed`: `next` of an answer that was kept; the server forgets all before it. Raises UnsupportedError if the
         server has no [archive], and InvalidRequestError if the client has several servers: each has its own.
         """
-        if self._fleet.only is None:
-            raise InvalidRequestError("departures are those of one server: make a client for each")
         request = message_of(pb.DeparturesRequest, confirmed=confirmed)
-        answers = await self._fleet.ask("Departures", request, timeout)
-        return departures_of(answers[self._fleet.only])
+        return await self._fleet.ask("Departures", request, self._seconds(timeout), departures_of)
 
     async def list_items(
         self,
@@ -406,31 +391,14 @@ class AsyncReplayClient:
             max_staleness=max_staleness,
             tags=tag_filters(tags),
         )
-        if self._fleet.only is not None:
-            answers = await self._fleet.ask("ListItems", request, timeout)
-            return item_page_of(answers[self._fleet.only])
-        begins = read_page(page)
-
-        def request_for(shard: Shard) -> pb.ListItemsRequest:
-            its_own = pb.ListItemsRequest()
-            its_own.CopyFrom(request)
-            its_own.page = begins.get(shard.name, "")
-            return its_own
-
-        answers = await self._fleet.ask("ListItems", request_for, timeout)
-        pages = {shard.name: item_page_of(answer) for shard, answer in answers.items()}
-        return merge_pages(pages, begins, limit or 100, order_by, descending)
+        return await self._fleet.pages(request, self._seconds(timeout), item_page_of)
 
     # ------------------------------------------------------------------------------------------------ tables
 
     async def server_info(self, *, tables: Iterable[str] = (), timeout: Timeout = DEFAULT) -> ServerInfo:
         """The state of the server and of its tables: all tables, or the named ones."""
         request = message_of(pb.GetServerInfoRequest, tables=list(tables))
-        answers = await self._fleet.ask("GetServerInfo", request, timeout)
-        infos = {shard.name: server_info_of(answer) for shard, answer in answers.items()}
-        if self._fleet.only is not None:
-            return infos[self._fleet.only.name]
-        return merge_infos(infos, [shard.name for shard in self._fleet.shards if shard not in answers])
+        return await self._fleet.ask("GetServerInfo", request, self._seconds(timeout), server_info_of)
 
     async def update_table(self, /, table: str, *, timeout: Timeout = DEFAULT, **changes: Any) -> TableInfo:
         """Changes fields of a table's TableConfig at run time, for example `max_size=8192`. Items and counters stay.
@@ -438,15 +406,13 @@ class AsyncReplayClient:
         Raises InvalidRequestError for a field that does not exist or cannot change.
         """
         request = pb.UpdateTableRequest(table=table, changes=json.dumps(changes))
-        answers = await self._fleet.ask_all("UpdateTable", once(request), timeout)
-        merged: TableInfo = merge_messages(list(answers.values()))
-        return merged
+        info: TableInfo = await self._fleet.ask_all("UpdateTable", once(request), self._seconds(timeout), lambda it: it)
+        return info
 
     async def reset(self, table: str, *, timeout: Timeout = DEFAULT) -> int:
         """Empties a table and sets its counters to 0. Returns how many items were removed."""
         request = message_of(pb.ResetRequest, table=table)
-        answers = await self._fleet.ask_all("Reset", once(request), timeout)
-        return sum(answer.removed for answer in answers.values())
+        return await self._fleet.ask_all("Reset", once(request), self._seconds(timeout), lambda answer: answer.removed)
 
     # ------------------------------------------------------------------------------- policy version, admission
 
@@ -467,12 +433,11 @@ class AsyncReplayClient:
         request = message_of(pb.SetPolicyVersionRequest, **fields)
         if rollback and state:
             once(request)
-        return await self._board.publish(request, timeout)
+        return await self._board.publish(request, self._seconds(timeout))
 
     async def policy(self, *, timeout: Timeout = DEFAULT) -> Policy:
         """The current policy version, and where the trainer saved its weights."""
-        answers = await self._fleet.ask("GetPolicy", pb.GetPolicyRequest(), timeout)
-        return lowest(map(policy_of, answers.values()))
+        return await self._fleet.ask("GetPolicy", pb.GetPolicyRequest(), self._seconds(timeout), policy_of)
 
     async def watch_policy(self) -> AsyncGenerator[Policy]:
         """Yields the current policy, then every new one. If several come quickly, it may yield only the newest.
@@ -488,13 +453,13 @@ class AsyncReplayClient:
 
         Raises DeadlineExceededError with the reason, and UnsupportedError if the server has no [admission].
         """
-        seconds = self._fleet.seconds(timeout)
+        seconds = self._seconds(timeout)
         return await self._permits.acquire(message_of(pb.AcquirePermitsRequest, count=count, timeout=seconds), seconds)
 
     async def release_permits(self, lease: PermitLease, count: int = 0, *, timeout: Timeout = DEFAULT) -> int:
         """Gives back `count` unused permits; 0: all unused permits of the lease. Returns how many went back."""
         request = message_of(pb.ReleasePermitsRequest, lease=lease.id, count=count)
-        return await self._permits.release(lease, request, timeout)
+        return await self._permits.release(lease, request, self._seconds(timeout))
 
     # ------------------------------------------------------------------------------------------------ the client
 
@@ -506,11 +471,11 @@ class AsyncReplayClient:
         it is if another connection of the same name is open.
         """
         request = message_of(pb.DescribeRequest, settings=settings)
-        await self._fleet.try_to_ask("Describe", request, self._fleet.seconds(timeout), self._fleet.up())
+        await self._fleet.say("Describe", request, self._seconds(timeout))
 
     async def leave(self, *, timeout: Timeout = 5.0) -> None:
         """Says, if a server answers, that this client ends on purpose. Otherwise `replay doctor` will miss it."""
-        await self._fleet.try_to_ask("Leave", pb.LeaveRequest(), self._fleet.seconds(timeout), self._fleet.up())
+        await self._fleet.say("Leave", pb.LeaveRequest(), self._seconds(timeout))
 
     async def checkpoint(self, name: str = "", *, timeout: Timeout = DEFAULT) -> str:
         """Makes the server write a checkpoint: a copy of all tables at one moment. Returns its name.
@@ -520,18 +485,14 @@ class AsyncReplayClient:
         has no place for checkpoints, and StorageError if it cannot write one.
         """
         request = message_of(pb.CheckpointRequest, name=name)
-        answers = await self._fleet.ask_all("Checkpoint", request, timeout)
-        return ",".join(shard.prefix + answer.name for shard, answer in answers.items())
+        return await self._fleet.ask_all("Checkpoint", request, self._seconds(timeout), lambda answer: answer.name)
 
     async def checkpoints(self, *, verify: bool = False, timeout: Timeout = DEFAULT) -> list[CheckpointInfo]:
         """The server's checkpoints, the newest first. With `verify` the server reads every byte of them."""
-        answers = await self._fleet.ask("ListCheckpoints", pb.ListCheckpointsRequest(verify=verify), timeout)
-        found: list[CheckpointInfo] = []
-        for shard, answer in answers.items():
-            for entry in answer.checkpoints:
-                entry.name = shard.prefix + entry.name
-                found.append(entry)
-        return sorted(found, key=lambda entry: entry.created, reverse=True)
+        request = pb.ListCheckpointsRequest(verify=verify)
+        return await self._fleet.ask(
+            "ListCheckpoints", request, self._seconds(timeout), lambda answer: list(answer.checkpoints)
+        )
 
     async def close(self) -> None:
         """Closes the connection. The server takes back what it drew ahead for this client."""

@@ -12,8 +12,9 @@ from replay_client.aio import WRITER_BYTES, AsyncReplayClient
 from replay_client.connection import DEFAULT, Timeout
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError
 from replay_client.loop_thread import LoopThread, Wake
-from replay_client.records import Buffer, PermitLease, Policy, Sample
+from replay_client.records import PermitLease, Policy, Sample
 from replay_client.rollout import RolloutGroup
+from replay_client.rows import Buffer
 from replay_client.sampling import AsyncSampler, OnLease, ignore
 from replay_client.writer import AsyncWriter
 

@@ -1,17 +1,18 @@
-"""Connection: a gRPC channel to one server. It gives all calls the same deadlines, retries and errors."""
+"""Connection: the way to one server. It gives all calls the same deadlines, retries and errors."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, SupportsFloat, TypeVar
+from functools import partial
+from typing import Any, Final, NamedTuple, SupportsFloat, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from replay_client import forks, tracing
+from replay_client import forks
 from replay_client.access import TLS, Access
 from replay_client.errors import (
     AuthenticationError,
@@ -22,15 +23,11 @@ from replay_client.errors import (
     error_of,
 )
 from replay_client.frames import Item, pack_items
-from replay_client.shared_memory import SharedInserts, SharedMemory, SharedResponse, SharedSamples
-from replay_client.streams import IdleStreams, failure
+from replay_client.records import Policy, policy_of
+from replay_client.rings.transport import RingTransport
+from replay_client.transport import NOT_KNOWN, GrpcTransport, IdleStreams, Transport, failure
 from replay_protos import REASON_KEY, SHORT_METHODS
 from replay_protos import replay_pb2 as pb
-from replay_protos.framing import SERVICE, frame_reader, write_frame
-from replay_protos.replay_pb2_grpc import ReplayStub
-
-if TYPE_CHECKING:
-    from replay_protos.replay_pb2_grpc import ReplayAsyncStub  # a name of the type stubs only
 
 T = TypeVar("T")
 
@@ -40,17 +37,10 @@ _GRACE = 5.0
 """Seconds after the timeout. In this time the server can still answer why the request waited."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 """Seconds between two attempts to reach a server that does not answer. Each pause doubles the one before."""
-_OPTIONS: Final = [
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A server that restarts may have another address under the same name. gRPC's default looks a name up again only
-    # after 30 s.
-    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-]
+
+
+LATE_SECONDS = 0.5
+"""Seconds after which a server of several that has not answered is asked for a sign of life."""
 
 
 class Unset:
@@ -66,99 +56,66 @@ Timeout = float | None | Unset
 """Seconds; None waits for ever."""
 
 
-class PayloadStub:
-    """The methods that carry payloads. Payloads travel in shared memory if possible, otherwise in frames over gRPC."""
-
-    def __init__(self, channel: grpc.aio.Channel, *, shared_memory: bool) -> None:
-        self.shared = SharedMemory(channel, wanted=shared_memory)
-        inserted, samples, stored = (
-            pb.InsertResponse.FromString,
-            frame_reader(pb.SampleResponse),
-            frame_reader(pb.GetResponse),
-        )
-        draw, get = pb.DrawRequest.SerializeToString, pb.GetRequest.SerializeToString
-        self._insert_stream: Any = channel.stream_stream(f"/{SERVICE}/InsertStream", write_frame, inserted)
-        self._draw: Any = channel.stream_stream(f"/{SERVICE}/Draw", draw, samples)
-        self.Get = SharedResponse(channel.unary_stream(f"/{SERVICE}/Get", get, stored), self.shared)
-
-    def InsertStream(self) -> SharedInserts:
-        return SharedInserts(self._insert_stream(), self.shared)
-
-    def Draw(self, send: Callable[[pb.DrawRequest], None]) -> SharedSamples:
-        """`send` writes a request of the shared memory, when no other one is being written."""
-        return SharedSamples(self._draw(), self.shared, send)
-
-
 class Connection:
     """A client's connection to one server. Raises RuntimeError in a forked process in which gRPC cannot work."""
+
+    name = ""
+    """What names this server among those of a client; the only one has no name."""
+    is_up = True
+    """Whether the server can be reached, as far as anybody watches it."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
         forks.check_grpc()
         check_timeout(timeout)
         self.access = access
-        self.address = access.address
         self.timeout = timeout
-        self._stubs: _Stubs | None = None
-        self._left: list[_Stubs] = []
+        self._open: _Open | None = None
+        self._left: list[_Open] = []
         """Those of earlier addresses."""
         self._closed = False
 
     @property
-    def transport(self) -> str:
+    def address(self) -> str:
+        return self.access.address
+
+    @property
+    def carries(self) -> str:
         """How payloads travel: "shared memory", or "grpc: " with the reason."""
-        known = self._stubs.payloads.shared.transport if self._stubs is not None else ""
-        return known or "grpc: no large payload was sent or received yet"
+        return NOT_KNOWN if self._open is None else self._open.transport.carries
 
     async def find_transport(self) -> str:
-        """As `transport`, but first finds out whether the server is on this host."""
-        await self._open().payloads.shared.find_out()
-        return self.transport
+        """As `carries`, but first finds out whether the server is on this host."""
+        await self.transport.find_out()
+        return self.carries
 
     @property
-    def stub(self) -> ReplayAsyncStub:
-        """The calls without payloads."""
-        return self._open().plain
-
-    @property
-    def payloads(self) -> PayloadStub:
-        """The calls with payloads."""
-        return self._open().payloads
-
-    @property
-    def channel(self) -> grpc.aio.Channel:
-        """The gRPC channel, for a caller that watches its state."""
-        return self._open().channel
+    def transport(self) -> Transport:
+        """The way to the server, without retries."""
+        return self._opened().transport
 
     def move(self, address: str) -> None:
         """Send new calls to `address`. Calls under way stay on the old connection and end with it."""
-        self.access, self.address = replace(self.access, address=address), address
-        if self._stubs is not None:
-            self._left.append(self._stubs)
-            self._stubs = None
+        self.access = replace(self.access, address=address)
+        if self._open is not None:
+            self._left.append(self._open)
+            self._open = None
 
-    def _open(self) -> _Stubs:
-        # A channel belongs to the event loop that runs when it is made. So make it at the first use.
-        if self._stubs is None:
+    def _opened(self) -> _Open:
+        # A transport belongs to the event loop that runs when it is made. So make it at the first use.
+        if self._open is None:
             if self._closed:
                 raise ServerClosedError("this client is closed")
             forks.check_grpc()
-            channel = self.access.channel(_OPTIONS)
-            payloads = PayloadStub(channel, shared_memory=self.access.shared_memory)
-            plain = ReplayStub(channel)
-            inserts, short_calls = IdleStreams(payloads.InsertStream), IdleStreams(plain.Calls)
-            self._stubs = _Stubs(channel, plain, payloads, inserts, short_calls, forks.count())
-        elif self._stubs.made_at != forks.count():
+            transport = open_transport(self.access)
+            inserts, short_calls = (
+                IdleStreams(partial(transport.stream, method)) for method in ("InsertStream", "Calls")
+            )
+            self._open = _Open(transport, inserts, short_calls, forks.count())
+        elif self._open.made_at != forks.count():
             raise RuntimeError(
                 "this client was used before a fork and does not work after it; make one in each process"
             )
-        return self._stubs
-
-    def seconds(self, timeout: Timeout) -> float | None:
-        """The timeout in seconds; that of the client if `timeout` is DEFAULT. None: without limit."""
-        if isinstance(timeout, Unset):
-            return self.timeout
-        check_timeout(timeout)
-        return timeout
+        return self._open
 
     async def call(self, attempt: Callable[[float | None], Awaitable[T]], timeout: float | None) -> T:
         """The result of `attempt(rpc_timeout)`. Tries again until a server answers or the timeout ends."""
@@ -170,30 +127,29 @@ class Connection:
             except grpc.aio.AioRpcError as error:
                 await patience.pause_or_raise(error)
 
-    async def unary(self, method: str, request: Message, timeout: Timeout) -> Any:
+    async def unary(self, method: str, request: Message, timeout: float | None) -> Any:
         """The server's answer to one request. Tries again until the server answers or the timeout ends."""
         data = None
         if method in SHORT_METHODS and request.ByteSize() <= _SHORT_BYTES:
             data = request.SerializeToString()
 
         async def attempt(seconds: float | None) -> Any:
-            stubs = self._open()
-            if data is not None and stubs.short_calls.free:
-                answer = await stubs.short_calls.exchange([pb.CallRequest(method=method, request=data)], seconds)
+            opened = self._opened()
+            if data is not None and opened.short_calls.free:
+                answer = await opened.short_calls.exchange([pb.CallRequest(method=method, request=data)], seconds)
                 if answer.code:
                     raise failure(answer.code, answer.message, answer.reason)
                 return pb.MutationResponse.FromString(answer.response)
-            stub: Any = stubs.payloads if method == "Get" else stubs.plain
-            return await getattr(stub, method)(request, timeout=seconds, metadata=tuple(tracing.carrier().items()))
+            return await opened.transport.call(method, request, seconds)
 
-        return await self.call(attempt, self.seconds(timeout))
+        return await self.call(attempt, timeout)
 
     async def insert(self, item: Item) -> pb.InsertResponse:
         """Inserts or extends one item, and tries again likewise. Raises the reason if the server refuses it."""
         frames = list(pack_items([item]))
 
         async def attempt(seconds: float | None) -> pb.InsertResponse:
-            answer: pb.InsertResponse = await self._open().inserts.exchange(frames, seconds)
+            answer: pb.InsertResponse = await self._opened().inserts.exchange(frames, seconds)
             return answer
 
         answer = await self.call(attempt, item.timeout)
@@ -201,26 +157,50 @@ class Connection:
             raise error_of(error.code, error.message, error.reason)
         return answer
 
+    def doubt(self) -> None:
+        """An answer is late. Whoever has other servers asks this one for a sign of life."""
+
     async def close(self) -> None:
         """Close the channel. With the last channel gRPC ends its threads; the process may then fork."""
-        stubs, self._stubs, self._closed = self._stubs, None, True
-        for each in [*self._left, *([stubs] if stubs is not None else ())]:
+        opened, self._open, self._closed = self._open, None, True
+        for each in [*self._left, *([opened] if opened is not None else ())]:
             await each.inserts.close()
             await each.short_calls.close()
-            await each.payloads.shared.end()
-            await each.channel.close()
+            await each.transport.close()
 
 
-class _Stubs(NamedTuple):
-    """An open channel with its calls."""
+class _Open(NamedTuple):
+    """An open transport with its idle streams."""
 
-    channel: grpc.aio.Channel
-    plain: ReplayAsyncStub
-    payloads: PayloadStub
+    transport: Transport
     inserts: IdleStreams
     short_calls: IdleStreams
     made_at: int
     """`forks.count()` then."""
+
+
+def open_transport(access: Access) -> Transport:
+    """The way to the server at the address of `access`."""
+    return RingTransport(access) if access.shared_memory else GrpcTransport(access)
+
+
+async def watch_policy(connection: Connection) -> AsyncGenerator[Policy]:
+    """Yields the current policy of one server, then every new one. Connects again by itself."""
+    patience = Patience(connection, connection.timeout)
+    last: tuple[int, str] | None = None
+    while True:
+        stream = connection.transport.stream("WatchPolicy", pb.GetPolicyRequest())
+        try:
+            while True:
+                message = await stream.read()
+                patience.renew()
+                if (message.version, message.weights) != last:
+                    last = message.version, message.weights
+                    yield policy_of(message)
+        except grpc.aio.AioRpcError as error:
+            await patience.pause_or_raise(error)
+        finally:
+            stream.cancel()
 
 
 GONE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
@@ -312,6 +292,14 @@ def _closed_remedy(details: str, tls: TLS | None) -> str:
     if tls.cert is None:
         return " It may want a certificate of this client: try tls_cert and tls_key (REPLAY_TLS_CERT, REPLAY_TLS_KEY)"
     return " It may not accept this client's certificate: its tls_client_ca must be the authority that signed that one"
+
+
+def seconds_of(timeout: Timeout, default: float | None) -> float | None:
+    """The timeout in seconds; None: without limit. Raises InvalidRequestError."""
+    if isinstance(timeout, Unset):
+        return default
+    check_timeout(timeout)
+    return timeout
 
 
 def check_timeout(timeout: float | None) -> None:

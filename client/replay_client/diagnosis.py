@@ -16,8 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from replay_client.columns.kept import TRUNCATING, truncates
-from replay_client.records import ServerInfo, TableInfo, Waiting
-from replay_client.shards.merging import shards_of
+from replay_client.records import ServerInfo, TableInfo, Waiting, shards_of
 from replay_client.units import byte_size, counted, duration, listed, waiting, waits_for
 from replay_protos.recipes import RECIPES, RecipeSetting, read_described, settings_of
 

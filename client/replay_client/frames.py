@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from replay_client.columns.segments import encode_columns
 from replay_client.errors import InvalidRequestError
-from replay_client.records import Buffer, PermitLease, Sample, StoredItem
+from replay_client.records import PermitLease, Sample, StoredItem
 from replay_client.requests import whole_number
 from replay_client.rollout import RolloutGroup
+from replay_client.rows import Buffer
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame, cut
 from replay_protos.label_columns import columns_message, tags_message
@@ -205,6 +206,11 @@ def _targets(items: Sequence[Item]) -> list[pb.InsertTarget]:
         )
         for table, chosen in rows.items()
     ]
+
+
+def unchanged_row(answer: pb.InsertResponse) -> pb.UnchangedRow | None:
+    """Why the only segment of a request was not appended; None: it was."""
+    return answer.unchanged[0] if answer.unchanged else None
 
 
 class EvictedItems(dict[int, tuple[str, ...]]):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import repeat
 from typing import Any
 
 from replay_client.rollout import RolloutGroup
+from replay_client.rows import Buffer
 from replay_protos import replay_pb2 as pb
 from replay_protos.label_columns import labels_of_rows
 from replay_protos.labels import NO_LABELS, Labels
@@ -27,8 +28,6 @@ Waiting = pb.Waiting
 """The requests that wait in one line, as replay.proto documents them."""
 Silence = pb.Silence
 """A side of the run that is gone: since when, and in words, as replay.proto documents it."""
-
-Buffer = bytes | memoryview
 
 
 @dataclass(slots=True)  # not frozen, here and below: frozen ones take four times as long to create
@@ -277,9 +276,64 @@ class ServerInfo:
     """The recipe by which the server is configured; empty: none."""
 
 
+@dataclass(frozen=True)
+class ShardedInfo(ServerInfo):
+    """All shards as one server: counts, bytes and rates are sums, the policy is the lowest one.
+
+    Quantiles of a table: `min` and `max` are those of all items, `mean` is their mean, and the others are means of the
+    shards' quantiles, each weighted by its items.
+    """
+
+    shards: Mapping[str, ServerInfo]
+    """Each shard that answered, by its name."""
+    gone: tuple[str, ...]
+    """The shards that did not answer. Nothing of them is in the sums."""
+
+
+def shards_of(info: ServerInfo) -> Iterator[tuple[str, ServerInfo | None]]:
+    """Each server of several by its name; None: it does not answer. Nothing for a single server."""
+    if isinstance(info, ShardedInfo):
+        yield from info.shards.items()
+        for name in info.gone:
+            yield name, None
+
+
+def starts_of(info: ServerInfo) -> dict[str, int]:
+    """The id that each server drew at its start, by its name; a single one has no name. One that is gone is absent."""
+    return {name: shard.server_id for name, shard in shards_of(info) if shard is not None} or {"": info.server_id}
+
+
+def restarted(last: ServerInfo, info: ServerInfo) -> bool:
+    """Returns whether a server that answers now has started again since the last look."""
+    before = starts_of(last)
+    return any(before.get(name, start) != start for name, start in starts_of(info).items())
+
+
+def rates_between(last: ServerInfo | None, info: ServerInfo) -> dict[str, tuple[float, float]]:
+    """Inserts and samples a second of each table between two looks at a server.
+
+    A table is absent if its counters began anew in between, or if it was not there before. All are absent if other
+    servers answer than before: what a shard counted while it was away did not happen between the two looks.
+    """
+    if last is None or starts_of(last) != starts_of(info) or (seconds := info.uptime - last.uptime) <= 0:
+        return {}
+    return {
+        name: ((table.inserts - before.inserts) / seconds, (table.samples - before.samples) / seconds)
+        for name, table in info.tables.items()
+        if (before := last.tables.get(name)) is not None
+        and table.inserts >= before.inserts
+        and table.samples >= before.samples
+    }
+
+
 def policy_of(message: pb.Policy) -> Policy:
     """The policy in its message."""
     return Policy(message.version, message.weights, message.age, message.usual, message.state)
+
+
+def lease_of(message: pb.Permits, shard: str = "") -> PermitLease:
+    """The permits in their message, and the name of the server that granted them."""
+    return PermitLease(message.lease, message.count, message.ttl, shard)
 
 
 def mutation_of(message: pb.MutationResponse) -> MutationResult:

@@ -20,18 +20,17 @@ readers of several.
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Self, TypeVar
 
 import grpc
 
-from replay_client.connection import Connection, Patience, Timeout
+from replay_client.connection import Connection, Patience
 from replay_client.errors import (
-    GONE,
     DeadlineExceededError,
     InvalidRequestError,
     ReplayError,
@@ -39,14 +38,10 @@ from replay_client.errors import (
     ServerUnavailableError,
 )
 from replay_client.records import MutationResult, Sample, samples_of
-from replay_client.shards.fleet import Deadline, Fleet, Shard
-from replay_client.shared_memory import SharedSamples
-from replay_client.streams import end_stream, failure, read_message
+from replay_client.transport import Stream, failure
 from replay_protos import CLOSING, REASON_KEY
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
-
-logger = logging.getLogger(__name__)
 
 MOST_UNTAKEN = 16
 """Batches kept because no server answered when they were to be taken."""
@@ -79,7 +74,7 @@ class DrawStream:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._call: SharedSamples | None = None
+        self._stream: Stream | None = None
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
         self._unsent: deque[pb.DrawRequest | None] = deque()
@@ -121,7 +116,7 @@ class DrawStream:
     def give_up(self, draw_id: int) -> None:
         """Nobody wants this batch any more, whether it is drawn or not."""
         self._draws.pop(draw_id, None)
-        if self._call is not None:
+        if self._stream is not None:
             self.end(pb.DrawRequest(give_back=[draw_id]))
 
     async def result(self, future: asyncio.Future[Any], seconds: float | None) -> Any:
@@ -135,7 +130,7 @@ class DrawStream:
 
     def drop(self) -> None:
         """Ends the stream at once. The server takes back what it drew, apart from what is taken or leased."""
-        if self._call is not None:
+        if self._stream is not None:
             self._break(failure(grpc.StatusCode.CANCELLED, "the client ended the stream"))
 
     def drop_soon(self) -> None:
@@ -146,12 +141,12 @@ class DrawStream:
 
     async def close(self) -> None:
         """Ends the stream in good order."""
-        if self._call is not None:
-            call, (reader, writer), self._closing = self._call, self._tasks, True
+        if self._stream is not None:
+            stream, (reader, writer), self._closing = self._stream, self._tasks, True
             self._unsent.append(None)
             self._more.set()
             await asyncio.wait({writer}, timeout=_GOODBYE_SECONDS)
-            await end_stream(call, reader)
+            await stream.end(reader)
             self.drop()
             self._closing = False
 
@@ -160,18 +155,18 @@ class DrawStream:
         return self._loop.create_future()
 
     def _send(self, request: pb.DrawRequest) -> None:
-        if self._call is None:
+        if self._stream is None:
             self._loop = asyncio.get_running_loop()
-            self._call = self._connection.payloads.Draw(self._send)
+            self._stream = self._connection.transport.stream("Draw")
             self._unsent.clear()
             self._tasks = [
-                self._loop.create_task(self._read(self._call)),
-                self._loop.create_task(self._write(self._call)),
+                self._loop.create_task(self._read(self._stream)),
+                self._loop.create_task(self._write(self._stream)),
             ]
         self._unsent.append(request)
         self._more.set()
 
-    async def _write(self, call: SharedSamples) -> None:
+    async def _write(self, stream: Stream) -> None:
         # One task writes for all callers: gRPC ends a stream if a caller is cancelled while it writes.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader raises the reason
             while True:
@@ -184,24 +179,24 @@ class DrawStream:
                         self._unsent.popleft()
                         following.MergeFrom(request)
                         request = following
-                    await call.write(request)
+                    await stream.write(request)
                 self._more.clear()
                 await self._more.wait()
 
-    async def _read(self, call: SharedSamples) -> None:
+    async def _read(self, stream: Stream) -> None:
         error: Exception
         try:
             while True:
-                self._receive(await read_message(call))
+                self._receive(await stream.read())
         except asyncio.CancelledError:
-            if call is self._call:  # the channel was closed
+            if stream is self._stream:  # the channel was closed
                 self._break(ServerClosedError(_CLOSED))
             raise
         except grpc.aio.AioRpcError as broken:
             error = ServerClosedError(_CLOSED) if self._closing else broken
         except (ReplayError, LookupError, ValueError) as wrong:  # an answer that breaks the protocol
             error = wrong
-        if call is self._call:
+        if stream is self._stream:
             self._break(error)
 
     def _receive(self, batch: Batch) -> None:
@@ -212,12 +207,12 @@ class DrawStream:
             _settle(future, head, batch)
 
     def _break(self, error: Exception) -> None:
-        call, self._call = self._call, None
-        assert call is not None
+        stream, self._stream = self._stream, None
+        assert stream is not None
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        call.cancel()
+        stream.cancel()
         waiting: list[asyncio.Future[Any]] = [*self._draws.values(), *self._answers]
         self._draws.clear()
         self._answers.clear()
@@ -238,77 +233,20 @@ def _fail(future: asyncio.Future[Any], error: Exception) -> None:
         future.exception()  # perhaps nobody waits for it any more
 
 
-class DrawStreams:
-    """The draw streams of one reader, one to each shard. The first request opens each."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._streams: dict[Shard, DrawStream] = {}
-        self._unknown: set[str] = set()
-        """Names of shards that this client does not have, and that a warning has named."""
-
-    def stream(self, shard: Shard) -> DrawStream:
-        """Raises ServerUnavailableError while the shard has never had an address."""
-        if shard not in self._streams:
-            self._streams[shard] = DrawStream(shard.connection)
-        return self._streams[shard]
-
-    async def end(
-        self, samples: Iterable[Sample], request_for: Callable[[list[int]], pb.DrawRequest], timeout: Timeout
-    ) -> MutationResult:
-        """Ends the leases of samples, or renews them, each on the shard that gave the sample.
-
-        `request_for` says what to do with these leases. Those of a shard that cannot be reached count as missing:
-        nobody may use their samples. So do those of a shard that this client does not have, for example because a run
-        goes on without it.
-        """
-        only, deadline = self._fleet.only, Deadline(self._fleet.seconds(timeout))
-        leases: dict[str, set[int]] = defaultdict(set)
-        for sample in samples:
-            if sample.info.lease:
-                leases[sample.info.shard if only is None else ""].add(sample.info.lease)
-        if not leases:
-            return MutationResult(0, ())
-        shards = {name: self._fleet.named(name) for name in leases}
-        if unknown := {name for name, shard in shards.items() if shard is None} - self._unknown:
-            self._unknown |= unknown
-            logger.warning("batches of %s count as missing: this client has no such shard", ", ".join(sorted(unknown)))
-
-        async def end_on(shard: Shard, ids: Iterable[int]) -> MutationResult:
-            answer = await self.stream(shard).finish(request_for(sorted(ids)), deadline.seconds)
-            return MutationResult(len(answer.done), tuple(answer.missing))
-
-        if only is not None:
-            return await end_on(only, leases[""])
-        await self._fleet.reachable(deadline)
-
-        async def try_on(name: str) -> MutationResult:
-            with suppress(*GONE):
-                if (shard := shards[name]) is not None:
-                    return await shard.run(end_on(shard, leases[name]))
-            return MutationResult(0, tuple(sorted(leases[name])))
-
-        results = await asyncio.gather(*map(try_on, leases))
-        missing = tuple(batch for result in results for batch in result.missing)
-        return MutationResult(sum(result.applied for result in results), missing)
-
-    def drop_soon(self) -> None:
-        """Ends the streams, from any thread."""
-        for stream in self._streams.values():
-            stream.drop_soon()
-
-    async def close(self) -> None:
-        """Ends the streams in good order. What is neither taken nor leased goes back."""
-        await asyncio.gather(*(stream.close() for stream in self._streams.values()))
+def leases_of(samples: Iterable[Sample]) -> dict[str, list[int]]:
+    """The leases of samples, sorted, by the name of the server that gave them."""
+    leases: dict[str, set[int]] = {}
+    for sample in samples:
+        if sample.info.lease:
+            leases.setdefault(sample.info.shard, set()).add(sample.info.lease)
+    return {shard: sorted(ids) for shard, ids in leases.items()}
 
 
-class SingleBatches(DrawStreams):
-    """The single batches of a client of one server."""
+class SingleBatches:
+    """The batches of a client of one server."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        super().__init__(fleet)
-        assert fleet.only is not None
-        self._connection, self._stream = fleet.only.connection, self.stream(fleet.only)
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._stream = connection, DrawStream(connection)
         self._untaken: dict[bytes, tuple[int, list[Sample]]] = {}
         """Batches whose time was up before the server confirmed them, by the request."""
 
@@ -323,6 +261,24 @@ class SingleBatches(DrawStreams):
             draw_id, samples = drawn
             if request.lease or await self._take(draw_id, samples, same_call, patience.left()):
                 return samples
+
+    async def end(
+        self, samples: Iterable[Sample], request_for: Callable[[list[int]], pb.DrawRequest], timeout: float | None
+    ) -> MutationResult:
+        """Ends the leases of samples, or renews them: `request_for` says what to do with these leases."""
+        if not (leases := sorted(chain.from_iterable(leases_of(samples).values()))):
+            return MutationResult(0, ())
+        answer = await self._stream.finish(request_for(leases), timeout)
+        return MutationResult(len(answer.done), tuple(answer.missing))
+
+    def sampler(
+        self, request: pb.SampleRequest, prefetch: int, seconds: float | None, on_lease: OnLease
+    ) -> AsyncSampler:
+        return AsyncSampler(self._connection, request, prefetch, seconds, on_lease)
+
+    async def close(self) -> None:
+        """Ends the stream in good order. What is neither taken nor leased goes back."""
+        await self._stream.close()
 
     async def _draw(
         self, request: pb.SampleRequest, seconds: float | None, patience: Patience

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
@@ -67,6 +68,27 @@ async def in_daemon_thread(work: Callable[[], Any]) -> Any:
 
     threading.Thread(target=run, name="replay-work", daemon=True).start()
     return await done
+
+
+class Deadline:
+    """When a call must end. `timeout` is in seconds; None: never."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._end = math.inf if timeout is None else asyncio.get_running_loop().time() + timeout
+
+    @property
+    def seconds(self) -> float | None:
+        """What is left, at least 0; None: no end."""
+        return None if math.isinf(self._end) else max(0.0, self._end - asyncio.get_running_loop().time())
+
+    @property
+    def passed(self) -> bool:
+        return self.seconds == 0.0
+
+    def within(self, seconds: float) -> float:
+        """`seconds`, or what is left if that is less."""
+        left = self.seconds
+        return seconds if left is None else min(seconds, left)
 
 
 class WaitLog:

@@ -11,10 +11,11 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 
-from replay_client.connection import DEFAULT, Connection, Patience, Timeout
+from replay_client.connection import DEFAULT, LATE_SECONDS, Connection, Patience, Timeout, seconds_of
 from replay_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -24,14 +25,17 @@ from replay_client.errors import (
     error_of,
 )
 from replay_client.frames import ROWS_PER_MESSAGE, EvictedItems, Item, pack_items
-from replay_client.records import Buffer, PermitLease
+from replay_client.records import PermitLease
 from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
-from replay_client.shards.fleet import LATE_SECONDS, Fleet, Shard
-from replay_client.shards.placing import Placement
-from replay_client.shared_memory import SharedInserts
-from replay_client.streams import end_stream
+from replay_client.rows import Buffer
+from replay_client.transport import Stream
 from replay_protos import replay_pb2 as pb
+
+if TYPE_CHECKING:
+    from replay_client.one_server import OneServer
+    from replay_client.shards.fleet import Fleet
+    from replay_client.shards.placing import Placement
 
 _WORTH_A_MESSAGE = 1 << 18
 """Bytes of items that are sent at once. Fewer bytes wait for more items, to share a message with them. A writer to
@@ -55,7 +59,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, fleet: Fleet, placement: Placement, max_in_flight: int, max_bytes: int, timeout: float | None
+        self,
+        fleet: Fleet | OneServer,
+        placement: Placement | OneServer,
+        max_in_flight: int,
+        max_bytes: int,
+        timeout: float | None,
     ) -> None:
         if max_in_flight < 1 or max_bytes < 1:
             raise InvalidRequestError(f"max_in_flight {max_in_flight} and max_bytes {max_bytes} must be at least 1")
@@ -66,7 +75,7 @@ class Pipeline:
         self.lock = threading.Lock()
         self.loop = asyncio.get_running_loop()
         self._fleet, self._placement = fleet, placement
-        self._lines: dict[Shard, InsertLine] = {}
+        self._lines: dict[Connection, InsertLine] = {}
         self._divide()
         self._in_flight, self._bytes = 0, 0
         self._unreported: list[ReplayError] = []
@@ -116,7 +125,7 @@ class Pipeline:
         return bool(self._drained)
 
     def seconds(self, timeout: Timeout) -> float | None:
-        return self._fleet.seconds(timeout)
+        return seconds_of(timeout, self._fleet.timeout)
 
     def waiting(self) -> str:
         with self.lock:
@@ -137,9 +146,9 @@ class Pipeline:
         moved: set[InsertLine] = set()
         with self.lock:
             for item in items:
-                if self._fleet.only is None and isinstance(errors.get(item.key), ShardDrainingError):
+                draining = isinstance(errors.get(item.key), ShardDrainingError)
+                if draining and self._placement.forget(item.key, line.shard):
                     del errors[item.key]
-                    self._placement.forget(item.key, line.shard)
                     other = self._line_for(item)
                     other.add(item)
                     moved.add(other)
@@ -155,7 +164,7 @@ class Pipeline:
 
     def ended(self, line: InsertLine, error: ReplayError) -> None:
         """The line sends nothing more. Where there are other servers, only the items in it are lost."""
-        if self._fleet.only is not None:
+        if not self._fleet.others_than(line.shard):
             self._fail(error)
             return
         with self.lock:
@@ -176,14 +185,14 @@ class Pipeline:
         in_flight, nbytes = self._in_flight, self._bytes + item.nbytes
         if in_flight < self.max_in_flight and nbytes <= self.max_bytes:
             return True
-        if self._fleet.only is None and self._fleet.up():
+        if self._fleet.up():
             for shard, line in self._lines.items():
                 if not shard.is_up:
                     in_flight -= line.in_flight
                     nbytes -= line.bytes_in_flight
         return not in_flight or (in_flight < self.max_in_flight and nbytes <= self.max_bytes)
 
-    def _shard_changed(self, _: Shard) -> None:
+    def _shard_changed(self, _: Connection) -> None:
         self._tell()
 
     def _line_for(self, item: Item) -> InsertLine:
@@ -230,7 +239,7 @@ class Pipeline:
 class InsertLine:
     """The items of one pipeline for one server. Each is in `_unsent` or `_unacknowledged` until the server decides."""
 
-    def __init__(self, pipeline: Pipeline, shard: Shard) -> None:
+    def __init__(self, pipeline: Pipeline, shard: Connection) -> None:
         self.shard = shard
         self._pipeline, self._lock = pipeline, pipeline.lock
         self._unsent: deque[Item] = deque()
@@ -291,7 +300,7 @@ class InsertLine:
             self._timer = self._pipeline.loop.call_later(self._pipeline.linger, self.send)
 
     def waiting(self) -> str:
-        address = self.shard.connection.address
+        address = self.shard.address
         return f"{self.in_flight} items ({self.bytes_in_flight} bytes) are not acknowledged yet by {address}"
 
     async def close(self) -> None:
@@ -317,7 +326,7 @@ class InsertLine:
     async def _run(self) -> None:
         pipeline = self._pipeline
         try:
-            connection = self.shard.connection
+            connection = self.shard
             patience = Patience(connection, connection.timeout)
             while True:
                 await self._wake.wait()  # do not connect before there is something to send
@@ -346,9 +355,9 @@ class InsertLine:
 
     async def _stream(self, connection: Connection, patience: Patience) -> None:
         """Sends and reads until the stream breaks."""
-        call = connection.payloads.InsertStream()
-        doubting = asyncio.create_task(self._doubt()) if self.shard.name else None
-        reader = asyncio.create_task(self._read(call, patience))
+        stream = connection.transport.stream("InsertStream")
+        doubting = asyncio.create_task(self._doubt())
+        reader = asyncio.create_task(self._read(stream, patience))
         reader.add_done_callback(lambda _: self._wake.set())
         try:
             while not reader.done():
@@ -356,22 +365,21 @@ class InsertLine:
                 self._wake.clear()
                 items = self._next_items(worth=False)
                 while not reader.done() and items:
-                    for request in pack_items(items, call.bytes_per_message):
-                        await call.write(request)
+                    for request in pack_items(items, stream.bytes_per_message):
+                        await stream.write(request)
                     items = self._next_items()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader raises the reason
         finally:
-            if not self.in_flight and await end_stream(call, reader):
-                call.keep_ring()
-            call.cancel()
-            if doubting is not None:
-                doubting.cancel()
+            if not self.in_flight:
+                await stream.end(reader)
+            stream.cancel()
+            doubting.cancel()
             await asyncio.gather(reader, return_exceptions=True)
         reader.result()
 
     async def _doubt(self) -> None:
-        """Asks a shard of several for a sign of life while it acknowledges nothing: new items may go to others."""
+        """Doubts a server that acknowledges nothing: new items may go to others."""
         while True:
             oldest = self._unacknowledged[0] if self._unacknowledged else None
             await asyncio.sleep(LATE_SECONDS)
@@ -388,8 +396,9 @@ class InsertLine:
             self._awake = bool(items)
         return items
 
-    async def _read(self, call: SharedInserts, patience: Patience) -> None:
-        async for response in call:
+    async def _read(self, stream: Stream, patience: Patience) -> None:
+        while True:  # a server ends an insert stream only with an error
+            response = await stream.read()
             patience.renew()
             with self._lock:
                 items = [self._unacknowledged.popleft() for _ in range(response.decided)]
@@ -397,8 +406,6 @@ class InsertLine:
             with self._lock:
                 if self._unsent and not self._awake:
                     self.linger()
-        # A server ends an insert stream only with an error.
-        raise error_of(grpc.StatusCode.UNKNOWN, "the server ended the insert stream without an error")
 
 
 class AsyncWriter:

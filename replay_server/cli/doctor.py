@@ -90,7 +90,7 @@ def examine(client: ReplayClient, by_shard: bool = False, max_staleness: float |
     """
     from replay_client.diagnosis import Finding, Level, diagnose
     from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
-    from replay_client.shards.merging import shards_of
+    from replay_client.records import shards_of
 
     try:
         client.policy()

@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from replay_client.shards.merging import rates_between, shards_of
+from replay_client.records import rates_between, shards_of
 from replay_client.units import byte_size, counted, duration, shares, waiting, waits_for
 
 if TYPE_CHECKING:

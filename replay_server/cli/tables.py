@@ -36,7 +36,7 @@ def tables(access: dict[str, Any], by_shard: ByShard = False, as_json: AsJson = 
     with connect(access, timeout) as client:
         info, address = ask(client.server_info), client.address
     if as_json:
-        from replay_client.shards.merging import shards_of
+        from replay_client.records import shards_of
 
         found: Document = {"address": address} | document(info, pb.ServerInfo.DESCRIPTOR)
         shards = dict(shards_of(info))
@@ -180,7 +180,7 @@ class Changes:
                 yield {"event": "server", "state": "gone"}
             self.there = False
             return
-        from replay_client.shards.merging import restarted, shards_of, starts_of
+        from replay_client.records import restarted, shards_of, starts_of
 
         last, self.last = self.last, info
         shards = {} if last is None else dict(shards_of(last))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from replay_client.records import Buffer
 from replay_client.rollout import RolloutGroup
+from replay_client.rows import Buffer
 
 Row = dict[str, Any]
 

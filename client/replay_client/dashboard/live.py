@@ -15,8 +15,7 @@ from replay_client.dashboard.budget import Budget
 from replay_client.dashboard.health import verdict
 from replay_client.diagnosis import Finding, Level, diagnose
 from replay_client.errors import ReplayError
-from replay_client.records import ServerInfo
-from replay_client.shards.merging import rates_between, shards_of
+from replay_client.records import ServerInfo, rates_between, shards_of
 from replay_protos import replay_pb2 as pb
 from replay_protos.state import document, plain
 

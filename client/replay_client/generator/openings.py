@@ -28,8 +28,8 @@ from replay_client.generator.engines import Completion, SamplingConfig
 from replay_client.generator.prompts import Prompt
 from replay_client.generator.rollouts import Rollout, RolloutSequence, Turn, checked, group_of_rollouts
 from replay_client.generator.supply import PromptItem
-from replay_client.records import Buffer
 from replay_client.rollout import vector
+from replay_client.rows import Buffer
 
 OPENING_MAGIC, ROLLOUT_MAGIC = b"RPLYOPN\x01", b"RPLYROL\x01"
 """The last byte is the format version."""

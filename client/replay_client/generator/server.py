@@ -30,10 +30,9 @@ from replay_client.generator.metrics import GeneratorStats
 from replay_client.generator.policy_follower import PolicyFollower
 from replay_client.generator.prompts import PromptError
 from replay_client.generator.rewards import load_priority
-from replay_client.records import PermitLease, Sample, ServerInfo
+from replay_client.records import PermitLease, Sample, ServerInfo, restarted
 from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
-from replay_client.shards.merging import restarted
 from replay_client.waits import LAST_WORD, WaitLog, patiently
 from replay_protos.labels import TagValue
 

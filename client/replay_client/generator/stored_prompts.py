@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 
 from replay_client.generator.prompts import Prompt, PromptError, PromptRows
-from replay_client.records import Buffer
+from replay_client.rows import Buffer
 from replay_protos.labels import MOST_TAGS, TagValue
 
 MAGIC = b"RPLYPRM\x01"

@@ -33,7 +33,3 @@ by the address.
 A shard that is gone costs its share [fleet]: inserts and samples go on with the others, and it comes back with what it
 held. A method fails only when no shard answers in time, or when it needs the shard that is gone.
 """
-
-from replay_client.shards.merging import ShardedInfo
-
-__all__ = ["ShardedInfo"]

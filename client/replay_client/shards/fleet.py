@@ -1,11 +1,7 @@
-"""Fleet: the servers of one client, which of them can be reached, and questions to them.
+"""Fleet: the servers of a client of several, which of them can be reached, and questions to them.
 
-A Shard is one server: its connection, its address of the moment, and whether it can be reached. A client of one server
-has a fleet of one, `only`. Nothing is shared out there: a question goes straight to that server, which is neither
-watched nor waited for, and its connection tries again and raises the errors.
-
-With several servers, each shard has a watcher that keeps a connection open and tells when it comes or breaks. A
-question goes to the shards that are up. Where one of them goes away with its answer, the answers of the others count.
+Each shard has a watcher that keeps its connection open and tells when it comes or breaks. A question goes to the shards
+that are up. Where one of them goes away with its answer, the answers of the others count.
 
 A server can also hang, stopped or swapping, while its connection stands. So who waits for LATE_SECONDS for an answer
 asks that shard for a sign of life. A shard that gives none counts as away for everybody, and is asked again in the
@@ -15,9 +11,8 @@ background until it answers. What was sent to it before may still be done.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -27,17 +22,18 @@ from google.protobuf.message import Message
 from grpc import ChannelConnectivity
 
 from replay_client.access import Access, split_addresses
-from replay_client.connection import Connection, Timeout, Unset, check_timeout
+from replay_client.connection import LATE_SECONDS, Connection, check_timeout
 from replay_client.errors import GONE, DeadlineExceededError, ReplayError, ServerClosedError, ServerUnavailableError
+from replay_client.records import ItemPage
+from replay_client.shards.merging import MERGES, merge_pages, read_page
 from replay_client.shards.ray_names import RayNames
+from replay_client.waits import Deadline
 from replay_protos import replay_pb2 as pb
 
 T = TypeVar("T")
 
 SECONDS_PER_LOOK = 5.0
 """Seconds between two looks for shards that were added or taken away."""
-LATE_SECONDS = 0.5
-"""Seconds after which a shard that has not answered is asked for a sign of life."""
 _SIGNS, _SIGN_SECONDS = 2, 1.0
 """The fleet asks a silent shard so often for a sign of life, and waits so many seconds for each. It asks twice, because
 this process may have stood still during the first."""
@@ -49,43 +45,21 @@ _DRAINING = 30.0
 """Seconds after which a shard that was draining is tried again: the operator may have thought better of it."""
 
 
-class Deadline:
-    """When a call must end. `timeout` is in seconds; None: never."""
+class Shard(Connection):
+    """One server of several. `name` stays the same when the address changes, and decides which keys belong here."""
 
-    def __init__(self, timeout: float | None) -> None:
-        self._end = math.inf if timeout is None else asyncio.get_running_loop().time() + timeout
-
-    @property
-    def seconds(self) -> float | None:
-        """What is left, at least 0; None: no end."""
-        return None if math.isinf(self._end) else max(0.0, self._end - asyncio.get_running_loop().time())
-
-    @property
-    def passed(self) -> bool:
-        return self.seconds == 0.0
-
-    def within(self, seconds: float) -> float:
-        """`seconds`, or what is left if that is less."""
-        left = self.seconds
-        return seconds if left is None else min(seconds, left)
-
-
-class Shard:
-    """One server of a client. `name` stays the same when the address changes, and decides which keys belong here."""
-
-    def __init__(self, name: str, connect: Callable[[str], Connection], address: str | None, names: RayNames | None):
-        """`name` is "" for the only server of a client. `names` finds the address where it is None."""
-        self.name = name
-        self.is_up = False
-        """True while the connection stands and the server answers. Any thread may read it."""
+    def __init__(self, name: str, access: Access, timeout: float | None, names: RayNames | None) -> None:
+        """`names` finds the address if `access` has none."""
+        super().__init__(access, timeout)
+        self.name, self.is_up = name, False
+        """`is_up`: the connection stands, and the server answers. Any thread may read it."""
         self.draining_until = 0.0
         """On time.monotonic's clock: until then no new item goes here, because the shard refused one as draining."""
         self.decided = asyncio.Event()
         """Set when the first attempt to connect has ended."""
         self.changed: Callable[[Shard], None] = lambda _: None
         """Called when `is_up` has changed."""
-        self._connect, self._names = connect, names
-        self._connection = None if address is None else connect(address)
+        self._names, self.has_address = names, names is None
         self._running: set[asyncio.Task[Any]] = set()
         self._watching: asyncio.Task[None] | None = None
         self._doubting: asyncio.Task[None] | None = None
@@ -93,12 +67,10 @@ class Shard:
         self._waking: asyncio.Task[None] | None = None
         """Asks a shard that hangs until it answers."""
 
-    @property
-    def connection(self) -> Connection:
-        """Raises ServerUnavailableError while the server has never had an address."""
-        if self._connection is None:
+    def _opened(self) -> Any:
+        if not self.has_address:
             raise ServerUnavailableError(f"shard {self.name} has no address yet")
-        return self._connection
+        return super()._opened()
 
     @property
     def takes_inserts(self) -> bool:
@@ -108,16 +80,6 @@ class Shard:
     def is_draining(self) -> None:
         """The shard has refused a new item: leave it in peace for a while."""
         self.draining_until = time.monotonic() + _DRAINING
-
-    @property
-    def transport(self) -> str:
-        """As `AsyncReplayClient.transport`, for this server; empty while it has no address."""
-        return "" if self._connection is None else self._connection.transport
-
-    @property
-    def prefix(self) -> str:
-        """The words before the name of a checkpoint of this shard; empty for the only server."""
-        return f"{self.name}/" if self.name else ""
 
     def watch(self) -> None:
         """Begins to watch the connection, on the running event loop."""
@@ -165,38 +127,34 @@ class Shard:
     async def ask(self, method: str, request: Message, timeout: float | None) -> Any:
         """This shard's answer to one request. Raises as `run`."""
 
-        async def work() -> Any:
-            return await self.connection.unary(method, request, timeout)
-
-        return await self.run(work())
+        return await self.run(self.unary(method, request, timeout))
 
     async def close(self) -> None:
         tasks = [task for task in (self._watching, self._doubting, self._waking) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._connection is not None:
-            await self._connection.close()
+        await super().close()
 
     async def _watch(self) -> None:
         first_look_ends = asyncio.get_running_loop().time() + _FIRST_LOOK
         while True:
             if not self.is_up and self._names is not None:
                 await self._find(self._names)
-            if self._connection is None:
+            if not self.has_address:
                 await asyncio.sleep(_LOOK_AGAIN)
                 self._tell(False)
                 continue
-            channel = self._connection.channel
-            state = channel.get_state(try_to_connect=True)
+            transport = self.transport
+            state = transport.state()
             if state is ChannelConnectivity.READY:
                 self._tell(True)
-                await channel.wait_for_state_change(state)
+                await transport.changed(state)
                 continue
             late = asyncio.get_running_loop().time() >= first_look_ends
             if state is ChannelConnectivity.TRANSIENT_FAILURE or (late and not self.decided.is_set()):
                 self._tell(False)
-            await self._until_it_changes(channel.wait_for_state_change(state))
+            await self._until_it_changes(transport.changed(state))
 
     async def _until_it_changes(self, change: Awaitable[None]) -> None:
         """A connection that is neither made nor refused within some time counts as broken."""
@@ -218,13 +176,12 @@ class Shard:
     async def _until_it_answers(self) -> None:
         while await self._is_silent():
             pass
-        channel = self.connection.channel
-        if channel.get_state() is ChannelConnectivity.READY:  # else the watcher tells when it is there
+        if self.transport.state() is ChannelConnectivity.READY:  # else the watcher tells when it is there
             self._tell(True)
 
     async def _is_silent(self) -> bool:
         try:
-            await self.connection.stub.GetPolicy(pb.GetPolicyRequest(), timeout=_SIGN_SECONDS)
+            await self.transport.call("GetPolicy", pb.GetPolicyRequest(), _SIGN_SECONDS)
         except grpc.aio.AioRpcError as error:
             return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # any other error is an answer, or the watcher's
         return False
@@ -233,12 +190,9 @@ class Shard:
         address = None
         with suppress(ReplayError):  # Ray does not answer: stay with the address that was
             address = await names.locate(self.name)
-        if address is None:
-            return
-        if self._connection is None:
-            self._connection = self._connect(address)
-        elif address != self._connection.address:
-            self._connection.move(address)
+        if address is not None and address != self.address:
+            self.move(address)
+            self.has_address = True
 
     def _tell(self, is_up: bool) -> None:
         changed = is_up != self.is_up or not self.decided.is_set()
@@ -258,46 +212,48 @@ class Fleet:
         """Raises ValueError for a ray:// address without shards."""
         check_timeout(timeout)
         self.address = access.address
-        """host:port of the server; several with commas; or the name of the shards in Ray."""
+        """host:port of each with commas; or the name of the shards in Ray."""
+        self.timeout = timeout
+        """Of the client, in seconds."""
         self.changed = asyncio.Event()
         """Set, and made anew, when a shard has come or gone."""
         self.listeners: list[Callable[[Shard], None]] = []
         """Called with each shard that has come or gone."""
-        self._access, self._timeout = access, timeout
+        self._access = access
         self._when_decided: list[Callable[[], None]] = []
         self._following: asyncio.Task[None] | None = None
         self._closed = False
         self._names = RayNames.of(access.address)
         given = split_addresses(access.address)
         names = list(given) if self._names is None else self._names.find()
-        is_one = self._names is None and len(given) == 1
-        self.shards = [self._make_shard("" if is_one else name, given.get(name)) for name in names]
-        self.only = self.shards[0] if is_one else None
-        """The server of a client of one; None: there are several, or Ray may add some."""
+        self.shards = [self._make_shard(name, given.get(name, access.address)) for name in names]
 
-    def _make_shard(self, name: str, address: str | None) -> Shard:
-        shard = Shard(name, self._connection_to, address, self._names)
+    def _make_shard(self, name: str, address: str) -> Shard:
+        shard = Shard(name, replace(self._access, address=address), self.timeout, self._names)
         shard.changed = self._changed
         return shard
 
-    def _connection_to(self, address: str) -> Connection:
-        return Connection(replace(self._access, address=address), self._timeout)
+    @property
+    def carries(self) -> str:
+        """As `AsyncReplayClient.transport`."""
+        return "; ".join(f"{shard.name}: {shard.carries}" for shard in self.shards if shard.has_address)
+
+    async def find_transport(self) -> str:
+        """As `carries`, but first finds out which servers are on this host."""
+        up = await self.reachable(Deadline(self.timeout))
+        await asyncio.gather(*(shard.find_transport() for shard in up))
+        return self.carries
 
     def named(self, name: str) -> Shard | None:
-        """The shard with this name; the only one of a client of one server, whatever the name."""
-        return self.only or next((shard for shard in self.shards if shard.name == name), None)
+        """The shard with this name."""
+        return next((shard for shard in self.shards if shard.name == name), None)
 
-    def seconds(self, timeout: Timeout) -> float | None:
-        """The timeout in seconds; that of the client if `timeout` is DEFAULT. None: without limit."""
-        if isinstance(timeout, Unset):
-            return self._timeout
-        check_timeout(timeout)
-        return timeout
+    def others_than(self, shard: Connection) -> list[Shard]:
+        """The shards that new items can go to when this one is gone."""
+        return [other for other in self.shards if other is not shard]
 
     def connect(self) -> None:
         """Begins to connect, on the running event loop. Raises ServerClosedError after `close`."""
-        if self.only is not None:
-            return
         if self._closed:
             raise ServerClosedError("this client is closed")
         for shard in self.shards:
@@ -307,16 +263,16 @@ class Fleet:
 
     @property
     def decided(self) -> bool:
-        """Returns whether the fleet has tried to reach each shard. A client of one server does not wait for that."""
-        return self.only is not None or self._closed or all(shard.decided.is_set() for shard in self.shards)
+        """Returns whether the fleet has tried to reach each shard."""
+        return self._closed or all(shard.decided.is_set() for shard in self.shards)
 
     @property
     def closed(self) -> bool:
         return self._closed
 
     def up(self) -> list[Shard]:
-        """The shards that can be reached. The only one is tried in any case."""
-        return [shard for shard in self.shards if shard.is_up or shard is self.only]
+        """The shards that can be reached."""
+        return [shard for shard in self.shards if shard.is_up]
 
     def when_decided(self, callback: Callable[[], None]) -> None:
         """Calls back, once, when it is known of each shard if it can be reached. Any thread may call this."""
@@ -341,11 +297,32 @@ class Fleet:
         names = ", ".join(shard.name for shard in self.shards)
         return ServerUnavailableError(f"none of the {len(self.shards)} shards answers: {names}; are they running?")
 
-    async def ask(
+    async def ask(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
+        """One answer, of those of all shards that are up. `read` makes a record of an answer. Errors: `answers`."""
+        answers = await self.answers(method, request, timeout)
+        return self._merged(method, {shard: read(answer) for shard, answer in answers.items()})
+
+    async def pages(
+        self, request: pb.ListItemsRequest, timeout: float | None, read: Callable[[Any], ItemPage]
+    ) -> ItemPage:
+        """One page of the items of all shards that are up."""
+        begins = read_page(request.page)
+
+        def request_for(shard: Shard) -> pb.ListItemsRequest:
+            its_own = pb.ListItemsRequest()
+            its_own.CopyFrom(request)
+            its_own.page = begins.get(shard.name, "")
+            return its_own
+
+        answers = await self.answers("ListItems", request_for, timeout)
+        pages = {shard.name: read(answer) for shard, answer in answers.items()}
+        return merge_pages(pages, begins, request.limit or 100, request.order_by, request.descending)
+
+    async def answers(
         self,
         method: str,
         request: Message | Callable[[Shard], Message],
-        timeout: Timeout,
+        timeout: float | None,
         shards: Sequence[Shard] | None = None,
     ) -> dict[Shard, Any]:
         """The answers of the shards that are up, or of those of `shards` that are. At least one.
@@ -354,9 +331,7 @@ class Fleet:
         time where others do, is left out. Raises any other error of any shard, and ServerUnavailableError if none
         answers in time.
         """
-        if self.only is not None:
-            return {self.only: await self.only.connection.unary(method, _for(self.only, request), timeout)}
-        deadline = Deadline(self.seconds(timeout))
+        deadline = Deadline(timeout)
         while True:
             up = await self.reachable(deadline)
             asked = up if shards is None else [shard for shard in up if shard in shards]
@@ -368,6 +343,10 @@ class Fleet:
             if deadline.passed:
                 raise self.unavailable()
             await asyncio.sleep(deadline.within(0.05))
+
+    async def say(self, method: str, request: Message, timeout: float | None) -> None:
+        """Tells those that are up."""
+        await self.try_to_ask(method, request, timeout, self.up())
 
     async def try_to_ask(
         self,
@@ -396,11 +375,9 @@ class Fleet:
                 answers[shard] = result
         return answers, late
 
-    async def ask_all(self, method: str, request: Message, timeout: Timeout) -> dict[Shard, Any]:
-        """The answers of all shards. Raises ServerUnavailableError that names those that cannot be reached in time."""
-        if self.only is not None:
-            return await self.ask(method, request, timeout)
-        deadline = Deadline(self.seconds(timeout))
+    async def ask_all(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
+        """As `ask`. Raises ServerUnavailableError that names those that cannot be reached in time, if there are any."""
+        deadline = Deadline(timeout)
         self.connect()
         while gone := [shard.name for shard in self.shards if not shard.is_up]:
             changed = self.changed
@@ -412,7 +389,12 @@ class Fleet:
                     f"this needs all shards, and {', '.join(gone)} cannot be reached"
                 ) from None
         answers = await asyncio.gather(*(shard.ask(method, request, deadline.seconds) for shard in self.shards))
-        return dict(zip(self.shards, answers, strict=True))
+        return self._merged(method, dict(zip(self.shards, map(read, answers), strict=True)))
+
+    def _merged(self, method: str, records: Mapping[Shard, T]) -> T:
+        gone = [shard.name for shard in self.shards if shard not in records]
+        merged: T = MERGES[method]({shard.name: record for shard, record in records.items()}, gone)
+        return merged
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -431,7 +413,7 @@ class Fleet:
             listed = await names.listed()
             if not listed or set(listed) == known.keys():
                 continue
-            self.shards = [known.get(name) or self._make_shard(name, None) for name in listed]
+            self.shards = [known.get(name) or self._make_shard(name, self.address) for name in listed]
             for shard in self.shards:
                 shard.watch()
             for name in known.keys() - set(listed):

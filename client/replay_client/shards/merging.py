@@ -10,69 +10,18 @@ from __future__ import annotations
 import heapq
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from google.protobuf.message import Message
 
 from replay_client.errors import InvalidRequestError
-from replay_client.records import ItemInfo, ItemPage, Policy, ServerInfo, Silence
+from replay_client.records import CheckpointInfo, ItemInfo, ItemPage, Policy, ServerInfo, ShardedInfo, Silence
 from replay_protos import replay_pb2 as pb
 from replay_protos.state import declared
 
 M = TypeVar("M", bound=Message)
-
-
-@dataclass(frozen=True)
-class ShardedInfo(ServerInfo):
-    """All shards as one server: counts, bytes and rates are sums, the policy is the lowest one.
-
-    Quantiles of a table: `min` and `max` are those of all items, `mean` is their mean, and the others are means of the
-    shards' quantiles, each weighted by its items.
-    """
-
-    shards: Mapping[str, ServerInfo]
-    """Each shard that answered, by its name."""
-    gone: tuple[str, ...]
-    """The shards that did not answer. Nothing of them is in the sums."""
-
-
-def shards_of(info: ServerInfo) -> Iterator[tuple[str, ServerInfo | None]]:
-    """Each server of several by its name; None: it does not answer. Nothing for a single server."""
-    if isinstance(info, ShardedInfo):
-        yield from info.shards.items()
-        for name in info.gone:
-            yield name, None
-
-
-def starts_of(info: ServerInfo) -> dict[str, int]:
-    """The id that each server drew at its start, by its name; a single one has no name. One that is gone is absent."""
-    return {name: shard.server_id for name, shard in shards_of(info) if shard is not None} or {"": info.server_id}
-
-
-def restarted(last: ServerInfo, info: ServerInfo) -> bool:
-    """Returns whether a server that answers now has started again since the last look."""
-    before = starts_of(last)
-    return any(before.get(name, start) != start for name, start in starts_of(info).items())
-
-
-def rates_between(last: ServerInfo | None, info: ServerInfo) -> dict[str, tuple[float, float]]:
-    """Inserts and samples a second of each table between two looks at a server.
-
-    A table is absent if its counters began anew in between, or if it was not there before. All are absent if other
-    servers answer than before: what a shard counted while it was away did not happen between the two looks.
-    """
-    if last is None or starts_of(last) != starts_of(info) or (seconds := info.uptime - last.uptime) <= 0:
-        return {}
-    return {
-        name: ((table.inserts - before.inserts) / seconds, (table.samples - before.samples) / seconds)
-        for name, table in info.tables.items()
-        if (before := last.tables.get(name)) is not None
-        and table.inserts >= before.inserts
-        and table.samples >= before.samples
-    }
 
 
 def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> ShardedInfo:
@@ -175,6 +124,33 @@ _RULES: Mapping[int, Callable[[Sequence[Any]], Any]] = {
 }
 """The function that merges the values of all shards. Rules that need more than the values stand in `_merged`."""
 
+
+# ------------------------------------------------------------------------------------------------------------ answers
+
+
+def _checkpoints(named: Mapping[str, list[CheckpointInfo]]) -> list[CheckpointInfo]:
+    """All of them as SHARD/NAME, the newest first."""
+    for shard, entries in named.items():
+        for entry in entries:
+            entry.name = f"{shard}/{entry.name}"
+    return sorted(chain.from_iterable(named.values()), key=lambda entry: entry.created, reverse=True)
+
+
+def _no_departures(*_: Any) -> NoReturn:
+    raise InvalidRequestError("departures are those of one server: make a client for each")
+
+
+MERGES: Mapping[str, Callable[[Mapping[str, Any], Sequence[str]], Any]] = {
+    "Get": lambda named, gone: list(chain.from_iterable(named.values())),
+    "GetPolicy": lambda named, gone: lowest(named.values()),
+    "GetServerInfo": merge_infos,
+    "Departures": _no_departures,
+    "UpdateTable": lambda named, gone: merge_messages(list(named.values())),
+    "Reset": lambda named, gone: sum(named.values()),
+    "Checkpoint": lambda named, gone: ",".join(f"{shard}/{name}" for shard, name in named.items()),
+    "ListCheckpoints": lambda named, gone: _checkpoints(named),
+}
+"""By method: one record of those of the shards that answered, by name, and the names of those that did not."""
 
 # ------------------------------------------------------------------------------------------------------------- pages
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import xxhash
 from google.protobuf.message import Message
 
-from replay_client.connection import Timeout
+from replay_client.connection import Connection
 from replay_client.errors import (
     GONE,
     DeadlineExceededError,
@@ -31,10 +31,11 @@ from replay_client.errors import (
     ServerUnavailableError,
     ShardDrainingError,
 )
-from replay_client.frames import Item
-from replay_client.records import MutationResult, mutation_of
+from replay_client.frames import Item, unchanged_row
+from replay_client.records import MutationResult
 from replay_client.requests import FIRST_KEY, LAST_KEY, once
-from replay_client.shards.fleet import Deadline, Fleet, Shard
+from replay_client.shards.fleet import Fleet, Shard
+from replay_client.waits import Deadline
 from replay_protos import replay_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -112,8 +113,6 @@ class Placement:
         5. The next shard for the key that is up, if a client chose the key at random: nobody else has tried it.
         6. The shard to which the key belongs. Another process may have tried the key there before, so wait for it.
         """
-        if self._fleet.only is not None:
-            return self._fleet.only
         if (tried := self._tried.get(item.key)) is not None:
             return tried
         if item.closes:
@@ -147,9 +146,6 @@ class Placement:
 
     async def insert(self, item: Item) -> None:
         """Inserts the item into its shard within its timeout. Raises the errors of `AsyncReplayClient.insert`."""
-        if self._fleet.only is not None:
-            await self._fleet.only.connection.insert(item)
-            return
         deadline = Deadline(item.timeout)
         await self._fleet.reachable(deadline)
         while True:
@@ -157,7 +153,7 @@ class Placement:
             item.timeout = deadline.seconds
             try:
                 with shard.expected():
-                    await shard.connection.insert(item)
+                    await shard.insert(item)
                 return
             except ShardDrainingError:
                 self.forget(item.key, shard)
@@ -183,8 +179,6 @@ class Placement:
         Returns None, or why nothing was appended: the item is missing if all shards have answered that they lack it.
         Raises ServerUnavailableError if one that may have it cannot be reached in time.
         """
-        if (only := self._fleet.only) is not None:
-            return _unchanged(await only.connection.insert(item))
         deadline = Deadline(item.timeout)
         await self._fleet.reachable(deadline)
         while True:
@@ -194,12 +188,12 @@ class Placement:
             for shard in sorted(order, key=lambda shard: shard is not self._tried.get(item.key)):
                 item.timeout = deadline.seconds
                 try:
-                    answer = await shard.run(shard.connection.insert(item)) if shard.is_up else None
+                    answer = await shard.run(shard.insert(item)) if shard.is_up else None
                 except GONE:
                     answer = None
                 if answer is None:
                     silent.append(shard.name)
-                elif (row := _unchanged(answer)) is None or not row.missing:
+                elif (row := unchanged_row(answer)) is None or not row.missing:
                     return row
             if not silent:
                 return pb.UnchangedRow(key=item.key, missing=True)
@@ -209,10 +203,12 @@ class Placement:
                 )
             await asyncio.sleep(deadline.within(_PAUSE))
 
-    def forget(self, key: int, shard: Shard) -> None:
-        """The shard is draining and lacks the key: it may go to another one."""
+    def forget(self, key: int, shard: Connection) -> bool:
+        """The shard is draining and lacks the key. Returns whether it may go to another one."""
+        assert isinstance(shard, Shard)
         self._tried.pop(key, None)
         shard.is_draining()
+        return True
 
     def _remember(self, key: int, shard: Shard) -> None:
         """An insert of this key is unsure: from now on it goes to this shard only."""
@@ -221,14 +217,12 @@ class Placement:
         if len(self._tried) > _MOST_REMEMBERED:
             self._tried.popitem(last=False)
 
-    async def change(self, method: str, request: Message, timeout: Timeout) -> MutationResult:
+    async def change(self, method: str, request: Message, timeout: float | None) -> MutationResult:
         """Changes the items that `request` names by their keys. A key is missing if no shard that is up has it.
 
         `method` is UpdatePriorities, Delete or TakeItems. An error of one shard leaves the other shards changed.
         """
-        if (only := self._fleet.only) is not None:
-            return mutation_of(await only.connection.unary(method, request, timeout))
-        deadline = Deadline(self._fleet.seconds(timeout))
+        deadline = Deadline(timeout)
         up = await self._fleet.reachable(deadline)
         rendezvous, shards = self._ranking()
         keys = _keys_of(request)
@@ -257,11 +251,6 @@ class Placement:
         if self._ranked[1] is not (shards := self._fleet.shards):
             self._ranked = Rendezvous([shard.name for shard in shards]), shards
         return self._ranked
-
-
-def _unchanged(answer: pb.InsertResponse) -> pb.UnchangedRow | None:
-    """Why the only segment of a request was not appended; None: it was."""
-    return answer.unchanged[0] if answer.unchanged else None
 
 
 def _keys_of(request: Any) -> Keys:

@@ -15,14 +15,13 @@ import itertools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 
-import grpc
-
-from replay_client.connection import DEFAULT, Connection, Patience, Timeout
+from replay_client.connection import watch_policy
 from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestError, ReplayError
-from replay_client.records import PermitLease, Policy, policy_of
+from replay_client.records import PermitLease, Policy, lease_of, policy_of
 from replay_client.requests import once
-from replay_client.shards.fleet import Deadline, Fleet, Shard
+from replay_client.shards.fleet import Fleet, Shard
 from replay_client.shards.merging import lowest
+from replay_client.waits import Deadline
 from replay_protos import replay_pb2 as pb
 
 _AWAY_SECONDS = 5.0
@@ -53,17 +52,14 @@ class PolicyBoard:
         """An older version must not be told after a newer one, which may be lower."""
         fleet.listeners.append(self._came_or_went)
 
-    async def publish(self, request: pb.SetPolicyVersionRequest, timeout: Timeout) -> Policy:
+    async def publish(self, request: pb.SetPolicyVersionRequest, timeout: float | None) -> Policy:
         """Tells all shards that are up. The others get it when they come back, as long as this client lives."""
-        if self._fleet.only is not None:
-            answers = await self._fleet.ask("SetPolicyVersion", request, timeout)
-            return policy_of(answers[self._fleet.only])
         async with self._one_at_a_time:
             for shard in [shard for shard in self._away if shard.is_up]:
                 with suppress(ReplayError):  # it is gone again
                     await self._bring_up_to_date(shard)
             share = self._share
-            answers = await self._fleet.ask("SetPolicyVersion", _with_share(request, share), timeout)
+            answers = await self._fleet.answers("SetPolicyVersion", _with_share(request, share), timeout)
             self._published, self._told = request, set(answers)
             if request.rollback:
                 self._missed = {shard: request for shard in self._fleet.shards if shard not in answers}
@@ -82,10 +78,6 @@ class PolicyBoard:
 
         A lower version than before counts only when no shard has the one before any more: the trainer rolled back.
         """
-        if self._fleet.only is not None:
-            async with aclosing(_watch(self._fleet.only.connection)) as watch:
-                async for policy in watch:
-                    yield policy
         latest: dict[Shard, Policy] = {}
         news = asyncio.Event()
         watchers: dict[Shard, asyncio.Task[None]] = {}
@@ -121,7 +113,7 @@ class PolicyBoard:
         while True:
             with suppress(*GONE):
                 if shard.is_up:
-                    async with aclosing(_watch(shard.connection)) as watch:
+                    async with aclosing(watch_policy(shard)) as watch:
                         async for policy in watch:
                             latest[shard] = policy
                             news.set()
@@ -224,24 +216,6 @@ def _other_weights(policy: Policy, last: Policy) -> bool:
     return policy.version == last.version and policy.weights != last.weights
 
 
-async def _watch(connection: Connection) -> AsyncGenerator[Policy]:
-    """Yields the current policy of one server, then every new one. Connects again by itself."""
-    patience = Patience(connection, connection.timeout)
-    last: tuple[int, str] | None = None
-    while True:
-        call = connection.stub.WatchPolicy(pb.GetPolicyRequest())
-        try:
-            async for message in call:
-                patience.renew()
-                if (message.version, message.weights) != last:
-                    last = message.version, message.weights
-                    yield policy_of(message)
-        except grpc.aio.AioRpcError as error:
-            await patience.pause_or_raise(error)
-        finally:
-            call.cancel()
-
-
 class PermitOffice:
     """Acquires and releases permits for one client."""
 
@@ -252,9 +226,6 @@ class PermitOffice:
 
     async def acquire(self, request: pb.AcquirePermitsRequest, seconds: float | None) -> PermitLease:
         """Permits of one shard: of the next in turn that has them, or of the first that gets them."""
-        if self._fleet.only is not None:
-            answers = await self._fleet.ask("AcquirePermits", once(request), seconds)
-            return _lease_of(answers[self._fleet.only], self._fleet.only)
         deadline = Deadline(seconds)
         while True:
             last_round = deadline.passed
@@ -269,15 +240,15 @@ class PermitOffice:
             if last_round or deadline.passed:
                 raise lease
 
-    async def release(self, lease: PermitLease, request: pb.ReleasePermitsRequest, timeout: Timeout) -> int:
+    async def release(self, lease: PermitLease, request: pb.ReleasePermitsRequest, timeout: float | None) -> int:
         """Gives permits back to the shard that granted them; 0 where that shard is gone, and they end by themselves."""
         granted = [shard for shard in self._fleet.shards if lease.shard in (shard.name, "")]
-        answers = await self._fleet.ask("ReleasePermits", once(request), timeout, granted)
+        answers = await self._fleet.answers("ReleasePermits", once(request), timeout, granted)
         return sum(answer.released for answer in answers.values())
 
     async def _ask(self, shard: Shard, request: pb.AcquirePermitsRequest, timeout: float) -> PermitLease:
         asked = once(pb.AcquirePermitsRequest(count=request.count, timeout=timeout))
-        return _lease_of(await shard.ask("AcquirePermits", asked, timeout), shard)
+        return lease_of(await shard.ask("AcquirePermits", asked, timeout), shard.name)
 
     async def _race(
         self, shards: list[Shard], request: pb.AcquirePermitsRequest, seconds: float
@@ -304,8 +275,4 @@ class PermitOffice:
     async def _give_back(self, asking: asyncio.Task[PermitLease]) -> None:
         with suppress(ReplayError):
             lease = await asking
-            await self.release(lease, pb.ReleasePermitsRequest(lease=lease.id), DEFAULT)
-
-
-def _lease_of(answer: pb.Permits, shard: Shard) -> PermitLease:
-    return PermitLease(answer.lease, answer.count, answer.ttl, shard.name)
+            await self.release(lease, pb.ReleasePermitsRequest(lease=lease.id), self._fleet.timeout)

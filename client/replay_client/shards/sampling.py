@@ -31,20 +31,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import numpy as np
 
-from replay_client.connection import GONE_CODES, reported
-from replay_client.errors import DeadlineExceededError, InvalidRequestError
-from replay_client.records import Sample, samples_of
-from replay_client.sampling import AsyncSampler, DrawStreams, OnLease, check_prefetch, new_id
+from replay_client.connection import GONE_CODES, LATE_SECONDS, reported
+from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestError
+from replay_client.records import MutationResult, Sample, samples_of
+from replay_client.sampling import AsyncSampler, DrawStream, OnLease, check_prefetch, leases_of, new_id
 from replay_client.shards.balance import BalancedBatch
-from replay_client.shards.fleet import LATE_SECONDS, Deadline, Fleet, Shard
+from replay_client.shards.fleet import Fleet, Shard
 from replay_client.shards.sharing import (
     Weight,
     most_rows,
@@ -54,8 +56,11 @@ from replay_client.shards.sharing import (
     share_out,
     use_up,
 )
+from replay_client.waits import Deadline
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS_AGE = 0.05
 """Seconds for which weights hold. A client therefore makes each shard weigh its table at most 40 times a second, and a
@@ -88,7 +93,7 @@ MOST_UNSURE = 256
 """Parts that a client keeps to ask again; the oldest are forgotten first."""
 
 
-class Drawer(DrawStreams):
+class Drawer:
     """Draws merged batches over a stream to each shard. Until they are taken, `lease` of their samples names the part.
 
     What is drawn and neither taken nor leased goes back when `close` ends the streams. A request is that of the whole
@@ -97,14 +102,64 @@ class Drawer(DrawStreams):
 
     def __init__(self, fleet: Fleet, ahead: int = 1) -> None:
         """`ahead`: how many batches are drawn at the same time."""
-        super().__init__(fleet)
-        self._ahead = ahead
+        self._fleet, self._ahead = fleet, ahead
+        self._streams: dict[Shard, DrawStream] = {}
+        self._unknown: set[str] = set()
+        """Names of shards that this client does not have, and that a warning has named."""
         self._rng = np.random.default_rng()
         self._turn = int(self._rng.integers(1 << 30))
         """The shard that gives first, where they give in turn."""
         self._weights: dict[str, tuple[float, dict[Shard, Weight]]] = {}
         """By table, with the time, where they hold for a while."""
         self._unsure: deque[_Unsure] = deque(maxlen=MOST_UNSURE)
+
+    def stream(self, shard: Shard) -> DrawStream:
+        """The draws of this reader to one shard. The first request opens it."""
+        if shard not in self._streams:
+            self._streams[shard] = DrawStream(shard)
+        return self._streams[shard]
+
+    async def end(
+        self, samples: Iterable[Sample], request_for: Callable[[list[int]], pb.DrawRequest], timeout: float | None
+    ) -> MutationResult:
+        """As `SingleBatches.end`, each on the shard that gave the sample.
+
+        The batches of a shard that cannot be reached count as missing: nobody may use their samples. So do those of a
+        shard that this client does not have, for example because a run goes on without it.
+        """
+        deadline = Deadline(timeout)
+        if not (leases := leases_of(samples)):
+            return MutationResult(0, ())
+        await self._fleet.reachable(deadline)
+        shards = {name: self._fleet.named(name) for name in leases}
+        if unknown := {name for name, shard in shards.items() if shard is None} - self._unknown:
+            self._unknown |= unknown
+            logger.warning("batches of %s count as missing: this client has no such shard", ", ".join(sorted(unknown)))
+
+        async def end_on(name: str, ids: list[int]) -> MutationResult:
+            with suppress(*GONE):
+                if (shard := shards[name]) is not None:
+                    answer = await shard.run(self.stream(shard).finish(request_for(ids), deadline.seconds))
+                    return MutationResult(len(answer.done), tuple(answer.missing))
+            return MutationResult(0, tuple(ids))
+
+        results = await asyncio.gather(*(end_on(name, ids) for name, ids in leases.items()))
+        missing = tuple(batch for result in results for batch in result.missing)
+        return MutationResult(sum(result.applied for result in results), missing)
+
+    def sampler(
+        self, request: pb.SampleRequest, prefetch: int, seconds: float | None, on_lease: OnLease
+    ) -> ShardedSampler:
+        return ShardedSampler(self._fleet, request, prefetch, seconds, on_lease)
+
+    def drop_soon(self) -> None:
+        """Ends the streams, from any thread."""
+        for stream in self._streams.values():
+            stream.drop_soon()
+
+    async def close(self) -> None:
+        """Ends the streams in good order. What is neither taken nor leased goes back."""
+        await asyncio.gather(*(stream.close() for stream in self._streams.values()))
 
     async def sample(self, request: pb.SampleRequest, seconds: float | None) -> list[Sample]:
         """A batch that is the caller's, or leased to the caller for `request.lease` seconds.

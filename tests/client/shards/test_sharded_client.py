@@ -19,7 +19,7 @@ from replay_client.errors import (
     TableNotFoundError,
 )
 from replay_client.sampling import DrawStream
-from replay_client.streams import failure
+from replay_client.transport import failure
 from replay_server import ReplayServer
 from replay_server.tables.config import AdmissionConfig
 from tests.client.shards.conftest import TABLES, all_up, connected
@@ -638,7 +638,7 @@ async def test_a_part_whose_take_was_not_answered_reaches_the_reader_once(servic
         await all_up(client)
         keys = {await client.insert(bytes([i]), {"queue": 1.0}) for i in range(60)}
         end, cuts = DrawStream.end, []
-        broken = client._fleet.shards[0].connection
+        broken = client._fleet.shards[0]
 
         def cut(stream, request):
             if stream._connection is not broken or not request.take or len(cuts) == 2:

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from replay_client.records import ServerInfo, server_info_of
-from replay_client.shards.merging import merge_infos, rates_between
+from replay_client.records import ServerInfo, rates_between, server_info_of
+from replay_client.shards.merging import merge_infos
 from replay_protos import replay_pb2 as pb
 from replay_server import TableConfig
 from replay_server.cli.screen import Screen

@@ -1,0 +1,277 @@
+"""Transport: how messages reach one server. GrpcTransport sends them all over gRPC.
+
+This is the only seam between the client and the network: a call with one answer, and streams of messages. Everything
+above it runs on any Transport: `rings.transport` sends payloads through shared memory, and tests bring servers of
+their own. A transport raises grpc.aio.AioRpcError, and its connection turns that into the errors of the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import grpc
+from google.protobuf.message import Message
+from grpc import ChannelConnectivity
+
+from replay_client import tracing
+from replay_client.rows import Rows
+from replay_protos import REASON_KEY
+from replay_protos import replay_pb2 as pb
+from replay_protos.framing import BYTES_PER_MESSAGE, SERVICE, Frame, frame_reader, write_frame
+from replay_protos.replay_pb2_grpc import ReplayStub
+from replay_protos.shared_memory import RingReader, pass_on
+
+if TYPE_CHECKING:
+    from replay_client.access import Access
+
+NOT_KNOWN = "grpc: no large payload was sent or received yet"
+"""What a transport says that has not tried shared memory yet."""
+_STATUS = {code.value[0]: code for code in grpc.StatusCode}
+_MOST_IDLE = 16
+"""Streams of one kind that stay open."""
+_GOODBYE = 1.0
+"""Seconds that the server has to end a stream."""
+_OPTIONS: Final = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A server that restarts may have another address under the same name. gRPC's default looks a name up again only
+    # after 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+]
+_MESSAGES: Final[dict[str, tuple[str, Any, Any]]] = {
+    "InsertStream": ("stream_stream", write_frame, pb.InsertResponse.FromString),
+    "Draw": ("stream_stream", pb.DrawRequest.SerializeToString, frame_reader(pb.SampleResponse)),
+    "Calls": ("stream_stream", pb.CallRequest.SerializeToString, pb.CallResponse.FromString),
+    "ShareMemory": (
+        "stream_stream",
+        pb.ShareMemoryRequest.SerializeToString,
+        pb.ShareMemoryResponse.FromString,
+    ),
+    "WatchPolicy": ("unary_stream", pb.GetPolicyRequest.SerializeToString, pb.Policy.FromString),
+    "Get": ("unary_stream", pb.GetRequest.SerializeToString, frame_reader(pb.GetResponse)),
+}
+"""The methods that are streams: how gRPC calls them, and how it writes and reads their messages."""
+
+
+class Stream(Protocol):
+    """Messages to and from a server. Those of InsertStream, Draw and Get are frames.
+
+    What Draw and Get read has one payload for each row, however many messages carried it.
+    """
+
+    @property
+    def bytes_per_message(self) -> int:
+        """About how many payload bytes a message should carry."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to have ended."""
+
+    async def write(self, message: Any) -> None:
+        """Sends a message. Raises AioRpcError or InvalidStateError if the stream has ended; `read` has the reason."""
+
+    async def read(self) -> Any:
+        """The next message. Raises AioRpcError if the stream has ended."""
+
+    async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
+        """Ends the stream in good order. `reader` is the task that reads it, if there is one.
+
+        Returns whether the server has ended it too; otherwise the stream is cancelled.
+        """
+
+    def cancel(self) -> None:
+        """Ends the stream at once."""
+
+
+class Transport(Protocol):
+    """The way to one server. It belongs to one event loop."""
+
+    @property
+    def carries(self) -> str:
+        """How payloads travel: "shared memory", or "grpc: " with the reason."""
+
+    async def find_out(self) -> None:
+        """Waits until it is known whether the server is on this host."""
+
+    async def call(self, method: str, request: Message, timeout: float | None) -> Any:
+        """The answer to one request, within `timeout` seconds. Raises AioRpcError."""
+
+    def stream(self, method: str, request: Message | None = None, timeout: float | None = None) -> Stream:
+        """Opens a stream; `request`: of a method that takes one and answers with many messages."""
+
+    def state(self) -> ChannelConnectivity:
+        """Whether the server can be reached. Tries to connect."""
+
+    async def changed(self, state: ChannelConnectivity) -> None:
+        """Returns when the state is another one."""
+
+    async def close(self) -> None:
+        """Ends the connection."""
+
+
+def failure(code: grpc.StatusCode | int, details: str, reason: str = "") -> grpc.aio.AioRpcError:
+    """The error with which a call would fail that the server refuses for this reason."""
+    status = code if isinstance(code, grpc.StatusCode) else _STATUS[code]
+    trailing = grpc.aio.Metadata(*([(REASON_KEY, reason)] if reason else ()))
+    return grpc.aio.AioRpcError(status, grpc.aio.Metadata(), trailing, details)
+
+
+class GrpcStream:
+    """A call of gRPC."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    @property
+    def bytes_per_message(self) -> int:
+        return BYTES_PER_MESSAGE
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._call.done())
+
+    async def write(self, message: Any) -> None:
+        await self._call.write(message)
+
+    async def read(self) -> Any:
+        call = self._call
+        if (message := await call.read()) is not grpc.aio.EOF:
+            return message
+        if (code := await call.code()) is grpc.StatusCode.OK:
+            raise failure(grpc.StatusCode.UNAVAILABLE, "the server ended the stream without an error")
+        raise grpc.aio.AioRpcError(
+            code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+        )
+
+    async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
+        # After a cancelled stream gRPC would call the event loop once more, and the loop may be closed by then.
+        async def read_on() -> None:
+            while await self._call.read() is not grpc.aio.EOF:
+                pass
+
+        ended = False
+        # InternalError: the call broke in this moment, and gRPC cannot say more to the server.
+        with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError, TimeoutError):
+            async with asyncio.timeout(_GOODBYE):
+                await self._call.done_writing()
+                await (asyncio.wait([reader]) if reader else read_on())
+                ended = True
+        if not ended:
+            self.cancel()
+        return ended
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class BatchStream(GrpcStream):
+    """A call whose answers have payloads: it puts the messages of each answer together."""
+
+    async def read(self) -> Frame[Any]:
+        frame = await super().read()
+        head, rows = frame.head, Rows(frame.head.payload_sizes)
+        await self._see(frame)
+        pass_on(frame, self._reader_of, rows.add)
+        while rows.missing:
+            frame = await super().read()
+            pass_on(frame, self._reader_of, rows.add)
+        return Frame(head, rows.payloads)
+
+    async def _see(self, frame: Frame[Any]) -> None:
+        """The first message of an answer has come."""
+
+    def _reader_of(self, ring_id: int) -> RingReader | None:
+        """The ring through which payloads come; None: this stream has none."""
+        return None
+
+
+class GrpcTransport:
+    """All messages and payloads go over a gRPC channel."""
+
+    carries = "grpc: shared memory is turned off in this client (shared_memory=False)"
+
+    def __init__(self, access: Access) -> None:
+        self._channel = access.channel(_OPTIONS)
+        self._stub: Any = ReplayStub(self._channel)
+        self._open: dict[str, Any] = {
+            method: getattr(self._channel, kind)(f"/{SERVICE}/{method}", write, read)
+            for method, (kind, write, read) in _MESSAGES.items()
+        }
+
+    async def find_out(self) -> None:
+        pass
+
+    async def call(self, method: str, request: Message, timeout: float | None) -> Any:
+        if method == "Get":
+            return await self.stream(method, request, timeout).read()
+        return await getattr(self._stub, method)(request, timeout=timeout, metadata=tuple(tracing.carrier().items()))
+
+    def stream(self, method: str, request: Message | None = None, timeout: float | None = None) -> GrpcStream:
+        call = self._open[method]() if request is None else self._open[method](request, timeout=timeout)
+        return BatchStream(call) if method in ("Draw", "Get") else GrpcStream(call)
+
+    def state(self) -> ChannelConnectivity:
+        return self._channel.get_state(try_to_connect=True)
+
+    async def changed(self, state: ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(state)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class IdleStreams:
+    """Streams that stay open between the exchanges of one kind. An exchange on one costs half of a call of its own.
+
+    Each stream carries one exchange at a time. So an exchange that waits holds up no other one.
+    """
+
+    def __init__(self, open_stream: Callable[[], Stream]) -> None:
+        self._open = open_stream
+        self._idle: list[Stream] = []
+        self._busy = 0
+
+    @property
+    def free(self) -> bool:
+        """Whether fewer streams are in use than may stay open."""
+        return self._busy < _MOST_IDLE
+
+    async def exchange(self, messages: Iterable[Any], timeout: float | None) -> Any:
+        """The server's answer to these messages. Raises AioRpcError if it is late, or the stream breaks."""
+        stream = self._idle.pop() if self._idle else self._open()
+        self._busy += 1
+        try:
+            async with asyncio.timeout(timeout):
+                with suppress(asyncio.InvalidStateError):  # it ended while it was idle; the read raises the reason
+                    for message in messages:
+                        await stream.write(message)
+                answer = await stream.read()
+        except TimeoutError:
+            stream.cancel()
+            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None  # as gRPC says it
+        except grpc.aio.AioRpcError:
+            for broken in [stream, *self._idle]:  # they share a connection, so all of them are broken
+                broken.cancel()
+            self._idle.clear()
+            raise
+        except BaseException:
+            stream.cancel()
+            raise
+        finally:
+            self._busy -= 1
+        if len(self._idle) < _MOST_IDLE:
+            self._idle.append(stream)
+        else:
+            stream.cancel()
+        return answer
+
+    async def close(self) -> None:
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*(stream.end() for stream in idle))
