@@ -140,7 +140,7 @@ def main() -> None:
         server, address = stack.enter_context(process("serve", "--config", str(config), *quiet))
         client = stack.enter_context(ReplayClient(address))
         steps = steps_of(client, options.items)
-        page, url = stack.enter_context(process("dashboard", "--address", address, "--port", "0", "--no-browser"))
+        page, url = stack.enter_context(process("--address", address, "dashboard", "--port", "0", "--no-browser"))
         viewers = multiprocessing.get_context("spawn").Process(target=view_all, args=(url.split("/")[2],), daemon=True)
         viewers.start()
 

@@ -106,10 +106,7 @@ class Running:
         cwd: Path | None = None,
         quick: bool = False,
     ) -> None:
-        name = arguments[0] if arguments else ""
-        needs_torch = name in ("train", "generate", "demo") or (
-            name in ("show", "export") and "--tokenizer" in arguments
-        )
+        needs_torch = not {"train", "generate", "demo", "--tokenizer"}.isdisjoint(arguments)
         message = json.dumps([arguments, dict(os.environ if env is None else env), str(cwd or os.getcwd()), quick])
         self.args = arguments
         self.returncode: int | None = None

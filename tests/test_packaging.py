@@ -222,7 +222,7 @@ def test_the_client_and_the_server_each_run_where_only_their_dependencies_are(bu
     try:
         address = process.stdout.readline().removeprefix("listening on ").strip()
         run(client / "python", "-c", CLIENT, address, cwd=tmp_path)
-        shown = json.loads(run(server / "replay", "tables", "--address", address, "--json", cwd=tmp_path))
+        shown = json.loads(run(server / "replay", "--address", address, "tables", "--json", cwd=tmp_path))
         assert [int(shown["tables"]["replay"][name]) for name in ("inserts", "samples")] == [1, 1]
     finally:
         process.terminate()

@@ -466,7 +466,7 @@ def _lacking(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
     message = f"{waits_for(table.lacking)}; nobody has extended one for {duration(table.waiting_seconds)}{seen}"
     remedy = (
         "see whether the process that extends these items is alive, and start it again: what it had drawn comes back "
-        "when its lease ends; or take the column out of requires (`replay update`)"
+        "when its lease ends; or take the column out of requires (`replay table update`)"
     )
     if is_long(table.sampling, info) or is_long(table.inserting, info):
         yield _failure(table.name, message, remedy, f"{table.name} is blocked: nobody extends its items")
@@ -483,7 +483,7 @@ def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
             table.name,
             f"inserts ({inserting.count}) and sample requests ({sampling.count}) wait for each other: "
             f"{inserting.reason}; {sampling.reason}",
-            "widen the rate limiter (`replay update`), or ask for fewer samples at a time",
+            "widen the rate limiter (`replay table update`), or ask for fewer samples at a time",
             no_sample,
         )
         return
@@ -497,8 +497,8 @@ def _remedy_for_wait(request: str, reason: str) -> str:
     if request == "sample request":
         return "see whether a generator runs and inserts into this table; or lower min_size, or ask for fewer samples"
     if "max_diff" in reason:
-        return "see whether a trainer runs and samples this table; or widen the rate limiter (`replay update`)"
-    return "sample or delete items, or raise the bound (`replay update`), or set when_full = 'evict'"
+        return "see whether a trainer runs and samples this table; or widen the rate limiter (`replay table update`)"
+    return "sample or delete items, or raise the bound (`replay table update`), or set when_full = 'evict'"
 
 
 def _limiter(table: _Table) -> Iterator[Finding]:
@@ -558,13 +558,14 @@ def _balance(table: _Table) -> Iterator[Finding]:
         yield _warning(
             table.name,
             f"balance gives weight 0 to every value of {tag!r} that its items have: nothing is ever drawn",
-            f"give {listed([name or 'items without the tag' for name in names])} a weight above 0 (`replay update`)",
+            f"give {listed([name or 'items without the tag' for name in names])} a weight above 0 "
+            "(`replay table update`)",
         )
     elif names == [""]:
         yield _warning(
             table.name,
             f"it balances {tag!r}, and no item has this tag: its draws are as without balance",
-            "insert with this tag (`tags`, `replay generate --tag`), or correct its name (`replay update`)",
+            "insert with this tag (`tags`, `replay generate --tag`), or correct its name (`replay table update`)",
         )
 
 

@@ -438,10 +438,10 @@ def run_parts(
     until(lambda: bool(addresses()))
     address = addresses()[0]
     display.show("server", address)
-    look = f"replay dashboard --address {address} --runs {out}"
+    look = f"replay --address {address} dashboard --runs {out}"
     display.console.print(f"look inside: {look}", highlight=False, soft_wrap=True)
 
-    generate = ["generate", "--address", address, "--engine", engine, "--model", str(out / "model")]
+    generate = ["--address", address, "generate", "--engine", engine, "--model", str(out / "model")]
     generate += ["--prompts", str(out / "prompts.jsonl"), "--reward", variant.reward, "--wait-for-policy"]
     generate += ["--group-size", str(GROUP_SIZE), "--max-tokens", str(variant.max_tokens), "--seed", str(seed)]
     generate += ["--priority", variant.priority, *variant.generate, "--json"]
@@ -453,7 +453,7 @@ def run_parts(
         warm_up = start("warm-up", [*task, "warm-up", str(out), str(seed), str(target), variant.task])
         until(warm_up.check, lambda: show_warm_up(display, warm_up, target))
 
-    train = ["train", "--address", address, "--model", str(out / "warm"), "--config", str(out / "train.toml")]
+    train = ["--address", address, "train", "--model", str(out / "warm"), "--config", str(out / "train.toml")]
     train += ["--output-dir", str(out / "train"), "--steps", str(steps), "--seed", str(seed), "--quiet"]
     trainer = start("trainer", [*replay, *train])
     with ReplayClient(address, timeout=5.0) as client:

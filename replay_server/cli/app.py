@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -12,15 +13,16 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from replay_server.cli.archive import archive
-from replay_server.cli.bench import bench
 from replay_server.cli.change import policy, reset, update
+from replay_server.cli.connection import ROOT
 from replay_server.cli.doctor import doctor
 from replay_server.cli.generate import generate
 from replay_server.cli.items import delete, items, show
-from replay_server.cli.keep import checkpoint, checkpoints, export, import_items
+from replay_server.cli.keep import checkpoint, export, import_items
+from replay_server.cli.options import taking
 from replay_server.cli.output import complain, say
 from replay_server.cli.servers import serve, shards
-from replay_server.cli.tables import dashboard, tables, top, watch
+from replay_server.cli.tables import dashboard, tables, top
 from replay_server.cli.train import demo, train
 
 app = typer.Typer(
@@ -34,17 +36,25 @@ app = typer.Typer(
 _INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 _UsageError: Any = typer.BadParameter.__bases__[0]
 """The class of the click that typer uses: its own, or the package's. typer does not export it."""
-_LOOK: tuple[Callable[..., None], ...] = (serve, tables, top, dashboard, watch, items, show, update, delete, reset)
-_KEEP: tuple[Callable[..., None], ...] = (checkpoint, checkpoints, export)
-_RUN: tuple[Callable[..., None], ...] = (doctor, demo, generate, train, bench)
+Commands = tuple[Callable[..., None], ...]
+_LOOK: Commands = (tables, top, dashboard, items, show, doctor)
+_RUN: Commands = (demo, generate, train)
+_OF_TABLE: Commands = (update, delete, reset, export)
+
+table = typer.Typer(help="Change a table, or its items.", no_args_is_help=True, rich_markup_mode=None)
+for command in _OF_TABLE:
+    table.command()(command)
+table.command("import")(import_items)
+
+app.command()(serve)
 for command in _LOOK:
     app.command()(command)
-app.add_typer(policy, name="policy")
-app.add_typer(shards, name="shards")
-app.command("import")(import_items)
-app.add_typer(archive, name="archive")
-for command in (*_KEEP, *_RUN):
+for name, group in (("policy", policy), ("table", table), ("checkpoint", checkpoint)):
+    app.add_typer(group, name=name)
+for command in _RUN:
     app.command()(command)
+for name, group in (("archive", archive), ("shards", shards)):
+    app.add_typer(group, name=name)
 
 
 def _print_version(wanted: bool) -> None:
@@ -54,12 +64,14 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
+@taking(ROOT)
 def options(
+    _: dict[str, Any],
     show_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    """What stands before the command says how it reaches the server (`access_of`)."""
 
 
 def run() -> NoReturn:
@@ -90,6 +102,9 @@ def run() -> NoReturn:
             status = 1
     except KeyboardInterrupt:
         status = _INTERRUPTED
+    except BrokenPipeError:  # whoever reads the output has seen enough; Python would complain once more at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
     for number in (signal.SIGINT, signal.SIGTERM):  # an exception in the last moments could only become a traceback
         signal.signal(number, signal.SIG_IGN)
     sys.exit(ended_by if status == _INTERRUPTED else status)

@@ -1,4 +1,4 @@
-"""`replay update`, `reset` and `policy`: change a server while it runs."""
+"""`replay table update`, `table reset` and `policy`: change a server while it runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import typer
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.state import Document, document
-from replay_server.cli.connection import TableName, Timeout, ask, complete_table, connect
-from replay_server.cli.options import with_access
+from replay_server.cli.connection import TableName, ask, complete_table, connect
 from replay_server.cli.output import AsJson, Yes, confirm, fail, misuse, print_json, say
 
 if TYPE_CHECKING:
@@ -19,9 +18,8 @@ if TYPE_CHECKING:
 policy = typer.Typer(help="Show or set the trainer's current policy version.", rich_markup_mode=None)
 
 
-@with_access
 def update(
-    access: dict[str, Any],
+    context: typer.Context,
     table: TableName,
     changes: Annotated[
         list[str],
@@ -31,7 +29,6 @@ def update(
     ],
     yes: Yes = False,
     as_json: AsJson = False,
-    timeout: Timeout = 5.0,
 ) -> None:
     """Change the configuration of a table until the server ends. Items and counters stay.
 
@@ -39,7 +36,7 @@ def update(
     Asks before a change that takes items out of the table.
     """
     wanted = dict(_change(change) for change in changes)
-    with connect(access, timeout) as client:
+    with connect(context) as client:
         info = ask(lambda: client.server_info(tables=[table]).tables[table])
         _check(table, wanted)
         if loss := _losses(info, wanted):
@@ -56,14 +53,12 @@ def update(
         say(f"{table}: nothing changed")
 
 
-@with_access
 def reset(
-    access: dict[str, Any],
+    context: typer.Context,
     table: Annotated[str, typer.Argument(metavar="[TABLE]", help="A table.", autocompletion=complete_table)] = "",
     all_tables: Annotated[bool, typer.Option("--all", help="Empty all tables.")] = False,
     yes: Yes = False,
     as_json: AsJson = False,
-    timeout: Timeout = 5.0,
 ) -> None:
     """Empty a table, or all tables, and set the counters to 0."""
     from replay_client.units import counted
@@ -71,7 +66,7 @@ def reset(
     if bool(table) == all_tables:
         misuse("name the table to empty, or say --all")
     confirm(f"Remove every item of {table or 'all tables'}?", yes)
-    with connect(access, timeout) as client:
+    with connect(context) as client:
         removed = ask(lambda: client.reset(table))
     if as_json:
         print_json({"removed": removed})
@@ -139,25 +134,21 @@ def _number(value: object) -> float | None:
 
 
 @policy.callback(invoke_without_command=True)
-@with_access
-def _show_by_default(
-    access: dict[str, Any], context: typer.Context, as_json: AsJson = False, timeout: Timeout = 5.0
-) -> None:
+def _show_by_default(context: typer.Context, as_json: AsJson = False) -> None:
     if context.invoked_subcommand is None:
-        _show(access, as_json, timeout)
+        _show_policy(context, as_json)
 
 
 @policy.command("show")
-@with_access
-def _show_policy(access: dict[str, Any], as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
+def _show_policy(context: typer.Context, as_json: AsJson = False) -> None:
     """Show the current version, the location of its weights, and its age."""
-    _show(access, as_json, timeout)
+    with connect(context) as client:
+        _print(ask(client.policy), as_json)
 
 
 @policy.command("set")
-@with_access
 def _set_policy(
-    access: dict[str, Any],
+    context: typer.Context,
     version: Annotated[int, typer.Argument(min=0, help="Number of finished updates.")],
     weights: Annotated[str, typer.Option(help="Location of the weights; generators load them from there.")] = "",
     rollback: Annotated[
@@ -171,19 +162,13 @@ def _set_policy(
     ] = "",
     yes: Yes = False,
     as_json: AsJson = False,
-    timeout: Timeout = 5.0,
 ) -> None:
     """Set the policy version, as the trainer does after each update. Drops items that are too stale for it."""
     if rollback:
         more = f", bring back what was consumed after state {state!r}, drop items of later versions," if state else ","
         confirm(f"Go back to version {version}{more} and count permits anew?", yes)
-    with connect(access, timeout) as client:
+    with connect(context) as client:
         _print(ask(lambda: client.set_policy_version(version, weights, rollback=rollback, state=state)), as_json)
-
-
-def _show(access: dict[str, Any], as_json: bool, timeout: float) -> None:
-    with connect(access, timeout) as client:
-        _print(ask(client.policy), as_json)
 
 
 def _print(current: Policy, as_json: bool) -> None:

@@ -1,4 +1,8 @@
-"""How commands reach the server, and what they take from it: its answers, errors, tables and keys."""
+"""How commands reach the server, and what they take from it: its answers, errors, tables and keys.
+
+What reaches the server stands before the command, `replay --address X tables`, in the environment or in a file: see
+replay_client.access.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from replay_server.cli.options import in_flags, typed
+from replay_server.cli.options import in_flags, option, typed
 from replay_server.cli.output import fail, misuse
 
 if TYPE_CHECKING:
@@ -19,22 +23,50 @@ R = TypeVar("R")
 _REACH = 5.0
 """Seconds in which a server must answer before a command lets it work for long."""
 ByShard = Annotated[bool, typer.Option("--shards", help="With each server of several beside the whole.")]
-Timeout = Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for an answer of the server.")]
+
+CONNECTION = (
+    option("address", "host:port of the server, or several with commas. [env: REPLAY_ADDRESS; 127.0.0.1:7400]"),
+    option("token_file", "File that holds the token. [env: REPLAY_TOKEN_FILE, or REPLAY_TOKEN]"),
+    option("tls", "Use TLS, and trust the public authorities. [env: REPLAY_TLS]", bool),
+    option("tls_ca", "Use TLS, and trust the authorities in this PEM file. [env: REPLAY_TLS_CA]"),
+    option("tls_cert", "PEM file with this client's certificate. [env: REPLAY_TLS_CERT]"),
+    option("tls_key", "PEM file with its private key. [env: REPLAY_TLS_KEY]"),
+    option("tls_server_name", "Name in the server's certificate, if not the address. [env: REPLAY_TLS_SERVER_NAME]"),
+    option("allow_insecure_token", "Send the token without TLS. [env: REPLAY_ALLOW_INSECURE_TOKEN]", bool),
+    option("name", "Name of a generator, trainer or archiver. [env: REPLAY_NAME; host:pid]"),
+    option("client_config", "TOML file with the settings above. [env: REPLAY_CLIENT_CONFIG]"),
+)
+"""How to reach the server. There is no option for a token, because other users of a machine can read command lines."""
+ROOT = (*CONNECTION, option("timeout", "Seconds to wait for the server. [as the command needs]", float, min=0))
+"""Options that stand before the command."""
 
 
-def connect(access: dict[str, Any], timeout: float) -> ReplayClient:
-    """A client without a name, for a command that comes and goes."""
+def access_of(context: typer.Context) -> dict[str, Any]:
+    """The options of the connection, as arguments of `ReplayClient.from_env`; None: not given."""
+    given = context.find_root().params
+    return {each.name: given.get(each.name) for each in CONNECTION}
+
+
+def timeout_of(context: typer.Context, usual: float | None) -> float | None:
+    """Seconds to wait for the server: what the person says, or else `usual`. None: without end."""
+    given: float | None = context.find_root().params.get("timeout")
+    return usual if given is None else given
+
+
+def connect(context: typer.Context, usual: float = 5.0, *, named: bool = False) -> ReplayClient:
+    """A client that waits for --timeout or `usual` seconds. `named`: it works for the run, which will miss it."""
     from replay_client import ReplayClient
 
+    access = access_of(context)
     try:
-        return ReplayClient.from_env(timeout, **access | {"name": ""})
+        return ReplayClient.from_env(timeout_of(context, usual), **access | ({} if named else {"name": ""}))
     except ValueError as error:
         fail(in_flags(str(error), typed(access)))
 
 
-def reach(client: ReplayClient, timeout: float) -> None:
-    """Ends the command soon if no server answers. For commands whose own timeout is for long work of the server."""
-    ask(lambda: client.policy(timeout=min(timeout, _REACH)))
+def reach(client: ReplayClient, context: typer.Context) -> None:
+    """Ends the command soon if no server answers. For commands that let the server work for long."""
+    ask(lambda: client.policy(timeout=min(timeout_of(context, _REACH) or 0.0, _REACH)))
 
 
 def ask(question: Callable[[], R]) -> R:
@@ -45,17 +77,6 @@ def ask(question: Callable[[], R]) -> R:
         return question()
     except (ReplayError, ValueError) as error:
         fail(error)
-
-
-def complete_table(context: typer.Context, incomplete: str) -> list[str]:
-    """For the shell: the tables whose names begin with `incomplete`. None if the server does not answer at once."""
-    from replay_client import ReplayClient
-    from replay_client.access import SETTINGS
-
-    access = {name: context.params.get(name) for name in (*SETTINGS, "client_config") if name != "token"}
-    with suppress(Exception), ReplayClient.from_env(1.0, **access) as client:
-        return [name for name in client.server_info().tables if name.startswith(incomplete)]
-    return []
 
 
 def parse_key(text: str) -> int:
@@ -81,6 +102,15 @@ def parse_tags(texts: Sequence[str] | None) -> dict[str, str]:
             misuse(f"--tag names {name!r} twice: an item has one value of each tag")
         tags[name] = value
     return tags
+
+
+def complete_table(context: typer.Context, incomplete: str) -> list[str]:
+    """For the shell: the tables whose names begin with `incomplete`. None if the server does not answer at once."""
+    from replay_client import ReplayClient
+
+    with suppress(Exception), ReplayClient.from_env(1.0, **access_of(context)) as client:
+        return [name for name in client.server_info().tables if name.startswith(incomplete)]
+    return []
 
 
 TableName = Annotated[str, typer.Argument(metavar="TABLE", help="A table.", autocompletion=complete_table)]

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_server.cli.connection import ByShard, Timeout, connect
-from replay_server.cli.options import with_access
+from replay_server.cli.connection import ByShard, access_of, connect
 from replay_server.cli.output import AsJson, console, print_json
 
 if TYPE_CHECKING:
@@ -24,9 +23,8 @@ _SLOW = 0.1
 """Seconds of a round trip: a warning from here on."""
 
 
-@with_access
 def doctor(
-    access: dict[str, Any],
+    context: typer.Context,
     strict: Annotated[bool, typer.Option("--strict", help="Count warnings as failures.")] = False,
     max_staleness: Annotated[
         float | None,
@@ -38,13 +36,15 @@ def doctor(
     ] = None,
     by_shard: ByShard = False,
     as_json: AsJson = False,
-    timeout: Timeout = 5.0,
 ) -> None:
     """Check the connection, versions, clocks, memory, disk, permits and every table. Status 1 after a failure."""
     from replay_client.diagnosis import Level
 
-    with connect(access, timeout) as client:
-        findings, address = [_access(access), _grpc(), *examine(client, by_shard, max_staleness)], client.address
+    with connect(context) as client:
+        findings, address = (
+            [_access(access_of(context)), _grpc(), *examine(client, by_shard, max_staleness)],
+            client.address,
+        )
     worst = {finding.level for finding in findings}
     healthy = Level.FAILURE not in worst and not (strict and Level.WARNING in worst)
     if as_json:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_server.cli.connection import parse_tags
-from replay_server.cli.options import ConfigFile, RecipeOfOptions, as_worker, in_flags, options_of
+from replay_server.cli.connection import access_of, parse_tags, timeout_of
+from replay_server.cli.options import ConfigFile, RecipeOfOptions, in_flags, options_of, taking, typed
 from replay_server.cli.output import fail, in_words, need, print_json, say
 from replay_server.cli.process import (
     LogFormat,
@@ -48,11 +48,11 @@ _GENERATOR = options_of(
 _SAMPLING = options_of("replay_client/generator/engines/__init__.py", "SamplingConfig", without=("seed",))
 
 
-@as_worker(_GENERATOR, _SAMPLING)
+@taking(_GENERATOR, _SAMPLING)
 def generate(
-    access: dict[str, Any],
     generator: dict[str, Any],
     sampling: dict[str, Any],
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     prompts: Annotated[
         str | None,
@@ -113,7 +113,6 @@ def generate(
     ] = False,
     metrics: Annotated[Path | None, typer.Option(help="File to which metrics are appended, as JSON lines.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the order of prompts and of sampling.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for a server that went away.")] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON lines, once a second.")] = False,
     log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
@@ -129,6 +128,7 @@ def generate(
     from replay_client.settings import load_function
     from replay_client.waits import beat
 
+    access = access_of(context)
     log_to_stderr("warning", log_format)
     set_up_tracing("replay-generator")
     check_model(model)
@@ -160,7 +160,7 @@ def generate(
                 raise ValueError("--reward exact_match or --reward package.module:function is needed")
             hook = load_function("rollout", rollout, {}) if rollout else single_turn
         scorer = [load_reward(name) for name in reward] if reward else None
-        client = AsyncReplayClient.from_env(timeout, **access)
+        client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access)
         args = {"max_length": max_length, "seed": seed, **engine_args(engine_arg or [])}
         if (engine == "vllm-server") != bool(base_url):
             raise ValueError("--engine vllm-server and --base-url http://host:port need each other")
@@ -169,7 +169,7 @@ def generate(
         with loading(model):
             running_engine = load_engine(engine, model, args)
     except (ValueError, OSError, ImportError, TypeError, ReplayError) as error:
-        fail(in_flags(in_words(error), inspect.signature(generate).parameters))
+        fail(in_flags(in_words(error), {*inspect.signature(generate).parameters, *typed(access)}))
     report = Report(as_json)
     keep = carries_gradient if drop_zero_variance else None
     try:

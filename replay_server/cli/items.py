@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from replay_protos.state import Document, plain
-from replay_server.cli.connection import Key, MaybeKeys, TableName, TagTexts, Timeout, ask, connect, parse_tags
-from replay_server.cli.options import with_access
+from replay_server.cli.connection import Key, MaybeKeys, TableName, TagTexts, ask, connect, parse_tags
 from replay_server.cli.output import AsJson, Yes, confirm, console, fail, misuse, plain_table, print_json, say
 
 if TYPE_CHECKING:
@@ -44,9 +43,8 @@ class Order(StrEnum):
     SIZE = "size"
 
 
-@with_access
 def items(
-    access: dict[str, Any],
+    context: typer.Context,
     table: TableName,
     order_by: Annotated[Order, typer.Option(help="Sort the items by this, the lowest first.")] = Order.AGE,
     descending: Annotated[bool, typer.Option("--descending", "-d", help="Sort the highest first.")] = False,
@@ -58,13 +56,12 @@ def items(
     limit: Annotated[int, typer.Option(min=1, help="Most items on a page.")] = 20,
     page: Annotated[str, typer.Option(help="Show this page; the page before names it.")] = "",
     as_json: AsJson = False,
-    timeout: Timeout = 5.0,
 ) -> None:
     """List the items of a table, one page at a time."""
     from replay_client.units import counted
 
     tags = parse_tags(tag)
-    with connect(access, timeout) as client:
+    with connect(context) as client:
         found = ask(
             lambda: client.list_items(
                 table,
@@ -120,15 +117,13 @@ def items(
     )
 
 
-@with_access
 def delete(
-    access: dict[str, Any],
+    context: typer.Context,
     table: TableName,
     keys: MaybeKeys = None,
     tag: TagTexts = None,
     yes: Yes = False,
     as_json: AsJson = False,
-    timeout: Timeout = 5.0,
 ) -> None:
     """Delete items from one table, by their keys or by their tags. Other tables keep them.
 
@@ -139,7 +134,7 @@ def delete(
     tags = parse_tags(tag)
     if bool(keys) == bool(tags):
         misuse("name the items to delete by their keys, or by --tag NAME=VALUE")
-    with connect(access, timeout) as client:
+    with connect(context) as client:
         chosen = list(keys or ())
         if tags:
             chosen = [item.key for item in ask(lambda: list(all_items(client, table, tags)))]
@@ -190,22 +185,20 @@ class Decoder(Protocol):
     def decode(self, token_ids: list[int]) -> str: ...
 
 
-@with_access
 def show(
-    access: dict[str, Any],
+    context: typer.Context,
     key: Key,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of the model or tokenizer, to show prompt and completions as text.")
     ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Also print the arrays.")] = False,
     as_json: AsJson = False,
-    timeout: Timeout = 5.0,
 ) -> None:
     """Print one item: prompt and completions, rewards, advantages, lengths, log-probabilities, age, and its tables."""
     from replay_client.dashboard.group import dump, item_facts
     from replay_client.generator.stored_prompts import document_of
 
-    with connect(access, timeout) as client:
+    with connect(context) as client:
         found = ask(lambda: client.get([key]))
     if not found:
         fail(

@@ -1,4 +1,4 @@
-"""`replay checkpoint`, `checkpoints`, `export` and `import`: copies of a whole server, and of the items of a table.
+"""`replay checkpoint`, `replay table export` and `import`: copies of a whole server, and of the items of a table.
 
 A file of items is JSON lines or, with the package pyarrow, parquet. Its columns are plain, for a notebook; the bytes of
 the items are a column too, so that another server gets back exactly what there was. A row is one item or, with `--rows
@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replay_protos.state import document, plain
-from replay_server.cli.connection import TableName, TagTexts, Timeout, ask, complete_table, connect, parse_tags, reach
+from replay_server.cli.connection import TableName, TagTexts, ask, complete_table, connect, parse_tags, reach
 from replay_server.cli.items import all_items, item_document, load_tokenizer
-from replay_server.cli.options import with_access
 from replay_server.cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, say
 
 if TYPE_CHECKING:
@@ -39,10 +38,15 @@ FileNames = Annotated[
     list[Path],
     typer.Argument(
         metavar="FILE...",
-        help="Files that `replay export` wrote (items of several tables need all of theirs), or data sets with "
+        help="Files that `replay table export` wrote (items of several tables need all of theirs), or data sets with "
         "prompt_ids, completion_ids and reward.",
     ),
 ]
+
+
+checkpoint = typer.Typer(help="Copies of a whole server.", no_args_is_help=True, rich_markup_mode=None)
+_LONG = 600.0
+"""Seconds in which the server writes or reads a checkpoint."""
 
 
 class RowKind(StrEnum):
@@ -65,18 +69,17 @@ WithPayloads = Annotated[
 ]
 
 
-@with_access
-def checkpoint(
-    access: dict[str, Any],
+@checkpoint.command("create")
+def create(
+    context: typer.Context,
     name: Annotated[
         str, typer.Argument(help="Its name. Checkpoints without one are removed after some newer ones.")
     ] = "",
     as_json: AsJson = False,
-    timeout: Timeout = 600.0,
 ) -> None:
     """Write a checkpoint of all tables as of one moment, and print its name. The server goes on meanwhile."""
-    with connect(access, timeout) as client:
-        reach(client, timeout)
+    with connect(context, _LONG) as client:
+        reach(client, context)
         written = ask(lambda: client.checkpoint(name))
     if as_json:
         print_json({"name": written})
@@ -84,16 +87,15 @@ def checkpoint(
         say(written)
 
 
-@with_access
-def checkpoints(
-    access: dict[str, Any],
+@checkpoint.command("list")
+def list_checkpoints(
+    context: typer.Context,
     verify: Annotated[bool, typer.Option("--verify", help="Read and check every byte.")] = False,
     as_json: AsJson = False,
-    timeout: Timeout = 600.0,
 ) -> None:
     """List the server's checkpoints, the newest first. Status 1 if one is damaged."""
-    with connect(access, timeout) as client:
-        reach(client, timeout)
+    with connect(context, _LONG) as client:
+        reach(client, context)
         found = ask(lambda: client.checkpoints(verify=verify))
     if as_json:
         print_json([document(entry) for entry in found])
@@ -114,9 +116,8 @@ def checkpoints(
         raise typer.Exit(1)
 
 
-@with_access
 def export(
-    access: dict[str, Any],
+    context: typer.Context,
     table: TableName,
     file: FileName,
     tokenizer: TokenizerFolder = None,
@@ -125,7 +126,6 @@ def export(
     rows: WhichRows = RowKind.GROUPS,
     limit: Annotated[int | None, typer.Option(min=1, help="Only this many items, the oldest first. [all]")] = None,
     as_json: AsJson = False,
-    timeout: Timeout = 60.0,
 ) -> None:
     """Write the items of a table into a file. They stay in the table, and do not count as sampled."""
     from replay_client.archive.files import write_rows
@@ -135,7 +135,7 @@ def export(
     format_of(file)
     tags = parse_tags(tag)
     form = Form(rows is RowKind.SEQUENCES, None if tokenizer is None else load_tokenizer(tokenizer), payloads)
-    with connect(access, timeout) as client:
+    with connect(context, 60.0) as client:
         found = _rows(client, all_items(client, table, tags, limit), table, form)
         try:
             count = ask(lambda: write_rows(file, form.columns(), found))
@@ -148,16 +148,14 @@ def export(
         say(f"{counted(form.items, 'item')} of {table} written to {file}{more}")
 
 
-@with_access
 def import_items(
-    access: dict[str, Any],
+    context: typer.Context,
     files: FileNames,
     table: Annotated[
         str | None,
         typer.Option(help="Insert into this table. [the table that each row names]", autocompletion=complete_table),
     ] = None,
     as_json: AsJson = False,
-    timeout: Timeout = 60.0,
 ) -> None:
     """Insert the items of files, under their keys. Items that are there stay.
 
@@ -166,7 +164,7 @@ def import_items(
     for file in files:
         format_of(file)
     done = Imported()
-    with connect(access, timeout) as client:
+    with connect(context, 60.0) as client:
         try:
             ask(lambda: _insert_all(client, files, table, done))
         except OSError as error:
@@ -237,7 +235,7 @@ def _refuse_other_tables(item: StoredItem | None, wanted: Mapping[str, float]) -
     if item is not None and item.tables and (missing := wanted.keys() - item.tables.keys()):
         raise ValueError(
             f"item {item.key} is there, in {', '.join(item.tables)}, and cannot join {', '.join(sorted(missing))}: "
-            f"delete it and give the files of all its tables to one `replay import`"
+            f"delete it and give the files of all its tables to one `replay table import`"
         )
 
 
@@ -349,7 +347,9 @@ def _named(path: Path, rows: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, R
 def _number(row: Row, name: str) -> int:
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} is {value!r:.80}, not a number from 0: `replay export --rows sequences` writes it")
+        raise ValueError(
+            f"{name} is {value!r:.80}, not a number from 0: `replay table export --rows sequences` writes it"
+        )
     return value
 
 

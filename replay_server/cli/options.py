@@ -69,28 +69,6 @@ def _type_of(annotation: str) -> Any:
     return {"bool": bool, "int": int, "float": float}.get(annotation.removesuffix(" | None"), str)
 
 
-_ACCESS = (
-    option("address", "host:port of the server. [env: REPLAY_ADDRESS; 127.0.0.1:7400]"),
-    option("token_file", "File that holds the token. [env: REPLAY_TOKEN_FILE, or REPLAY_TOKEN]"),
-    option("tls", "Use TLS, and trust the public authorities. [env: REPLAY_TLS]", bool),
-    option("tls_ca", "Use TLS, and trust the authorities in this PEM file. [env: REPLAY_TLS_CA]"),
-    option("tls_cert", "PEM file with this client's certificate. [env: REPLAY_TLS_CERT]"),
-    option("tls_key", "PEM file with its private key. [env: REPLAY_TLS_KEY]"),
-    option(
-        "tls_server_name", "Name in the server's certificate, if the address has another. [env: REPLAY_TLS_SERVER_NAME]"
-    ),
-    option(
-        "allow_insecure_token",
-        "Send the token to other machines without TLS. [env: REPLAY_ALLOW_INSECURE_TOKEN]",
-        bool,
-    ),
-    option("client_config", "TOML file with the settings above. [env: REPLAY_CLIENT_CONFIG]"),
-)
-"""How to reach the server. Settings that are not given come from the environment or a file (replay_client.access).
-There is no option for a token, because other users of a machine can read command lines."""
-_NAMED = (*_ACCESS, option("name", "Name under which the server lists this process. [env: REPLAY_NAME; host:pid]"))
-
-
 def taking(*groups: Options) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Decorator that adds options to a command. The command gets the values of each group as a dict, first of all."""
 
@@ -108,14 +86,6 @@ def taking(*groups: Options) -> Callable[[Callable[..., R]], Callable[..., R]]:
         return run
 
     return decorate
-
-
-with_access = taking(_ACCESS)
-
-
-def as_worker(*groups: Options) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """`with_access` for a command that generates or trains, with --name: nobody misses any other after its end."""
-    return taking(_NAMED, *groups)
 
 
 def typed(values: Mapping[str, Any]) -> set[str]:

@@ -1,6 +1,6 @@
 """What `tables` and `top` show of a server: a headline, a row for each table, permits, clients and waits.
 
-`everything` is what `tables` prints of one look at the server. `Screen` is what `top` keeps between two looks.
+Both are a `Screen`: `tables` prints all of one look at the server, and `top` what fits into the terminal of many.
 """
 
 from __future__ import annotations
@@ -20,35 +20,18 @@ from replay_client.records import rates_between, shards_of
 from replay_client.units import byte_size, counted, duration, shares, waiting, waits_for
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.console import Console, ConsoleOptions
 
     from replay_client.records import ServerInfo, TableInfo
 
 _BARS = "▁▂▃▄▅▆▇█"
 _HELP = "q quit   space pause   s sort   r reverse"
-_WAITS = 5
-"""Most lines about waiting requests."""
+_BELOW = 8
+"""Most lines below the tables of a terminal: permits and waits come first."""
 _SPARE = 2
 """The heading of the tables, and the last line of the terminal, which stays empty."""
 _HISTORY = 24
 """Looks at the server that a sparkline shows."""
-
-
-def everything(address: str, info: ServerInfo, by_shard: bool) -> Iterator[RenderableType]:
-    """All that there is to say of one look at a server; `by_shard`: and of each server of several that answers."""
-    yield headline(address, info)
-    yield TableView(list(info.tables.values()))
-    yield from balances(info)
-    yield from permits(info)
-    yield from clients(info)
-    yield from waits(info)
-    for name, shard in shards_of(info):
-        if shard is None:
-            yield shard_line(name, None)
-        elif by_shard:
-            yield Text()
-            yield shard_line(name, shard)
-            yield TableView(list(shard.tables.values()))
 
 
 def headline(address: str, info: ServerInfo) -> Text:
@@ -62,8 +45,14 @@ def headline(address: str, info: ServerInfo) -> Text:
     return line
 
 
-def shard_line(name: str, shard: ServerInfo | None) -> Text:
-    return Text(f"{name}  does not answer", style="red") if shard is None else headline(name, shard)
+def _shard_parts(name: str, shard: ServerInfo | None, wanted: bool, live: bool) -> Iterator[Text | TableView]:
+    """A server of several: a line, and its tables where there is room. Without `wanted` only what does not answer."""
+    if shard is None:
+        yield Text(f"{name}  does not answer", style="red")
+    elif wanted:
+        yield headline(name, shard)
+        if not live:
+            yield TableView(list(shard.tables.values()))
 
 
 Cell = str | Text
@@ -258,23 +247,37 @@ class Screen:
             case "r":
                 self.reverse = not self.reverse
 
-    def render(self, height: int = 1000) -> Group:
-        """What fits into `height` lines. Tables give way to the lines on permits, waits and keys, and say how many."""
+    def render(self, height: int | None = None) -> Group:
+        """All that there is to say or, of a terminal with `height` lines, what fits: `top`, with its keys.
+
+        There tables give way to the lines below them, and say how many.
+        """
+        live = height is not None
         state = f"sorted by {self.sort}{', reversed' if self.reverse else ''}{'   PAUSED' if self.paused else ''}"
-        keys = Text(f"{_HELP}   {state}", style="dim")
+        keys = [Text(f"{_HELP}   {state}", style="dim")] * live
         problem = [Text(self.problem, style="red")] if self.problem else []
         if self.info is None:
-            return Group(Text(self.address, style="bold"), *(problem or [Text("...")]), Text(), keys)
+            return Group(Text(self.address, style="bold"), *(problem or [Text("...")]), Text(), *keys)
+        shards = [
+            part for name, shard in shards_of(self.info) for part in _shard_parts(name, shard, self.by_shard, live)
+        ]
+        above = [headline(self.address, self.info), *shards, *problem, *[Text()] * live]
+        below = [*permits(self.info), *waits(self.info), *balances(self.info), *clients(self.info)]
+        shown = self._sorted()
+        if height is not None:
+            below = [Text(), *below[:_BELOW], *keys]
+            room = height - len(above) - len(below) - _SPARE
+            if len(shown) > room:
+                hidden, shown = len(shown) - max(1, room - 1), shown[: max(1, room - 1)]
+                below.insert(0, Text(f"and {hidden} more tables; s sorts", style="dim"))
+        for line in (*above, *below):
+            if isinstance(line, Text):
+                line.no_wrap, line.overflow = True, "ellipsis" if live else "ignore"
+        return Group(*above, TableView(shown, self._rates if live else None), *below)
+
+    def _sorted(self) -> list[TableInfo]:
+        assert self.info is not None
         tables = sorted(self.info.tables.values(), key=SORTS[self.sort], reverse=self.reverse)
         if self.reverse and self.sort == "configured":
             tables.reverse()
-        shards = [shard_line(name, shard) for name, shard in shards_of(self.info) if self.by_shard or shard is None]
-        above = [headline(self.address, self.info), *shards, *problem, Text()]
-        below = [Text(), *permits(self.info), *waits(self.info)[:_WAITS], keys]
-        room = height - len(above) - len(below) - _SPARE
-        shown = tables if len(tables) <= room else tables[: max(1, room - 1)]
-        if hidden := len(tables) - len(shown):
-            below.insert(0, Text(f"and {hidden} more tables; s sorts", style="dim"))
-        for line in (*above, *below):
-            line.no_wrap, line.overflow = True, "ellipsis"
-        return Group(*above, TableView(shown, self._rates), *below)
+        return tables

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replay_server.cli.archive.child import ArchiverProcess
+from replay_server.cli.connection import access_of
 from replay_server.cli.options import RecipeOption, option, taking
 from replay_server.cli.output import AsJson, Yes, confirm, console, fail, misuse, need, plain_table, print_json, say
 from replay_server.cli.process import LogFormat, LogFormatOption, log_to_stderr, set_up_tracing, show_recipe
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 
 def serve(
+    context: typer.Context,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="TOML file with the configuration of the server.")
     ] = None,
@@ -58,6 +60,8 @@ def serve(
     from replay_server.server import ReplayServer
     from replay_server.tables.config import explain
 
+    if access_of(context)["address"] is not None:
+        misuse("a server listens on the --address after the command: `replay serve --address HOST:PORT`")
     log_to_stderr(log_level, log_format)
     set_up_tracing("replay-server")
     try:

@@ -1,4 +1,4 @@
-"""`replay tables`, `top`, `watch` and `dashboard`: show all tables once, live, by their changes, or in a browser."""
+"""`replay tables`, `top` and `dashboard`: show all tables once, live, or in a browser."""
 
 from __future__ import annotations
 
@@ -8,72 +8,71 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, NoReturn, Self
 
 import typer
 
 from replay_protos import replay_pb2 as pb
-from replay_protos.state import Document, declared, document
-from replay_server.cli.connection import ByShard, Timeout, ask, connect
-from replay_server.cli.options import with_access
+from replay_protos.state import Document, document
+from replay_server.cli.connection import ByShard, access_of, ask, connect
 from replay_server.cli.output import AsJson, console, fail, misuse, need, print_json, say
 
 if TYPE_CHECKING:
-    from replay_client.records import ServerInfo, TableInfo
+    from replay_client import ReplayClient
+    from replay_client.records import ServerInfo
 
 _ANSWER_SECONDS = 1.0
-"""The server must answer `top` within this time. Keys are read only afterwards."""
+"""The server must answer `top` within this time, unless --timeout says otherwise. Keys are read only afterwards."""
 
 
-@with_access
-def tables(access: dict[str, Any], by_shard: ByShard = False, as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
+def tables(context: typer.Context, by_shard: ByShard = False, as_json: AsJson = False) -> None:
     """Show all tables: size, bytes, rates, staleness, and which requests wait for what."""
-    with connect(access, timeout) as client:
+    with connect(context) as client:
         info, address = ask(client.server_info), client.address
     if as_json:
-        from replay_client.records import shards_of
-
-        found: Document = {"address": address} | document(info, pb.ServerInfo.DESCRIPTOR)
-        shards = dict(shards_of(info))
-        if shards:
-            found["gone"] = [name for name, shard in shards.items() if shard is None]
-        if by_shard:
-            found["shards"] = {
-                name: None if shard is None else {"address": name} | document(shard, pb.ServerInfo.DESCRIPTOR)
-                for name, shard in shards.items()
-            }
-        print_json(found)
+        print_json(_document(address, info, by_shard))
         return
-    from rich.text import Text
+    from replay_server.cli.screen import Screen
 
-    from replay_server.cli.screen import everything
-
-    out = console()
-    for part in everything(address, info, by_shard):
-        out.print(part, soft_wrap=isinstance(part, Text))
+    console().print(Screen(address, info, by_shard=by_shard).render(), crop=False)
 
 
-@with_access
+def _document(address: str, info: ServerInfo, by_shard: bool) -> Document:
+    from replay_client.records import shards_of
+
+    found: Document = {"address": address} | document(info, pb.ServerInfo.DESCRIPTOR)
+    shards = dict(shards_of(info))
+    if shards:
+        found["gone"] = [name for name, shard in shards.items() if shard is None]
+    if by_shard:
+        found["shards"] = {
+            name: None if shard is None else {"address": name} | document(shard, pb.ServerInfo.DESCRIPTOR)
+            for name, shard in shards.items()
+        }
+    return found
+
+
 def top(
-    access: dict[str, Any],
+    context: typer.Context,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
     by_shard: ByShard = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document a line. Needs no terminal.")] = False,
 ) -> None:
-    """Show all tables, live. Keys sort and pause. Needs a terminal; `replay tables` and `replay watch` do not."""
+    """Show all tables, live: keys sort and pause. With --json print a line for each look at the server."""
+    if as_json:
+        with connect(context, _ANSWER_SECONDS) as client:
+            _print_looks(client, interval, by_shard)
     from rich.live import Live
 
     from replay_client.errors import ReplayError
     from replay_server.cli.screen import Screen
 
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        misuse("top needs a terminal; use `replay tables`, with --json for programs, or `replay watch`")
+        misuse("top needs a terminal; use `replay top --json`, or `replay tables`")
     with (
-        connect(access, _ANSWER_SECONDS) as client,
+        connect(context, _ANSWER_SECONDS) as client,
         Keyboard() as keyboard,
         Live(console=console(), screen=True, auto_refresh=False) as live,
     ):
@@ -90,6 +89,22 @@ def top(
             wait = interval if screen.paused else max(0.0, look_at - time.monotonic())
             for key in keyboard.read(wait):
                 screen.press(key)
+
+
+def _print_looks(client: ReplayClient, interval: float, by_shard: bool) -> NoReturn:
+    """A line for each look, until a signal. A look without an answer has a `problem`, and no tables."""
+    from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
+
+    while True:
+        said: Document = {"time": time.time()}
+        try:
+            said |= _document(client.address, client.server_info(), by_shard)
+        except (ServerUnavailableError, DeadlineExceededError) as error:
+            said |= {"address": client.address, "problem": str(error)}
+        except ReplayError as error:  # it refuses: the token was revoked
+            fail(error)
+        print_json(said, indent=None)
+        time.sleep(interval)
 
 
 class Keyboard:
@@ -117,140 +132,8 @@ class Keyboard:
         termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
 
 
-Event = dict[str, Any]
-
-
-class Kind(StrEnum):
-    POLICY = "policy"
-    TABLE = "table"
-    BLOCKED = "blocked"
-    SERVER = "server"
-
-
-@with_access
-def watch(
-    access: dict[str, Any],
-    only: Annotated[list[Kind] | None, typer.Option(help="Only events of this kind; repeatable. [all]")] = None,
-    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks at the server.")] = 1.0,
-    count: Annotated[int | None, typer.Option(min=1, help="Stop after this many lines.")] = None,
-    as_json: AsJson = False,
-    timeout: Timeout = 5.0,
-) -> None:
-    """Print a line for each event: new policy versions, items in and out, waits, a server that comes or goes.
-
-    With --json each line is a JSON document.
-    """
-    from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
-
-    changes, printed = Changes(), 0
-    with connect(access, timeout) as client:
-        info: ServerInfo | None = ask(client.server_info)
-        while True:
-            for event in changes.since_last(info):
-                if only and event["event"] not in only:
-                    continue
-                if as_json:
-                    print_json({"time": time.time()} | event, indent=None)
-                else:
-                    say(f"{time.strftime('%H:%M:%S')} {in_words(event)}")
-                printed += 1
-                if printed == count:
-                    return
-            time.sleep(interval)
-            try:
-                info = client.server_info()
-            except (ServerUnavailableError, DeadlineExceededError):
-                info = None
-            except ReplayError as error:  # it refuses: the token was revoked
-                fail(error)
-
-
-@dataclass
-class Changes:
-    """Finds what changed between two looks at a server."""
-
-    last: ServerInfo | None = None
-    there: bool = True
-    waiting: set[tuple[str, str]] = field(default_factory=set)
-
-    def since_last(self, info: ServerInfo | None) -> Iterator[Event]:
-        """The events since the last call. `info` None: no server answered."""
-        if info is None:
-            if self.there:
-                yield {"event": "server", "state": "gone"}
-            self.there = False
-            return
-        from replay_client.records import restarted, shards_of, starts_of
-
-        last, self.last = self.last, info
-        shards = {} if last is None else dict(shards_of(last))
-        for name, shard in shards_of(info):
-            if name in shards and (shard is None) != (shards[name] is None):
-                yield {"event": "server", "state": "gone" if shard is None else "back", "name": name}
-        if last is not None and restarted(last, info):
-            yield {"event": "server", "state": "restarted"}
-            last = None
-        elif not self.there:
-            yield {"event": "server", "state": "back"}
-        self.there = True
-        if last is None or (last.policy.version, last.policy.weights) != (info.policy.version, info.policy.weights):
-            yield {"event": "policy", "version": info.policy.version, "weights": info.policy.weights}
-        # What a shard counted before it was away is no event of the moment when it is back.
-        as_before = last is not None and starts_of(last) == starts_of(info)
-        for name, table in info.tables.items():
-            before = last.tables.get(name) if last is not None and as_before else None
-            if before is not None and (moved := _moved(before, table)):
-                yield {"event": "table", "table": name, **moved, "size": table.size}
-            yield from self._waits(table)
-
-    def _waits(self, table: TableInfo) -> Iterator[Event]:
-        for verb, wait in (("inserting", table.inserting), ("sampling", table.sampling)):
-            place, facts = (table.name, verb), {"event": "blocked", "table": table.name, "verb": verb}
-            if wait.count and place not in self.waiting:
-                self.waiting.add(place)
-                yield facts | {"state": "begins", "count": wait.count, "reason": wait.reason}
-            elif not wait.count and place in self.waiting:
-                self.waiting.remove(place)
-                yield facts | {"state": "ends", "count": 0, "reason": ""}
-
-
-_COUNTERS = tuple(
-    field.name
-    for field, option in declared(pb.TableInfo.DESCRIPTOR)
-    if option.counter and field.name != "duplicates"  # those are retries, and no event
-)
-"""The fields of a TableInfo that only grow, until a reset."""
-
-
-def _moved(before: TableInfo, after: TableInfo) -> dict[str, int]:
-    """How far each counter went up. After a reset, which sets it to 0, its whole value counts."""
-    moved = {}
-    for name in _COUNTERS:
-        old, new = getattr(before, name), getattr(after, name)
-        if new != old:
-            moved[name] = new - old if new > old else new
-    return moved
-
-
-def in_words(event: Event) -> str:
-    match event["event"]:
-        case "server":
-            server = f"server {event['name']}" if "name" in event else "the server"
-            return f"{server} {'was' if event['state'] == 'restarted' else 'is'} {event['state']}"
-        case "policy":
-            return f"policy version {event['version']} {event['weights']}".rstrip()
-        case "table":
-            counts = [f"{value} {name.replace('_', ' ')}" for name, value in event.items() if name in _COUNTERS]
-            return f"{event['table']}: {', '.join(counts)}; size {event['size']}"
-        case _:
-            if event["state"] == "ends":
-                return f"{event['table']}: {event['verb']} goes on"
-            return f"{event['count']} wait: {event['reason']}"
-
-
-@with_access
 def dashboard(
-    access: dict[str, Any],
+    context: typer.Context,
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="Folder with a tokenizer.json, to show text. Else that of the published weights is used."),
@@ -268,11 +151,9 @@ def dashboard(
 ) -> None:
     """Look at the live buffer in a browser: what is in it, what waits and why, and every group. Only reads."""
     need("the page", "dashboard", "starlette", "uvicorn", "tokenizers")
-    import os
     import secrets
     import signal
     import socket
-    import sys
     import webbrowser
 
     from replay_client.dashboard.app import PageServer, Settings
@@ -281,7 +162,7 @@ def dashboard(
     if runs is not None and not runs.is_dir():
         fail(f"--runs: there is no folder {runs}")
     token = None if is_loopback(host) else secrets.token_urlsafe(32)
-    settings = Settings(access, tokenizer, runs, token, tuple(allow_host or ()), solved_above)
+    settings = Settings(access_of(context), tokenizer, runs, token, tuple(allow_host or ()), solved_above)
     try:
         server = PageServer(settings)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_server.cli.options import RecipeOption, as_worker, in_flags, typed
+from replay_server.cli.connection import access_of, timeout_of
+from replay_server.cli.options import RecipeOption, in_flags, typed
 from replay_server.cli.output import complain, fail, in_words, need, say
 from replay_server.cli.process import (
     LogFormat,
@@ -29,9 +30,8 @@ EVAL_EVERY = 10
 """Steps between evaluations with --eval-prompts, unless the configuration has eval_every."""
 
 
-@as_worker()
 def train(
-    access: dict[str, Any],
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     output_dir: Annotated[Path, typer.Option(help="Folder for weights and metrics.jsonl.")],
     config: Annotated[
@@ -56,13 +56,14 @@ def train(
         typer.Option(help="Reward of these completions, as --reward of `replay generate`; repeatable. [exact_match]"),
     ] = None,
     eval_max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of these completions.")] = 256,
-    timeout: Annotated[
-        float | None, typer.Option(min=0, help="Seconds to wait for a server that went away. [without end]")
-    ] = None,
     quiet: Annotated[bool, typer.Option(help="Show no progress and no summary; metrics.jsonl has it all.")] = False,
     log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
-    """Train a causal language model on the groups of the server, and publish each version."""
+    """Train a causal language model on the groups of the server, and publish each version.
+
+    It waits without end for a server that went away, unless --timeout says how long.
+    """
+    access = access_of(context)
     log_to_stderr("warning", log_format)
     tracing = set_up_tracing("replay-trainer")
     need("replay train", "trainer", "torch", "transformers", "safetensors")
@@ -103,7 +104,7 @@ def train(
             from replay_trainer import StepSpans
 
             callbacks.append(StepSpans())
-        with ReplayClient.from_env(timeout, **access) as client:
+        with ReplayClient.from_env(timeout_of(context, None), **access) as client:
             with loading(model):
                 loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
                 if lora is not None:

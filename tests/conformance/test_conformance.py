@@ -51,11 +51,11 @@ def drawn(client: ReplayClient, names: dict[int, str]) -> Groups:
 
 
 def exported(address: str, names: dict[int, str], file: Path) -> Groups:
-    """What an empty server holds after `replay export` and `replay import`."""
+    """What an empty server holds after `replay table export` and `replay table import`."""
     with ReplayServer([TableConfig(name="kept")], port=0) as target, ReplayClient(target.address) as client:
         for command in (
-            run_replay("export", "kept", str(file), address=address),
-            run_replay("import", str(file), address=target.address),
+            run_replay("table", "export", "kept", str(file), address=address),
+            run_replay("table", "import", str(file), address=target.address),
         ):
             assert command.returncode == 0, command.stderr
         return found(client, names)

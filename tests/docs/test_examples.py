@@ -81,9 +81,18 @@ def test_every_command_in_the_pages_exists_with_its_options(tmp_path, monkeypatc
     group = typer.main.get_command(app)
     assert len(commands()) > 5
     for line in commands():
-        _, name, *arguments = shlex.split(line)
-        assert name in group.commands, line
-        group.commands[name].make_context(name, arguments)  # raises for an option that does not exist
+        context, arguments = None, shlex.split(line)
+        command, name = group, arguments.pop(0)
+        while True:
+            context = command.make_context(name, arguments, parent=context)  # raises for an option that does not exist
+            if not hasattr(command, "commands"):
+                break
+            arguments = [*context._protected_args, *context.args]
+            if command.invoke_without_command and not arguments:
+                break
+            assert arguments, line
+            assert arguments[0] in command.commands, line
+            command, name = command.commands[arguments[0]], arguments.pop(0)
 
 
 def test_the_documentation_builds_without_a_warning(tmp_path):

@@ -56,7 +56,7 @@ def replay(tmp_path):
     commands: list[Command] = []
 
     def start(*arguments: str) -> Command:
-        commands.append(Command(*arguments, log=tmp_path / f"{arguments[0]}.log"))
+        commands.append(Command(*arguments, log=tmp_path / f"command-{len(commands)}.log"))
         return commands[-1]
 
     yield start
@@ -69,11 +69,12 @@ def replay(tmp_path):
 def generate(replay, model_folder) -> Callable[..., Command]:
     """`replay generate` on the tiny model with rewards that are often mixed even if it knows nothing."""
 
-    def start(address: str, engine: str, *more: str) -> Command:
+    def start(address: str, engine: str, *more: str, name: str = "generator") -> Command:
         return replay(
-            *("generate", "--address", address, "--engine", engine, "--model", str(model_folder)),
+            *("--address", address, "--timeout", "5", "--name", name, "generate"),
+            *("--engine", engine, "--model", str(model_folder)),
             *("--prompts", str(model_folder.parent / "prompts.jsonl"), "--reward", "tests.rewards:even_start"),
-            *("--group-size", "4", "--max-tokens", "6", "--max-concurrent-groups", "4", "--timeout", "5", *more),
+            *("--group-size", "4", "--max-tokens", "6", "--max-concurrent-groups", "4", *more),
         )
 
     return start

@@ -126,8 +126,18 @@ def train(replay, model_folder, tmp_path):
 
     def start(address: str, steps: int, *more: str):
         return replay(
-            *("train", "--address", address, "--model", str(model_folder), "--output-dir", str(tmp_path / "train")),
-            *("--config", str(tmp_path / "train.toml"), "--steps", str(steps), "--timeout", "5", *more),
+            *(
+                "--address",
+                address,
+                "--timeout",
+                "5",
+                "train",
+                "--model",
+                str(model_folder),
+                "--output-dir",
+                str(tmp_path / "train"),
+            ),
+            *("--config", str(tmp_path / "train.toml"), "--steps", str(steps), *more),
         )
 
     return start

@@ -304,7 +304,8 @@ def test_a_fresh_start_refuses_the_folder_of_another_run(tmp_path: Path) -> None
 def test_a_fresh_start_refuses_a_server_that_is_ahead(tmp_path: Path) -> None:
     client = FakeClient(make_batches(2), version=7)
     with pytest.raises(
-        RuntimeError, match=r"server is at policy version 7, this run at 0: continue that run .* `replay reset --all`"
+        RuntimeError,
+        match=r"server is at policy version 7, this run at 0: continue that run .* `replay table reset --all`",
     ):
         make_trainer(client, tmp_path).train()
     assert client.version == 7

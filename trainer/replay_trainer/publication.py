@@ -167,7 +167,7 @@ class Publication:
                 f"the server is at policy version {policy.version}"
                 + (f" of the run in {another}" if another is not None else "")
                 + f", this run at {newest}: continue that run (resume=True with its output_dir), or, if it has ended, "
-                f"empty the server with `replay reset --all` and `replay policy set 0 --rollback`"
+                f"empty the server with `replay table reset --all` and `replay policy set 0 --rollback`"
             )
         self.ranks.wait()  # the first rank now changes files that the others have just read
         if self.ranks.is_first and self._rank_files is not None:

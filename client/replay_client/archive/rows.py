@@ -1,7 +1,7 @@
 """Rows of items, as files have them: which columns there are, and what an item has in them.
 
-A row is one item, or one sequence of its group. `replay export` and the archive write the same rows, and
-`replay import` takes both.
+A row is one item, or one sequence of its group. `replay table export` and the archive write the same rows, and
+`replay table import` takes both.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A segment is written under a name that ends with `.tmp`, forced to the disk, and renamed. Before, no reader sees it.
 Its writer holds a lock on it, so that who starts after a kill knows what nobody will finish, and removes it.
 
-There are two kinds. `groups-…` has the items in the rows of `replay export`, with the time of their insert. `fates-…`
-has which items left which table, and why. Their names sort by the time at which they were begun.
+There are two kinds. `groups-…` has the items in the rows of `replay table export`, with the time of their insert.
+`fates-…` has which items left which table, and why. Their names sort by the time at which they were begun.
 """
 
 from __future__ import annotations

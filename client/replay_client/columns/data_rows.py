@@ -1,4 +1,4 @@
-"""Groups from the rows of a data set that others made, in the columns of `replay export --rows sequences`.
+"""Groups from the rows of a data set that others made, in the columns of `replay table export --rows sequences`.
 
     prompt_ids  completion_ids  reward                a row is one sequence
     [3, 4]      [5, 6]          1.0   \\
@@ -39,7 +39,7 @@ def is_data_row(row: Row) -> bool:
 
 
 def items_of(rows: Iterable[Numbered], table: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of items as `replay import` takes them, each with the number of its last row. Other rows stay as they are.
+    """Rows of items as `replay table import` takes them, each with the number of its last row. Others stay as they are.
 
     The key of a group follows from its bytes and its place, so a second import of the same rows inserts nothing.
     `table`: where groups go whose rows name none. Raises ValueError that names the row.

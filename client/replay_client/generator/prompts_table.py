@@ -275,7 +275,7 @@ class PromptsTable:
             kind = "others" if mark.rows == len(self._rows) else f"{len(self._rows)}"
             raise ReplayError(
                 f"table {self.table!r} was loaded from {mark.rows} prompts, and this generator has {kind}: give all "
-                f"generators the same prompts, or empty the table with `replay reset {self.table}`"
+                f"generators the same prompts, or empty the table with `replay table reset {self.table}`"
             )
 
     async def _return(self, samples: Sequence[Sample]) -> None:
@@ -446,7 +446,7 @@ class CurriculumPrompts(PromptsTable):
                     self._check(mark)
                     return mark.run
         raise ReplayError(
-            f"table {self.table!r} holds items, and not the mark of its prompts: empty it with `replay reset "
+            f"table {self.table!r} holds items, and not the mark of its prompts: empty it with `replay table reset "
             f"{self.table}`, or use another one"
         )
 

@@ -240,7 +240,8 @@ def why_other_model(clients: Iterable[ClientInfo], ours: Mapping[str, Any]) -> s
             its, own = (", ".join(f"{name} {value}" for name, value in each.items()) for each in (theirs, ours))
             return (
                 f"generator {client.name} has another model or tokenizer ({its}) than this trainer ({own}): start both "
-                f"with the same one. Groups that are stored are of the generator's: `replay reset --all` removes them"
+                f"with the same one. Groups that are stored are of the generator's: `replay table reset --all` removes "
+                f"them"
             )
     return ""
 

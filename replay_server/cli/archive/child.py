@@ -54,8 +54,8 @@ class ArchiverProcess:
     async def _start(self, address: str) -> Process:
         section = self._section
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "replay_server.cli", "archive", "run", "--parent", str(os.getpid())),
-            *("--address", address, "--dir", str(section.dir), *self._log_options),
+            *(sys.executable, "-m", "replay_server.cli", "--address", address, "archive", "run"),
+            *("--parent", str(os.getpid()), "--dir", str(section.dir), *self._log_options),
             *("--segment-bytes", str(section.segment_bytes), "--segment-seconds", str(section.segment_seconds)),
             stdin=DEVNULL,
             stdout=DEVNULL,

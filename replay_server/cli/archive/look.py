@@ -95,7 +95,7 @@ def export_archive(
     payloads: WithPayloads = True,
     as_json: AsJson = False,
 ) -> None:
-    """Write groups of an archive into a file that `replay import` takes, in the rows of `replay export`."""
+    """Write groups of an archive into a file that `replay table import` takes, in the rows of `replay table export`."""
     from replay_client.archive.files import write_rows
     from replay_client.archive.rows import ITEM_COLUMNS, Form
     from replay_client.units import counted

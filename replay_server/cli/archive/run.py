@@ -6,19 +6,17 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from replay_server.cli.connection import ask
-from replay_server.cli.options import as_worker, in_flags, typed
+from replay_server.cli.connection import ask, connect
 from replay_server.cli.output import fail, need, say
 from replay_server.cli.process import LogFormat, LogFormatOption, log_to_stderr
 
 
-@as_worker()
 def run_archiver(
-    access: dict[str, Any],
+    context: typer.Context,
     folder: Annotated[Path, typer.Option("--dir", help="Folder of the files. It is made if need be.")],
     segment_bytes: Annotated[int, typer.Option(min=1, help="Finish a file after so many bytes of payloads.")] = 64
     << 20,
@@ -38,7 +36,6 @@ def run_archiver(
     It draws from the table `archive`, with a low priority among the processes of its machine. Several may run.
     """
     need("an archive", "parquet", "pyarrow")
-    from replay_client import ReplayClient
     from replay_client.archive.archiver import Archiver, ArchiverConfig, be_modest
 
     log_to_stderr(log_level, log_format)
@@ -47,11 +44,7 @@ def run_archiver(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     config = ArchiverConfig(segment_bytes, segment_seconds, lease)
-    try:
-        client = ReplayClient.from_env(30.0, **access)
-    except ValueError as error:
-        fail(in_flags(str(error), typed(access)))
-    with client:
+    with connect(context, 30.0, named=True) as client:
         archiver = ask(lambda: Archiver(client, folder, config, say))
         say(f"archiving {client.address} into {folder}")
         try:

@@ -76,7 +76,7 @@ def test_the_setting_is_named_for_programs_that_import_grpc_first(monkeypatch):
 
 
 def test_without_a_server_that_is_the_one_failure():
-    result = run_replay("doctor", "--timeout", "0.2", address="127.0.0.1:1")
+    result = run_replay("--timeout", "0.2", "doctor", address="127.0.0.1:1")
     assert result.returncode == 1
     access, _, connection = result.stdout.splitlines()
     assert access == "ok       access: no token, not encrypted"
@@ -95,7 +95,7 @@ def test_a_missing_token_is_a_failure_and_an_unencrypted_way_to_another_machine_
         allowed = run_replay("doctor", address=server.address, REPLAY_TOKEN="0123456789abcdef0123")
         assert allowed.returncode == 0, allowed.stdout
         assert "access: a token, not encrypted\n" in allowed.stdout
-    far = run_replay("doctor", "--timeout", "0.2", "--json", address="192.0.2.1:7400")
+    far = run_replay("--timeout", "0.2", "doctor", "--json", address="192.0.2.1:7400")
     assert [found["level"] for found in json.loads(far.stdout)["findings"]] == ["warning", "ok", "failure"]
 
 

@@ -38,16 +38,16 @@ both_signals = pytest.mark.parametrize(("number", "status"), [SIGINT, SIGTERM])
         ("tables", *SIGTERM),
         ("show 1", *SIGINT),
         ("doctor", *SIGTERM),
-        ("checkpoint", *SIGINT),
-        ("reset --all --yes", *SIGTERM),
+        ("checkpoint create", *SIGINT),
+        ("table reset --all --yes", *SIGTERM),
         ("policy", *SIGINT),
-        ("watch", *SIGTERM),
+        ("top --json", *SIGTERM),
     ],
 )
 def test_a_signal_ends_a_command_with_its_status_and_without_a_traceback(silent, command, number, status):
     address = f"127.0.0.1:{silent.getsockname()[1]}"
     with subprocess.Popen(
-        [*COMMAND, *command.split(), "--timeout", "600", "--address", address],
+        [*COMMAND, "--timeout", "600", "--address", address, *command.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -80,7 +80,7 @@ def test_ctrl_c_in_the_middle_of_the_imports_ends_a_command_without_a_traceback(
         "main()"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program, "tables", "--address", "127.0.0.1:1"],
+        [sys.executable, "-c", program, "--address", "127.0.0.1:1", "tables"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -136,7 +136,7 @@ GENERATE = "generate --model m --prompts p --reward exact_match"
     ("command", "words"),
     [
         *(
-            (f"tables --timeout 600 --address {address}", "--address must be host:port with a port from 1 to 65535")
+            (f"--timeout 600 --address {address} tables", "--address must be host:port with a port from 1 to 65535")
             for address in ("http://127.0.0.1:7400", "127.0.0.1:99999", "127.0.0.1:0", "127.0.0.1", "127.0.0.1:7400/x")
         ),
         (f"{GENERATE} --group-size=0", "--group-size must be at least 1, not 0"),
@@ -275,16 +275,9 @@ def check_end(process: Running, number: int, status: int) -> str:
 
 @both_signals
 def test_a_signal_ends_the_page_as_soon_as_it_has_said_its_address(tmp_path, number, status):
-    page = started("dashboard", "--port", "0", "--no-browser", "--address", "127.0.0.1:1", folder=tmp_path)
+    page = started("--address", "127.0.0.1:1", "dashboard", "--port", "0", "--no-browser", folder=tmp_path)
     assert page.stdout.readline().startswith("dashboard at ")
     check_end(page, number, status)
-
-
-@both_signals
-def test_a_signal_ends_a_benchmark_with_its_server(tmp_path, number, status):
-    bench = started("bench", "--seconds", "600", folder=tmp_path)
-    until(lambda: psutil.Process(bench.pid).children())
-    assert check_end(bench, number, status) == ""
 
 
 def test_a_signal_ends_the_demo_while_it_prepares(tmp_path):
@@ -296,16 +289,16 @@ def test_a_signal_ends_the_demo_while_it_prepares(tmp_path):
 def test_a_signal_ends_a_trainer_that_waits_for_groups(tmp_path):
     save_model(tmp_path / "model")
     with server_process(tmp_path) as server, ReplayClient(server.address) as client:
-        options = ("--model", "model", "--output-dir", "run", "--address", server.address)
-        trainer = started("train", *options, folder=tmp_path)
+        options = ("--model", "model", "--output-dir", "run")
+        trainer = started("--address", server.address, "train", *options, folder=tmp_path)
         until(lambda: client.server_info().tables["rollouts"].sampling.count)
         assert "stopped; --resume continues from the last full state" in check_end(trainer, signal.SIGTERM, 143)
 
 
 def test_a_trainer_without_a_server_says_that_it_waits_and_can_be_stopped(tmp_path):
     save_model(tmp_path / "model")
-    options = ("--model", "model", "--output-dir", "run", "--address", "127.0.0.1:1")
-    trainer = started("train", *options, folder=tmp_path)
+    options = ("--model", "model", "--output-dir", "run")
+    trainer = started("--address", "127.0.0.1:1", "train", *options, folder=tmp_path)
     said = trainer.stderr.readline()
     assert "waiting for the server: " in said
     assert "no replay server answers at 127.0.0.1:1" in said

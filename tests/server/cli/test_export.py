@@ -40,7 +40,7 @@ def read_rows(path):
 @pytest.mark.parametrize("name", ["replay.jsonl", "replay.parquet"])
 def test_an_exported_table_can_be_plotted_and_imported_into_another_server(replay, client, keys, tmp_path, name):
     file = tmp_path / name
-    exported = replay("export", "replay", str(file), "--json")
+    exported = replay("table", "export", "replay", str(file), "--json")
     assert json.loads(exported.stdout)["items"] == 3, exported.stderr
     first, second, other = read_rows(file)
     assert [row["key"] for row in (first, second, other)] == [str(key) for key in keys]
@@ -55,7 +55,7 @@ def test_an_exported_table_can_be_plotted_and_imported_into_another_server(repla
     pool = TableConfig(name="elsewhere")
     with ReplayServer(tables=[pool], port=0) as target, ReplayClient(target.address) as there:
         for words in (f"3 items of {file} inserted", f"0 items of {file} inserted; 3 were there before"):
-            imported = run_replay("import", str(file), "--table", "elsewhere", address=target.address)
+            imported = run_replay("table", "import", str(file), "--table", "elsewhere", address=target.address)
             assert imported.stdout == f"{words}\n", imported.stderr
         assert there.server_info().tables["elsewhere"].size == 3
         items = {item.key: item for item in there.list_items("elsewhere")}
@@ -71,12 +71,12 @@ def test_a_tokenizer_adds_texts_and_payloads_may_be_left_out(replay, client, tmp
     prompt, answer = tokenizer("1+1=").input_ids, tokenizer("2").input_ids
     client.insert(make_group(prompt=prompt, completions=[answer, answer]), {"replay": 1.0})
     file = tmp_path / "x.jsonl"
-    made = replay("export", "replay", str(file), "--tokenizer", str(tmp_path / "tokenizer"), "--no-payloads")
+    made = replay("table", "export", "replay", str(file), "--tokenizer", str(tmp_path / "tokenizer"), "--no-payloads")
     assert made.returncode == 0, made.stderr
     (row,) = read_rows(file)
     assert (row["prompt"], row["contexts"], row["completions"]) == ("1+1=", ["", ""], ["2", "2"])
     assert "payload" not in row
-    said = fails("import", str(file), address=client.address)
+    said = fails("table", "import", str(file), address=client.address)
     assert said == f"replay: {file}, row 1: there is no payload; export it with payloads\n"
 
 
@@ -85,9 +85,12 @@ def test_a_large_table_is_read_in_parts(replay, client, tmp_path):
     with client.writer() as writer:
         keys = [writer.insert(make_group(seed=n), {"replay": 1.0}) for n in range(70)]
     file = tmp_path / "x.jsonl"
-    assert replay("export", "replay", str(file)).returncode == 0
+    assert replay("table", "export", "replay", str(file)).returncode == 0
     assert [row["key"] for row in read_rows(file)] == [str(key) for key in keys]
-    assert replay("export", "replay", str(file), "--limit", "40").stdout == f"40 items of replay written to {file}\n"
+    assert (
+        replay("table", "export", "replay", str(file), "--limit", "40").stdout
+        == f"40 items of replay written to {file}\n"
+    )
     assert len(read_rows(file)) == 40
 
 
@@ -115,7 +118,7 @@ def test_a_large_table_is_read_in_parts(replay, client, tmp_path):
 )
 def test_a_file_that_cannot_be_read_is_named(server, tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
-    said = fails("import", str(tmp_path / name), address=server.address)
+    said = fails("table", "import", str(tmp_path / name), address=server.address)
     assert said.startswith(f"replay: {tmp_path}/{words}")
 
 
@@ -124,7 +127,7 @@ def test_numbers_that_json_does_not_have_become_null(replay, client, tmp_path):
     group.rollout_logprobs[:] = math.nan
     client.insert(group, {"replay": 1.0})
     file = tmp_path / "x.jsonl"
-    replay("export", "replay", str(file))
+    replay("table", "export", "replay", str(file))
     assert read_rows(file)[0]["mean_logprobs"] == [None, None]
 
 
@@ -141,13 +144,13 @@ def test_the_context_of_a_completion_stands_apart_from_what_the_policy_wrote(rep
     )
     key = client.insert(group, {"replay": 1.0})
     file = tmp_path / name
-    made = replay("export", "replay", str(file), "--tokenizer", str(tmp_path / "tokenizer"))
+    made = replay("table", "export", "replay", str(file), "--tokenizer", str(tmp_path / "tokenizer"))
     assert made.returncode == 0, made.stderr
     (row,) = read_rows(file)
     assert (row["prompt"], row["contexts"], row["completions"]) == ("1+", ["1=", "23="], ["2", "24"])
     assert (row["context_tokens"], row["completion_tokens"], row["mean_logprobs"]) == ([2, 3], [1, 2], [-1.0, -2.0])
     with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
-        run_replay("import", str(file), address=target.address)
+        run_replay("table", "import", str(file), address=target.address)
         assert there.get([key])[0].group == group
 
 
@@ -158,14 +161,14 @@ def test_rollouts_of_several_sequences_are_imported_with_their_tags_and_columns(
     key = client.insert(group, {"replay": 1.0}, tags=tags)
     raw = client.insert(b"no group", {"replay": 0.5}, tags={"environment": "code"})
     file = tmp_path / name
-    made = replay("export", "replay", str(file))
+    made = replay("table", "export", "replay", str(file))
     assert made.returncode == 0, made.stderr
     row = read_rows(file)[0]
     assert (row["group_size"], row["sequence_counts"], row["rewards"]) == (2, [2, 1], [1.0, 0.0])
     assert (row["completion_tokens"], row["context_tokens"]) == ([1, 2, 2], [0, 0, 1])
     assert (json.loads(row["tags"]) if name.endswith("parquet") else row["tags"]) == tags
     with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
-        imported = run_replay("import", str(file), address=target.address)
+        imported = run_replay("table", "import", str(file), address=target.address)
         assert imported.returncode == 0, imported.stderr
         for mine, theirs in zip(client.get([key, raw]), there.get([key, raw]), strict=True):
             assert bytes(mine.payload) == bytes(theirs.payload)
@@ -177,9 +180,9 @@ def test_rollouts_of_several_sequences_are_imported_with_their_tags_and_columns(
 def test_tags_that_no_item_can_have_are_refused_by_file_and_row(replay, client, tmp_path):
     file = tmp_path / "x.jsonl"
     client.insert(make_group(), {"replay": 1.0}, tags={"environment": "math"})
-    assert replay("export", "replay", str(file)).returncode == 0
+    assert replay("table", "export", "replay", str(file)).returncode == 0
     file.write_text(file.read_text().replace('"math"', "[1]"))
-    said = fails("import", str(file), address=client.address)
+    said = fails("table", "import", str(file), address=client.address)
     assert said == f"replay: {file}, row 1: tag 'environment' is [1]: a tag is a string, or an integer of 64 bits\n"
 
 
@@ -238,7 +241,9 @@ def test_a_row_a_sequence_has_what_data_sets_have_and_comes_back_bit_by_bit_in_a
 ):
     keys = insert_agents(client, folder=tmp_path / "tokenizer")
     file = tmp_path / name
-    made = replay("export", "replay", str(file), "--rows", "sequences", "--tokenizer", str(tmp_path / "tokenizer"))
+    made = replay(
+        "table", "export", "replay", str(file), "--rows", "sequences", "--tokenizer", str(tmp_path / "tokenizer")
+    )
     assert made.stdout == f"3 items of replay written to {file}, in 8 rows\n", made.stderr
     rows = read_rows(file)
     assert [row["key"] for row in rows] == [str(keys[0])] * 4 + [str(keys[1])] * 3 + [str(keys[2])]
@@ -276,7 +281,7 @@ def test_a_row_a_sequence_has_what_data_sets_have_and_comes_back_bit_by_bit_in_a
 
     write_rows(file, rows[::-1])
     with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
-        imported = run_replay("import", str(file), address=target.address)
+        imported = run_replay("table", "import", str(file), address=target.address)
         assert imported.stdout == f"3 items of {file} inserted\n", imported.stderr
         # The column that arrived later is now part of the first group's own bytes.
         assert [item.group for item in there.get(keys[:2])] == [item.group for item in client.get(keys[:2])]
@@ -301,11 +306,11 @@ def lose(*places):
 def test_a_group_that_lacks_rows_is_named_and_the_others_are_inserted(replay, client, tmp_path, lost, words):
     keys = insert_agents(client)
     file = tmp_path / "x.jsonl"
-    assert replay("export", "replay", str(file), "--rows", "sequences").returncode == 0
+    assert replay("table", "export", "replay", str(file), "--rows", "sequences").returncode == 0
     rows = read_rows(file)
     write_rows(file, lost(rows[:4]) + rows[4:])
     with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
-        said = run_replay("import", str(file), address=target.address)
+        said = run_replay("table", "import", str(file), address=target.address)
         assert (said.returncode, said.stdout) == (1, f"2 items of {file} inserted\n")
         remedy = "nothing of it was inserted; keep all rows of an item together, or export it again"
         assert said.stderr == f"replay: {file}: item {keys[0]} is incomplete, {words}: {remedy}\n"
@@ -321,7 +326,7 @@ def test_a_group_that_lacks_rows_is_named_and_the_others_are_inserted(replay, cl
         ({"logprobs": ["x"]}, "logprobs of sequence 0 of rollout 0 is ['x'] in row 1, and [-1.0]"),
         ({"logprobs": [None]}, "logprobs of sequence 0 of rollout 0 is [None] in row 1, and [-1.0]"),
         ({"meta": {"a": 1}}, "meta of sequence 0 of rollout 0 is {'a': 1} in row 1, and {}"),
-        ({"rollout": 1.5}, "rollout is 1.5, not a number from 0: `replay export --rows sequences` writes it"),
+        ({"rollout": 1.5}, "rollout is 1.5, not a number from 0: `replay table export --rows sequences` writes it"),
         ({"sequences": None}, "sequences is None, not a number from 0"),
         ({"payload": "AAAA"}, "not a rollout group: 3 bytes"),
         ({"key": "x"}, "key is 'x', not a whole number below 2^64"),
@@ -333,10 +338,10 @@ def test_a_row_that_was_changed_is_refused_and_nothing_of_its_group_is_inserted(
 ):
     client.insert(make_group(rewards=[0.1]), {"replay": 1.0})
     file = tmp_path / "x.jsonl"
-    assert replay("export", "replay", str(file), "--rows", "sequences").returncode == 0
+    assert replay("table", "export", "replay", str(file), "--rows", "sequences").returncode == 0
     write_rows(file, [row | change for row in read_rows(file)])
     with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
-        said = fails("import", str(file), address=target.address)
+        said = fails("table", "import", str(file), address=target.address)
         assert said.startswith(f"replay: {file}, row 1: ")
         assert words in said
         assert there.server_info().items == 0
@@ -345,9 +350,9 @@ def test_a_row_that_was_changed_is_refused_and_nothing_of_its_group_is_inserted(
 def test_rows_of_sequences_without_payloads_are_for_reading_alone(replay, client, tmp_path):
     insert_agents(client)
     file = tmp_path / "x.jsonl"
-    assert replay("export", "replay", str(file), "--rows", "sequences", "--no-payloads").returncode == 0
+    assert replay("table", "export", "replay", str(file), "--rows", "sequences", "--no-payloads").returncode == 0
     assert "payload" not in read_rows(file)[0]
-    said = fails("import", str(file), address=client.address)
+    said = fails("table", "import", str(file), address=client.address)
     assert said == f"replay: {file}, row 4: there is no payload; export it with payloads\n"
 
 
@@ -361,17 +366,17 @@ def test_an_item_of_two_tables_comes_back_into_both_from_the_files_of_both(repla
     ]
     files = [tmp_path / "rollouts.jsonl", tmp_path / "replay.parquet"]
     for file in files:
-        assert replay("export", file.stem, str(file), "--rows", "sequences").returncode == 0
+        assert replay("table", "export", file.stem, str(file), "--rows", "sequences").returncode == 0
     tables = [TableConfig(name="rollouts"), TableConfig(name="replay")]
     with ReplayServer(tables=tables, port=0) as target, ReplayClient(target.address) as there:
-        assert run_replay("import", str(files[0]), address=target.address).returncode == 0
-        said = fails("import", str(files[1]), address=target.address)
+        assert run_replay("table", "import", str(files[0]), address=target.address).returncode == 0
+        said = fails("table", "import", str(files[1]), address=target.address)
         assert said == (
             f"replay: {files[1]}, row 3: item {keys[0]} is there, in rollouts, and cannot join replay: delete it and "
-            f"give the files of all its tables to one `replay import`\n"
+            f"give the files of all its tables to one `replay table import`\n"
         )
     with ReplayServer(tables=tables, port=0) as target, ReplayClient(target.address) as there:
-        imported = run_replay("import", *map(str, files), address=target.address)
+        imported = run_replay("table", "import", *map(str, files), address=target.address)
         assert imported.stdout == f"2 items of {files[0]}, {files[1]} inserted\n", imported.stderr
         found = {item.key: {name: held.priority for name, held in item.tables.items()} for item in there.get(keys)}
         assert found == {keys[0]: {"rollouts": 1.0, "replay": 0.7}, keys[1]: {"replay": 0.5}}
@@ -380,12 +385,12 @@ def test_an_item_of_two_tables_comes_back_into_both_from_the_files_of_both(repla
 def test_items_that_the_server_remembers_as_gone_do_not_count_as_inserted(replay, client, tmp_path):
     keys = [client.insert(make_group(), {"replay": 1.0}) for _ in range(3)]
     file = tmp_path / "x.jsonl"
-    assert replay("export", "replay", str(file)).returncode == 0
+    assert replay("table", "export", "replay", str(file)).returncode == 0
     client.delete("replay", keys[:2])
-    imported = replay("import", str(file))
+    imported = replay("table", "import", str(file))
     gone = "2 not there: taken or deleted, before or meanwhile, or let go at once by a full table"
     assert imported.stdout == f"0 items of {file} inserted; 1 was there before; {gone}\n", imported.stderr
-    assert json.loads(replay("import", str(file), "--json").stdout) == {
+    assert json.loads(replay("table", "import", str(file), "--json").stdout) == {
         "files": [str(file)],
         "items": 0,
         "present": 1,

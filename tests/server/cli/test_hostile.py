@@ -43,8 +43,16 @@ def address():
 @pytest.mark.parametrize(
     "command",
     [
-        *("tables", "tables --json", "doctor", "doctor --json", "policy", "policy --json", "checkpoints", "items a"),
-        *("watch --count 2", "watch --count 2 --json"),
+        *(
+            "tables",
+            "tables --json",
+            "doctor",
+            "doctor --json",
+            "policy",
+            "policy --json",
+            "checkpoint list",
+            "items a",
+        ),
     ],
 )
 def test_no_command_sends_the_terminal_what_the_server_made_up(address, command):

@@ -1,4 +1,4 @@
-"""`replay serve` with a data_dir and --restore, `replay checkpoint` and `replay checkpoints`, as processes."""
+"""`replay serve` with a data_dir and --restore, `replay checkpoint create` and `list`, as processes."""
 
 import json
 import shutil
@@ -27,35 +27,35 @@ def config(folder, on_stop="false"):
 def test_checkpoints_are_made_listed_verified_and_restored_from(tmp_path):
     with server_process(tmp_path, config(tmp_path)) as server, ReplayClient(server.address) as client:
         key = client.insert(b"payload", {"plain": 1.0})
-        made = run_replay("checkpoint", "before", "--address", server.address)
+        made = run_replay("checkpoint", "create", "before", address=server.address)
         assert (made.returncode, made.stdout) == (0, "before\n"), made.stderr
         client.delete("plain", [key])
-        listed = run_replay("checkpoints", "--verify", "--address", server.address)
+        listed = run_replay("checkpoint", "list", "--verify", address=server.address)
         assert listed.returncode == 0
         assert all(word in listed.stdout for word in ("before", "verified"))
-        (entry,) = json.loads(run_replay("checkpoints", "--json", "--address", server.address).stdout)
+        (entry,) = json.loads(run_replay("checkpoint", "list", "--json", address=server.address).stdout)
         assert (entry["name"], entry["items"], entry["bytes"], entry["intact"]) == ("before", 1, 7, True)
-        fails("checkpoint", "../up", address=server.address)
+        fails("checkpoint", "create", "../up", address=server.address)
         client.insert(b"other", {"plain": 1.0})
     path = tmp_path / "data" / "checkpoints" / "before.checkpoint"
     with server_process(tmp_path, config(tmp_path), options=["--restore", "latest", "--replace"]) as server:
         with ReplayClient(server.address) as client:
             assert [bytes(item.payload) for item in client.get([key])] == [b"payload"]
         path.write_bytes(path.read_bytes()[:-1])
-        listed = run_replay("checkpoints", "--address", server.address)
+        listed = run_replay("checkpoint", "list", address=server.address)
         assert listed.returncode == 1
         assert "damaged: its end is missing" in listed.stdout
 
 
-@pytest.mark.parametrize("command", ["checkpoint", "checkpoints"])
+@pytest.mark.parametrize("command", ["create", "list"])
 def test_without_a_server_they_say_so_soon_though_a_checkpoint_may_take_long(command):
-    assert fails(command).startswith("replay: no replay server answers at 127.0.0.1:1 (tried for 5 s)")
+    assert fails("checkpoint", command).startswith("replay: no replay server answers at 127.0.0.1:1 (tried for 5 s)")
 
 
 def test_what_cannot_be_started_is_one_clear_line(tmp_path):
     with server_process(tmp_path, config(tmp_path)) as server, ReplayClient(server.address) as client:
         client.insert(b"x", {"plain": 1.0})
-        made = run_replay("checkpoint", "c", "--json", "--address", server.address)
+        made = run_replay("checkpoint", "create", "c", "--json", address=server.address)
         assert json.loads(made.stdout) == {"name": "c"}
         second = run_replay("serve", "--config", str(tmp_path / "replay.toml"), "--address", "127.0.0.1:0")
         assert second.returncode == 1

@@ -1,4 +1,4 @@
-"""`tables`, `items`, `show`, `watch`: what a person and a program see of a server."""
+"""`tables`, `items`, `show`, `top --json`: what a person and a program see of a server."""
 
 import contextlib
 import fcntl
@@ -80,7 +80,7 @@ def on_a_terminal(columns, address):
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    command = [*COMMAND, "tables", "--address", address]
+    command = [*COMMAND, "--address", address, "tables"]
     subprocess.run(command, stdout=slave, timeout=60, check=True, env=environment | {"TERM": "xterm", "NO_COLOR": "1"})
     os.close(slave)
     written = b""
@@ -273,65 +273,50 @@ def test_show_of_other_bytes_says_so_and_sends_no_control_characters_to_the_term
     assert "\x1b" not in replay("show", str(group_key)).stdout
 
 
-def test_watch_writes_a_line_for_each_change(server, client, replay):
-    command = ["watch", "--json", "--interval", "0.05"]
-    environment = os.environ | {"REPLAY_ADDRESS": server.address}
-    with (
-        Running(*command, stdout=subprocess.PIPE, env=environment) as process,
-        contextlib.ExitStack() as stack,
-    ):
-        stack.callback(process.kill)  # or a test that fails would wait for it
-        assert process.stdout is not None
+@contextlib.contextmanager
+def looking(address, *options, **environment):
+    """`replay top --json`, whose lines are documents."""
+    command = [*options, "top", "--json", "--interval", "0.1"]
+    environment = os.environ | {"REPLAY_ADDRESS": address} | environment
+    with Running(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # or a test that fails would wait for it
 
-        def event(kind):
-            while (line := json.loads(process.stdout.readline()))["event"] != kind:
-                pass
-            return line
 
-        assert event("policy")["version"] == 0
-        client.set_policy_version(3, "weights/3")
-        assert event("policy")["weights"] == "weights/3"
-        thread = threading.Thread(target=lambda: client.sample("rollouts", 2, timeout=None))
-        thread.start()
-        begins = event("blocked")
-        assert (begins["state"], begins["table"], begins["verb"]) == ("begins", "rollouts", "sampling")
-        assert begins["reason"].startswith(
-            "rollouts: sampling blocked: items there: 0, wanted: 1 (size 0 < min_size 1)"
-        )
-        for _ in range(2):
-            client.insert(b"x", {"rollouts": 1.0}, policy_version=3)
-        thread.join()
-        seen = [event("table")]
-        while seen[-1].get("samples", 0) == 0:
-            seen.append(event("table"))
-        assert sum(line.get("inserts", 0) for line in seen if line["table"] == "rollouts") == 2
+def test_top_writes_a_line_for_each_look_and_goes_on_while_nobody_answers(server, client):
+    with looking(server.address) as process:
+        lines = map(json.loads, process.stdout)
+        first = next(lines)
+        assert set(first) == {"time", "address", *pb.ServerInfo.DESCRIPTOR.fields_by_name}
+        client.insert(b"x", {"replay": 1.0})
+        assert any(line["tables"]["replay"]["size"] == 1 for line in lines)
         server.stop()
-        assert event("server")["state"] == "gone"
+        gone = next(line for line in lines if "problem" in line)
+        assert set(gone) == {"time", "address", "problem"}
+        assert gone["problem"].startswith("no replay server answers at ")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=200) == 130
 
 
-def test_watch_goes_on_while_a_server_hangs_and_ends_with_a_line_where_it_is_refused(tmp_path):
+def test_top_goes_on_while_a_server_hangs_and_ends_with_a_line_where_it_is_refused(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text("read-only:0123456789abcdef\n")
     config = f"[security]\ntokens_file = '{tokens}'\n[[tables]]\nname = 'a'\n"
-    command = ["watch", "--interval", "0.2", "--timeout", "2"]
-    with server_process(tmp_path, config) as server, contextlib.ExitStack() as stack:
-        environment = os.environ | {"REPLAY_ADDRESS": server.address, "REPLAY_TOKEN": "0123456789abcdef"}
-        process = stack.enter_context(
-            Running(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
-        )
-        stack.callback(process.kill)
-        assert process.stdout is not None
+    with (
+        server_process(tmp_path, config) as server,
+        looking(server.address, "--timeout", "2", REPLAY_TOKEN="0123456789abcdef") as process,
+    ):
 
-        def until_said(words):  # on a loaded machine it can miss the server for a moment, before that or after
-            assert any(words in line for line in process.stdout)
+        def until_said(word):  # on a loaded machine it can miss the server for a moment, before that or after
+            assert any(word in json.loads(line) for line in process.stdout)
 
-        until_said("policy version 0")
+        until_said("tables")
         server.process.send_signal(signal.SIGSTOP)
-        until_said("the server is gone")
+        until_said("problem")
         server.process.send_signal(signal.SIGCONT)
-        until_said("the server is back")
+        until_said("tables")
         tokens.write_text("read-only:fedcba9876543210\n")
         _, said = process.communicate(timeout=200)
     assert process.returncode == 1
@@ -339,18 +324,20 @@ def test_watch_goes_on_while_a_server_hangs_and_ends_with_a_line_where_it_is_ref
     assert said.count("\n") == 1
 
 
-def test_watch_can_be_cut_to_one_kind_and_a_count(replay):
-    lines = replay("watch", "--only", "policy", "--count", "1").stdout.splitlines()
-    assert [line.split(maxsplit=1)[1] for line in lines] == ["policy version 0"]
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_traceback(server):
+    shell = f"{sys.executable} -m replay_server.cli top --json --interval 0.1 | head -1"
+    environment = os.environ | {"REPLAY_ADDRESS": server.address}
+    done = subprocess.run(shell, shell=True, capture_output=True, text=True, env=environment, timeout=200)
+    assert json.loads(done.stdout)["address"] == server.address
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(
     "command",
-    [["tables"], ["items", "replay"], ["show", "1"], ["policy"], ["watch"], ["delete", "replay", "1", "-y"], ["reset"]],
+    ["tables", "items replay", "show 1", "policy", "table delete replay 1 -y", "table reset --all -y"],
 )
 def test_commands_fail_with_one_line_where_no_server_answers(command):
-    options = ["--timeout", "0.2", *(["--all", "-y"] if command == ["reset"] else [])]
-    assert fails(*command, *options).startswith("replay: no replay server answers at 127.0.0.1:1")
+    assert fails("--timeout", "0.2", *command.split()).startswith("replay: no replay server answers at 127.0.0.1:1")
 
 
 def test_without_a_command_there_is_the_help(replay):
@@ -360,7 +347,7 @@ def test_without_a_command_there_is_the_help(replay):
 def test_output_has_colours_on_a_terminal_only_and_not_with_no_color(client, replay, server):
     client.insert(b"x", {"replay": 1.0})
     assert "\x1b[" not in replay("tables").stdout
-    shell = f"{sys.executable} -m replay_server.cli tables --address {server.address}"
+    shell = f"{sys.executable} -m replay_server.cli --address {server.address} tables"
     on_terminal = ["script", "-qec", shell, "/dev/null"]
     environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
     coloured = subprocess.run(on_terminal, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
@@ -372,7 +359,7 @@ def test_output_has_colours_on_a_terminal_only_and_not_with_no_color(client, rep
 
 
 def test_the_shell_completes_commands_and_tables(replay):
-    words = replay(_REPLAY_COMPLETE="complete_bash", COMP_WORDS="replay wat", COMP_CWORD="1").stdout.split()
-    assert words == ["watch"]
+    words = replay(_REPLAY_COMPLETE="complete_bash", COMP_WORDS="replay dash", COMP_CWORD="1").stdout.split()
+    assert words == ["dashboard"]
     words = replay(_REPLAY_COMPLETE="complete_bash", COMP_WORDS="replay items re", COMP_CWORD="2").stdout.split()
     assert words == ["replay"]

@@ -11,11 +11,7 @@ from replay_client.generator import GeneratorConfig
 from replay_client.generator.engines import SamplingConfig
 from replay_server.cli.app import app
 
-OPTIONS = {
-    option.opts[0]: option
-    for option in typer.main.get_command(app).commands["generate"].params
-    if option.name != "name"
-}
+OPTIONS = {option.opts[0]: option for option in typer.main.get_command(app).commands["generate"].params}
 DEFAULTS = {
     "--model": None,
     "--prompts": None,
@@ -68,18 +64,8 @@ DEFAULTS = {
     "--metrics": None,
     "--metrics-interval": 10.0,
     "--seed": 0,
-    "--timeout": 30.0,
     "--json": False,
     "--log-format": "text",
-    "--address": None,
-    "--token-file": None,
-    "--tls": None,
-    "--tls-ca": None,
-    "--tls-cert": None,
-    "--tls-key": None,
-    "--tls-server-name": None,
-    "--allow-insecure-token": None,
-    "--client-config": None,
 }
 
 

@@ -30,22 +30,22 @@ def test_tables_and_doctor_show_the_whole_and_each_server_on_request(servers):
     with ReplayClient(addresses) as client:
         for _ in range(20):
             client.insert(b"x", {"pool": 1.0})
-    whole = json.loads(run_replay("tables", "--address", every, "--json").stdout)
+    whole = json.loads(run_replay("tables", "--json", address=every).stdout)
     assert whole["tables"]["pool"]["size"] == 20
     assert "shards" not in whole
-    shards = json.loads(run_replay("tables", "--address", every, "--json", "--shards").stdout)["shards"]
+    shards = json.loads(run_replay("tables", "--json", "--shards", address=every).stdout)["shards"]
     assert list(shards) == addresses
     assert sum(shard["tables"]["pool"]["size"] for shard in shards.values()) == 20
-    assert all(address in run_replay("tables", "--address", every, "--shards").stdout for address in addresses)
-    assert f"{addresses[1]} pool" in run_replay("doctor", "--address", every, "--shards").stdout
+    assert all(address in run_replay("tables", "--shards", address=every).stdout for address in addresses)
+    assert f"{addresses[1]} pool" in run_replay("doctor", "--shards", address=every).stdout
     # The mark of the next page is JSON here: the shell must hand it over as it is.
-    line = run_replay("items", "pool", "--limit", "3", "--address", every).stdout.splitlines()[-1]
+    line = run_replay("items", "pool", "--limit", "3", address=every).stdout.splitlines()[-1]
     mark = shlex.split(line.partition("add --page ")[2])
     assert len(mark) == 1
-    assert run_replay("items", "pool", "--limit", "3", "--address", every, "--page", *mark).returncode == 0
+    assert run_replay("items", "pool", "--limit", "3", "--page", *mark, address=every).returncode == 0
     servers[1].stop(grace=0)
-    assert run_replay("tables", "--address", every, "--shards").stdout.count(f"{addresses[1]}  does not answer") == 1
-    done = run_replay("doctor", "--address", every)
+    assert run_replay("tables", "--shards", address=every).stdout.count(f"{addresses[1]}  does not answer") == 1
+    done = run_replay("doctor", address=every)
     assert done.returncode == 1
     assert f"failure  shard {addresses[1]}: does not answer" in done.stdout
 
@@ -61,11 +61,11 @@ def two() -> Iterator[list[ServerProcess]]:
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["hangs", "is away"])
 def test_tables_names_a_server_of_several_that(two, number):
     every, other = f"{two[0].address},{two[1].address}", two[1].address
-    assert json.loads(run_replay("tables", "--address", every, "--json").stdout)["gone"] == []
+    assert json.loads(run_replay("tables", "--json", address=every).stdout)["gone"] == []
     os.kill(two[1].process.pid, number)
-    assert json.loads(run_replay("tables", "--address", every, "--json").stdout)["gone"] == [other]
-    assert run_replay("tables", "--address", every).stdout.count(f"{other}  does not answer") == 1
-    assert "gone" not in json.loads(run_replay("tables", "--address", two[0].address, "--json").stdout)
+    assert json.loads(run_replay("tables", "--json", address=every).stdout)["gone"] == [other]
+    assert run_replay("tables", address=every).stdout.count(f"{other}  does not answer") == 1
+    assert "gone" not in json.loads(run_replay("tables", "--json", address=two[0].address).stdout)
 
 
 @pytest.mark.parametrize(

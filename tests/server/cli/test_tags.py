@@ -37,22 +37,22 @@ def test_items_without_tags_have_no_column_for_them(replay, client):
 @pytest.mark.parametrize("name", ["some.jsonl", "some.parquet"])
 def test_export_writes_the_items_with_a_tag_and_import_brings_their_tags_back(replay, client, keys, tmp_path, name):
     file = tmp_path / name
-    written = replay("export", "replay", str(file), "--tag", "environment=math")
+    written = replay("table", "export", "replay", str(file), "--tag", "environment=math")
     assert written.stdout == f"1 item of replay written to {file}\n", written.stderr
     with ReplayServer([TableConfig(name="there")], port=0) as target, ReplayClient(target.address) as there:
-        imported = run_replay("import", str(file), "--table", "there", address=target.address)
+        imported = run_replay("table", "import", str(file), "--table", "there", address=target.address)
         assert imported.stdout == f"1 item of {file} inserted\n", imported.stderr
         (item,) = there.list_items("there").items
         assert (item.key, item.tags) == (keys[0], {"environment": "math", "level": 3})
 
 
 def test_delete_by_tag_takes_exactly_those_items_and_asks_first(replay, client, keys):
-    asked = replay("delete", "replay", "--tag", "environment=math")
+    asked = replay("table", "delete", "replay", "--tag", "environment=math")
     assert "say --yes to do it" in asked.stderr
     assert client.server_info().tables["replay"].size == 3
-    assert replay("delete", "replay", "--tag", "environment=math", "--yes").stdout == "1 deleted from replay\n"
+    assert replay("table", "delete", "replay", "--tag", "environment=math", "--yes").stdout == "1 deleted from replay\n"
     assert {item.key for item in client.list_items("replay").items} == set(keys[1:])
-    assert replay("delete", "replay", "--tag", "environment=math", "--yes").stdout == "0 deleted from replay\n"
+    assert replay("table", "delete", "replay", "--tag", "environment=math", "--yes").stdout == "0 deleted from replay\n"
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_delete_by_tag_takes_exactly_those_items_and_asks_first(replay, client, 
     [
         ("items replay --tag environment", "--tag 'environment' is not NAME=VALUE, for example --tag environment=math"),
         ("items replay --tag a=1 --tag a=2", "--tag names 'a' twice: an item has one value of each tag"),
-        ("delete replay --yes", "name the items to delete by their keys, or by --tag NAME=VALUE"),
-        ("delete replay 5 --tag a=1 --yes", "name the items to delete by their keys, or by --tag NAME=VALUE"),
+        ("table delete replay --yes", "name the items to delete by their keys, or by --tag NAME=VALUE"),
+        ("table delete replay 5 --tag a=1 --yes", "name the items to delete by their keys, or by --tag NAME=VALUE"),
     ],
 )
 def test_a_tag_that_makes_no_sense_is_one_line(command, words):
@@ -79,6 +79,6 @@ def test_tables_shows_the_share_of_each_value_of_a_balanced_table(replay, client
         "code": (1, 1.0),
         "": (1, 1.0),
     }
-    changed = replay("update", "replay", "balance=null")
+    changed = replay("table", "update", "replay", "balance=null")
     assert changed.returncode == 0, changed.stderr
     assert "balances" not in replay("tables").stdout

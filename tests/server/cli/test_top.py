@@ -29,7 +29,7 @@ class Terminal:
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 160, 0, 0))
         self.before = termios.tcgetattr(self.slave)
         self.process = subprocess.Popen(
-            [*COMMAND, "top", "--interval", "0.2", "--address", address, *options],
+            [*COMMAND, "--address", address, "top", "--interval", "0.2", *options],
             stdin=self.slave,
             stdout=self.slave,
             stderr=self.slave,

@@ -596,9 +596,9 @@ def test_no_token_shows_in_logs_or_process_lists_and_commands_take_it_from_the_e
                 for call in (client.policy, lambda: client.reset("nope"), lambda: client.update_table("plain", a=1)):
                     with suppress(ReplayError):
                         call()
-        shown = run_replay("tables", "--address", address, REPLAY_TOKEN=TOKENS[Role.READ_ONLY])
+        shown = run_replay("--address", address, "tables", REPLAY_TOKEN=TOKENS[Role.READ_ONLY])
         assert (shown.returncode, shown.stderr) == (0, "")
-        refused = fails("tables", "--address", address)
+        refused = fails("--address", address, "tables")
         assert refused.startswith("replay: this server wants a token")
         command_line = Path(f"/proc/{server.process.pid}/cmdline").read_text()
         server.process.terminate()
@@ -619,10 +619,10 @@ tokens_file = "{tokens_file}"
 """
     with server_process(tmp_path, config) as server:
         flags = ("--address", server.address, "--tls-ca", str(pki["ca"].cert), "--token-file", str(tmp_path / "token"))
-        shown = run_replay("tables", *flags)
+        shown = run_replay(*flags, "tables")
         assert (shown.returncode, shown.stderr) == (0, "")
         assert "plain" in shown.stdout
-        assert "cannot be trusted" in fails("tables", *flags[:2], "--tls-ca", str(pki["other ca"].cert), *flags[4:])
+        assert "cannot be trusted" in fails(*flags[:2], "--tls-ca", str(pki["other ca"].cert), *flags[4:], "tables")
 
 
 def test_files_that_everybody_can_read_are_warned_about(pki, tokens_file, caplog):

@@ -124,7 +124,7 @@ def kill_in_demo(warm: Path, out: Path, kills: int, every: float, building: bool
         server = run("server", [*replay, "serve", "--config", str(out / "replay.toml"), "--address", "127.0.0.1:0"])
         until(lambda: "listening on " in server.log.read_text(), "the server does not listen", PATIENCE)
         address = server.log.read_text().split("listening on ")[1].split()[0]
-        trainer = ["train", "--address", address, "--model", str(warm / "warm"), "--config", str(out / "train.toml")]
+        trainer = ["--address", address, "train", "--model", str(warm / "warm"), "--config", str(out / "train.toml")]
         run("trainer", [*replay, *trainer, "--output-dir", str(out / "train"), "--steps", "1000000", "--quiet"])
         with ReplayClient(address, timeout=PATIENCE) as client:
             for number in range(kills):

@@ -86,11 +86,11 @@ def test_three_commands_with_one_word_train_agree_and_measure_one_staleness(tmp_
 
         def train(*more: str):
             return replay(
-                *("train", "--address", server.address, "--name", "tr", "--config", str(config), *more),
+                *("--address", server.address, "--name", "tr", "train", "--config", str(config), *more),
                 *("--model", str(model_folder), "--output-dir", str(tmp_path / "run")),
             )
 
-        generator = generate(server.address, "transformers", "--recipe", "replay", "--name", "gen")
+        generator = generate(server.address, "transformers", "--recipe", "replay", name="gen")
         trainer = train("--steps", str(STEPS))
         assert trainer.wait(timeout=300) == 0, trainer.output()
         assert shown(generator.output()) == declared("generator")
@@ -117,7 +117,7 @@ def test_three_commands_with_one_word_train_agree_and_measure_one_staleness(tmp_
         for command in (trainer, generator):
             command.terminate()
             command.wait(timeout=200)
-        generate(server.address, "transformers", "--name", "plain")
+        generate(server.address, "transformers", name="plain")
         until(
             lambda: "plain" in {each.name for each in client.server_info().clients if each.settings != "{}"},
             seconds=120,

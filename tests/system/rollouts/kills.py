@@ -125,7 +125,7 @@ def kill_generators(kills: int, folder: Path, rng: random.Random, generators: in
     with server_process(folder, CONFIG) as server, ReplayClient(server.address, timeout=30.0) as client:
 
         def start_one() -> BaseProcess:
-            command = ["generate", "--address", server.address, "--engine", "transformers", "--model", str(model)]
+            command = ["--address", server.address, "generate", "--engine", "transformers", "--model", str(model)]
             command += ["--prompts", str(folder / "prompts.jsonl"), "--seed", str(rng.randrange(1 << 20))]
             command += ["--rollout", "tests.system.rollouts.hooks:several_turns", "--max-tokens", "6"]
             command += ["--group-size", str(GROUP_SIZE), "--min-rollouts", str(LEAST), "--on-prompt-error", "skip"]

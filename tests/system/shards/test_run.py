@@ -42,7 +42,7 @@ def test_a_run_over_three_shards_goes_on_when_one_is_killed(tmp_path, replay, ge
     try:
         generator = generate(every, "transformers", "--wait-for-policy")
         trainer = replay(
-            *("train", "--address", every, "--model", str(model_folder), "--config", str(tmp_path / "train.toml")),
+            *("--address", every, "train", "--model", str(model_folder), "--config", str(tmp_path / "train.toml")),
             *("--output-dir", str(tmp_path / "run"), "--steps", str(STEPS)),
         )
         metrics = tmp_path / "run/metrics.jsonl"

@@ -83,7 +83,7 @@ def test_an_exported_pool_is_a_data_set_that_trl_trains_on_and_an_imported_one_g
             "2 items of others.parquet inserted\n",
             "0 items of others.parquet inserted; 2 were there before\n",
         ):
-            imported = run_replay("import", "others.parquet", "--table", "replay", address=server.address)
+            imported = run_replay("table", "import", "others.parquet", "--table", "replay", address=server.address)
             assert imported.stdout == said, imported.stderr
         found = by_prompt(client)
     assert found[3, 4] == agents()
@@ -100,7 +100,9 @@ def test_the_least_that_a_data_set_needs_comes_in_from_the_package_datasets(fold
     Path("answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert load_dataset("parquet", data_files="answers.parquet", split="train")[1] == rows[1]
     with ReplayServer(tables=[TableConfig(name="replay")], port=0) as server, ReplayClient(server.address) as client:
-        done = run_replay("import", "answers.parquet", "answers.jsonl", "--table", "replay", address=server.address)
+        done = run_replay(
+            "table", "import", "answers.parquet", "answers.jsonl", "--table", "replay", address=server.address
+        )
         assert done.stdout == "2 items of answers.parquet, answers.jsonl inserted\n", done.stderr
         found = by_prompt(client)
         assert sorted(item.priority > 0 for item in client.list_items("replay")) == [False, True]

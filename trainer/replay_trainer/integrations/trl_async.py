@@ -436,7 +436,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             raise ValueError(
                 f"a group in table {self._table!r} was drawn with {name} {drew}, and TRL computes log-probabilities "
                 f"with {name} {computes}, so its ratios would be off: give AsyncGRPOConfig the temperature of the "
-                f"generators, leave top_p, top_k and min_p out of `replay generate`, and `replay reset` the table"
+                f"generators, leave top_p, top_k and min_p out of `replay generate`, and `replay table reset` the table"
             )
         zero_variance = not carries_gradient(sample.group)
         replacement: list[Sample] = []
