@@ -444,7 +444,7 @@ def test_an_engine_that_dies_ends_the_command_with_one_sentence(
         "".join(json.dumps({"prompt": "1+" * 27 + str(n)}) + "\n" for n in range(9))
     )
     (tmp_path / "rewards.py").write_text("def length(row, text):\n    return len(text)\n")
-    command = ["generate", "--model", str(model)]
+    command = [sys.executable, "-m", "replay_server.cli", "generate", "--model", str(model)]
     command += ["--prompts", str(tmp_path / "prompts.jsonl"), "--reward", "rewards:length", "--max-tokens", "4"]
     if how == "request":  # somebody switches on what this engine switches off
         command += ["--engine-arg", "enable_chunked_prefill=true"]
@@ -454,11 +454,7 @@ def test_an_engine_that_dies_ends_the_command_with_one_sentence(
     tables = [TableConfig(name="rollouts", sampler="fifo", max_size=10)]
     with ReplayServer(tables, port=0) as server, ReplayClient(server.address) as client:
         process = subprocess.Popen(
-            [sys.executable, "-m", "replay_server.cli", "--address", server.address, *command],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-            env=environment,
+            [*command, "--address", server.address], stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
         )
         try:
             if how == "kill":
