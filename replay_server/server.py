@@ -33,6 +33,7 @@ from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.state import restore_checkpoint
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.telemetry.blocked_log import BlockedLog
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ class ReplayServer:
                 storage.fell_back = fell_back
                 ends.callback(storage.close)
             ends.callback(self._log_end)
-            buffer = ReplayBuffer(
+            buffer = replay_buffer(
                 self.config.tables,
                 time.monotonic,
                 storage=storage,

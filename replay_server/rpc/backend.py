@@ -34,6 +34,7 @@ from replay_server.errors import Refused, busy, deadline, invalid
 from replay_server.rpc.auth import REVOKED
 from replay_server.rpc.clients import Clients, Context
 from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.extensions.archive import Archiving
 from replay_server.tables.items import Payload
 from replay_server.tables.waiting import Line, Pending, deadline_at, result_of
 from replay_server.telemetry.host import Memory, memories
@@ -62,7 +63,8 @@ class Backend:
         self.waiting = Budget(limits.max_waiting_bytes, "bytes of items that wait for their table (max_waiting_bytes)")
         self.outstanding = Budget(MAX_ROWS_OUTSTANDING, "samples under leases or drawn ahead")
         self.reading = Budget(max(MAX_BYTES_READ, buffer.max_payload_bytes), "bytes of items that readers are sent")
-        self.memory = MemoryGuard(limits.memory_share, buffer.items.let_archive_go)
+        archive = Archiving.of(buffer)
+        self.memory = MemoryGuard(limits.memory_share, archive.free_all if archive is not None else lambda: None)
         self.clients = Clients(buffer.clock)
         self.draining = False
         """Whether items with new keys are refused. Another thread may set it."""

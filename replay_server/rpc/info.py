@@ -25,6 +25,10 @@ from replay_server.rpc.clients import Client, Clients, Side
 from replay_server.storage.checkpoints import Listed, Summary
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import FloatArray, IntArray
+from replay_server.tables.extensions.admission import Admission
+from replay_server.tables.extensions.archive import Archiving
+from replay_server.tables.extensions.construction import Construction
+from replay_server.tables.extensions.history import History
 from replay_server.tables.meters import Activity, FlowMeter, Quantiles
 from replay_server.tables.rate_limiters import RateLimiter
 from replay_server.tables.table import Table
@@ -39,7 +43,7 @@ def policy(buffer: ReplayBuffer) -> pb.Policy:
         weights=current.weights,
         age=age,
         usual=buffer.versions.usual,
-        state=buffer.history.last_state,
+        state=history.last_state if (history := History.of(buffer)) is not None else "",
     )
 
 
@@ -60,7 +64,7 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
         commit_error=storage.error,
         fell_back=storage.fell_back,
     )
-    if (admission := buffer.admission) is not None:
+    if (admission := Admission.of(buffer)) is not None:
         head = admission.line.head
         info.admission.CopyFrom(
             pb.AdmissionInfo(
@@ -69,11 +73,11 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
                 accepted=admission.accepted,
                 running=admission.running,
                 capacity=admission.capacity,
-                acquiring=_waiting(admission.line, None if head is None else admission.why_not(head.count)),
+                acquiring=_waiting(admission.line, None if head is None else admission.why_no_permits(head.count)),
                 expired=admission.expired,
                 table=admission.table,
                 building=len(admission.building),
-                building_table=buffer.building,
+                building_table=admission.config.building or "",
             )
         )
     return info
@@ -82,7 +86,7 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
 def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
     now, lines, columns = buffer.clock(), buffer.lines[table.name], table.columns
     slots = columns.occupied()
-    kept = np.array(list(columns.kept.values()), dtype=np.int64)
+    kept = np.array(list(columns.retained.values()), dtype=np.int64)
     staleness = buffer.policy.version - columns.policy_version[slots]
     np.maximum(staleness, 0, out=staleness)
     insert = lines.inserts.head
@@ -112,9 +116,15 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         flow=_flow(table.flow),
         kept=kept.size,
         kept_bytes=int(columns.cost[kept].sum()),
-        archive_of=buffer.archived if table is buffer.archive else "",
+        archive_of=archive.source if (archive := _archive(buffer, table)) is not None else "",
         **table.counts(),
     )
+
+
+def _archive(buffer: ReplayBuffer, table: Table) -> Archiving | None:
+    """The archive, if the table is its own."""
+    archive = Archiving.of(buffer)
+    return archive if archive is not None and archive.table is table else None
 
 
 def _waiting(line: Line[Any], reason: str | None) -> pb.Waiting:
@@ -123,7 +133,7 @@ def _waiting(line: Line[Any], reason: str | None) -> pb.Waiting:
 
 def _samples_waiting(buffer: ReplayBuffer, table: Table) -> pb.Waiting:
     line = buffer.lines[table.name].samples
-    if table is buffer.archive:  # the archiver waits for the next item; that is no standstill
+    if _archive(buffer, table) is not None:  # the archiver waits for the next item; that is no standstill
         return pb.Waiting(count=len(line))
     return _waiting(line, None if line.head is None else buffer.why_waiting(line.head))
 
@@ -211,8 +221,7 @@ def silences(buffer: ReplayBuffer, clients: Clients) -> Iterator[pb.Silence]:
     if (gone := clients.missed(Side.TRAINER)) and not _any_waits(line.samples for line in lines):
         yield from _trainer(buffer, tables, now, gone)
     waits: list[Line[Any]] = [line.inserts for line in lines]
-    if buffer.admission is not None:
-        waits.append(buffer.admission.line)
+    waits += chain.from_iterable(each.lines.values() for each in buffer.extensions)
     if (gone := clients.missed(Side.GENERATOR)) and not _any_waits(waits):
         yield from _generators(buffer, tables, now, gone)
 
@@ -226,7 +235,7 @@ def _trainer(buffer: ReplayBuffer, tables: Sequence[Table], now: float, gone: Se
         return
     # A pool may be sampled seldom. Only when no table is sampled any more is the trainer gone.
     # Generators, and not the trainer, sample groups under construction.
-    sampled = [table for table in tables if table.sampled.rhythm.usual and table.name != buffer.building]
+    sampled = [table for table in tables if table.sampled.rhythm.usual and table.name != _building(buffer)]
     if sampled and all(now - table.sampled.last > _limit(table.sampled.rhythm.usual) for table in sampled):
         last = max(sampled, key=lambda table: table.sampled.last)
         age, what = now - last.sampled.last, f"nobody samples {last.name}"
@@ -240,11 +249,16 @@ def _generators(
     for table in tables:
         # What another table feeds gets its items when the trainer samples that one.
         # What is under construction says itself that nobody works at it.
-        if table.name in {buffer.building, *forwarded} or not (usual := table.inserted.rhythm.usual):
+        if table.name in {_building(buffer), *forwarded} or not (usual := table.inserted.rhythm.usual):
             continue
         usual = max(usual, _usual_step(buffer))
         if (age := now - table.inserted.last) > _limit(usual):
             yield _silence(Side.GENERATOR, table.name, age, usual, f"nobody inserts into {table.name}", now, gone)
+
+
+def _building(buffer: ReplayBuffer) -> str:
+    """The table of groups under construction; "": there is none."""
+    return construction.table if (construction := Construction.of(buffer)) is not None else ""
 
 
 def _silence(

@@ -37,8 +37,9 @@ from replay_server.rpc.extending import SegmentRow, append, segments_of
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import FloatArray
-from replay_server.tables.insert_rules import PendingInsert
+from replay_server.tables.extensions.construction import Construction
 from replay_server.tables.items import InsertBatch, Payload
+from replay_server.tables.rules import PendingInsert
 from replay_server.tables.waiting import deadline_at, result_of
 
 MAX_CLOSES = 64
@@ -309,7 +310,9 @@ async def decide(
 
 def _side(buffer: ReplayBuffer, segments: Sequence[SegmentRow]) -> Side:
     """Who sends a message. Generators extend groups under construction, and teachers all others."""
-    return Side.TEACHER if segments and segments[0].key not in buffer.items.building else Side.GENERATOR
+    construction = Construction.of(buffer)
+    built = construction is not None and bool(segments) and segments[0].key in construction.marked
+    return Side.TEACHER if segments and not built else Side.GENERATOR
 
 
 def _append(backend: Backend, message: InsertMessage, segment: SegmentRow, decided: Decided) -> None:

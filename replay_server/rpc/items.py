@@ -18,6 +18,7 @@ from replay_server.rpc.backend import Backend, durable, once, split_payloads, st
 from replay_server.rpc.clients import Context
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import ITEM_ORDERS, IntArray, list_slots
+from replay_server.tables.extensions.archive import Archiving
 from replay_server.tables.items import DamagedPayloads, read_slices
 from replay_server.tables.table import Table
 
@@ -119,8 +120,9 @@ class ItemMethods:
 
     @unary
     async def Departures(self, request: pb.DeparturesRequest, context: Context) -> pb.DeparturesResponse:
-        if (departures := self.buffer.departures) is None:
+        if (archive := Archiving.of(self.buffer)) is None:
             raise unsupported("this server does not record what leaves: it has no [archive]")
+        departures = archive.departures
         found, following = departures.read(request.confirmed, request.limit or MAX_ROWS)
         return pb.DeparturesResponse(
             departures=[

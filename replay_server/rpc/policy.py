@@ -11,7 +11,7 @@ from replay_server.errors import Refused, invalid, unsupported
 from replay_server.rpc import info
 from replay_server.rpc.backend import Backend, durable, endless, once, unary
 from replay_server.rpc.clients import Context, Side
-from replay_server.tables.admission import Admission
+from replay_server.tables.extensions.admission import Admission
 from replay_server.tables.waiting import deadline_at, result_of
 
 
@@ -19,8 +19,8 @@ class PolicyMethods:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.buffer = backend.buffer
-        if self.buffer.admission is not None:
-            for when in self.buffer.admission.expiries():  # of grants from before a restart
+        if (admission := Admission.of(self.buffer)) is not None:
+            for when in admission.expiries():  # of grants from before a restart
                 self._expire_permits_at(when)
 
     @unary
@@ -101,9 +101,9 @@ class PolicyMethods:
         return pb.ReleasePermitsResponse(released=released)
 
     def _admission(self) -> Admission:
-        if self.buffer.admission is None:
+        if (admission := Admission.of(self.buffer)) is None:
             raise unsupported("this server has no [admission] in its configuration")
-        return self.buffer.admission
+        return admission
 
     def _expire_permits_at(self, when: float) -> None:
         loop = asyncio.get_running_loop()

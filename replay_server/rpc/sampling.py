@@ -49,6 +49,8 @@ from replay_server.errors import Refused, busy, deadline, invalid, try_again
 from replay_server.rpc.backend import Backend, durable, endless, once, split_payloads, stream, unary
 from replay_server.rpc.clients import Context, Seen, Side
 from replay_server.tables.config import ARCHIVE
+from replay_server.tables.extensions.archive import Archiving
+from replay_server.tables.extensions.construction import Construction
 from replay_server.tables.items import DamagedPayloads, Payload
 from replay_server.tables.outstanding import MOST_ID, PendingSample, new_id
 from replay_server.tables.selecting.balance import ValueRows
@@ -143,9 +145,11 @@ def _side(backend: Backend, table: str) -> Side | None:
     buffer = backend.buffer
     if not table:
         return None
-    if table == ARCHIVE and buffer.archive is not None:
+    if table == ARCHIVE and Archiving.of(buffer) is not None:
         return Side.ARCHIVER
-    return Side.GENERATOR if table == buffer.building or table in backend.clients.prompt_tables else Side.TRAINER
+    construction = Construction.of(buffer)
+    building = construction is not None and construction.table == table
+    return Side.GENERATOR if building or table in backend.clients.prompt_tables else Side.TRAINER
 
 
 def _check_lease(seconds: float) -> None:

@@ -30,13 +30,11 @@ ITEM = np.dtype(
         ("policy_version", "<i8"),
         ("nbytes", "<i8"),
         ("inserted_at", "<f8"),
-        ("permit", "<u4"),  # 0: it has none
+        ("permit", "<u4"),  # the mark of an extension; 0: it has none
         ("labels", "<u4"),  # bytes
     ]
 )
 """What all tables share of an item. Its rows follow, and then its labels."""
-UNUSED, BUILDING = 1, 2
-"""The permit of an item: it is accepted and was not sampled, or it is a group under construction."""
 
 ROW = np.dtype(
     [
@@ -54,17 +52,15 @@ it and keeps it for a rollback, without or with the permit that it used."""
 
 _CHECKSUM = 8
 
-TABLE, SCOPE, LEASE, REMEMBERED, POLICY, ADMISSION, CLOCK, HISTORY = (
+TABLE, SCOPE, LEASE, REMEMBERED, POLICY, CLOCK = (
     b"table/",
     b"scope/",
     b"lease/",
     b"remembered/",
     b"policy",
-    b"admission",
     b"clock",
-    b"history",
 )
-"""Names of state records, or how they begin."""
+"""Names of state records, or how they begin. Extensions name theirs themselves."""
 
 
 class Damaged(Exception):

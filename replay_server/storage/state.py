@@ -24,11 +24,8 @@ from replay_protos.labels import pack_labels
 from replay_server.storage import records
 from replay_server.storage.checkpoints import OpenCheckpoint
 from replay_server.storage.records import (
-    ADMISSION,
-    BUILDING,
     CLOCK,
     FORWARDED,
-    HISTORY,
     ITEM,
     KEPT,
     KEPT_WITH_PERMIT,
@@ -38,7 +35,6 @@ from replay_server.storage.records import (
     ROW,
     SCOPE,
     TABLE,
-    UNUSED,
     Damaged,
     Delta,
     ItemRecords,
@@ -52,7 +48,7 @@ from replay_server.storage.records import (
 )
 from replay_server.tables.buffer import Policy, ReplayBuffer
 from replay_server.tables.columns import IntArray, KeyArray
-from replay_server.tables.history import Consumed, History
+from replay_server.tables.extensions.history import Consumed, History
 from replay_server.tables.items import Item
 from replay_server.tables.table import Table
 
@@ -214,7 +210,7 @@ class ChangeCollector:
     def item_records(self, keys: npt.NDArray[np.uint64], found: Sequence[Item] | None = None) -> ItemRecords:
         """The records of `keys`, in the same order, all of them in the buffer; `found` are their items, if known. Items
         that only batches hold are left out."""
-        buffer, offset = self._buffer, self._offset
+        buffer, offset, history = self._buffer, self._offset, History.of(self._buffer)
         if found is None:
             found = [buffer.items[key] for key in keys.tolist()]
         owners: list[IntArray] = []
@@ -225,8 +221,8 @@ class ChangeCollector:
                 of_table["table"], of_table["inserted_at"] = self._tables[table.name], of_table["inserted_at"] + offset
                 owners.append(of_items)
                 rows.append(of_table)
-            if table.columns.kept:
-                of_items, of_table = kept_rows(table, keys, buffer.history)
+            if history is not None and table.columns.retained:
+                of_items, of_table = kept_rows(table, keys, history)
                 of_table["table"], of_table["inserted_at"] = self._tables[table.name], of_table["inserted_at"] + offset
                 owners.append(of_items)
                 rows.append(of_table)
@@ -245,10 +241,9 @@ class ChangeCollector:
         items["key"] = keys
         for name in ("policy_version", "nbytes", "inserted_at"):
             items[name] = np.fromiter(map(attrgetter(name), found), dtype=ITEM[name], count=len(found))
-        if permits := buffer.items.unused_permits:
-            items["permit"] = [key in permits for key in keys.tolist()]
-        if building := buffer.items.building:
-            items["permit"][[key in building for key in keys.tolist()]] = BUILDING
+        for extension in buffer.extensions:
+            if marked := extension.marked:
+                items["permit"][[key in marked for key in keys.tolist()]] = extension.mark
         items["inserted_at"] += offset
         if len(owners) == 1 and owners[0].size == keys.size and not forwarded:  # a row each: the most frequent case
             records = ItemRecords(items, rows[0], owners[0])
@@ -273,13 +268,8 @@ class ChangeCollector:
         policy = buffer.policy
         values.append((CLOCK, self._clock_record))
         values.append((POLICY, [policy.version, policy.weights, policy.set_at + offset]))
-        values.append((HISTORY, buffer.history.state_dict()))
-        if buffer.admission is not None:
-            admission = buffer.admission.state_dict(offset)
-            # Items that only batches hold are not recorded, so nothing would give their permits back after a restart.
-            admission["accepted"] -= buffer.outstanding.unused_permits()
-            values.append((ADMISSION, admission))
-        if not self._removed_obsolete:  # records of tables, and of an [admission], that are no longer configured
+        values += [(each.record, each.state_dict(offset)) for each in buffer.extensions if each.record]
+        if not self._removed_obsolete:  # records of tables and extensions that are no longer configured
             self._removed_obsolete = True
             kept = {name for name, _ in values}
             obsolete = [name for name in self._written if name not in kept and not name.startswith(_KEPT)]
@@ -351,7 +341,7 @@ def rows_in_table(
 
 def kept_rows(table: Table, keys: KeyArray, history: History) -> tuple[IntArray, npt.NDArray[np.void]]:
     """As `rows_in_table`, the rows of `keys` that the table has consumed and keeps."""
-    kept, columns = table.columns.kept, table.columns
+    kept, columns = table.columns.retained, table.columns
     names: list[int] = keys.tolist()
     places = [place for place, key in enumerate(names) if key in kept]
     slots = [kept[names[place]] for place in places]
@@ -369,7 +359,7 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     now = buffer.clock()
     offset = records.time_offset(state.state_records, now)
     scopes: list[Any] = []
-    admission: dict[str, Any] | None = None
+    of_extensions: dict[bytes, dict[str, Any]] = {}
     leases: list[Any] = []
     for name, record in state.state_records.items():
         if name.startswith(REMEMBERED):
@@ -387,12 +377,10 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
             buffer.policy = Policy(value[0], value[1], min(value[2] - offset, now))
             for table in buffer.tables.values():
                 table.set_policy_version(buffer.policy.version)
-        elif name == ADMISSION:
-            admission = value
-        elif name == HISTORY:
-            buffer.history.load_state_dict(value)
-    if buffer.admission is not None:
-        buffer.admission.load_state_dict(admission, offset, buffer.policy.version)
+        elif name != CLOCK:
+            of_extensions[name] = value
+    for extension in buffer.extensions:
+        extension.load_state_dict(of_extensions.get(extension.record), offset, buffer.policy.version)
     for table_name, scope, _, keys in sorted(scopes, key=lambda value: value[2]):
         if table_name in buffer.tables:
             buffer.tables[table_name].scopes.load(scope, np.frombuffer(keys, dtype="<u8").tolist())
@@ -471,13 +459,11 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
     for owner, tables in forwarded.items():
         loaded[columns[0][owner]].forwarded = tables
     buffer.items.update(loaded)
-    buffer.items.find_archived_only()
     if labels is not None:
         buffer.items.label(columns[0], labels)
-    buffer.items.unused_permits.update(keys[items["permit"] == UNUSED].tolist())
-    if buffer.building:  # the table may have another name than before
-        there = buffer.tables[buffer.building].columns.find(keys) >= 0
-        buffer.items.building.update(keys[there & (items["permit"] == BUILDING)].tolist())
+    for extension in buffer.extensions:
+        if extension.mark:
+            extension.load_marked(keys[items["permit"] == extension.mark].tolist())
     buffer.items.bytes += int(items["nbytes"].sum())
     unheld = keys[holders == 0].tolist()  # they are in no table that is configured
     buffer.items.hold(unheld)
@@ -488,9 +474,11 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
 
 def _keep(buffer: ReplayBuffer, table: Table, keys: KeyArray, rows: npt.NDArray[np.void]) -> None:
     """These rows (n,), which are in the table, were consumed and kept before."""
-    table.keep(keys)
+    table.retain(keys)
     numbers, permits = rows["times_sampled"].tolist(), (rows["kind"] == KEPT_WITH_PERMIT).tolist()
-    buffer.history.keep_again(table, keys.tolist(), map(Consumed, numbers, permits))
+    history = History.of(buffer)
+    assert history is not None
+    history.keep_again(table, keys.tolist(), map(Consumed, numbers, permits))
 
 
 @contextmanager
@@ -507,19 +495,18 @@ def no_garbage_collection() -> Iterator[None]:
 
 def reconcile(buffer: ReplayBuffer) -> None:
     """Makes all that was loaded fit the configuration. What that costs is logged."""
-    if buffer.admission is not None:
-        buffer.admission.expire()
-    buffer.history.reconcile()
+    for extension in buffer.extensions:
+        extension.reconcile()
     for table in buffer.tables.values():
         size = table.size
         if lost := table.reconcile():
             log.warning("table %r: %d items are lost", table.name, lost)
         if evicted := size - table.size:
             log.warning("table %r: %d items evicted, for its bounds are lower now", table.name, evicted)
-        table.drop_stale(buffer.policy.version)
-    tables, nbytes = list(buffer.tables.values()), buffer.items.bytes
-    if why := buffer.items.why_full(0, tables):
+        table.drop_stale()
+    nbytes = buffer.items.bytes
+    if why := buffer.items.why_full(0, buffer.trained):
         log.warning("%s: 0 items evicted, for too few can be", why)
-    elif evicted := buffer.items.make_room(tables):
+    elif evicted := buffer.items.make_room(buffer.trained):
         log.warning("%d bytes + 0 > max_bytes %s: %d items evicted", nbytes, buffer.items.max_bytes, evicted)
     buffer.items.freed = False

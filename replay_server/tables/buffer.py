@@ -16,38 +16,32 @@ left are cleared away afterwards, in slices (`leaving.py`).
 
 * A drawn batch is outstanding until exactly one call of `take` or `give_back`.
 * A row of several tables waits in the lines of all of them, and enters all of them at once.
-* A row of the table that is archived joins `archive` as it enters. It waits for no place there, and is refused none.
+* Extensions act within these operations, in the order that `table.py` states.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-import numpy as np
 from pydantic import ValidationError
 
 from replay_protos.labels import labels_of
 from replay_server.errors import Refused, closed, deadline, invalid, listed_tables, not_found, try_again
-from replay_server.tables.admission import Admission
 from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, KeyArray
-from replay_server.tables.config import (
-    ARCHIVE,
-    AdmissionConfig,
-    ArchiveConfig,
-    TableConfig,
-    admitted_table,
-    archived_table,
-    explain,
-)
-from replay_server.tables.history import History
-from replay_server.tables.insert_rules import (
+from replay_server.tables.config import TableConfig, explain
+from replay_server.tables.extensions.extension import Extension, PolicyChange, hooks
+from replay_server.tables.items import DamagedPayloads, InsertBatch, Items, MemoryStorage, Payload, Storage
+from replay_server.tables.leaving import ROWS_PER_SLICE
+from replay_server.tables.meters import Rhythm
+from replay_server.tables.outstanding import OutstandingBatches, PendingSample, check_sample
+from replay_server.tables.remembered import Remembered, Watcher
+from replay_server.tables.rules import (
     MAX_VERSION,
     Blocked,
     InsertRules,
@@ -58,12 +52,7 @@ from replay_server.tables.insert_rules import (
     are_priorities,
     bad_priority,
 )
-from replay_server.tables.items import DamagedPayloads, InsertBatch, Items, MemoryStorage, Payload, Storage
-from replay_server.tables.leaving import ROWS_PER_SLICE, DepartureLog
-from replay_server.tables.meters import Rhythm
-from replay_server.tables.outstanding import OutstandingBatches, PendingSample, check_sample
-from replay_server.tables.remembered import Remembered, Watcher
-from replay_server.tables.table import SampleRequest, Table
+from replay_server.tables.table import SampleBatch, SampleRequest, Table
 from replay_server.tables.waiting import Line
 
 SILENCE = 10.0
@@ -102,16 +91,17 @@ def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items
     return max(1, int(at_once))
 
 
-def silence(pending: PendingInsert | PendingSample, now: float, admission: Admission | None) -> str:
-    """How long the side that `pending` waits for has done nothing, and whether generators wait for permits."""
+def silence(pending: PendingInsert | PendingSample, now: float, extensions: Iterable[Extension]) -> str:
+    """How long the side that `pending` waits for has done nothing, and whether generators wait for an extension."""
     table = pending.tables[0]
     samples = isinstance(pending, PendingSample)
     seconds = now - (table.inserted if samples else table.sampled).last
     if seconds < SILENCE:
         return ""
     words = f"; nobody {'inserted' if samples else 'sampled'} for {seconds:.0f} s"
-    if samples and admission is not None and len(admission.line):
-        words += f", and generators wait for permits ({len(admission.line)})"
+    for name, line in chain.from_iterable(each.lines.items() for each in extensions):
+        if samples and len(line):
+            words += f", and generators wait for {name} ({len(line)})"
     return words
 
 
@@ -125,7 +115,7 @@ _set_of = lru_cache(1 << 10)(frozenset[str])
 
 
 @dataclass(frozen=True)
-class Extension:
+class Appended:
     """What became of a segment that was not refused. Where it says nothing, the segment was appended."""
 
     present: tuple[str, ...] = ()
@@ -148,8 +138,7 @@ class ReplayBuffer:
         clock: Callable[[], float],
         *,
         storage: Storage | None = None,
-        admission: AdmissionConfig | None = None,
-        archive: ArchiveConfig | None = None,
+        extensions: Sequence[Extension] = (),
         max_bytes: int | None = None,
         max_payload_bytes: int = 1 << 30,
         rows_per_slice: int = ROWS_PER_SLICE,
@@ -157,36 +146,19 @@ class ReplayBuffer:
         """`rows_per_slice`: of a larger removal, so many rows are cleared away at once."""
         self.clock = clock
         self.storage = MemoryStorage() if storage is None else storage
-        configs = list(tables)
         self.max_payload_bytes = max_payload_bytes
-        self.items = Items(self.storage, max_bytes, self._permit_ended, rows_per_slice)
-        self.admission: Admission | None = None
-        self.building = "" if admission is None else admission.building or ""
-        """The table of groups under construction; empty: there is none."""
-        if admission is not None:
-            self.admission = Admission(admission, admitted_table(admission, configs), clock, self.items.building)
-        self.archived = "" if archive is None else archived_table(archive, admission, configs)
-        """The name of the table whose items join the table `archive` too; empty: there is none."""
-        if archive is not None:
-            configs.append(archive.declared())
-        self.tables = {config.name: Table(config, clock, self.left, self.items.labels) for config in configs}
-        self.archive = self.items.archive = None if archive is None else self.tables[ARCHIVE]
-        self.departures = None if archive is None else DepartureLog(time.time_ns)
-        """Of all tables but `archive`; None: nobody records them."""
-        if archive is not None:
-            for table in self.trained:
-                table.on_departure = self._departed
+        self.items = Items(self.storage, max_bytes, rows_per_slice)
+        self.trained = [Table(config, clock, self.left, self.items.labels) for config in tables]
+        """The tables that trainers and generators use. The others are declared by extensions, for themselves."""
+        configs = chain.from_iterable(each.declares for each in extensions)
+        self.items.declared = [Table(config, clock, self.left, self.items.labels) for config in configs]
+        self.tables = {table.name: table for table in [*self.trained, *self.items.declared]}
         self.lines = {name: Lines(clock) for name in self.tables}
         self.policy, self.versions = Policy(set_at=clock()), Rhythm()
         self.on_policy: set[Callable[[], None]] = set()
         """Called after every change of the policy."""
         self.watchers: list[Watcher] = []
-        admitted = "" if self.admission is None else self.admission.table
-        self.history = History(self.tables, self.items, self.watchers, admitted)
-        self.items.kept = self.history
-        self.outstanding = OutstandingBatches(
-            self.tables, self.items, self.watchers, self.history, admitted, self.building
-        )
+        self.outstanding = OutstandingBatches(self.tables, self.items, self.watchers)
         self.known_keys: Remembered[frozenset[str]] = Remembered("keys", MAX_KNOWN_KEYS, self.watchers)
         """Of items: for which tables each was inserted. An insert is known as a retry also when its item is gone."""
         self.answers: Remembered[tuple[bytes, bytes]] = Remembered(
@@ -197,10 +169,32 @@ class ReplayBuffer:
         self.remembered: dict[str, Remembered[Any]] = {kind.kind: kind for kind in kinds}
         self.damaged = 0
         """Items lost because their bytes in the storage were not what was written."""
-        self._rules = InsertRules(
-            self.items, self.known_keys, self.outstanding.why_not_closed, self.history, max_payload_bytes
-        )
+        self._rules = InsertRules(self.items, self.known_keys, self.outstanding.why_not_closed, max_payload_bytes)
         self._closed = False
+        self.extensions = extensions
+        self._lay_on(extensions)
+
+    def _lay_on(self, extensions: Sequence[Extension]) -> None:
+        """Finds the hooks of extensions; those about a table are called for the tables that they concern."""
+        for extension in extensions:
+            extension.attach(self)
+        self._why_not, self._why_no_policy = hooks(extensions, "why_not"), hooks(extensions, "why_no_policy")
+        self._on_insert, self._on_policy = hooks(extensions, "on_insert"), hooks(extensions, "on_policy")
+        self._undo, self._serve = hooks(extensions, "undo"), hooks(extensions, "progress")
+        of_table = {
+            table.name: [each for each in extensions if each.concerns(table.config)] for table in self.tables.values()
+        }
+        self._on_leave, self._on_reset = (
+            {name: hooks(concerned, hook) for name, concerned in of_table.items()} for hook in ("on_leave", "on_reset")
+        )
+        outstanding, items = self.outstanding, self.items
+        outstanding.on_take = {name: hooks(concerned, "on_take") for name, concerned in of_table.items()}
+        outstanding.on_lease = {name: hooks(concerned, "on_lease") for name, concerned in of_table.items()}
+        outstanding.on_consumed = self._tell_left
+        items.on_gone = hooks(extensions, "on_item_gone")
+        sparing = [each for each in extensions if any(each in concerned for concerned in of_table.values())]
+        items.spares, items.spare_keys = hooks(sparing, "spares"), hooks(sparing, "spare_keys")
+        items.frees = hooks(sparing, "free")
 
     @property
     def bytes(self) -> int:
@@ -208,28 +202,15 @@ class ReplayBuffer:
         return self.items.bytes
 
     @property
-    def trained(self) -> list[Table]:
-        """All tables but `archive`: those that trainers and generators use."""
-        return [table for table in self.tables.values() if table is not self.archive]
-
-    def _departed(self, table: str, reason: str, keys: Sequence[int]) -> None:
-        assert self.departures is not None
-        self.departures.add(table, reason, self.policy.version, keys)
+    def batches(self) -> Mapping[int, tuple[Table, SampleBatch]]:
+        """The outstanding ones, by id."""
+        return self.outstanding.by_id
 
     def table(self, name: str) -> Table:
         try:
             return self.tables[name]
         except KeyError:
             raise not_found(f"no table {name[:100]!r}; {listed_tables(self.tables, name)}") from None
-
-    def _permit_ended(self, accepted: bool) -> None:
-        """An item that was inserted with a permit is gone, and nobody has used it."""
-        if self.admission is None:
-            return
-        if accepted:
-            self.admission.forget()
-        else:
-            self.admission.progress()
 
     def check_open(self) -> None:
         if self._closed:
@@ -247,23 +228,17 @@ class ReplayBuffer:
         if not batch.priorities:
             raise invalid(f"item {batch.keys[0]} names no table; {listed_tables(self.tables)}")
         tables = [self.table(name) for name in batch.priorities]
-        if self.archive is not None and ARCHIVE in batch.priorities:  # a key has one row in a table
-            raise invalid(
-                f"item {batch.keys[0]} names {ARCHIVE!r}, which items of {self.archived!r} join: leave it out"
-            )
-        if batch.permits and self.building in batch.priorities and len(tables) > 1:
-            raise invalid(
-                f"item {batch.keys[0]} comes with a permit into {', '.join(batch.priorities)}: a group under "
-                f"construction, in {self.building!r}, is in no other table until it is closed"
-            )
+        for why_not in self._why_not:
+            if (refusal := why_not(batch)) is not None:
+                raise refusal
         n, insert = len(batch), batch
         if n > 1 and (at_once := insertable_at_once(batch, tables, self.items, self.lines)) < n:
             n, insert = at_once, batch[:at_once]
         self.items.clear_left(insert.nbytes)
-        verdict = self._rules.verdict(insert, tables, self.policy.version)
+        verdict = self._rules.verdict(insert, tables)
         if n > 1 and verdict is not None:  # some row is special, so the first one is decided alone
             n, insert = 1, batch[:1]
-            verdict = self._rules.verdict(insert, tables, self.policy.version)
+            verdict = self._rules.verdict(insert, tables)
         if verdict is not None and not isinstance(verdict, Blocked):
             self._count(verdict, tables)
             if isinstance(verdict, Refused):
@@ -295,22 +270,14 @@ class ReplayBuffer:
         self.items.check_room(insert.nbytes, tables)
         self.items.free(insert.nbytes)
         before = [table.counters.evicted for table in tables]
-        built = bool(insert.closes and self.building) and self.outstanding.any_building(insert.closes)
-        admission = self.admission if insert.permits or built else None
-        admitted = admission is not None and admission.table in insert.priorities
-        archive = self.archive if self.archived in insert.priorities else None
-        self.items.insert(insert, self.clock(), len(tables) + (archive is not None), admitted)
-        if insert.permits and self.building in insert.priorities:
-            self.items.building.update(insert.keys)
-        if admission is not None:  # before anything is evicted, which may take a group off the accepted ones again
-            admission.use(insert.permits, len(insert), accepted=admitted)
+        self.items.insert(insert, self.clock(), len(tables))
+        changed = [*tables]
+        for hook in self._on_insert:
+            changed += hook(insert)
         for table in tables:
             priorities = insert.priorities[table.name]
             table.insert(insert.keys, priorities, insert.policy_versions, insert.sizes, insert.labels)
             self.lines[table.name].inserts.moved()
-        if archive is not None:
-            priorities = insert.priorities[self.archived]
-            archive.insert(insert.keys, priorities, insert.policy_versions, insert.sizes, insert.labels)
         self.known_keys.remember(insert.keys, _set_of(tuple(insert.priorities)))
         for watcher in self.watchers:
             watcher.changed(insert.keys)
@@ -322,12 +289,10 @@ class ReplayBuffer:
                 insert.evicted.extend(gone)
         if insert.closes:
             self.items.closing.update(key for key in insert.keys if key in self.items)
-            tables = [*tables, *self.outstanding.close(insert.closes, self.policy.version)]
-        if admission is not None and (built or not admitted):
-            admission.progress()
-        return tables if archive is None else [*tables, archive]
+            changed += self.outstanding.close(insert.closes)
+        return changed
 
-    def extend(self, key: int, names: Collection[str], segment: Payload) -> Extension:
+    def extend(self, key: int, names: Collection[str], segment: Payload) -> Appended:
         """Appends a segment, which has columns with these names, to the payload of an item.
 
         The item's rows that waited for these columns can be drawn now. Raises Refused; then nothing has changed.
@@ -337,10 +302,10 @@ class ReplayBuffer:
             raise invalid(f"a segment of item {key} names no column: name those that it has")
         tables = [table for table in self.trained if table.has_or_may_return(key)]
         if not tables:
-            return Extension(missing=True)
+            return Appended(missing=True)
         before = self.items[key].labels
         if present := before.columns.intersection(names):
-            return Extension(present=tuple(sorted(present)))
+            return Appended(present=tuple(sorted(present)))
         try:
             labels = labels_of(before.columns.union(names), before.tags)
         except ValueError as error:
@@ -352,12 +317,12 @@ class ReplayBuffer:
             raise refusal
         self.items.free(cost)
         self.items.extend(key, labels, segment, nbytes)
-        # What is over the bound of the archive goes with the next insert.
+        # What is over the bound of a table that an extension has declared goes with the next insert.
         completed = [table for table in self.tables.values() if table.extend(key, nbytes, cost, labels)]
         for watcher in self.watchers:
             watcher.changed([key])
         self._progress(completed)
-        return Extension()
+        return Appended()
 
     # ------------------------------------------------------------------------------------------------ sample
 
@@ -377,18 +342,16 @@ class ReplayBuffer:
         `sent`: the reader has all bytes already, so rows are not checked for staleness any more. `lease`: the reader
         has the batch only for this many seconds, unless it takes the batch meanwhile.
         """
-        outstanding, version = self.outstanding, self.policy.version
-        if not sent and outstanding.has_stale_row(batch_id, version):
+        outstanding = self.outstanding
+        if not sent and outstanding.is_outdated(batch_id):
             self.give_back(batch_id)
             return False
-        self._progress(outstanding.lease(batch_id, lease, version) if lease else outstanding.take(batch_id, version))
-        if self.building and not lease and self.admission is not None:
-            self.admission.progress()  # a group under construction may have ended
+        self._progress(outstanding.lease(batch_id, lease) if lease else outstanding.take(batch_id))
         return True
 
     def give_back(self, batch_id: int, *, by_reader: bool = False) -> None:
         """The batch returns to its table, as if it was never drawn. What a reader gives back is remembered."""
-        self._progress([self.outstanding.give_back(batch_id, self.policy.version, by_reader=by_reader)])
+        self._progress([self.outstanding.give_back(batch_id, by_reader=by_reader)])
 
     def discard(self, keys: Iterable[int]) -> None:
         """Removes items whose payload is damaged from all tables."""
@@ -417,31 +380,27 @@ class ReplayBuffer:
         if self.items.freed:
             self._progress(self.tables.values())
 
-    def left(self, columns: Columns, slots: IntArray) -> None:
-        """These rows leave a table. Many are cleared away later, except where a permit waits for it."""
-        items = self.items
-        later = slots.size > items.leaving.rows_per_slice
+    def left(self, table: Table, columns: Columns, slots: IntArray, reason: str) -> None:
+        """These rows leave a table. Many are cleared away later."""
+        items, later = self.items, slots.size > self.items.leaving.rows_per_slice
+        keys: list[int] = columns.key[slots].tolist() if reason and self._on_leave[table.name] else []
         if later:
             columns.leave(slots)
-            keys: KeyArray | list[int] = columns.key[slots]
-        else:
-            keys = columns.remove(slots)
+        of_rows: KeyArray | list[int] = columns.key[slots] if later else columns.remove(slots)
         for watcher in self.watchers:
-            watcher.changed(keys)
-        if not later:
-            items.release(keys)
-            return
-        of_permits = chain(items.unused_permits, items.building)
-        leaving = [slot for key in of_permits if (slot := columns.leaving(key)) is not None]
-        if leaving:
-            permitted = np.array(leaving)
-            # One may have left before, and wait in its slice: a rollback has given its item the permit back since.
-            if (before := permitted[~np.isin(permitted, slots)]).size:
-                items.leaving.take_out(columns, before)
-            slots = slots[~np.isin(slots, permitted)]
-            items.release(columns.free(permitted))
-        items.leaving.add(columns, slots)
-        items.freed = True  # an insert that waits for these bytes clears as many rows away as it needs
+            watcher.changed(of_rows)
+        if later:
+            items.leaving.add(columns, slots)
+            items.freed = True  # an insert that waits for these bytes clears as many rows away as it needs
+            items.tell_gone([key for each in self.extensions for key in each.marked if items.lost(key)])
+        else:
+            items.release(of_rows)
+        if keys:
+            self._tell_left(table, keys, reason)
+
+    def _tell_left(self, table: Table, keys: Sequence[int], reason: str = "consumed") -> None:
+        for hook in self._on_leave[table.name]:
+            hook(table, reason, keys)
 
     # ------------------------------------------------------------------------------------------------ waiting
 
@@ -468,7 +427,7 @@ class ReplayBuffer:
         else:
             why = self._rules.why_blocked(pending.insert, tables)
         if why:
-            return why + silence(pending, self.clock(), self.admission)
+            return why + silence(pending, self.clock(), self.extensions)
         lines, name = self.lines[tables[0].name], tables[0].name
         if isinstance(pending, PendingSample):
             return f"{name}: sampling blocked: {lines.samples.ahead_of(pending)} requests came first"
@@ -504,6 +463,8 @@ class ReplayBuffer:
                 self.items.freed = False
                 dirty.update(dict.fromkeys(other for other, lines in self.lines.items() if lines.inserts))
         self.mark_blocked([self.tables[name] for name in served])
+        for serve in self._serve:
+            serve()
 
     def _serve_insert(self, pending: PendingInsert, dirty: dict[str, None]) -> bool:
         """Decides the first insert of a line. Returns False if it goes on waiting."""
@@ -511,7 +472,7 @@ class ReplayBuffer:
             if self.lines[table.name].inserts.head is not pending:
                 return False
         self.items.clear_left(pending.insert.nbytes)
-        verdict = self._rules.verdict(pending.insert, pending.tables, self.policy.version)
+        verdict = self._rules.verdict(pending.insert, pending.tables)
         if isinstance(verdict, Blocked):
             return False
         if verdict is None:
@@ -545,8 +506,8 @@ class ReplayBuffer:
             for pending in [*lines.inserts, *lines.samples]:
                 if not pending.done:
                     pending.fail(refusal)
-        if self.admission is not None:
-            for waiting in self.admission.line:
+        for extension in self.extensions:
+            for waiting in chain.from_iterable(extension.lines.values()):
                 waiting.fail(refusal)
 
     # ------------------------------------------------------------------------------------- update, delete, tables
@@ -581,7 +542,9 @@ class ReplayBuffer:
         for key in keys:
             item = self.items.get(key)
             holding = [table for table in self.tables.values() if key in table]
-            if item is None or item.holders > len(holding) or item.forwarded or key in self.items.closing:
+            if item is None or item.holders > len(holding) or key in self.items.closing:
+                continue
+            if not all(undo(key) for undo in self._undo):
                 continue
             if any(table.columns.times_sampled[table.columns.slot(key)] for table in holding):
                 continue
@@ -600,7 +563,8 @@ class ReplayBuffer:
                 watcher.changed(list(table.columns.reserved))
                 watcher.scope_changed(table.name, "")
         for table in tables:
-            self.history.reset(table)
+            for hook in self._on_reset[table.name]:
+                hook(table)
         removed = sum(table.reset() for table in tables)
         self._progress(tables)
         return removed
@@ -630,7 +594,7 @@ class ReplayBuffer:
                 check_sample(table, sample.request)
             except Refused as refusal:
                 sample.fail(refusal)
-        table.drop_stale(self.policy.version)
+        table.drop_stale()
         self._progress(self.tables.values())  # the ended waits may have stood first in the lines of other tables, too
         return table
 
@@ -641,46 +605,33 @@ class ReplayBuffer:
     ) -> Policy:
         """Sets the current version, drops what has become too stale, and lets waiting generators go on.
 
-        `share`: see Admission.set_version. `state`: the full state of the trainer that is saved now or, with
-        `rollback`, that it goes back to: see History.
+        `share`, `state`: as in PolicyChange.
         """
-        most = MAX_VERSION if self.admission is None else self.admission.max_version
-        if not 0 <= version <= most:
-            raise invalid(f"policy version {version}: must be from 0 to {most}")
-        before = self.policy.version
-        if version < before and not rollback:
+        if not 0 <= version <= MAX_VERSION:
+            raise invalid(f"policy version {version}: must be from 0 to {MAX_VERSION}")
+        change = PolicyChange(self.policy.version, version, rollback, share, state)
+        if version < change.before and not rollback:
             raise invalid(
-                f"policy version {version} is below the current {before}; pass rollback=True (--rollback) "
+                f"policy version {version} is below the current {change.before}; pass rollback=True (--rollback) "
                 f"if the trainer really went back"
             )
-        back_to = self.history.find(state, version) if state and rollback else None
-        if state and not rollback:
-            self.history.check_new(state)
-        if not (state and version == before):  # a state is named after its version, which is not set once more
+        for why_not in self._why_no_policy:
+            if (refusal := why_not(change)) is not None:
+                raise refusal
+        if not (state and version == change.before):  # a state is named after its version, which is not set once more
             self.versions.beat(self.clock())
         self.policy = Policy(version, weights, self.clock())
         for table in self.tables.values():
             table.set_policy_version(version)
-        if rollback and self.admission is not None:
-            self.admission.accepted = MAX_VERSION  # what is dropped below frees no permit: `restart` counts anew
-        if back_to is not None:
-            self.history.go_back(back_to, before)
-        elif state:
-            self.history.name(state, version)
-        elif version < before:
-            self.history.undone = 0  # only the version goes back: nothing is undone
+            table.flow.move(-1 if rollback else version - change.before)
+            table.drop_stale()
+        for hook in self._on_policy:
+            hook(change)
         for table in self.tables.values():
-            table.drop_stale(version)
-            table.flow.move(-1 if rollback else version - before)
             for pending in self.lines[table.name].inserts:
-                if (refusal := self._rules.why_refused(pending.insert, [table], version)) is not None:
-                    self._count(refusal, [table])
-                    pending.fail(refusal)
-        if self.admission is not None:
-            if rollback:
-                self.admission.restart(version, len(self.items.unused_permits), share)
-            else:
-                self.admission.set_version(version, lambda: len(self.items.unused_permits), share)
+                if (refused := self._rules.why_refused(pending.insert, [table])) is not None:
+                    self._count(refused, [table])
+                    pending.fail(refused)
         self._progress(self.tables.values())
         for callback in list(self.on_policy):
             callback()

@@ -1,18 +1,16 @@
 """Columns: the items of one table. Each item has a slot, which is its index in one numpy array for each fact.
 
-A slot is in one state: FREE, LEAVING, KEPT, RESERVED, WAITING or SELECTABLE.
+A slot is in one state: FREE, LEAVING, RESERVED, WAITING or SELECTABLE.
 
-    add ──▶ SELECTABLE ◀──return_rows── RESERVED ──keep──▶ KEPT ──return_kept──▶ SELECTABLE
+    add ──▶ SELECTABLE ◀──return_rows── RESERVED
              │   │ └────────reserve────────▲ │
              │   └──────────▶ FREE ◀─────────┘ remove          SELECTABLE ──▶ WAITING ──▶ SELECTABLE: see WaitingRows
              └─leave─▶ LEAVING ─▲ free
 
-A row is reserved while a batch that may still be given back has used it up. A reserved row counts as gone for whoever
-looks: for size, lookup, listing and removal. It keeps its slot and its facts. So giving it back changes its state
-alone, and nobody has to carry a copy of the row.
-
-A row is kept when its batch was taken, if the trainer may go back to a state of before (history.py). It counts as gone,
-as a reserved one does, and can come back in the same way.
+A row is reserved while it may come back, and has an owner: the batch that has used it up and may still be given back,
+or, once that batch was taken, an extension that retains the row. A reserved row counts as gone for whoever looks: for
+size, lookup, listing and removal. It keeps its slot and its facts. So its return changes its state alone, and nobody
+has to carry a copy of the row.
 
 A row waits while its item lacks a column that the table requires. It is here for whoever looks, and can leave, but no
 sampler holds it. `lacks` has a bit for each required column that it lacks.
@@ -40,7 +38,7 @@ KeyArray = npt.NDArray[np.uint64]
 
 ITEM_ORDERS = ("age", "priority", "policy_version", "times_sampled", "size")
 
-FREE, LEAVING, KEPT, RESERVED, WAITING, SELECTABLE = range(6)
+FREE, LEAVING, RESERVED, WAITING, SELECTABLE = range(5)
 """The state of a slot. Rows from WAITING on are here for whoever looks."""
 
 _HASH, _BITS = 0x9E3779B97F4A7C15, 64
@@ -174,8 +172,8 @@ class TagColumn:
 
 
 class Columns(RowFacts):
-    """Slots are reused. `reserved` maps the key of each reserved item to its slot, and `kept` that of each kept one.
-    Arrays double when they are full.
+    """Slots are reused. `reserved` maps the key of each row that a batch reserves to its slot, and `retained` that of
+    each one that an extension does. Arrays double when they are full.
 
     Among a million items a lookup in `slots` waits for main memory several times, one key after the other. `find`
     therefore guesses the slots of many keys with arrays, which waits for many at once, and asks `slots` only where the
@@ -192,7 +190,7 @@ class Columns(RowFacts):
         """How many slots are leaving."""
         self._size = 0
         self.reserved: dict[int, int] = {}
-        self.kept: dict[int, int] = {}
+        self.retained: dict[int, int] = {}
         self._free: list[int] = []
         self.key = np.zeros(0, dtype=np.uint64)
         self.inserted_at = np.zeros(0)
@@ -236,7 +234,7 @@ class Columns(RowFacts):
         return slots
 
     def find_with_reserved(self, keys: KeyArray) -> IntArray:
-        """As `find`, and the slots of reserved rows too."""
+        """As `find`, and the slots of rows that batches reserve too."""
         slots = self.find(keys)
         if self.reserved:
             absent = np.flatnonzero(slots < 0)
@@ -280,13 +278,13 @@ class Columns(RowFacts):
 
     def grow(self, key: int, nbytes: int, cost: int) -> None:
         """The payload of `key` got so many more bytes, wherever its row is. `cost`: with those of its new labels."""
-        for slots in (self._slots, self.reserved, self.kept):
+        for slots in (self._slots, self.reserved, self.retained):
             if (slot := slots.get(key)) is not None:
                 self.size[slot] += nbytes
                 self.cost[slot] += cost
 
     def reserve(self, slots: IntArray) -> None:
-        """Reserves rows that are here."""
+        """Reserves rows that are here, for a batch."""
         keys: list[int] = self.key[slots].tolist()
         for key in keys:
             self.reserved[key] = self._slots.pop(key)
@@ -295,20 +293,8 @@ class Columns(RowFacts):
 
     def return_rows(self, keys: Sequence[int]) -> IntArray:
         """Ends the reservation of `keys`: their rows are here again. Returns their slots (n,)."""
-        return self._return(keys, self.reserved)
-
-    def keep(self, keys: Sequence[int]) -> None:
-        """Keeps reserved rows, whose batch was taken."""
-        for key in keys:
-            self.kept[key] = self.reserved.pop(key)
-        self.state[list(map(self.kept.__getitem__, keys))] = KEPT
-
-    def return_kept(self, keys: Sequence[int]) -> IntArray:
-        """Kept rows are here again, or leave now for good. Returns their slots (n,)."""
-        return self._return(keys, self.kept)
-
-    def _return(self, keys: Sequence[int], source: dict[int, int]) -> IntArray:
-        slots = np.array([source.pop(key) for key in keys], dtype=np.int64)
+        owned = self.retained if keys and keys[0] in self.retained else self.reserved
+        slots = np.array([owned.pop(key) for key in keys], dtype=np.int64)
         self._slots.update(zip(keys, slots.tolist(), strict=True))
         self._size += len(keys)
         self._guess[self._hashes(self.key[slots])] = slots
@@ -340,9 +326,14 @@ class Columns(RowFacts):
         self._free.extend(names)
         return keys
 
-    def remove_reserved(self, keys: Sequence[int]) -> None:
-        """Frees the slots of reserved rows."""
-        self._free_slots(np.array([self.reserved[key] for key in keys], dtype=np.int64), self.reserved)
+    def retain(self, keys: Iterable[int]) -> None:
+        """The batch that has reserved these rows is taken, and an extension is their owner now."""
+        self.retained.update((key, self.reserved.pop(key)) for key in keys)
+
+    def remove_reserved(self, keys: Iterable[int]) -> None:
+        """The batch that has reserved these rows is taken: frees the slots of those that nobody retains."""
+        slots = [self.reserved[key] for key in keys if key in self.reserved]
+        self._free_slots(np.array(slots, dtype=np.int64), self.reserved)
 
     def _free_slots(self, slots: IntArray, of: dict[int, int]) -> list[int]:
         keys: list[int] = self.key[slots].tolist()

@@ -1,21 +1,18 @@
 """Items: what all tables share of their items, and which payloads the storage has to keep.
 
 * A table holds each of its items once; an outstanding batch holds each of its rows once, and so does a reader of bytes.
-* Rows that have left a table hold their items until they are cleared away (`leaving.py`), or while they are kept for a
-  rollback (`history.py`).
+* Rows that have left a table hold their items until they are cleared away (`leaving.py`), or while they are retained.
 * As long as anything holds an item, its payload is in the storage and its bytes count. After that both are gone.
-* What only the archive holds is gone for everything else: its permit is given back, and its bytes are the first to go.
+* An item that is only in tables which extensions have declared for themselves is gone for clients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
-
-import numpy as np
 
 from replay_protos.labels import NO_LABELS, Labels
 from replay_server.errors import busy
@@ -255,78 +252,36 @@ class Item:
         return self.nbytes + self.labels.nbytes
 
 
-class Kept(Protocol):
-    """Rows that were consumed, and are only kept for a rollback: History. Their bytes count until they leave."""
-
-    undone: int
-
-    @property
-    def rows(self) -> Mapping[tuple[str, int], object]:
-        """All of them, by table and key."""
-
-    def keeps(self, table: Table) -> bool:
-        """Whether what `table` consumes now is kept."""
-
-    def keep(self, table: Table, keys: Iterable[int], permits: Collection[int]) -> None:
-        """`table` has consumed and kept these rows just now. `permits`: the keys of those whose permit it used."""
-
-    def let_go(self, table: Table, keys: Sequence[int]) -> None:
-        """These kept rows leave for good."""
-
-    def make_room(self, needed: float) -> bool:
-        """Lets rows go to free so many bytes. Returns whether that frees any."""
-
-    def holds_of(self, key: int) -> int:
-        """How many of these rows hold this item."""
-
-    def is_undone(self, version: int, current: int) -> bool:
-        """Whether a rollback has undone the policy version, and the trainer, now at `current`, is below it."""
-
-
 class Items(dict[int, Item]):
     """All items, by key."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        max_bytes: int | None,
-        on_permit_ended: Callable[[bool], object],
-        rows_per_slice: int = ROWS_PER_SLICE,
-    ) -> None:
-        """`on_permit_ended` is called when an item goes that was inserted with a permit: with True if it was accepted
-        and never sampled, with False if it was a group under construction that nobody took."""
+    def __init__(self, storage: Storage, max_bytes: int | None, rows_per_slice: int = ROWS_PER_SLICE) -> None:
         super().__init__()
         self.storage = storage
         self.max_bytes = math.inf if max_bytes is None else max_bytes
         self.bytes = 0
         self.freed = False
-        """Whether bytes became free, or are only kept for a rollback, since this was last set to False."""
-        self.unused_permits: set[int] = set()
-        """Keys of items that were inserted with a permit, and not sampled since."""
-        self.building: set[int] = set()
-        """Keys of groups under construction: items of the table `building` that came with a permit and are there yet,
-        drawn ones included."""
+        """Whether bytes became free, or could be freed, since this was last set to False."""
         self.closing: set[int] = set()
         """Keys of items whose inserts have closed batches. Such an insert cannot be taken back alone."""
         self.labelled = self.tagged = False
         """Whether some item ever had labels, and tags: otherwise nobody has to look for them."""
-        self.kept: Kept | None = None
-        self._on_permit_ended = on_permit_ended
-        self.archive: Table | None = None
-        """The table `archive`, if there is one."""
-        self._archived_only: dict[int, None] = {}
-        """Keys that only the archive held when they were last released, in this order."""
+        self.declared: Sequence[Table] = ()
+        """The tables that extensions have declared for themselves."""
+        self.on_gone: tuple[Callable[[Sequence[int]], None], ...] = ()
+        """Hooks of extensions, as are those below: see `extension.py`."""
+        self.spares: tuple[Callable[[int], int], ...] = ()
+        self.spare_keys: tuple[Callable[[], Iterable[int]], ...] = ()
+        self.frees: tuple[Callable[[float], bool], ...] = ()
         self.leaving = Leaving(self.release, rows_per_slice)
 
-    def insert(self, batch: InsertBatch, now: float, holders: int, permits: bool) -> None:
-        """Keeps the payloads of a batch, for `holders` tables. `permits`: each row used one."""
+    def insert(self, batch: InsertBatch, now: float, holders: int) -> None:
+        """Keeps the payloads of a batch, for `holders` tables."""
         sizes, versions = batch.sizes.tolist(), batch.policy_versions.tolist()
         for key, nbytes, version in zip(batch.keys, sizes, versions, strict=True):
             self[key] = Item(nbytes, version, now, holders)
         if batch.labels is not None:
             self.label(batch.keys, batch.labels)
-        if permits:
-            self.unused_permits.update(batch.keys)
         self.bytes += sum(sizes)
         self.storage.put(batch.keys, batch.payloads)
 
@@ -362,8 +317,7 @@ class Items(dict[int, Item]):
 
     def release(self, keys: Iterable[int]) -> None:
         """Removes a holder from each of `keys`; deletes the items that have none left."""
-        gone, sizes = [], []
-        kept = self.kept if self.kept is not None and self.kept.rows else None
+        gone, sizes, lost = [], [], []
         for key in keys:
             item = self[key]
             item.holders -= 1
@@ -371,53 +325,30 @@ class Items(dict[int, Item]):
                 del self[key]
                 self.bytes -= item.cost
                 self.freed = True
-                self._end_permit(key)
                 gone.append(key)
                 sizes.append(item.nbytes)
-            elif self.archive is not None and item.holders == 1 and self.archive.has_or_may_return(key):
-                self._archived_only[key] = None
-                self.freed = True  # an insert that waits for these bytes lets the archive go
-                self._end_permit(key)
-            elif kept is not None and item.holders == kept.holds_of(key) + self._is_archived(key):
-                self.freed = True  # the same, and what is kept
-        if self.archive is not None:
-            for key in gone:
-                self._archived_only.pop(key, None)
+            elif (self.declared or self.leaving) and self.lost(key):
+                lost.append(key)
+                self.freed = True  # an insert that waits for these bytes lets go of the item
+            elif self.spares and item.holders == self.spare(key):
+                self.freed = True
         if self.closing:
             self.closing.difference_update(gone)
         self.storage.delete(gone, sizes)
+        if gone or lost:
+            self.tell_gone([*gone, *lost])
 
-    def _is_archived(self, key: int) -> bool:
-        """Whether the archive has the item, and could let it go."""
-        return self.archive is not None and key in self.archive
+    def lost(self, key: int) -> bool:
+        """Whether no client can reach the item any more, and nobody who goes back to an older state either."""
+        if (item := self.get(key)) is None:
+            return True
+        declared = sum(table.has_or_may_return(key) for table in self.declared)
+        return item.holders == declared + self.leaving.holds_of(key)
 
-    def _end_permit(self, key: int) -> None:
-        """The item is gone for all but the archive: nobody will use its permit."""
-        if key in self.unused_permits:
-            self.unused_permits.remove(key)
-            self._on_permit_ended(True)
-        elif key in self.building:
-            self.building.remove(key)
-            self._on_permit_ended(False)
-
-    def find_archived_only(self) -> None:
-        """Call it after items were loaded. Finds what only the archive holds."""
-        if (archive := self.archive) is not None:
-            keys: list[int] = archive.columns.key[archive.columns.used()].tolist()
-            self._archived_only = dict.fromkeys(key for key in keys if self[key].holders == 1)
-
-    def let_archive_go(self) -> None:
-        """Evicts from the archive all that nothing else holds."""
-        while self._archived_only:
-            self._evict_archived()
-
-    def _evict_archived(self) -> None:
-        """Evicts from the archive the item that it has held alone for longest, if it still does."""
-        assert self.archive is not None
-        key = next(iter(self._archived_only))
-        del self._archived_only[key]
-        if self[key].holders == 1 and (slot := self.archive.columns.slot(key)) is not None:
-            self.archive.evict_slots(np.array([slot]))
+    def tell_gone(self, keys: Sequence[int]) -> None:
+        """Nothing holds these items any more that a client could reach."""
+        for hook in self.on_gone:
+            hook(keys)
 
     def payloads(self, keys: Sequence[int], sizes: Sequence[int]) -> Iterator[Payload]:
         """As `read`. The items must be held until all is read."""
@@ -431,7 +362,7 @@ class Items(dict[int, Item]):
     def why_full(self, nbytes: int, tables: Sequence[Table] = ()) -> str | None:
         """Why the server has no room for `nbytes` more; None: it has, or `free` and `make_room` can make it.
 
-        They let go of what only the archive has, of what is kept for a rollback, and of what `tables` may evict.
+        They let go of what extensions can spare, and of what `tables` may evict.
         """
         needed = self.bytes + nbytes - self.max_bytes
         if needed <= 0 or self._can_free(needed, tables):
@@ -445,16 +376,11 @@ class Items(dict[int, Item]):
             raise busy(f"the server is full: {why}, and {names} has too little to evict")
 
     def free(self, nbytes: int) -> None:
-        """Clears away what has left, then what only the archive has, then what is kept for a rollback.
-
-        It does so as far as `nbytes` more need the bytes.
-        """
+        """Clears away what has left, then what extensions can spare, as far as `nbytes` more need the bytes."""
         while (needed := self.bytes + nbytes - self.max_bytes) > 0:
             if self.leaving:
                 self.leaving.clear_slice()
-            elif self._archived_only:
-                self._evict_archived()
-            elif self.kept is None or not self.kept.make_room(needed):
+            elif not any(free(needed) for free in self.frees):
                 break
 
     def make_room(self, tables: Sequence[Table]) -> int:
@@ -469,20 +395,21 @@ class Items(dict[int, Item]):
             self.free(0)
         return before - len(self)
 
+    def spare(self, key: int) -> int:
+        """How many of its holders extensions would let go."""
+        return sum(spares(key) for spares in self.spares)
+
     def _can_free(self, needed: float, tables: Sequence[Table]) -> bool:
         """Whether letting go of all that `why_full` names frees `needed` bytes."""
-        tables = [*_evicting(tables), *([self.archive] if self.archive is not None else ())]
-        kept = self.kept.rows if self.kept is not None else {}
-        there = (table.columns.key[table.columns.occupied()].tolist() for table in tables if table is not self.archive)
+        tables = _evicting(tables)
+        there = (table.columns.key[table.columns.occupied()].tolist() for table in tables)
         seen = set[int]()
-        for key in chain(self._archived_only, (key for _, key in kept), chain.from_iterable(there)):
+        for key in chain(*(keys() for keys in self.spare_keys), chain.from_iterable(there)):
             if key in seen:
                 continue
             seen.add(key)
-            item = self[key]
-            holds = self.kept.holds_of(key) if self.kept is not None else 0
-            if item.holders == holds + sum(key in table for table in tables):
-                needed -= item.cost
+            if self[key].holders == self.spare(key) + sum(key in table for table in tables):
+                needed -= self[key].cost
                 if needed <= 0:
                     return True
         return False

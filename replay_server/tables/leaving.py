@@ -20,77 +20,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from replay_server.tables.columns import Columns, IntArray
 
 ROWS_PER_SLICE = 4096
 """Some 15 ms of CPU."""
-MAX_DEPARTED = 1 << 20
-"""Keys of items that left, and whose reader has not confirmed them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Departed:
-    """Items that left a table together, and why."""
-
-    number: int
-    """That of its first key. Later departures have higher numbers, also after a restart."""
-    table: str
-    reason: str
-    """consumed, evicted, stale, deleted or reset."""
-    time: float
-    """Seconds since the epoch."""
-    policy_version: int
-    """The current one at that time."""
-    keys: Sequence[int]
-
-
-class DepartureLog:
-    """The last departures, until the archiver confirms that it has written them. In memory only.
-
-    Of more than MAX_DEPARTED keys the oldest are forgotten, and counted.
-    """
-
-    def __init__(self, wall_clock_ns: Callable[[], int]) -> None:
-        self._wall_clock_ns = wall_clock_ns
-        self._next = wall_clock_ns()
-        self._departures: deque[Departed] = deque()
-        self._keys = 0
-        self.lost = 0
-        """Keys that were forgotten before anybody confirmed them."""
-
-    def add(self, table: str, reason: str, policy_version: int, keys: Sequence[int]) -> None:
-        if not len(keys):
-            return
-        time = self._wall_clock_ns() / 1e9
-        self._departures.append(Departed(self._next, table, reason, time, policy_version, keys))
-        self._next += len(keys)
-        self._keys += len(keys)
-        while self._keys > MAX_DEPARTED:
-            self.lost += self._forget()
-
-    def read(self, confirmed: int, limit: int) -> tuple[list[Departed], int]:
-        """Forgets what has a number below `confirmed`. Returns the oldest departures, and what confirms them.
-
-        They have `limit` keys together, or the first one alone has more.
-        """
-        while self._departures and self._departures[0].number < confirmed:
-            self._forget()
-        found: list[Departed] = []
-        for departure in self._departures:
-            limit -= len(departure.keys)
-            if found and limit < 0:
-                return found, departure.number
-            found.append(departure)
-        return found, self._next
-
-    def _forget(self) -> int:
-        n = len(self._departures.popleft().keys)
-        self._keys -= n
-        return n
 
 
 class Leaving:
@@ -113,12 +47,6 @@ class Leaving:
             self._slices.append((columns, slots[start : start + self.rows_per_slice]))
             self._columns[columns] += 1
         self._more.set()
-
-    def take_out(self, columns: Columns, slots: IntArray) -> None:
-        """These slots of `columns`, which wait, are cleared away by the caller."""
-        self._slices = deque(
-            (of, waiting[~np.isin(waiting, slots)] if of is columns else waiting) for of, waiting in self._slices
-        )
 
     def clear_slice(self) -> None:
         """Clears away the slice that has waited longest, if one waits."""

@@ -2,19 +2,19 @@
 
 * An outstanding batch holds each of its rows, so their payloads stay in the storage while they are sent.
 * Exactly one call of `take` or `give_back` ends a batch. How readers ended their last batches is remembered.
-* A leased batch is in use by its reader. Its rows are forwarded, and it stays outstanding when the server restarts.
+* A leased batch is in use by its reader. It stays outstanding when the server restarts.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from replay_server.errors import Refused, invalid, lease_ended, try_again
 from replay_server.tables.columns import IntArray, KeyArray
-from replay_server.tables.items import Items, Kept
+from replay_server.tables.items import Items
 from replay_server.tables.remembered import Remembered, Watcher
 from replay_server.tables.table import SampleBatch, SampleRequest, Table
 from replay_server.tables.waiting import Pending
@@ -39,23 +39,20 @@ class PendingSample(Pending[tuple[int, SampleBatch]]):
         return None if self.value is None else self.value[0]
 
 
+Hook = Callable[[Table, SampleBatch], Iterable[Table]]
+"""What an extension does with a batch of a table; returns other tables that changed."""
+
+
 class OutstandingBatches:
-    def __init__(
-        self,
-        tables: Mapping[str, Table],
-        items: Items,
-        watchers: Sequence[Watcher],
-        history: Kept,
-        admitted: str,
-        building: str,
-    ) -> None:
-        """`admitted`: the table whose inserts need permits. `building`: that of groups under construction. "": none."""
+    def __init__(self, tables: Mapping[str, Table], items: Items, watchers: Sequence[Watcher]) -> None:
         self._tables = tables
         self._items = items
         self._watchers = watchers
-        self._history = history
-        self._admitted = admitted
-        self._building = building
+        self.on_take: dict[str, tuple[Hook, ...]] = {}
+        self.on_lease: dict[str, tuple[Hook, ...]] = {}
+        """Hooks of extensions, by table, when a reader takes a batch for good, or uses it."""
+        self.on_consumed: Callable[[Table, Sequence[int]], None] = lambda table, keys: None
+        """Called with the keys of rows that left with a batch for good."""
         self.by_id: dict[int, tuple[Table, SampleBatch]] = {}
         self.leased: dict[int, float] = {}
         """The seconds for which each batch is leased, of those that are in use."""
@@ -94,18 +91,14 @@ class OutstandingBatches:
                 watcher.lease_changed(batch_id)
         return table, batch
 
-    def has_stale_row(self, batch_id: int, policy_version: int) -> bool:
+    def is_outdated(self, batch_id: int) -> bool:
         """Whether a row of the batch has become too old, or its version was undone."""
         table, batch = self.by_id[batch_id]
         versions: list[int] = batch.policy_versions.tolist()
-        if self._history.undone > policy_version and any(
-            self._history.is_undone(version, policy_version) for version in versions
-        ):
-            return True
-        return any(table.too_stale(version, policy_version) for version in versions)
+        return any(map(table.too_stale, versions)) or (table.undone > 0 and any(map(table.is_undone, versions)))
 
-    def take(self, batch_id: int, policy_version: int) -> list[Table]:
-        """The batch is its reader's for good. Forwards its rows. Returns the tables that have changed."""
+    def take(self, batch_id: int) -> list[Table]:
+        """The batch is its reader's for good. Returns the tables that have changed."""
         table, batch = self._end(batch_id)
         keys: list[int] = batch.keys.tolist()
         self.taken.remember([batch_id])
@@ -113,31 +106,23 @@ class OutstandingBatches:
             watcher.changed(keys)
             if batch.scope:
                 watcher.scope_changed(table.name, batch.scope)
-        permits: set[int] = set()
-        if table.name == self._admitted:
-            permits = self._items.unused_permits.intersection(keys)
-            self._items.unused_permits -= permits
-        elif self._building and table.name == self._building:
-            self._items.building.difference_update(keys)
-        kept = table.take(batch, keep=self._history.keeps(table))
-        if kept:
-            self._history.keep(table, kept, permits)
-            keys = batch.keys[~batch.consumed].tolist()  # a kept row takes over the hold of the batch
-        changed = [table, *self._forward_rows(table, batch, policy_version)]
+        changed = [table]
+        for hook in self.on_take[table.name]:
+            changed += hook(table, batch)
+        consumed = table.take(batch)
+        self.on_consumed(table, consumed)
+        if consumed and (retained := table.columns.retained.keys() & consumed):
+            keys = [key for key in keys if key not in retained]  # a retained row takes over the hold of the batch
         self._items.release(keys)
         return changed
 
-    def close(self, batch_ids: Sequence[int], policy_version: int) -> list[Table]:
+    def close(self, batch_ids: Sequence[int]) -> list[Table]:
         """The reader's new item takes the place of these batches. Returns the tables that have changed."""
         changed = []
         for batch_id in batch_ids:
-            changed += self.take(batch_id, policy_version)
+            changed += self.take(batch_id)
             self.on_closed(batch_id)
         return changed
-
-    def any_building(self, batch_ids: Sequence[int]) -> bool:
-        """Whether one of these batches has a group under construction, whose permit the item gets that closes it."""
-        return any(not self._items.building.isdisjoint(self.by_id[each][1].keys.tolist()) for each in batch_ids)
 
     def why_not_closed(self, batch_ids: Sequence[int]) -> Refused | None:
         """Why an item cannot close these batches; None: it can."""
@@ -150,8 +135,8 @@ class OutstandingBatches:
                 )
         return None
 
-    def lease(self, batch_id: int, seconds: float, policy_version: int) -> list[Table]:
-        """The reader has the batch, under a lease. Forwards its rows. Returns the tables that have changed."""
+    def lease(self, batch_id: int, seconds: float) -> list[Table]:
+        """The reader has the batch, under a lease. Returns the tables that have changed."""
         table, batch = self.by_id[batch_id]
         if self.leased.get(batch_id) == seconds:  # renewed: nothing to write
             return []
@@ -159,7 +144,7 @@ class OutstandingBatches:
         for watcher in self._watchers:
             watcher.lease_changed(batch_id)
             watcher.changed(batch.keys.tolist())
-        return self._forward_rows(table, batch, policy_version)
+        return [other for hook in self.on_lease[table.name] for other in hook(table, batch)]
 
     def restore_lease(self, batch_id: int, table_name: str, keys: KeyArray, scope: str, seconds: float) -> None:
         """Draws a leased batch of an older server again. All its items are in their tables."""
@@ -171,16 +156,15 @@ class OutstandingBatches:
         for watcher in self._watchers:
             watcher.lease_changed(batch_id)
 
-    def give_back(self, batch_id: int, policy_version: int, *, by_reader: bool = False) -> Table:
+    def give_back(self, batch_id: int, *, by_reader: bool = False) -> Table:
         """The batch returns to its table, as if it was never drawn. Returns the table."""
         table, batch = self._end(batch_id)
         if by_reader:
             self.given_back.remember([batch_id])
         self._items.hold(table.give_back(batch))
         self._items.release(batch.keys.tolist())
-        table.drop_stale(policy_version)
-        if self._history.undone > policy_version:
-            table.drop_versions(policy_version, self._history.undone)
+        table.drop_stale()
+        table.drop_undone()
         return table
 
     def drawn(self, table: Table) -> tuple[KeyArray, IntArray]:
@@ -194,55 +178,6 @@ class OutstandingBatches:
         """The keys of outstanding rows of `table` that were drawn under `scope`."""
         batches = [batch for of, batch in self.by_id.values() if of is table and batch.scope == scope]
         return {key for batch in batches if batch.epoch == table.epoch for key in batch.keys.tolist()}
-
-    def unused_permits(self) -> int:
-        """How many items with an unused permit have left all tables, so that they go when their batches end."""
-        items = self._items
-        tables = [table for table in self._tables.values() if table is not items.archive]
-        keys = {key for _, batch in self.by_id.values() for key in batch.keys.tolist() if key in items.unused_permits}
-        return sum(not any(table.has_or_may_return(key) for table in tables) for key in keys)
-
-    def _forward_rows(self, table: Table, batch: SampleBatch, policy_version: int) -> list[Table]:
-        """Returns the table that the rows were forwarded to, if there is one."""
-        if table.config.forward_to is None or batch.epoch != table.epoch:
-            return []
-        target = self._tables[table.config.forward_to]
-        for key, priority in zip(batch.keys.tolist(), batch.priorities.tolist(), strict=True):
-            self._forward(key, priority, table, target, policy_version)
-        return [target]
-
-    def _forward(self, key: int, priority: float, source: Table, target: Table, policy_version: int) -> None:
-        """Forwards an item at its first sample."""
-        # Forwarding never waits: the limiter of `target` counts the item, and only a full table can refuse it.
-        item = self._items[key]
-        if priority == 0 or source.name in item.forwarded:
-            return
-        item.forwarded += (source.name,)
-        if target.has_or_may_return(key):
-            source.counters.forwarded += 1
-            return
-        if target.too_stale(item.policy_version, policy_version):
-            target.counters.stale_refused += 1
-            source.counters.forward_refused += 1
-            return
-        if self._history.is_undone(item.policy_version, policy_version):
-            target.counters.undone += 1
-            source.counters.forward_refused += 1
-            return
-        if (
-            item.cost > (target.config.max_bytes or np.inf)
-            or (target.config.when_full != "evict" and target.why_full(1, item.cost))
-            or (target.balanced is not None and target.balanced.one_too_many([item.labels]) is not None)
-        ):
-            source.counters.forward_refused += 1
-            return
-        source.counters.forwarded += 1
-        if key in target.columns.kept:  # the same item cannot have two rows in a table
-            self._history.let_go(target, [key])
-        self._items.hold([key])
-        versions, sizes = np.array([item.policy_version]), np.array([item.nbytes])
-        target.insert([key], np.array([priority]), versions, sizes, self._items.labels([key]))
-        target.counters.evicted_on_arrival += key not in target
 
 
 def new_id() -> int:

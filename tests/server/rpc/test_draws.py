@@ -14,7 +14,7 @@ from replay_server import LimitsSection, ReplayServer, TableConfig
 from replay_server.errors import Code
 from replay_server.rpc import sampling
 from replay_server.rpc.backend import Backend
-from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.extensions.standard import replay_buffer
 from tests.factories import turns, until
 from tests.server.rpc.calls import Requests, bystander
 
@@ -124,7 +124,7 @@ def test_many_draws_at_once_hold_nobody_up(stub, client):
 
 
 def test_a_stream_reads_no_further_than_its_reader_takes_answers():
-    buffer = ReplayBuffer(TABLES, time.monotonic)
+    buffer = replay_buffer(TABLES, time.monotonic)
     backend = Backend(buffer, LimitsSection(), None)
     read = 0
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from replay_server.rpc.info import table_info
-from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
+from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.meters import MANY, Quantiles
 
 
@@ -37,10 +37,10 @@ def test_of_more_values_the_extremes_and_the_mean_are_exact_and_the_rest_is_near
 
 
 def test_what_was_deleted_is_in_no_figure_of_the_table(rng):
-    buffer = ReplayBuffer([TableConfig(name="pool", max_size=100_000)], lambda: 0.0)
+    buffer = replay_buffer([TableConfig(name="pool", max_size=100_000)], lambda: 0.0)
     table = buffer.tables["pool"]
     keys = list(range(1, 50_001))
-    table.on_leave = lambda columns, slots: columns.remove(slots)
+    table.on_leave = lambda table, columns, slots, reason: columns.remove(slots)
     table.insert(keys, np.arange(1.0, 50_001), np.arange(50_000), np.ones(50_000, dtype=np.int64))
     table.delete([key for key in keys if key % 5 or key < 10_000 or key > 40_000])
     priority = table_info(buffer, table).priority
@@ -50,9 +50,9 @@ def test_what_was_deleted_is_in_no_figure_of_the_table(rng):
 
 def test_the_limiter_says_where_it_stands_in_its_window(rng):
     limiter = {"type": "sample_to_insert_ratio", "samples_per_insert": 2.0, "min_size": 3, "error_buffer": 4.0}
-    buffer = ReplayBuffer([TableConfig(name="pool", rate_limiter=limiter)], lambda: 0.0)
+    buffer = replay_buffer([TableConfig(name="pool", rate_limiter=limiter)], lambda: 0.0)
     table = buffer.tables["pool"]
-    table.on_leave = lambda columns, slots: columns.remove(slots)
+    table.on_leave = lambda table, columns, slots, reason: columns.remove(slots)
     table.insert([1, 2, 3, 4], np.ones(4), np.zeros(4), np.ones(4, dtype=np.int64))
     said = table_info(buffer, table).limiter
     assert (said.samples_per_insert, said.min_size, said.min_diff, said.max_diff) == (2.0, 3, 2.0, 10.0)
@@ -64,6 +64,6 @@ def test_the_limiter_says_where_it_stands_in_its_window(rng):
 
 
 def test_a_limiter_without_a_window_has_no_bounds():
-    buffer = ReplayBuffer([TableConfig(name="pool")], lambda: 0.0)
+    buffer = replay_buffer([TableConfig(name="pool")], lambda: 0.0)
     said = table_info(buffer, buffer.tables["pool"]).limiter
     assert (said.min_size, said.min_diff, said.max_diff) == (1, -np.inf, np.inf)

@@ -19,7 +19,7 @@ from replay_server import Config, LimitsSection, ReplayServer, ServerSection, Ta
 from replay_server.config import MAX_SAMPLE_STREAMS
 from replay_server.rpc import backend, inserting, sampling
 from replay_server.tables import remembered as tables
-from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.extensions.standard import replay_buffer
 from tests.factories import until
 from tests.server.rpc.calls import Requests, bystander, connection
 
@@ -280,7 +280,7 @@ def waiting(client: ReplayClient) -> int:
 def test_a_message_of_very_many_rows_that_enter_one_by_one_lets_others_run_in_between():
     rows, turns = 2_000, 0
     one_by_one = TableConfig(name="plain", max_size=100, remover="min_heap")  # who is evicted depends on the row before
-    shared = backend.Backend(ReplayBuffer([one_by_one], time.monotonic), LimitsSection(), None)
+    shared = backend.Backend(replay_buffer([one_by_one], time.monotonic), LimitsSection(), None)
 
     async def messages():
         yield Frame(pb.InsertRequest(keys=range(1, rows + 1), targets=[pb.InsertTarget(table="plain")]), [])
@@ -306,7 +306,7 @@ def test_a_message_of_very_many_rows_that_enter_one_by_one_lets_others_run_in_be
 
 
 def test_an_insert_leaves_the_line_if_its_client_goes_while_it_reads_the_answers_before():
-    buffer = ReplayBuffer(TABLES, time.monotonic)
+    buffer = replay_buffer(TABLES, time.monotonic)
     shared = backend.Backend(buffer, LimitsSection(), None)
 
     async def messages():

@@ -10,8 +10,9 @@ import pytest
 from replay_server.config import MAX_CLIENTS, MAX_NAME
 from replay_server.rpc.clients import Clients, Side
 from replay_server.rpc.info import FIRST_STEPS, LONG_WAIT, long_wait, silences
-from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, ArchiveConfig, TableConfig
+from replay_server.tables.extensions.admission import Admission
+from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
 
@@ -37,7 +38,7 @@ class Run:
         self.now = 1000.0
         self.trainer, self.generator = names
         configs = [TableConfig(**table) for table in tables]
-        self.buffer = ReplayBuffer(configs, lambda: self.now, admission=admission, archive=archive)
+        self.buffer = replay_buffer(configs, lambda: self.now, admission=admission, archive=archive)
         self.clients = Clients(lambda: self.now)
         self.version = self.key = 0
         for _ in range(steps):
@@ -130,7 +131,7 @@ def test_whose_request_waits_is_there():
 
 def test_generators_that_wait_for_permits_are_there():
     run = Run(admission=AdmissionConfig(groups_per_step=8, max_staleness=1), steps=6)
-    run.buffer.admission.acquire(1000, float("inf"))
+    Admission.of(run.buffer).acquire(1000, float("inf"))
     run.now += 300.0
     assert run.gone() == [("trainer", "")]
 

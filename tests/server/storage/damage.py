@@ -30,6 +30,7 @@ from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
+from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import DamagedPayloads, InsertBatch
 
 TABLES = [TableConfig(name="a", sampler="prioritized"), TableConfig(name="b", max_times_sampled=2)]
@@ -45,7 +46,7 @@ def payload_of(key: int) -> bytes:
 
 def open_buffer(directory: Path, fsync: bool = True) -> tuple[ReplayBuffer, LmdbStorage, ChangeCollector]:
     storage = LmdbStorage(directory, fsync=fsync)
-    buffer = ReplayBuffer(TABLES, time.monotonic, storage=storage)
+    buffer = replay_buffer(TABLES, time.monotonic, storage=storage)
     state = storage.load()
     collector = ChangeCollector(buffer, state)
     buffer.watchers.append(collector)

@@ -6,15 +6,15 @@ import numpy as np
 
 from replay_server.storage.records import State
 from replay_server.storage.state import ChangeCollector, restore
-from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
+from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
 
 
 def test_what_could_not_be_written_comes_again():
     tables = [TableConfig(name="a")]
-    buffer = ReplayBuffer(tables, time.monotonic)
+    buffer = replay_buffer(tables, time.monotonic)
     collector = ChangeCollector(buffer)
     buffer.watchers.append(collector)
     buffer.insert(
@@ -27,7 +27,7 @@ def test_what_could_not_be_written_comes_again():
     collector.written(delta)
     assert not collector.collect()
     state = State({name: record for name, record in delta.state_records if record is not None}, delta.items)
-    again = ReplayBuffer(tables, time.monotonic)
+    again = replay_buffer(tables, time.monotonic)
     again.storage.put([7, 8], [(b"x",), (b"y",)])
     restore(again, state)
     assert again.tables["a"].scopes.given("step-1") == buffer.tables["a"].scopes.given("step-1") != set()
@@ -37,7 +37,7 @@ def test_what_could_not_be_written_comes_again():
 
 
 def test_an_item_that_was_forwarded_and_that_only_a_batch_holds_has_no_record():
-    buffer = ReplayBuffer([TableConfig(name="a", forward_to="b"), TableConfig(name="b", max_size=1)], time.monotonic)
+    buffer = replay_buffer([TableConfig(name="a", forward_to="b"), TableConfig(name="b", max_size=1)], time.monotonic)
     collector = ChangeCollector(buffer)
     buffer.watchers.append(collector)
 
@@ -59,7 +59,7 @@ def test_an_item_that_was_forwarded_and_that_only_a_batch_holds_has_no_record():
 
 def test_what_a_restart_finds_damaged_gives_its_place_in_a_queue_back():
     tables = [TableConfig(name="a", rate_limiter={"type": "queue", "max_size": 2})]
-    buffer = ReplayBuffer(tables, time.monotonic)
+    buffer = replay_buffer(tables, time.monotonic)
     collector = ChangeCollector(buffer)
     buffer.watchers.append(collector)
 
@@ -71,6 +71,6 @@ def test_what_a_restart_finds_damaged_gives_its_place_in_a_queue_back():
     assert insert(buffer, 7, 8) == 2
     delta = collector.collect()
     state = State(dict(delta.state_records), delta.items.select(np.array([1])))
-    again = ReplayBuffer(tables, time.monotonic)
+    again = replay_buffer(tables, time.monotonic)
     restore(again, state)
     assert (insert(again, 9), insert(again, 10)) == (1, 0)

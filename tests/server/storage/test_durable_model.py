@@ -22,7 +22,7 @@ from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.checkpoints import CheckpointDirectory
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.state import ChangeCollector, restore, restore_checkpoint
-from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.extensions.standard import replay_buffer
 from tests.server.tables import test_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -45,7 +45,7 @@ class DurableMachine(test_model.ModelMachine):
 
     def open(self, tables):
         self.storage = LmdbStorage(Path(self.folder.name))
-        buffer = ReplayBuffer(
+        buffer = replay_buffer(
             tables, lambda: self.now, storage=self.storage, rows_per_slice=test_model.ROWS_PER_SLICE, **self.rest
         )
         recorded = self.storage.load()
@@ -109,7 +109,7 @@ class DurableMachine(test_model.ModelMachine):
         self.buffer = self.open(tables)
         self.listen_to_all()
         fill()
-        if self.buffer.admission is not None:
+        if self.admission is not None:
             self.model.admission_version = self.model.version
             self.model.expire_leases()
         for table in self.model.tables.values():

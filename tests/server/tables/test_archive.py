@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from replay_server.config import Config
 from replay_server.errors import Refused
-from replay_server.tables import leaving
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import (
     AdmissionConfig,
@@ -19,8 +18,11 @@ from replay_server.tables.config import (
     TableConfig,
     archived_table,
 )
+from replay_server.tables.extensions import archive
+from replay_server.tables.extensions.admission import Admission
+from replay_server.tables.extensions.archive import Archiving, DepartureLog
+from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import InsertBatch
-from replay_server.tables.leaving import DepartureLog
 from replay_server.tables.table import SampleRequest
 
 QUEUE = TableConfig(name="rollouts", rate_limiter=RateLimiterConfig(type="queue", max_size=4), forward_to="replay")
@@ -34,7 +36,7 @@ POOL = TableConfig(
 
 
 def make_buffer(*tables: TableConfig, archive: ArchiveConfig | None = ArchiveConfig(), **options) -> ReplayBuffer:  # noqa: B008
-    return ReplayBuffer(tables or (QUEUE, POOL), lambda: 100.0, archive=archive, **options)
+    return replay_buffer(tables or (QUEUE, POOL), lambda: 100.0, archive=archive, **options)
 
 
 def insert(buffer: ReplayBuffer, key: int, *tables: str, nbytes: int = 10, version: int = 0, permits: int = 0):
@@ -94,7 +96,7 @@ def test_a_full_archive_lets_the_oldest_go_and_counts_them():
         insert(buffer, key)
     assert held(buffer) == [2, 3]
     assert held(buffer, "rollouts") == [1, 2, 3]
-    assert buffer.archive.counters.evicted_unsampled == 1
+    assert Archiving.of(buffer).table.counters.evicted_unsampled == 1
 
 
 def test_a_server_that_is_full_lets_go_first_what_only_the_archive_has():
@@ -125,7 +127,7 @@ def test_when_memory_is_short_the_archive_drops_what_nothing_else_holds():
         insert(buffer, key)
     batch, _ = draw(buffer, 1)
     buffer.delete("rollouts", [1, 2])
-    buffer.items.let_archive_go()
+    Archiving.of(buffer).free_all()
     assert (held(buffer), sorted(buffer.items)) == ([3], [1, 3])
     buffer.take(batch)
 
@@ -143,12 +145,12 @@ def test_what_the_archiver_gives_back_may_go_again():
 
 def test_a_permit_comes_back_though_the_archive_still_has_the_group():
     buffer = make_buffer(admission=AdmissionConfig(groups_per_step=1, max_staleness=0))
-    permits = buffer.admission.acquire(1, math.inf, 7)
+    permits = Admission.of(buffer).acquire(1, math.inf, 7)
     assert permits.done
     insert(buffer, 1, permits=7)
-    assert buffer.admission.capacity == 0
+    assert Admission.of(buffer).capacity == 0
     buffer.delete("rollouts", [1])
-    assert buffer.admission.capacity == 1
+    assert Admission.of(buffer).capacity == 1
     assert held(buffer) == [1]
 
 
@@ -204,7 +206,7 @@ class Side:
             self.waiting += [] if pending is None else [pending]
             return done
         if name == "permit":
-            self.waiting.append(buffer.admission.acquire(given[0], math.inf, 1))
+            self.waiting.append(Admission.of(buffer).acquire(given[0], math.inf, 1))
         elif name == "sample":
             pending = buffer.sample(given[0], SampleRequest(given[1], 1), 100.0)
             if not pending.done:
@@ -221,7 +223,7 @@ class Side:
             buffer.set_policy_version(buffer.policy.version + 1, "")
         elif name == "reset":
             return buffer.reset(given[0])
-        elif name == "archiver" and buffer.archive is not None:
+        elif name == "archiver" and Archiving.of(buffer) is not None:
             self._archive(given[0])
         return None
 
@@ -242,7 +244,7 @@ class Side:
             for name in ("rollouts", "replay")
             for table in [self.buffer.tables[name]]
         ]
-        admission = self.buffer.admission
+        admission = Admission.of(self.buffer)
         return tables, admission.capacity, admission.accepted, [each.done for each in self.waiting]
 
 
@@ -262,7 +264,7 @@ def test_with_an_archive_everything_else_happens_as_without(max_bytes, operation
 
 
 def reasons(buffer: ReplayBuffer) -> list[tuple[str, str, list[int]]]:
-    return [(each.table, each.reason, list(each.keys)) for each in buffer.departures.read(0, 100)[0]]
+    return [(each.table, each.reason, list(each.keys)) for each in Archiving.of(buffer).departures.read(0, 100)[0]]
 
 
 def test_each_departure_names_its_table_and_its_reason_and_the_archive_has_none():
@@ -288,11 +290,11 @@ def test_each_departure_names_its_table_and_its_reason_and_the_archive_has_none(
         ("replay", "stale", [4]),
         ("replay", "reset", [6, 7]),
     ]
-    assert [each.policy_version for each in buffer.departures.read(0, 100)[0]] == [0, 0, 0, 1, 1, 3, 3]
+    assert [each.policy_version for each in Archiving.of(buffer).departures.read(0, 100)[0]] == [0, 0, 0, 1, 1, 3, 3]
 
 
 def test_without_an_archive_nobody_records_departures():
-    assert make_buffer(archive=None).departures is None
+    assert Archiving.of(make_buffer(archive=None)) is None
 
 
 def test_departures_stay_until_they_are_confirmed_and_beyond_the_bound_the_oldest_are_counted(monkeypatch):
@@ -305,7 +307,7 @@ def test_departures_stay_until_they_are_confirmed_and_beyond_the_bound_the_oldes
     rest, following = departures.read(following, 1)
     assert [list(each.keys) for each in rest] == [[4, 5]]
     assert departures.read(following, 3) == ([], following)
-    monkeypatch.setattr(leaving, "MAX_DEPARTED", 3)
+    monkeypatch.setattr(archive, "MAX_DEPARTED", 3)
     for keys in ([6, 7], [8, 9]):
         departures.add("t", "evicted", 0, keys)
     assert ([list(each.keys) for each in departures.read(0, 9)[0]], departures.lost) == ([[8, 9]], 2)

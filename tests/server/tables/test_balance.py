@@ -12,8 +12,8 @@ import pytest
 from replay_protos.labels import Labels, labels_of
 from replay_server import TableConfig
 from replay_server.errors import Code, Refused
-from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import MAX_BALANCED
+from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.selecting.balance import ValueRows, choose
 from replay_server.tables.table import SampleRequest, Table
@@ -34,7 +34,7 @@ class Pool(Table):
         super().__init__(
             config,
             lambda: 0.0,
-            lambda columns, slots: columns.remove(slots),
+            lambda table, columns, slots, reason: columns.remove(slots),
             self.labels_of_keys,
         )
 
@@ -359,7 +359,7 @@ def test_balance_begins_changes_and_ends_while_the_server_runs():
 
 def test_an_item_with_one_value_more_than_can_be_balanced_is_refused_alone_and_is_welcome_when_one_has_left():
     balanced = TableConfig(name="pool", balance={"tag": "prompt"})
-    buffer = ReplayBuffer([balanced, TableConfig(name="other", forward_to="pool")], lambda: 0.0)
+    buffer = replay_buffer([balanced, TableConfig(name="other", forward_to="pool")], lambda: 0.0)
 
     def insert(keys: range, table: str = "pool") -> int:
         ones = np.ones(len(keys))
@@ -392,7 +392,7 @@ def test_an_item_with_one_value_more_than_can_be_balanced_is_refused_alone_and_i
 
 
 def test_a_table_with_too_many_values_cannot_begin_to_balance_them():
-    buffer = ReplayBuffer([TableConfig(name="pool")], lambda: 0.0)
+    buffer = replay_buffer([TableConfig(name="pool")], lambda: 0.0)
     n = MAX_BALANCED
     labels = [labels_of([], {"prompt": key}) for key in range(n)]
     batch = InsertBatch(

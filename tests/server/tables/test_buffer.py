@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from replay_server.errors import Code, Refused
-from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.extensions.admission import Admission
+from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
 
@@ -20,7 +21,7 @@ class Bench:
 
     def __init__(self, *tables: TableConfig, **options):
         self.now = 100.0
-        self.buffer = ReplayBuffer(tables, lambda: self.now, **options)
+        self.buffer = replay_buffer(tables, lambda: self.now, **options)
         self.next_key = 0
 
     def insert(
@@ -97,7 +98,7 @@ def test_a_wait_that_ends_names_what_is_there_and_what_was_wanted():
 
 def test_permits_that_are_not_there_are_counted_and_named_with_what_brings_more():
     bench = admission()
-    permits = bench.buffer.admission
+    permits = Admission.of(bench.buffer)
     permits.acquire(4, math.inf)
     assert timed_out(bench, permits, permits.acquire(2, 0.0)).message == (
         "permits: there: 0, wanted: 2; the next policy version brings more "
@@ -175,7 +176,8 @@ def admission(**options) -> Bench:
     ],
 )
 def test_admission_is_of_the_queue_that_is_trained_on(tables, table):
-    assert Bench(*tables, admission=AdmissionConfig(groups_per_step=2, max_staleness=1)).buffer.admission.table == table
+    bench = Bench(*tables, admission=AdmissionConfig(groups_per_step=2, max_staleness=1))
+    assert Admission.of(bench.buffer).table == table
 
 
 @pytest.mark.parametrize("name", [None, "nowhere"])
@@ -189,10 +191,10 @@ def test_a_rollback_grants_no_permit_by_the_bound_of_the_version_that_it_undoes(
     bench = Bench(queue(keep_consumed=1), admission=AdmissionConfig(groups_per_step=2, max_staleness=1))
     bench.buffer.set_policy_version(1, "", state="one")
     bench.buffer.set_policy_version(2, "")
-    bench.insert(version=2, permits=bench.buffer.admission.acquire(1, math.inf).result().id)
-    waiting = bench.buffer.admission.acquire(6, math.inf)
+    bench.insert(version=2, permits=Admission.of(bench.buffer).acquire(1, math.inf).result().id)
+    waiting = Admission.of(bench.buffer).acquire(6, math.inf)
     bench.buffer.set_policy_version(1, "", rollback=True, state="one")  # drops the item, whose permit is free then
-    assert (bench.keys(), waiting.done, bench.buffer.admission.capacity) == ([], False, 4)
+    assert (bench.keys(), waiting.done, Admission.of(bench.buffer).capacity) == ([], False, 4)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from replay_server.storage.lmdb import LmdbStorage
 from replay_server.tables import items
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
+from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import InsertBatch, MemoryStorage
 from replay_server.tables.table import SampleRequest
 
@@ -29,7 +30,7 @@ def insert(
 
 
 def buffer_with(storage=None, **config) -> ReplayBuffer:
-    return ReplayBuffer([TableConfig(name="pool", **{"sampler": "fifo"} | config)], lambda: 0.0, storage=storage)
+    return replay_buffer([TableConfig(name="pool", **{"sampler": "fifo"} | config)], lambda: 0.0, storage=storage)
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -105,7 +106,7 @@ def test_a_segment_without_a_name_is_refused():
 def test_labels_count_for_bounds_as_they_take_memory_and_not_as_payload(bound):
     names = [tuple(f"column {n} of {key}" for n in range(1000)) for key in range(11)]  # 95 kB each
     table = TableConfig(name="pool", sampler="fifo", max_bytes=250_000 if bound == "table" else None)
-    buffer = ReplayBuffer([table], lambda: 0.0, max_bytes=250_000 if bound == "server" else None)
+    buffer = replay_buffer([table], lambda: 0.0, max_bytes=250_000 if bound == "server" else None)
     for key in range(1, 10):
         insert(buffer, key, columns=names[key])
     insert(buffer, 10)

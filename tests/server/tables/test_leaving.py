@@ -15,6 +15,8 @@ from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.state import ChangeCollector
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.extensions.admission import Admission
+from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
 
@@ -36,7 +38,7 @@ def filled(
 ) -> ReplayBuffer:
     """A buffer with the items 1 to n, all of them in each of the tables."""
     configs = [TableConfig(name=name, **(settings or {})) for name in tables]
-    buffer = ReplayBuffer(configs, lambda: 0.0, rows_per_slice=IN_A_SLICE, **options)
+    buffer = replay_buffer(configs, lambda: 0.0, rows_per_slice=IN_A_SLICE, **options)
     insert(buffer, range(1, n + 1), tables, permits, nbytes)
     return buffer
 
@@ -114,7 +116,7 @@ def test_an_item_of_two_tables_stays_in_the_other_one():
 
 def test_an_item_that_is_not_cleared_away_yet_can_be_forwarded_to_its_table_again():
     configs = [TableConfig(name="t", forward_to="kept"), TableConfig(name="kept")]
-    buffer = ReplayBuffer(configs, lambda: 0.0, rows_per_slice=IN_A_SLICE)
+    buffer = replay_buffer(configs, lambda: 0.0, rows_per_slice=IN_A_SLICE)
     insert(buffer, range(1, ROWS + 1), ("t", "kept"))
     buffer.reset("kept")
     batch, _ = buffer.sample("t", SampleRequest(ROWS, ROWS)).result()
@@ -146,7 +148,7 @@ def test_an_insert_that_waits_for_bytes_enters_when_their_slice_is_cleared_away(
 
 def test_an_insert_into_another_table_that_waits_for_bytes_enters_at_once():
     configs = [TableConfig(name="t"), TableConfig(name="other", when_full="block")]
-    buffer = ReplayBuffer(configs, lambda: 0.0, rows_per_slice=IN_A_SLICE, max_bytes=ROWS)
+    buffer = replay_buffer(configs, lambda: 0.0, rows_per_slice=IN_A_SLICE, max_bytes=ROWS)
     insert(buffer, range(1, ROWS + 1))
     pending = insert(buffer, [100], ("other",))
     assert pending is not None
@@ -158,13 +160,13 @@ def test_an_insert_into_another_table_that_waits_for_bytes_enters_at_once():
 def test_permits_of_removed_groups_are_free_at_once():
     admission = AdmissionConfig(table="t", groups_per_step=ROWS, max_staleness=0)
     buffer = filled(0, admission=admission)
-    grant = buffer.admission.acquire(ROWS, 1.0)
+    grant = Admission.of(buffer).acquire(ROWS, 1.0)
     insert(buffer, range(1, ROWS + 1), permits=grant.result().id)
-    assert (buffer.admission.accepted, buffer.admission.capacity) == (ROWS, 0)
+    assert (Admission.of(buffer).accepted, Admission.of(buffer).capacity) == (ROWS, 0)
     buffer.reset("t")
-    assert (buffer.admission.accepted, buffer.admission.capacity) == (0, ROWS)
+    assert (Admission.of(buffer).accepted, Admission.of(buffer).capacity) == (0, ROWS)
     clear_all(buffer)
-    assert (buffer.admission.accepted, buffer.items) == (0, {})
+    assert (Admission.of(buffer).accepted, buffer.items) == (0, {})
 
 
 def test_a_kill_between_two_slices_leaves_the_whole_change_and_no_payload(tmp_path: Path):
@@ -190,7 +192,7 @@ def test_a_kill_between_two_slices_leaves_the_whole_change_and_no_payload(tmp_pa
     state = again.load()
     assert (state.items.items["key"].tolist(), state.skipped, state.damaged) == ([ROWS], [], 0)
     assert again.changed  # payloads without an item are to be deleted
-    commit(again, ChangeCollector(ReplayBuffer([TableConfig(name="t")], lambda: 0.0), state))
+    commit(again, ChangeCollector(replay_buffer([TableConfig(name="t")], lambda: 0.0), state))
     assert not again.changed
     again.load()
     assert not again.changed

@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 from collections import Counter, deque
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,8 +19,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from replay_protos.labels import NO_LABELS
 from replay_server.errors import Code, Refused
-from replay_server.tables.buffer import ReplayBuffer
+from replay_server.rpc import info
 from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.extensions.admission import Admission, PendingPermits
+from replay_server.tables.extensions.extension import PolicyChange
+from replay_server.tables.extensions.history import History
+from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
 from tests.factories import slots_of
@@ -34,6 +39,23 @@ ROWS_PER_SLICE = 1
 
 # Odd configurations are the point here; what warns of them is tested elsewhere.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def everything_of(buffer):
+    """All that an operation could change."""
+    tables = [
+        (
+            *(table.state_dict(), table.bytes, table.outstanding, table.columns.state.tolist()),
+            *(table.columns.times_sampled.tolist(), table.columns.priority.tolist()),
+            *(dict(table.columns.reserved), dict(table.columns.retained)),
+            {scope: set(table.scopes.given(scope)) for scope in table.scopes},
+        )
+        for table in buffer.tables.values()
+    ]
+    lines = [(list(each.inserts), list(each.samples)) for each in buffer.lines.values()]
+    extensions = [(each.state_dict(0.0), set(each.marked)) for each in buffer.extensions]
+    items = {key: replace(item) for key, item in buffer.items.items()}
+    return tables, lines, extensions, items, buffer.bytes, len(buffer.items.leaving), vars(buffer.policy)
 
 
 def columns_of(rows: list[Insert]) -> InsertBatch:
@@ -80,25 +102,26 @@ class ModelMachine(RuleBasedStateMachine):
         self.listen_to_all()
 
     def listen_to_all(self):
+        self.admission, self.history = Admission.of(self.buffer), History.of(self.buffer)
         for table in self.buffer.tables.values():
             self.listen(table)
-        history = self.buffer.history
-        make_room = history.make_room
+        history = self.history
+        free = history.free
 
-        def logged_room(needed):
+        def logged_free(needed):
             before = list(dict.fromkeys(key for _, key in history.rows))
             at = len(self.log)
-            found = make_room(needed)
-            gone = [key for key in before if not history.holds_of(key)]
+            found = free(needed)
+            gone = [key for key in before if not history.spares(key)]
             if gone:
                 self.log.insert(at, ("let go", needed, gone))  # before what came of it: permits were granted
             return found
 
-        history.make_room = logged_room
+        self.buffer.items.frees = tuple(logged_free if each == free else each for each in self.buffer.items.frees)
         self.listen_to_closing()
 
     def make_buffer(self, tables, admission, max_bytes):
-        return ReplayBuffer(
+        return replay_buffer(
             tables, lambda: self.now, admission=admission, max_bytes=max_bytes, rows_per_slice=ROWS_PER_SLICE
         )
 
@@ -134,10 +157,10 @@ class ModelMachine(RuleBasedStateMachine):
     def listen_to_closing(self):
         close = self.buffer.outstanding.close
 
-        def logged_close(batch_ids, policy_version):
+        def logged_close(batch_ids):
             self.log.append(("close", batch_ids))
             self.hands = [batch_id for batch_id in self.hands if batch_id not in batch_ids]
-            return close(batch_ids, policy_version)
+            return close(batch_ids)
 
         self.buffer.outstanding.close = logged_close
 
@@ -435,12 +458,12 @@ class ModelMachine(RuleBasedStateMachine):
         self.model.now = self.now
         for waiting, pending in sorted(self.pendings.items(), key=lambda item: item[0].deadline):
             if waiting.deadline <= self.now and not pending.done:
-                owner = self.buffer.admission if isinstance(waiting.what, int) else self.buffer
+                owner = self.admission if isinstance(waiting.what, int) else self.buffer
                 owner.time_out(pending)
                 assert pending.done
                 self.follow()
-        if self.buffer.admission is not None:
-            self.buffer.admission.expire()
+        if self.admission is not None:
+            self.admission.expire()
             self.model.expire_leases()
             self.follow()
 
@@ -448,17 +471,34 @@ class ModelMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def abandon(self, pick):
         waiting = list(self.pendings)[pick % len(self.pendings)]
-        owner = self.buffer.admission if isinstance(waiting.what, int) else self.buffer
+        owner = self.admission if isinstance(waiting.what, int) else self.buffer
         self.model.abandon(waiting)
         owner.abandon(self.pendings.pop(waiting))
         self.follow()
 
-    @precondition(lambda self: self.buffer.admission is not None)
+    @precondition(lambda self: self.admission is not None)
     @rule(count=st.sampled_from([1, 2, 3, 5, 8]), wait=timeouts)
     def acquire_permits(self, count, wait):
         waiting = Waiting(count, [], self.now + wait)
         self.model.acquiring.append(waiting)
-        self.settle(waiting, self.buffer.admission.acquire(count, self.now + wait))
+        self.settle(waiting, self.admission.acquire(count, self.now + wait))
+
+    @rule(name=names, n=st.integers(1, 3), nbytes=st.sampled_from([0, 30, 900]))
+    def read(self, name, n, nbytes):
+        """Whatever only reads changes nothing, also where something could be let go."""
+        buffer, table = self.buffer, self.buffer.tables[name]
+        before = everything_of(buffer)
+        info.server_info(buffer, [])
+        table.weigh(SampleRequest(n, 1))
+        table.why_no_sample(SampleRequest(n, 1), n)
+        table.why_no_insert(n, nbytes)
+        for pending in self.pendings.values():
+            if not isinstance(pending, PendingPermits):
+                buffer.why_waiting(pending)
+        buffer.items.why_full(nbytes, buffer.trained)
+        for extension in buffer.extensions:
+            extension.why_no_policy(PolicyChange(buffer.policy.version, 1, rollback=True, state=f"state-{n}"))
+        assert everything_of(buffer) == before
 
     @rule(slices=st.integers(1, 3))
     def clear_away(self, slices):
@@ -467,12 +507,12 @@ class ModelMachine(RuleBasedStateMachine):
             self.buffer.clear_slice()
         self.follow()
 
-    @precondition(lambda self: self.buffer.admission is not None)
+    @precondition(lambda self: self.admission is not None)
     @rule(pick=picks, count=st.integers(0, 2))
     def release_permits(self, pick, count):
         lease = self.leases[pick % len(self.leases)]
         left = self.model.leases.get(lease, [math.inf])[0]
-        released, code = self.refused(self.buffer.admission.release, lease, count)
+        released, code = self.refused(self.admission.release, lease, count)
         if count > left:
             assert code is Code.INVALID_ARGUMENT
         else:
@@ -506,7 +546,7 @@ class ModelMachine(RuleBasedStateMachine):
             for tag in columns.tags.values():
                 found = [tag.values[code] for code in tag.codes[slots]]
                 assert found == [labels_for(row.key).text(tag.name) for row in reference.rows]
-            found = [(*self.buffer.history.rows[name, key], slot) for key, slot in columns.kept.items()]
+            found = [(*self.history.rows[name, key], slot) for key, slot in columns.retained.items()]
             assert sorted(
                 (number, permit, *(getattr(columns, fact)[slot] for fact in ("key", "order", "priority", "size")))
                 for number, permit, slot in found
@@ -596,9 +636,9 @@ class ModelMachine(RuleBasedStateMachine):
 
     @invariant()
     def permits_agree(self):
-        if not hasattr(self, "model") or self.buffer.admission is None:
+        if not hasattr(self, "model") or self.admission is None:
             return
-        admission, model = self.buffer.admission, self.model
+        admission, model = self.admission, self.model
         assert (admission.accepted, admission.running, admission.expired, admission.capacity) == (
             model.accepted,
             model.running,
@@ -616,7 +656,7 @@ class ModelMachine(RuleBasedStateMachine):
             if waiting in self.pendings:
                 pending = self.pendings.pop(waiting)
                 pending.on_done = None
-                (self.buffer.admission if isinstance(waiting.what, int) else self.buffer).abandon(pending)
+                (self.admission if isinstance(waiting.what, int) else self.buffer).abandon(pending)
         for batch_id in list(self.buffer.outstanding.by_id):
             self.buffer.give_back(batch_id)
         self.buffer.reset()

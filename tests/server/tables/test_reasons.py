@@ -8,7 +8,8 @@ import pytest
 
 from replay_server import AdmissionConfig, Config, TableConfig
 from replay_server.errors import FEW_TABLES, Refused
-from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.extensions.admission import Admission
+from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.table import SampleRequest
 
 
@@ -20,7 +21,7 @@ class Clock:
 
 
 def test_an_error_names_few_of_many_tables_and_those_are_the_nearest():
-    buffer = ReplayBuffer([TableConfig(name=f"rollouts-{number}") for number in range(10_000)], Clock())
+    buffer = replay_buffer([TableConfig(name=f"rollouts-{number}") for number in range(10_000)], Clock())
     with pytest.raises(Refused) as caught:
         buffer.table("rollout-77")
     message = caught.value.message
@@ -40,7 +41,7 @@ def test_a_configuration_of_many_tables_gets_short_errors():
 
 
 def test_an_error_names_all_of_few_tables():
-    buffer = ReplayBuffer([TableConfig(name="rollouts"), TableConfig(name="replay")], Clock())
+    buffer = replay_buffer([TableConfig(name="rollouts"), TableConfig(name="replay")], Clock())
     with pytest.raises(Refused) as caught:
         buffer.table("nope")
     assert caught.value.message == "no table 'nope'; tables: rollouts, replay"
@@ -49,11 +50,11 @@ def test_an_error_names_all_of_few_tables():
 def test_a_long_wait_says_that_the_other_side_is_silent_and_that_generators_lack_permits():
     clock = Clock()
     admission = AdmissionConfig(groups_per_step=1, max_staleness=0)
-    buffer = ReplayBuffer([TableConfig(name="rollouts")], clock, admission=admission)
+    buffer = replay_buffer([TableConfig(name="rollouts")], clock, admission=admission)
     waiting = buffer.sample("rollouts", SampleRequest(num_samples=2, min_samples=2))
     assert buffer.why_waiting(waiting).endswith("(size 0 < min_size 1)")
-    buffer.admission.acquire(1, math.inf)
-    buffer.admission.acquire(1, math.inf)
+    Admission.of(buffer).acquire(1, math.inf)
+    Admission.of(buffer).acquire(1, math.inf)
     clock.now = 31.0
     assert buffer.why_waiting(waiting).endswith(
         "(size 0 < min_size 1); nobody inserted for 31 s, and generators wait for permits (1)"

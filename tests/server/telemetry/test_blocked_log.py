@@ -5,6 +5,7 @@ import math
 
 from replay_server.rpc import info
 from replay_server.tables.config import AdmissionConfig
+from replay_server.tables.extensions.admission import Admission
 from replay_server.tables.waiting import ASKS_AGAIN
 from replay_server.telemetry.blocked_log import LOG_AFTER, BlockedLog
 from tests.server.tables.test_buffer import Bench, queue
@@ -42,7 +43,7 @@ def ask_again_and_again(bench, ask, *, seconds, every=30.0):
 def test_a_wait_that_is_asked_for_again_and_again_is_one_wait(caplog):
     caplog.set_level(logging.INFO, logger="replay_server")
     bench = Bench(queue(), admission=AdmissionConfig(groups_per_step=2, max_staleness=0))
-    permits, blocked_log = bench.buffer.admission, BlockedLog(bench.buffer)
+    permits, blocked_log = Admission.of(bench.buffer), BlockedLog(bench.buffer)
     permits.acquire(2, math.inf)
     for pending in ask_again_and_again(bench, lambda wait: permits.acquire(1, bench.now + wait), seconds=360):
         blocked_log.look()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from replay_server.errors import Code, Refused, full, invalid, storage_failed, too_large
 from replay_server.tables.columns import MAX_BALANCED, FloatArray
 from replay_server.tables.config import MAX_PRIORITY
-from replay_server.tables.items import InsertBatch, Items, Kept
+from replay_server.tables.items import InsertBatch, Items
 from replay_server.tables.remembered import Remembered
 from replay_server.tables.table import Table
 from replay_server.tables.waiting import Pending
@@ -43,7 +43,8 @@ class Blocked:
 
 
 class TooStale(Refused):
-    def __init__(self, table: Table, version: int, current: int) -> None:
+    def __init__(self, table: Table, version: int) -> None:
+        current = table.columns.current_version
         super().__init__(
             Code.FAILED_PRECONDITION,
             f"item of policy version {version} lags {current - version} behind the current {current}; table "
@@ -53,7 +54,8 @@ class TooStale(Refused):
 
 
 class Undone(Refused):
-    def __init__(self, table: Table, version: int, current: int) -> None:
+    def __init__(self, table: Table, version: int) -> None:
+        current = table.columns.current_version
         super().__init__(
             Code.FAILED_PRECONDITION,
             f"item of policy version {version}, which a rollback to version {current} has undone: generate with the "
@@ -68,19 +70,15 @@ class InsertRules:
         items: Items,
         known_keys: Remembered[frozenset[str]],
         why_not_closed: Callable[[Sequence[int]], Refused | None],
-        history: Kept,
         max_payload_bytes: int,
     ) -> None:
         """`why_not_closed`: as OutstandingBatches.why_not_closed."""
         self._items = items
         self._known_keys = known_keys
         self._why_not_closed = why_not_closed
-        self._history = history
         self._max_bytes = min(max_payload_bytes, items.max_bytes)
 
-    def verdict(
-        self, batch: InsertBatch, tables: Sequence[Table], policy_version: int
-    ) -> Refused | Known | Blocked | None:
+    def verdict(self, batch: InsertBatch, tables: Sequence[Table]) -> Refused | Known | Blocked | None:
         """What is to become of all rows of `batch`; None: they may enter `tables` now."""
         if (refusal := self.why_invalid(batch, tables)) is not None:
             return refusal
@@ -88,7 +86,7 @@ class InsertRules:
             return self._why_no_retry(batch) or Known()
         if batch.closes and (refusal := self._why_not_closed(batch.closes)) is not None:
             return refusal
-        if (refusal := self.why_refused(batch, tables, policy_version)) is not None:
+        if (refusal := self.why_refused(batch, tables)) is not None:
             return refusal
         for table in tables:
             if table.balanced is not None and (value := table.balanced.one_too_many(batch.labels)) is not None:
@@ -122,17 +120,16 @@ class InsertRules:
             return too_large(f"item of {batch.largest} bytes; this server takes at most {self._max_bytes}")
         return None
 
-    def why_refused(self, batch: InsertBatch, tables: Sequence[Table], policy_version: int) -> Refused | None:
+    def why_refused(self, batch: InsertBatch, tables: Sequence[Table]) -> Refused | None:
         """Why the rows are refused in the current state of the server."""
         if why := self._items.storage.why_full(batch.nbytes):
             return storage_failed(why)
-        undone = batch.newest > policy_version and self._history.undone > policy_version
         for table in tables:
-            if table.too_stale(batch.oldest, policy_version):
-                return TooStale(table, batch.oldest, policy_version)
+            if table.too_stale(batch.oldest):
+                return TooStale(table, batch.oldest)
             # Of several rows, the newest may be beyond all versions that were undone. Then they are decided one by one.
-            if undone and (len(batch) > 1 or self._history.is_undone(batch.newest, policy_version)):
-                return Undone(table, batch.newest, policy_version)
+            if table.is_undone(batch.newest if len(batch) == 1 else min(batch.newest, table.undone)):
+                return Undone(table, batch.newest)
             if table.config.when_full == "reject" and (why := table.why_full(len(batch), batch.nbytes)):
                 return full(f"table {table.name!r} is full: {why}, and when_full is 'reject'")
         return None

@@ -7,10 +7,8 @@ the insert (running -> accepted), by release, or by expiry of its grant (both lo
 Only inserts into one table need permits: the table whose groups are trained on. A permit that comes with an insert into
 other tables goes back, because no step will ever use that group.
 
-One other table may hold permits: `building`, of groups under construction. An item that comes into it with a permit is
-a building unit from then on, and `running` are granted permits and building units together. The unit ends when the item
-leaves that table: accepted, if an insert into the admitted table closes it, or back, if it leaves in any other way. The
-server knows the units from the items alone (`Items.building`), so they outlive a restart and a rollback as items do.
+Groups under construction have permits too (`construction.py`): `running` are granted permits and such groups together.
+The permit is accepted if an insert into the admitted table closes the group, or goes back if it ends in any other way.
 
 While another shard is away, this one grants `share` times its groups_per_step, so that a step gets all its groups:
 
@@ -23,12 +21,15 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replay_server.errors import deadline, invalid, try_again
-from replay_server.tables.config import AdmissionConfig
+from replay_server.errors import Refused, deadline, invalid, try_again
+from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.extensions.extension import Extension, PolicyChange
+from replay_server.tables.items import InsertBatch
+from replay_server.tables.table import SampleBatch, Table
 from replay_server.tables.waiting import Line, Pending
 
 _MOST_GROUPS = 1 << 50
@@ -53,13 +54,21 @@ class PendingPermits(Pending[Grant]):
         self.request = request
 
 
-class Admission:
+class Admission(Extension):
+    record, mark = b"admission", 1
+
     def __init__(
-        self, config: AdmissionConfig, table: str, clock: Callable[[], float], building: Collection[int] = ()
+        self,
+        config: AdmissionConfig,
+        table: str,
+        clock: Callable[[], float],
+        building: Collection[int] = (),
     ) -> None:
         """`table`: the one whose inserts need permits. `building`: the keys of groups under construction, as of now."""
         self.config = config
         self.table = table
+        self.marked = set()
+        """Accepted groups that nobody has sampled yet."""
         self.building = building
         self._clock = clock
         self._version = 0
@@ -72,16 +81,15 @@ class Admission:
         self.expired = 0
         self._grants: dict[int, Grant] = {}
         self.line: Line[PendingPermits] = Line(clock)
+        self.lines = {"permits": self.line}
+
+    def concerns(self, table: TableConfig) -> bool:
+        return table.name == self.table
 
     @property
     def running(self) -> int:
         """Permits that are granted and not used, and groups under construction."""
         return sum(grant.count for grant in self._grants.values()) + len(self.building)
-
-    @property
-    def max_version(self) -> int:
-        """The last policy version for which the permits of the run can be counted."""
-        return _MOST_GROUPS // self.config.groups_per_step
 
     @property
     def capacity(self) -> int:
@@ -94,7 +102,7 @@ class Admission:
         ahead = (self.config.max_staleness + 1) * self._share * self.config.groups_per_step
         return math.floor(min(self._earlier + ahead + 0.01, 2.0**62))
 
-    def why_not(self, count: int) -> str:
+    def why_no_permits(self, count: int) -> str:
         """Why `count` permits cannot be granted now: words first, then the inequality."""
         config = self.config
         remedy = (
@@ -145,53 +153,56 @@ class Admission:
         self.progress()
         return released
 
-    def use(self, grant_id: int, count: int, accepted: bool) -> None:
-        """Groups were inserted with permits. Accepted ones count even if their grant has expired in the meantime.
+    # ------------------------------------------------------------------------------------------------ what happens
 
-        Groups that went into other tables than `table` are not accepted: their permits go back. The caller then calls
-        `progress`.
-        """
-        if (grant := self._grants.get(grant_id)) is not None:
-            self._use(grant, min(count, grant.count))
-        if accepted:
-            self.accepted += count
+    def why_no_policy(self, change: PolicyChange) -> Refused | None:
+        most = _MOST_GROUPS // self.config.groups_per_step  # permits of the run can be counted until then
+        return invalid(f"policy version {change.version}: must be from 0 to {most}") if change.version > most else None
 
-    def forget(self) -> None:
-        """An accepted group went unsampled (stale, evicted, deleted), so no step will use it.
+    def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
+        """Accepts groups also if their grant has expired in the meantime."""
+        closed = (key for each in insert.closes for key in self.kernel.batches[each][1].keys.tolist())
+        if not insert.permits and not any(key in self.building for key in closed):
+            return ()
+        if (grant := self._grants.get(insert.permits)) is not None:
+            self._use(grant, min(len(insert), grant.count))
+        if self.table in insert.priorities:
+            self.accepted += len(insert)
+            self.marked.update(insert.keys)
+        return ()
+
+    def on_take(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
+        self.marked.difference_update(batch.keys.tolist())
+        return ()
+
+    def on_item_gone(self, keys: Sequence[int]) -> None:
+        """An accepted group that went unsampled (stale, evicted, deleted) is not accepted: no step will use it.
 
         Otherwise every such group would lower the capacity for good, and enough of them would stop all generation.
         """
-        self.accepted -= 1
-        self.progress()
+        if unused := self.marked.intersection(keys):
+            self.marked -= unused
+            self.accepted -= len(unused)
 
-    def set_version(self, version: int, unsampled: Callable[[], int], share: float | None = None) -> None:
-        """The trainer has finished `version` updates. `unsampled` counts accepted groups that nobody has sampled yet.
+    def on_policy(self, change: PolicyChange) -> None:
+        """The trainer has finished `version` updates, or starts again there.
 
         A server that starts empty in the middle of a run knows nothing of the groups that were used before. Without
         them in `accepted`, the first version would admit a group for every one of them again.
-
-        `share` counts for the versions since the last one, and from now on; None: as before.
         """
-        self._share = self._share if share is None else share
+        self._share = self._share if change.share is None else change.share
+        used = change.version * self.config.groups_per_step
         # Version 1 after permits were granted is the end of the first step of a run that began here, unannounced.
-        if not self._began and (version > 1 or not (self.accepted or self.running)):
-            self.accepted = max(self.accepted, version * self.config.groups_per_step + unsampled())
-            self._earlier = float(version * self.config.groups_per_step)
+        begins = not self._began and (change.version > 1 or not (self.accepted or self.running))
+        if change.rollback:
+            self.accepted = used + len(self.marked)
+        elif begins:
+            self.accepted = max(self.accepted, used + len(self.marked))
+        if change.rollback or begins:
+            self._earlier = float(used)
         else:
-            self._earlier += (version - self._version) * self._share * self.config.groups_per_step
-        self._began, self._version = True, version
-        self.progress()
-
-    def restart(self, version: int, unsampled: int = 0, share: float | None = None) -> None:
-        """The trainer starts again at `version`: `accepted` becomes what it has used until then, and what waits for it.
-
-        `unsampled`: accepted groups that nobody has used yet. `share`: as for `set_version`.
-        """
-        self._share = self._share if share is None else share
-        used = version * self.config.groups_per_step
-        self.accepted, self._earlier = used + unsampled, float(used)
-        self._began, self._version = True, version
-        self.progress()
+            self._earlier += (change.version - self._version) * self._share * self.config.groups_per_step
+        self._began, self._version = True, change.version
 
     def expire(self) -> None:
         """Ends the grants whose time is over."""
@@ -204,7 +215,7 @@ class Admission:
     def time_out(self, pending: PendingPermits) -> None:
         """The deadline of `pending` has passed."""
         if not pending.done:
-            pending.fail(deadline(f"permits: {self.why_not(pending.count)}"))
+            pending.fail(deadline(f"permits: {self.why_no_permits(pending.count)}"))
             self.progress()
 
     def abandon(self, pending: PendingPermits) -> None:
@@ -235,9 +246,12 @@ class Admission:
     # ------------------------------------------------------------------------------------------------ state
 
     def state_dict(self, offset: float) -> dict[str, Any]:
-        """Times of the clock, plus `offset`."""
+        # Items that only batches hold are not recorded, so nothing would give their permits back after a restart.
+        tables, batches = self.kernel.trained, self.kernel.batches.values()
+        held = {key for _, batch in batches for key in batch.keys.tolist() if key in self.marked}
+        unused = sum(not any(table.has_or_may_return(key) for table in tables) for key in held)
         return {
-            "accepted": self.accepted,
+            "accepted": self.accepted - unused,
             "expired": self.expired,
             "began": self._began,
             "share": self._share,
@@ -246,10 +260,9 @@ class Admission:
         }
 
     def load_state_dict(self, state: dict[str, Any] | None, offset: float, version: int) -> None:
-        """`version`: the policy version that was loaded. None: there was no [admission] when the state was written."""
         if state is None:
             if version > 0:
-                self.restart(version)
+                self.on_policy(PolicyChange(version, version, rollback=True))
             return
         self.accepted, self.expired = state["accepted"], state["expired"]
         self._began, self._version = state["began"], version
@@ -258,6 +271,12 @@ class Admission:
         self._grants = {
             grant: Grant(grant, count, min(expires - offset, latest)) for grant, count, expires in state["leases"]
         }
+
+    def load_marked(self, keys: Sequence[int]) -> None:
+        self.marked.update(keys)
+
+    def reconcile(self) -> None:
+        self.expire()
 
     def expiries(self) -> list[float]:
         """When the open grants expire."""
