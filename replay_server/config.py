@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from replay_protos.recipes import MOST_TEXT, RecipeSetting, recipe_of, server_settings, settings_of
+from replay_protos.recipes import RecipeSetting, recipe_of, server_settings, settings_of
 from replay_server.errors import listed_tables
 from replay_server.tables.config import (
     ARCHIVE,
@@ -48,28 +48,18 @@ MAX_SHARE = 4096.0
 """The largest factor by which a shard multiplies its groups_per_step while other shards are away."""
 MAX_LEASE = 86_400.0
 """Seconds after which a lease gives its batch back."""
-MAX_BYTES_AHEAD = 1 << 30
-"""Payload bytes drawn ahead for one sample stream. A single batch may have more."""
 MAX_ROWS_OUTSTANDING = 1 << 22
 """Samples that all clients together may have outstanding: under leases, or drawn ahead."""
 MAX_BYTES_READ = 256 << 20
 """Payload bytes that answers to Get hold at a time, of all clients. They count for no max_bytes."""
-MAX_SAMPLE_STREAMS = 64
-"""Sample streams of one connection."""
 MAX_DRAWS = 4096
 """Draws of one sample stream that wait, or whose batches are neither taken nor leased."""
 MAX_CLIENTS = 1024
 """Named clients that the server remembers."""
 MAX_NAME = 64
 """Characters in the name of a client."""
-MAX_SETTINGS = 64
-"""Settings that a client may describe itself with."""
-MAX_SETTING = MOST_TEXT
-"""Characters in the name and in the value of each of them."""
 MAX_DESCRIPTION = 4096
-"""Bytes of all settings of one client, as JSON. A generator or trainer of ours sends some 400."""
-MAX_DESCRIPTIONS = 256 * 1024
-"""Bytes of the settings of all clients. Beyond them the server forgets those of clients seen longest ago."""
+"""Bytes of the settings that a client describes itself with, as JSON. A generator or trainer of ours sends some 400."""
 
 
 class ServerSection(Model):

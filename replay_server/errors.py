@@ -26,6 +26,7 @@ class Code(IntEnum):
     UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
 
 
 class Reason(StrEnum):
@@ -45,6 +46,8 @@ class Reason(StrEnum):
     """The disk is full or fails, or a checkpoint could not be written."""
     TRY_AGAIN = "try-again"
     """The server answers, and cannot do it at this moment."""
+    CLOSING = "closing"
+    """The server stops, and ends its streams."""
 
 
 class Refused(Exception):

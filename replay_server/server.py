@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from replay_protos import event_loop
 from replay_protos.memory import keep_freed_memory
+from replay_protos.transport import is_loopback
 from replay_server.config import (
     ArchiveSection,
     CheckpointsSection,
@@ -23,7 +24,7 @@ from replay_server.config import (
     ServerSection,
 )
 from replay_server.errors import Refused
-from replay_server.rpc.auth import Authorizer, ServerCertificates, warn_of_open_address, warn_of_open_metrics
+from replay_server.rpc.auth import Authorizer, ServerCertificates
 from replay_server.rpc.service import Listener, ReplayService
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.checkpoints import CheckpointDirectory, OpenCheckpoint
@@ -271,7 +272,6 @@ class ReplayServer:
     ) -> None:
         config, section, checkpoints = self.config, self.config.server, self.config.checkpoints
         metrics = _metrics_endpoint(section.metrics_address)
-        latencies = None if metrics is None else metrics.latencies
         if metrics is not None:
             ends.push_async_callback(asyncio.to_thread, metrics.close)
         self._service = ReplayService(
@@ -282,19 +282,18 @@ class ReplayServer:
             checkpointer,
             section.shared_memory or None,
             config.recipe or "",
+            None if metrics is None else metrics.latencies,
         )
         self._service.backend.draining = self._draining
-        listener = Listener(
-            self._service, section.address, config.limits, self._authorizer, self._certificates, latencies
-        )
+        listener = Listener(self._service, section.address, config.limits, self._authorizer, self._certificates)
         self._address = listener.address
-        warn_of_open_address(self._address, config.security, tokens=self._authorizer.tokens is not None)
+        _warn_of_open_address(self._address, config.security, tokens=self._authorizer.tokens is not None)
         await listener.start()
         if metrics is not None:
             metrics.start(self._service.administration.server_info)
             self._metrics_address = metrics.address
             log.info("metrics at http://%s/metrics", metrics.address)
-            warn_of_open_metrics(metrics.address)
+            _warn_of_open_metrics(metrics.address)
         log.info("listening on %s with tables %s", self._address, ", ".join(buffer.tables))
         tasks = [asyncio.create_task(BlockedLog(buffer).run())]
         tasks.append(asyncio.create_task(buffer.items.leaving.run(buffer.clear_slice)))
@@ -333,3 +332,32 @@ def _metrics_endpoint(address: str | None) -> MetricsEndpoint | None:
     from replay_server.telemetry.prometheus import MetricsEndpoint  # imports packages that nothing else needs
 
     return MetricsEndpoint(address)
+
+
+def _warn_of_open_address(address: str, section: SecuritySection, *, tokens: bool) -> None:
+    """Warns if other machines can reach the address and tokens or TLS are missing; `tokens`: calls need one."""
+    if is_loopback(address.rpartition(":")[0]):
+        return
+    if not tokens and section.tls_client_ca is None:
+        log.warning(
+            "listening on %s without tokens: whoever reaches it can read and change everything; set tokens_file in "
+            "[security], or REPLAY_TOKENS_FILE",
+            address,
+        )
+    if section.tls_cert is None:
+        log.warning(
+            "listening on %s without TLS: whoever sees its traffic can read everything%s; set tls_cert and tls_key "
+            "in [security]",
+            address,
+            ", tokens included" if tokens else "",
+        )
+
+
+def _warn_of_open_metrics(address: str) -> None:
+    """Warns if other machines can reach the metrics: they need no token and have no TLS."""
+    if not is_loopback(address.rpartition(":")[0]):
+        log.warning(
+            "metrics at http://%s/metrics, without tokens and TLS: whoever reaches it can read names, sizes "
+            "and rates of tables; set metrics_address to one that only your monitoring reaches",
+            address,
+        )

@@ -12,8 +12,8 @@ from pathlib import Path
 from replay_protos import replay_pb2 as pb
 from replay_server.errors import invalid, unsupported
 from replay_server.rpc import info
-from replay_server.rpc.backend import Backend, durable, once, unary
-from replay_server.rpc.clients import Context
+from replay_server.rpc.calls import Call, once
+from replay_server.rpc.limits import Backend
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.telemetry import host
 
@@ -32,8 +32,7 @@ class AdministrationMethods:
         self._server_id = secrets.randbits(63)
         self._started = self.buffer.clock()
 
-    @unary
-    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, call: Call) -> pb.ServerInfo:
         return self.server_info(request.tables)
 
     def server_info(self, tables: Sequence[str] = ()) -> pb.ServerInfo:
@@ -55,10 +54,8 @@ class AdministrationMethods:
             server_info.disk_available = host.disk_available(self._data_dir)
         return server_info
 
-    @unary
-    @durable
     @once(pb.TableInfo)
-    async def UpdateTable(self, request: pb.UpdateTableRequest, context: Context) -> pb.TableInfo:
+    async def UpdateTable(self, request: pb.UpdateTableRequest, call: Call) -> pb.TableInfo:
         try:
             changes = json.loads(request.changes)
         except (ValueError, RecursionError) as error:
@@ -68,19 +65,15 @@ class AdministrationMethods:
         table = self.buffer.update_table(request.table, changes)
         return info.table_info(self.buffer, table)
 
-    @unary
-    @durable
     @once(pb.ResetResponse)
-    async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:
+    async def Reset(self, request: pb.ResetRequest, call: Call) -> pb.ResetResponse:
         removed = self.buffer.reset(request.table)
         return pb.ResetResponse(removed=removed)
 
-    @unary
-    async def Checkpoint(self, request: pb.CheckpointRequest, context: Context) -> pb.CheckpointInfo:
+    async def Checkpoint(self, request: pb.CheckpointRequest, call: Call) -> pb.CheckpointInfo:
         return info.checkpoint(await self._checkpoints().write(request.name))
 
-    @unary
-    async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
+    async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, call: Call) -> pb.ListCheckpointsResponse:
         listed = await self._checkpoints().listed(request.verify)
         return pb.ListCheckpointsResponse(checkpoints=[info.listed_checkpoint(entry) for entry in listed])
 

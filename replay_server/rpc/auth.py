@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,7 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from replay_protos.framing import SERVICE
-from replay_protos.transport import PemFiles, is_loopback, readable_by_others
+from replay_protos.transport import PemFiles, readable_by_others
 from replay_server.config import SecuritySection
 
 log = logging.getLogger("replay_server")
@@ -124,7 +124,7 @@ class Tokens:
         return cls(text, f"tokens_file {path}")
 
 
-class Authorizer:
+class Authorizer(grpc.aio.ServerInterceptor):
     """Decides which calls may proceed, and ends open calls whose token is revoked.
 
     A tokens file that has changed is read again. If it cannot be used, the tokens read before stay in force.
@@ -148,8 +148,27 @@ class Authorizer:
             self.tokens = Tokens(environment["REPLAY_TOKENS"], "REPLAY_TOKENS")
         self._calls: dict[asyncio.Task[Any], tuple[str, Role]] = {}
         """Open calls: the token of each, and the role that it needs."""
+        self._refused, self._logged = 0, float("-inf")
 
-    def check(self, method: str, metadata: Any) -> tuple[grpc.StatusCode | None, str]:
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """gRPC calls this for each call, before it reads any byte of its request."""
+        method: str = handler_call_details.method
+        code, message = self._check(method, handler_call_details.invocation_metadata)
+        if code is None:
+            return await continuation(handler_call_details)
+
+        # A handler of streams, whatever the method is: gRPC reads no request for such a handler.
+        async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            self._log(context.peer(), method, message)
+            await context.abort(code, message)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+    def _check(self, method: str, metadata: Any) -> tuple[grpc.StatusCode | None, str]:
         """The code and message with which to refuse the call; (None, "") if it may proceed."""
         service, _, name = method.removeprefix("/").partition("/")
         given = [value for key, value in metadata if key == "authorization"]
@@ -203,32 +222,6 @@ class Authorizer:
             self._calls[task] = token, needed
             task.add_done_callback(lambda task: self._calls.pop(task, None))
 
-
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses a call whose token does not allow it, before any byte of its request is read."""
-
-    def __init__(self, authorizer: Authorizer) -> None:
-        self._authorizer = authorizer
-        self._refused, self._logged = 0, float("-inf")
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        method: str = handler_call_details.method
-        code, message = self._authorizer.check(method, handler_call_details.invocation_metadata)
-        if code is None:
-            return await continuation(handler_call_details)
-
-        # A handler of streams, whatever the method is: gRPC reads no request for such a handler.
-        async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
-            self._log(context.peer(), method, message)
-            await context.abort(code, message)
-            yield b""
-
-        return grpc.stream_stream_rpc_method_handler(refuse)
-
     def _log(self, peer: str, method: str, why: str) -> None:
         """Writes one line for all calls refused since the line before."""
         self._refused += 1
@@ -237,35 +230,6 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
                 "refused %d calls since this was last said; the last: %s from %s: %s", self._refused, method, peer, why
             )
             self._refused, self._logged = 0, now
-
-
-def warn_of_open_address(address: str, section: SecuritySection, *, tokens: bool) -> None:
-    """Warns if other machines can reach the address and tokens or TLS are missing; `tokens`: calls need one."""
-    if is_loopback(address.rpartition(":")[0]):
-        return
-    if not tokens and section.tls_client_ca is None:
-        log.warning(
-            "listening on %s without tokens: whoever reaches it can read and change everything; set tokens_file in "
-            "[security], or REPLAY_TOKENS_FILE",
-            address,
-        )
-    if section.tls_cert is None:
-        log.warning(
-            "listening on %s without TLS: whoever sees its traffic can read everything%s; set tls_cert and tls_key "
-            "in [security]",
-            address,
-            ", tokens included" if tokens else "",
-        )
-
-
-def warn_of_open_metrics(address: str) -> None:
-    """Warns if other machines can reach the metrics: they need no token and have no TLS."""
-    if not is_loopback(address.rpartition(":")[0]):
-        log.warning(
-            "metrics at http://%s/metrics, without tokens and TLS: whoever reaches it can read names, sizes "
-            "and rates of tables; set metrics_address to one that only your monitoring reaches",
-            address,
-        )
 
 
 def _digest(token: str) -> bytes:

@@ -4,8 +4,7 @@
 * Only calls that need a read-write token leave a trace here. A read-only client cannot.
 * A name is the connection's that uses it: only that one can describe and end the client. Another connection gets the
   name by its own calls, while the one before has none open.
-* The most MAX_CLIENTS names seen last are kept, each with at most MAX_NAME characters. Of their settings those are kept
-  that were seen last and have MAX_DESCRIPTIONS bytes together.
+* The most MAX_CLIENTS names seen last are kept, each with at most MAX_NAME characters.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import grpc
 
-from replay_server.config import MAX_CLIENTS, MAX_DESCRIPTION, MAX_DESCRIPTIONS, MAX_NAME
+from replay_server.config import MAX_CLIENTS, MAX_DESCRIPTION, MAX_NAME
 from replay_server.errors import invalid
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 """A call, as gRPC describes it."""
 
 _PREFIX = "replay/"
-_MOST_PROMPT_TABLES = 64
 
 
 class Side(StrEnum):
@@ -66,9 +65,8 @@ class Client:
         return self.calls[self.connection] > 0
 
 
-class Seen(Protocol):
-    def __call__(self, role: Side | None = None) -> None:
-        """Notes a sign of life of one client, a message on its open stream, and perhaps what it does."""
+Seen: TypeAlias = Callable[[Side | None], object]
+"""Notes a sign of life of one client, a message on its open stream, and perhaps what it does."""
 
 
 class Clients:
@@ -90,7 +88,7 @@ class Clients:
         `role` None: only its messages tell what the client does.
         """
         if not (name := name_of(context)):
-            yield _nobody
+            yield lambda role: None
             return
         connection = context.peer()
         client = self._see(name, connection, role)
@@ -98,11 +96,8 @@ class Clients:
             client.connection = connection
         client.calls[connection] += 1
 
-        def seen(role: Side | None = None) -> None:
-            self._see(name, connection, role)
-
         try:
-            yield seen
+            yield partial(self._see, name, connection)
         finally:
             client.calls -= Counter([connection])
 
@@ -117,11 +112,7 @@ class Clients:
             raise invalid(f"{name!r} is the name of another connection, which is open: give this client another name")
         client = self._see(name, connection, None)
         client.settings = text
-        left = MAX_DESCRIPTIONS
-        for each in self:
-            if (left := left - len(each.settings)) < 0:
-                each.settings = "{}"
-        if (table := settings.get("prompts_table")) and len(self.prompt_tables) < _MOST_PROMPT_TABLES:
+        if table := settings.get("prompts_table"):
             self.prompt_tables.add(table.strip('"'))  # it is JSON
             client.roles.discard(Side.TRAINER)  # it may have drawn prompts before it said so
 
@@ -163,7 +154,3 @@ def name_of(context: Context) -> str:
         if key == "user-agent" and isinstance(value, str) and value.startswith(_PREFIX):
             return value[len(_PREFIX) : len(_PREFIX) + MAX_NAME + 1].partition(" ")[0][:MAX_NAME]
     return ""
-
-
-def _nobody(role: Side | None = None) -> None:
-    """The sign of life of a client without a name."""

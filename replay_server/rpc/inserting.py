@@ -1,158 +1,347 @@
-"""Inserting: the methods Insert and InsertStream, as a pipeline of generators.
+"""Inserting: the methods Insert and InsertStream, which bring new items, and segments of items that are there.
 
-    read_messages  ──▶  decide       ──▶  acknowledge      ──▶  the client
-    payloads            admit, wait       commit, answer
+    Inserts         reads messages, and decides each row      ──▶  the client
+    acknowledged    waits for the commit of what was decided  ──▶  the client, in durable mode
 
-A message has either new items or segments of items that are there (`extending.py`). Both pass here.
-
-* A message is passed on when its last payload byte has come. A stream that ends before that never sent it.
+* A message is decided when its last payload byte has come. A stream that ends before that never sent it.
 * A message that breaks a convention of replay.proto ends its stream. The messages before it stand.
 * Payload bytes of a message that is not complete count against a budget that clients share.
-* Rows are decided in the order in which they came.
-* What has been decided is passed on before each wait and at the end of each message.
+* Rows are decided in the order in which they came. Segments never wait.
+* What has been decided is answered before each wait and at the end of each message.
 * A row that is refused changes nothing, and does not affect the rows after it.
+* A server that drains takes segments, because they belong to items that it has.
+
+The names of its columns decide about a segment: one with a name that the item has already is not appended. So two
+processes that bring the same column do no harm, and the first wins. A retry would find its own names there. Each
+segment therefore has a number of its own, under which its first answer is remembered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TypeVar
 
 import numpy as np
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 from replay_protos.label_columns import labels_of_rows
-from replay_protos.labels import Labels
+from replay_protos.labels import NO_LABELS, Labels
 from replay_server.config import MAX_ROWS
 from replay_server.errors import Refused, busy, deadline, draining, invalid, storage_failed, too_large
-from replay_server.rpc.backend import Backend, endless, unary
-from replay_server.rpc.clients import Context, Seen, Side
-from replay_server.rpc.extending import SegmentRow, append, segments_of
+from replay_server.rpc.calls import Call, first_answer
+from replay_server.rpc.clients import Seen, Side
+from replay_server.rpc.limits import Backend
 from replay_server.storage.journal import Journal
-from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import FloatArray
 from replay_server.tables.extensions.construction import Construction
 from replay_server.tables.items import InsertBatch, Payload
 from replay_server.tables.rules import PendingInsert
 from replay_server.tables.waiting import deadline_at, result_of
 
-MAX_CLOSES = 64
-"""Batches that one item closes."""
 ROWS_PER_YIELD = 256
 """Rows inserted before other requests may run: rows that are inserted one by one can take seconds."""
+MAX_UNWRITTEN_BYTES = 64 << 20
+"""Payload bytes of the whole server that wait to be written. Above that a stream waits before it inserts more."""
+MAX_UNANSWERED = 1024
+"""Responses of one stream that wait for a commit, or for a client that does not read."""
 
-T = TypeVar("T")
+Request = Frame[pb.InsertRequest]
 
 
 class InsertMethods:
     def __init__(self, backend: Backend, journal: Journal | None) -> None:
-        self.backend = backend
+        self._backend = backend
         self._journal = journal
 
-    @unary
-    async def Insert(self, request: Frame[pb.InsertRequest], context: Context) -> pb.InsertResponse:
-        decided = Decided()
-        with self.backend.clients.calling(context, None) as seen:
-            async for part in self._decisions(_once(request), context.peer(), seen):
-                decided.extend(part)
+    async def Insert(self, request: Request, call: Call) -> pb.InsertResponse:
+        all_rows, requests = Decided(), [request]
+
+        async def read() -> Request | None:
+            return requests.pop() if requests else None
+
+        async def answer(decided: Decided) -> None:
+            all_rows.extend(decided)
+
+        with self._backend.clients.calling(call.context, None) as seen:
+            await Inserts(self._backend, call.client, read, answer, seen).run()
             if self._journal is not None:
                 await asyncio.wait([ticket := self._journal.ticket()])
-                refuse_unwritten(decided, self._journal, ticket)
-        if len(decided) < len(request.head.keys):
+                refuse_unwritten(all_rows, self._journal, ticket)
+        if len(all_rows) < len(request.head.keys):
             raise invalid("the payload is shorter than payload_sizes says")
-        return decided.response()
+        return all_rows.message()
 
-    @endless
-    async def InsertStream(
-        self, requests: AsyncIterator[Frame[pb.InsertRequest]], context: Context
-    ) -> AsyncIterator[pb.InsertResponse]:
-        self.backend.insert_streams += 1
+    async def InsertStream(self, call: Call) -> None:
+        async def answer(decided: Decided) -> None:
+            await call.write(decided.message())
+
+        self._backend.insert_streams += 1
         try:
-            with self.backend.clients.calling(context, None) as seen:
-                decisions = self._decisions(requests, context.peer(), seen)
-                if self._journal is not None:
-                    decisions = acknowledge(self._journal, decisions)
-                async for decided in decisions:
-                    yield decided.response()
+            with self._backend.clients.calling(call.context, None) as seen:
+                inserts = Inserts(self._backend, call.client, call.read, answer, seen)
+                if self._journal is None:
+                    await inserts.run()
+                else:
+                    await acknowledged(self._journal, inserts)
         finally:
-            self.backend.insert_streams -= 1
-
-    def _decisions(
-        self, requests: AsyncIterator[Frame[pb.InsertRequest]], client: str, seen: Seen
-    ) -> AsyncIterator[Decided]:
-        return decide(self.backend, read_messages(self.backend, requests, client), client, seen)
+            self._backend.insert_streams -= 1
 
 
-@dataclass(slots=True)  # not frozen: that would make it four times as slow to create
-class InsertMessage:
-    """The items of one InsertRequest, with all of their payloads."""
+class Decided:
+    """Rows of one stream that are inserted, appended or refused, in order."""
 
-    batches: list[InsertBatch]
-    """All new items in order. Consecutive rows that go to the same tables are one batch."""
-    segments: list[SegmentRow]
-    """The segments, where the message extends items that are there."""
-    timeout: float | None
-    """Seconds that each row may wait for its tables; None: for ever."""
-    refusal: Refused | None
-    """Why all rows are refused: the payloads are too large, or no room for them came free in time. They were read, to
-    reach the message after them, and not kept."""
-    nbytes: int
-    """Payload bytes that are kept."""
+    __slots__ = ("_response", "keys", "missing")
+
+    def __init__(self) -> None:
+        self.keys: list[int] = []
+        """Of all rows, but for the segments of items that are gone."""
+        self.missing = 0
+        """How many segments those are. Nothing about them has to be written."""
+        self._response = pb.InsertResponse()
+
+    def __len__(self) -> int:
+        return len(self.keys) + self.missing
+
+    @property
+    def refused(self) -> list[int]:
+        """The keys of the rows that are refused."""
+        return [error.key for error in self._response.errors]
+
+    def refuse(self, key: int, refusal: Refused) -> None:
+        """The key is one of `keys`."""
+        self._response.errors.add(key=key, code=refusal.code, message=refusal.message, reason=refusal.reason)
+
+    def evict(self, batch: InsertBatch) -> None:
+        """Tells of the rows that left their tables at once."""
+        for key, table in batch.evicted:
+            self._response.evicted.add(key=key, table=table)
+        batch.evicted.clear()
+
+    def append(self, key: int, unchanged: pb.UnchangedRow) -> None:
+        """A segment was not refused. It was appended if nothing is `unchanged`."""
+        if unchanged.missing:
+            self.missing += 1
+        else:
+            self.keys.append(key)
+        if unchanged.missing or unchanged.present:
+            self._response.unchanged.append(unchanged)
+
+    def extend(self, later: Decided) -> None:
+        self.keys.extend(later.keys)
+        self.missing += later.missing
+        self._response.MergeFrom(later._response)
+
+    def message(self) -> pb.InsertResponse:
+        self._response.decided = len(self)
+        return self._response
 
 
-async def read_messages(
-    backend: Backend, requests: AsyncIterator[Frame[pb.InsertRequest]], client: str
-) -> AsyncIterator[InsertMessage]:
-    """The messages of a stream of requests. Raises Refused for a request that breaks the conventions of replay.proto.
+class Inserts:
+    """One stream of inserts."""
 
-    `client` names the connection. A client that sends no payload bytes for `stall_timeout` seconds in the middle of a
-    message is refused.
-    """
-    max_bytes, unfinished, stall = backend.buffer.max_payload_bytes, backend.unfinished, backend.limits.stall_timeout
-    async for request, payloads in requests:
-        _check_columns(request)
-        rows = len(request.keys)
-        sizes = request.payload_sizes[:] or [0] * rows  # a slice takes half the time of list()
-        total = sum(sizes)
-        timeout = request.timeout if request.HasField("timeout") else None
-        chunks = list(payloads)
-        missing = total - sum(map(len, chunks))
-        refusal: Refused | None = None
-        if total > max_bytes:
-            refusal = too_large(
-                f"{total} bytes in one message; this server takes at most {max_bytes} (max_payload_bytes)"
+    def __init__(
+        self,
+        backend: Backend,
+        client: str,
+        read: Callable[[], Awaitable[Request | None]],
+        answer: Callable[[Decided], Awaitable[None]],
+        seen: Seen,
+    ) -> None:
+        """`client` names the connection. `answer` gets what was decided. `seen` is called for each message."""
+        self._backend = backend
+        self._buffer = backend.buffer
+        self._client = client
+        self._read = read
+        self.answer = answer
+        self._seen = seen
+        # Of the message whose rows are being decided:
+        self._decided = Decided()
+        self._nbytes = 0
+        """Payload bytes that are kept."""
+        self._timeout: float | None = None
+        """Seconds that each row may wait for its tables; None: for ever."""
+        self._refusal: Refused | None = None
+        """Why all rows are refused: the payloads are too large, or no room for them came free in time. They are read,
+        to reach the message after them, and not kept."""
+
+    async def run(self) -> None:
+        """Until the client ends the stream. Raises Refused for a message that breaks the conventions of replay.proto,
+        or whose next bytes do not come for `stall_timeout` seconds."""
+        while (frame := await self._read()) is not None:
+            request = frame.head
+            check_message(request)
+            rows = len(request.keys)
+            sizes = request.payload_sizes[:] or [0] * rows  # a slice takes half the time of list()
+            if (chunks := await self._chunks(frame, sum(sizes))) is None:
+                return
+            payloads: list[Payload] = [()] * rows
+            if self._refusal is None:
+                payloads = payloads_of_rows(chunks, sizes)
+            else:
+                sizes = [0] * rows
+            self._decided = Decided()
+            if request.extend:
+                await self._extend(request, payloads)
+            else:
+                self._seen(Side.GENERATOR)
+                first = True
+                for batch in batches_of(request, sizes, payloads):
+                    await self._insert(batch, first)
+                    first = False
+            await self.answer(self._decided)
+
+    async def _chunks(self, frame: Request, total: int) -> Sequence[bytes | memoryview] | None:
+        """The payload bytes of a message, `total` in all, unless they are refused. None: the stream ended before."""
+        request, chunks, limit = frame.head, frame.payloads, self._buffer.max_payload_bytes
+        self._timeout = request.timeout if request.HasField("timeout") else None
+        self._refusal = None
+        if total > limit:
+            self._refusal = too_large(
+                f"{total} bytes in one message; this server takes at most {limit} (max_payload_bytes)"
             )
-        if missing > 0:
+        if (missing := total - sum(map(len, chunks))) > 0:
+            chunks = list(chunks)
             with ExitStack() as held:
                 try:
-                    if refusal is None:
-                        await unfinished.take_in_turn(client, total, timeout)
-                        held.callback(unfinished.give_back, client, total)
+                    if self._refusal is None:
+                        await self._backend.unfinished.take_in_turn(self._client, total, self._timeout)
+                        held.callback(self._backend.unfinished.give_back, self._client, total)
                 except Refused as no_room_in_time:
-                    refusal = no_room_in_time
-                rest = await _read_rest(requests, chunks if refusal is None else None, missing, stall)
-            if rest is None:
-                return
-            missing = rest
+                    self._refusal = no_room_in_time
+                missing = await self._read_rest(chunks, missing)
         if missing < 0:
             raise invalid(f"{-missing} payload bytes more than payload_sizes says")
-        row_payloads: list[Payload] = [()] * rows if refusal else _payloads_of_rows(chunks, sizes)
-        labels = _labels(request)
-        message = InsertMessage([], [], timeout, refusal, 0 if refusal else total)
-        if request.extend:
-            message.segments = segments_of(request, row_payloads, labels)
-        else:
-            message.batches = list(_by_tables(request, [0] * rows if refusal else sizes, row_payloads, labels))
-        yield message
+        self._nbytes = total if self._refusal is None else 0
+        return None if missing else chunks
+
+    async def _read_rest(self, chunks: list[bytes | memoryview], total: int) -> int:
+        """Reads the missing bytes of a message. Appends them to `chunks`, if they are not refused.
+
+        Returns how many bytes are missing after that: more than 0 if the stream has ended, less if too many came.
+        """
+        missing, stall = total, self._backend.limits.stall_timeout
+        while missing > 0:
+            try:
+                async with asyncio.timeout(stall):
+                    more = await self._read()
+            except TimeoutError:
+                raise deadline(
+                    f"{missing} of {total} payload bytes are missing: the server waits up to {stall:g} s "
+                    f"(stall_timeout) for the next bytes"
+                ) from None
+            if more is None:
+                break
+            if more.head.keys or not more.payloads:
+                raise invalid(f"{missing} of {total} payload bytes are missing")
+            missing -= sum(map(len, more.payloads))
+            if self._refusal is None:
+                chunks.extend(more.payloads)
+        return missing
+
+    # ------------------------------------------------------------------------------------------- new items
+
+    async def _insert(self, batch: InsertBatch, first: bool) -> None:
+        """Inserts or refuses each row, and waits for its tables where that is necessary.
+
+        `first`: it begins at once. Before all other rows that are decided together, others may run.
+        """
+        at, n = 0, len(batch)
+        while at < n:
+            if not first:
+                await asyncio.sleep(0)
+            first = False
+            inserted, outcome = self._admit(batch if n == 1 else batch[at : at + ROWS_PER_YIELD])
+            self._decided.keys.extend(batch.keys[at : at + inserted])
+            self._decided.evict(batch)
+            at += inserted
+            if isinstance(outcome, PendingInsert):
+                outcome = await self._wait(outcome)
+                self._decided.evict(batch)
+            elif outcome is None:
+                continue
+            self._decided.keys.append(batch.keys[at])
+            if outcome is not None:
+                self._decided.refuse(batch.keys[at], outcome)
+            at += 1
+
+    def _admit(self, batch: InsertBatch) -> tuple[int, PendingInsert | Refused | None]:
+        """Inserts rows until one is refused or must wait: how many are inserted, and what became of the row after."""
+        if self._refusal is not None:
+            return 0, self._refusal
+        buffer, full = self._buffer, self._backend.memory.why_full(self._nbytes)
+        if full or self._backend.draining:
+            key = batch.keys[0]
+            if key not in buffer.items and key not in buffer.known_keys:  # otherwise it is a retry
+                return 0, busy(full) if full else draining(key)
+            batch = batch[:1]
+        try:
+            return buffer.insert(batch, deadline_at(buffer.clock(), self._timeout))
+        except Refused as refusal:
+            return 0, refusal
+
+    async def _wait(self, pending: PendingInsert) -> Refused | None:
+        """Waits until the row is inserted (None) or refused. The payloads of its message count as waiting meanwhile.
+
+        Answers first what was decided before it.
+        """
+        buffer = self._buffer
+        try:
+            if self._decided.keys:
+                await self.answer(self._decided)
+                self._decided = Decided()
+            with self._backend.waiting.held(self._client, self._nbytes):
+                await result_of(pending, buffer.clock(), buffer.time_out, buffer.abandon)
+        except Refused as refusal:
+            return refusal
+        finally:
+            buffer.abandon(pending)  # it is still in line if the budget refused it, or its client went away
+        return None
+
+    # ------------------------------------------------------------------------------------------- segments
+
+    async def _extend(self, request: pb.InsertRequest, payloads: Sequence[Payload]) -> None:
+        """Appends or refuses each segment."""
+        # Generators extend groups under construction, and teachers all others.
+        construction = Construction.of(self._buffer)
+        built = construction is not None and request.keys[0] in construction.marked
+        self._seen(Side.GENERATOR if built else Side.TEACHER)
+        labels = labels_in(request) or [NO_LABELS] * len(payloads)
+        numbers = request.requests[:] or [0] * len(payloads)
+        for row, (key, payload) in enumerate(zip(request.keys, payloads, strict=True)):
+            if row and row % ROWS_PER_YIELD == 0:
+                await asyncio.sleep(0)
+            try:
+                self._decided.append(key, self._append(key, labels[row].columns, payload, numbers[row]))
+            except Refused as refusal:
+                self._decided.keys.append(key)
+                self._decided.refuse(key, refusal)
+
+    def _append(self, key: int, names: Collection[str], payload: Payload, number: int) -> pb.UnchangedRow:
+        """Appends a segment. Raises Refused; then nothing has changed. `number`: under which a retry comes; 0: none."""
+        if self._refusal is not None:
+            raise self._refusal
+        buffer, nbytes, digest = self._buffer, sum(map(len, payload)), b""
+        if number:  # two segments with the same digest are the same request
+            said = repr((key, sorted(names), nbytes)).encode()
+            digest = hashlib.blake2b(said, digest_size=8).digest() + b"SegmentRow"
+        if number and (answer := first_answer(buffer, number, digest)) is not None:
+            return pb.UnchangedRow.FromString(answer)
+        if full := self._backend.memory.why_full(nbytes):
+            raise busy(full)
+        result = buffer.extend(key, names, payload)
+        unchanged = pb.UnchangedRow(key=key, present=result.present, missing=result.missing)
+        if number:
+            buffer.answers.remember([number], (digest, unchanged.SerializeToString()))
+        return unchanged
 
 
-def _check_columns(request: pb.InsertRequest) -> None:
+def check_message(request: pb.InsertRequest) -> None:
+    """Raises Refused where the columns do not fit together."""
     rows = len(request.keys)
     if rows > MAX_ROWS:
         raise invalid(f"{rows} items in one message: at most {MAX_ROWS}")
@@ -162,51 +351,28 @@ def _check_columns(request: pb.InsertRequest) -> None:
         raise invalid(
             f"{rows} rows that close batches: send such an item in a message of its own, and not as a segment"
         )
-    if len(request.closes) > MAX_CLOSES:
-        raise invalid(f"an item closes {len(request.closes)} batches: at most {MAX_CLOSES}")
-    for name, entries in (("policy_versions", request.policy_versions), ("payload_sizes", request.payload_sizes)):
-        if len(entries) not in (0, rows):
+    for name in ("policy_versions", "payload_sizes"):
+        if len(entries := getattr(request, name)) not in (0, rows):
             raise invalid(f"{name} has {len(entries)} entries for {rows} items")
+    if request.extend:
+        given = [name for name in ("targets", "policy_versions", "permits", "tags") if getattr(request, name)]
+        if given:
+            raise invalid(
+                f"a message that extends items has {', '.join(given)}, which only new items have: leave them out"
+            )
+        if len(request.requests) not in (0, rows):
+            raise invalid(f"requests has {len(request.requests)} entries for {rows} segments")
 
 
-def _labels(request: pb.InsertRequest) -> list[Labels] | None:
+def labels_in(request: pb.InsertRequest) -> list[Labels] | None:
+    """The labels of each row; None: no row has any. Raises Refused."""
     try:
         return labels_of_rows(request.columns, request.tags, len(request.keys))
     except ValueError as error:
         raise invalid(str(error)) from None
 
 
-async def _read_rest(
-    requests: AsyncIterator[Frame[pb.InsertRequest]],
-    chunks: list[bytes | memoryview] | None,
-    missing: int,
-    stall: float,
-) -> int | None:
-    """Reads the missing bytes of a message and appends them to `chunks`; None: they are not kept.
-
-    Returns how many bytes are missing after that: 0, or below 0 if too many came. None: the stream ended before.
-    """
-    total = missing
-    while missing > 0:
-        try:
-            async with asyncio.timeout(stall):
-                more = await anext(requests, None)
-        except TimeoutError:
-            raise deadline(
-                f"{missing} of {total} payload bytes are missing: the server waits up to {stall:g} s (stall_timeout) "
-                f"for the next bytes"
-            ) from None
-        if more is None:
-            return None
-        if more.head.keys or not more.payloads:
-            raise invalid(f"{missing} of {total} payload bytes are missing")
-        missing -= sum(map(len, more.payloads))
-        if chunks is not None:
-            chunks.extend(more.payloads)
-    return missing
-
-
-def _payloads_of_rows(chunks: Sequence[bytes | memoryview], sizes: list[int]) -> list[Payload]:
+def payloads_of_rows(chunks: Sequence[bytes | memoryview], sizes: list[int]) -> list[Payload]:
     """Divides the payload bytes of a message among its rows.
 
     The chunks of a single row stay as they came, and so do chunks that are one for each row. Other rows that share a
@@ -220,30 +386,27 @@ def _payloads_of_rows(chunks: Sequence[bytes | memoryview], sizes: list[int]) ->
     return [(bytes(joined[end - size : end]),) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
-def _by_tables(
-    request: pb.InsertRequest, sizes: list[int], payloads: list[Payload], labels: list[Labels] | None
-) -> Iterator[InsertBatch]:
-    """The batches of a message, cut where the tables change."""
-    rows = len(request.keys)
+def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Payload]) -> Iterator[InsertBatch]:
+    """The new items of a message in order. Consecutive rows that go to the same tables are one batch."""
+    rows, everything = len(sizes), slice(None)
     priorities: dict[str, FloatArray] = {}
-    some: dict[str, list[int]] = {}
+    chosen: dict[str, list[int] | slice] = {}
     for target in request.targets:
-        if len(target.rows) > rows:
-            raise invalid(f"{len(target.rows)} rows of table {target.table[:100]!r} in a message of {rows} items")
-        table, chosen, numbers = target.table, target.rows[:], target.priorities[:]
+        table, some, numbers = target.table, target.rows[:], target.priorities[:]
         if table in priorities:
             raise invalid(f"table {table[:100]!r} is a target twice")
-        n = len(chosen) or rows
+        if some and max(len(some), max(some) + 1) > rows:
+            raise invalid(
+                f"{len(some)} rows of table {table[:100]!r}, up to row {max(some)}, in a message of {rows} items"
+            )
+        n = len(some) or rows
         if numbers and len(numbers) != n:
             raise invalid(f"{len(numbers)} priorities for {n} items of table {table[:100]!r}")
-        given = np.array(numbers or [1.0] * n, dtype=np.float64)
-        priorities[table] = given
-        if chosen:
-            if max(chosen) >= rows:
-                raise invalid(f"row {max(chosen)} of table {table[:100]!r} in a message of {rows} items")
-            some[table] = chosen
-            priorities[table] = np.ones(rows)
-            priorities[table][chosen] = given
+        chosen[table] = some or everything
+        priorities[table] = np.array(numbers or [1.0] * n)
+        if some:
+            priorities[table], given = np.ones(rows), priorities[table]
+            priorities[table][some] = given
     batch = InsertBatch(
         keys=request.keys[:],
         priorities=priorities,
@@ -251,17 +414,15 @@ def _by_tables(
         sizes=np.array(sizes, dtype=np.int64),
         payloads=payloads,
         permits=request.permits,
-        labels=labels,
+        labels=labels_in(request),
         closes=tuple(dict.fromkeys(request.closes)),
     )
-    if not some:
+    if all(some is everything for some in chosen.values()):
         yield batch
         return
-    goes_TR = np.ones((len(priorities), rows), dtype=np.bool_)
-    for row_T, table in enumerate(priorities):
-        if table in some:
-            goes_TR[row_T] = False
-            goes_TR[row_T, some[table]] = True
+    goes_TR = np.zeros((len(chosen), rows), dtype=np.bool_)
+    for goes_R, some_rows in zip(goes_TR, chosen.values(), strict=True):
+        goes_R[some_rows] = True
     cuts = [0, *(np.flatnonzero((goes_TR[:, 1:] != goes_TR[:, :-1]).any(axis=0)) + 1).tolist(), rows]
     for start, stop in pairwise(cuts):
         part = batch[start:stop]
@@ -270,175 +431,26 @@ def _by_tables(
         yield part
 
 
-async def decide(
-    backend: Backend, messages: AsyncIterator[InsertMessage], client: str, seen: Seen
-) -> AsyncIterator[Decided]:
-    """Inserts, appends or refuses each row, and waits for its tables where that is necessary."""
-    async for message in messages:
-        seen(_side(backend.buffer, message.segments))
-        decided, first = Decided(), True
-        for row, segment in enumerate(message.segments, 1):
-            _append(backend, message, segment, decided)
-            if row % ROWS_PER_YIELD == 0:
-                await asyncio.sleep(0)
-        for batch in _short_batches(message.batches):
-            at = 0
-            while at < len(batch):
-                if not first:
-                    await asyncio.sleep(0)
-                first = False
-                inserted, next_row = _admit(backend, message, batch[at:] if at else batch)
-                decided.keys.extend(batch.keys[at : at + inserted])
-                decided.take_evicted(batch)
-                at += inserted
-                if next_row is None:
-                    continue
-                if isinstance(next_row, PendingInsert) and decided.keys:
-                    try:
-                        yield decided
-                    except GeneratorExit:  # the client went away; nobody waits for the row
-                        backend.buffer.abandon(next_row)
-                        raise
-                    decided = Decided()
-                if isinstance(next_row, PendingInsert):
-                    next_row = await _wait(backend, next_row, message.nbytes, client)
-                    decided.take_evicted(batch)
-                decided.add(batch.keys[at], next_row)
-                at += 1
-        yield decided
-
-
-def _side(buffer: ReplayBuffer, segments: Sequence[SegmentRow]) -> Side:
-    """Who sends a message. Generators extend groups under construction, and teachers all others."""
-    construction = Construction.of(buffer)
-    built = construction is not None and bool(segments) and segments[0].key in construction.marked
-    return Side.TEACHER if segments and not built else Side.GENERATOR
-
-
-def _append(backend: Backend, message: InsertMessage, segment: SegmentRow, decided: Decided) -> None:
-    try:
-        if message.refusal is not None:
-            raise message.refusal
-        unchanged = append(backend, segment)
-    except Refused as refusal:
-        decided.add(segment.key, refusal)
-        return
-    if unchanged is not None:
-        decided.unchanged.append(unchanged)
-    if unchanged is not None and unchanged.missing:
-        decided.missing += 1
-    else:
-        decided.add(segment.key, None)
-
-
-def _admit(backend: Backend, message: InsertMessage, batch: InsertBatch) -> tuple[int, PendingInsert | Refused | None]:
-    """Inserts rows until one is refused or must wait: how many are inserted, and what became of the row after them."""
-    if message.refusal is not None:
-        return 0, message.refusal
-    buffer = backend.buffer
-    full = backend.memory.why_full(message.nbytes)
-    if backend.draining or full:
-        key = batch.keys[0]
-        if key not in buffer.items and not buffer.known_keys.any_of([key]):  # otherwise it is a retry
-            return 0, busy(full) if full else draining(key)
-        batch = batch[:1]
-    try:
-        return buffer.insert(batch, deadline_at(buffer.clock(), message.timeout))
-    except Refused as refusal:
-        return 0, refusal
-
-
-async def _wait(backend: Backend, pending: PendingInsert, nbytes: int, client: str) -> Refused | None:
-    """Waits until the row is inserted (None) or refused. The payloads of its message count as waiting meanwhile."""
-    buffer = backend.buffer
-    try:
-        with backend.waiting.held(client, nbytes):
-            await result_of(pending, buffer.clock(), buffer.time_out, buffer.abandon)
-    except Refused as refusal:
-        buffer.abandon(pending)  # it is still in line if the budget was what refused it
-        return refusal
-    return None
-
-
-def _short_batches(batches: Iterable[InsertBatch]) -> Iterator[InsertBatch]:
-    for batch in batches:
-        if len(batch) <= ROWS_PER_YIELD:
-            yield batch
-        else:
-            yield from (batch[at : at + ROWS_PER_YIELD] for at in range(0, len(batch), ROWS_PER_YIELD))
-
-
-async def _once(request: T) -> AsyncIterator[T]:
-    yield request
-
-
-MAX_UNWRITTEN_BYTES = 64 << 20
-"""Payload bytes of the whole server that wait to be written. Above that a stream waits before it inserts more."""
-MAX_UNANSWERED = 1024
-"""Responses of one stream that wait for a commit, or for a client that does not read."""
-
-
-@dataclass(slots=True)
-class Decided:
-    """Rows of one stream that are inserted, appended or refused, in order."""
-
-    keys: list[int] = field(default_factory=list)
-    """Of all rows, but for the segments of items that are gone."""
-    missing: int = 0
-    """How many segments those are. Nothing about them has to be written."""
-    errors: list[pb.RowError] = field(default_factory=list)
-    """Of the rows that are refused."""
-    evicted: list[tuple[int, str]] = field(default_factory=list)
-    """Key and table of the rows that left a table at once."""
-    unchanged: list[pb.UnchangedRow] = field(default_factory=list)
-    """The segments that were not appended, and not refused either."""
-
-    def __len__(self) -> int:
-        return len(self.keys) + self.missing
-
-    def add(self, key: int, refusal: Refused | None) -> None:
-        self.keys.append(key)
-        if refusal is not None:
-            self.refuse(key, refusal)
-
-    def take_evicted(self, batch: InsertBatch) -> None:
-        self.evicted.extend(batch.evicted)
-        batch.evicted.clear()
-
-    def refuse(self, key: int, refusal: Refused) -> None:
-        self.errors.append(pb.RowError(key=key, code=refusal.code, message=refusal.message, reason=refusal.reason))
-
-    def extend(self, later: Decided) -> None:
-        self.keys.extend(later.keys)
-        self.missing += later.missing
-        self.errors.extend(later.errors)
-        self.evicted.extend(later.evicted)
-        self.unchanged.extend(later.unchanged)
-
-    def response(self) -> pb.InsertResponse:
-        evicted = [pb.EvictedRow(key=key, table=table) for key, table in self.evicted]
-        return pb.InsertResponse(decided=len(self), errors=self.errors, evicted=evicted, unchanged=self.unchanged)
-
-
-async def acknowledge(journal: Journal, decisions: AsyncIterator[Decided]) -> AsyncIterator[Decided]:
-    """The same decisions, each once its rows are written. Those that one commit covers are joined."""
+async def acknowledged(journal: Journal, inserts: Inserts) -> None:
+    """Runs `inserts`, and answers rows once they are written. Answers that one commit covers are joined."""
     unanswered: deque[tuple[asyncio.Future[None], Decided]] = deque()
     decided_more, answered = asyncio.Event(), asyncio.Event()
+    answer_client = inserts.answer
 
-    async def collect() -> None:
-        async for decided in decisions:
-            unanswered.append((ticket := journal.ticket(), decided))
-            decided_more.set()
-            if journal.backlog > MAX_UNWRITTEN_BYTES:
-                await asyncio.wait([ticket])
-            while len(unanswered) >= MAX_UNANSWERED:
-                answered.clear()
-                await answered.wait()
+    async def answer(decided: Decided) -> None:
+        unanswered.append((ticket := journal.ticket(), decided))
+        decided_more.set()
+        if journal.backlog > MAX_UNWRITTEN_BYTES:
+            await asyncio.wait([ticket])
+        while len(unanswered) >= MAX_UNANSWERED:
+            answered.clear()
+            await answered.wait()
 
-    collector = asyncio.create_task(collect())
-    collector.add_done_callback(lambda _: decided_more.set())
+    inserts.answer = answer
+    inserting = asyncio.create_task(inserts.run())
+    inserting.add_done_callback(lambda _: decided_more.set())
     try:
-        while unanswered or not collector.done():
+        while unanswered or not inserting.done():
             if not unanswered:
                 decided_more.clear()
                 await decided_more.wait()
@@ -448,12 +460,12 @@ async def acknowledge(journal: Journal, decisions: AsyncIterator[Decided]) -> As
             while unanswered and unanswered[0][0] is ticket:
                 decided.extend(unanswered.popleft()[1])
             refuse_unwritten(decided, journal, ticket)
-            yield decided
+            await answer_client(decided)
             answered.set()
-        await collector
+        await inserting
     finally:
-        collector.cancel()
-        await asyncio.gather(collector, return_exceptions=True)
+        inserting.cancel()
+        await asyncio.gather(inserting, return_exceptions=True)
 
 
 def refuse_unwritten(decided: Decided, journal: Journal, ticket: asyncio.Future[None]) -> None:
@@ -463,11 +475,10 @@ def refuse_unwritten(decided: Decided, journal: Journal, ticket: asyncio.Future[
     the keys of inserts that it took back. Raises Refused if that commit failed with other rows, which are there: the
     client may send all rows again, with the same keys.
     """
-    if rolled_back := journal.rolled_back(decided.keys):
-        refused = {error.key for error in decided.errors}
+    if unwritten := journal.rolled_back(decided.keys) - set(decided.refused):
         for key in decided.keys:
-            if key in rolled_back and key not in refused:
-                message = f"item {key} could not be written: the disk of data_dir is full or fails"
-                decided.refuse(key, storage_failed(message))
-    if len(decided.errors) < len(decided.keys):
+            if key in unwritten:
+                why = f"item {key} could not be written: the disk of data_dir is full or fails"
+                decided.refuse(key, storage_failed(why))
+    if len(decided.refused) < len(decided.keys):
         ticket.result()

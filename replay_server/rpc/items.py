@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -14,8 +14,8 @@ from replay_protos.label_columns import columns_message, tags_message
 from replay_protos.labels import MOST_TAGS, Labels
 from replay_server.config import MAX_KEYS, MAX_ROWS
 from replay_server.errors import invalid, try_again, unsupported
-from replay_server.rpc.backend import Backend, durable, once, split_payloads, stream, unary
-from replay_server.rpc.clients import Context
+from replay_server.rpc.calls import Call, once, split_payloads
+from replay_server.rpc.limits import Backend
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import ITEM_ORDERS, IntArray, list_slots
 from replay_server.tables.extensions.archive import Archiving
@@ -31,33 +31,29 @@ class ItemMethods:
         self.backend = backend
         self.buffer = backend.buffer
 
-    @unary
-    @durable
-    async def UpdatePriorities(self, request: pb.UpdatePrioritiesRequest, context: Context) -> pb.MutationResponse:
+    async def UpdatePriorities(self, request: pb.UpdatePrioritiesRequest, call: Call) -> pb.MutationResponse:
         if len(request.keys) % 8 or len(request.priorities) % 8:
             raise invalid(f"keys and priorities of {len(request.keys)} and {len(request.priorities)} bytes: 8 for each")
         _check_keys(len(request.keys) // 8)
         keys, priorities = np.frombuffer(request.keys, dtype="<u8"), np.frombuffer(request.priorities, dtype="<f8")
         applied, missing = self.buffer.update_priorities(request.table, keys, priorities)
+        await self.backend.durable()
         return pb.MutationResponse(applied=applied, missing=missing)
 
-    @unary
-    @durable
     @once(pb.MutationResponse)
-    async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.MutationResponse:
+    async def Delete(self, request: pb.DeleteRequest, call: Call) -> pb.MutationResponse:
         _check_keys(len(request.keys))
         missing = self.buffer.delete(request.table, request.keys)
         return pb.MutationResponse(applied=len(set(request.keys)) - len(missing), missing=missing)
 
-    @stream
-    async def Get(self, request: pb.GetRequest, context: Context) -> AsyncGenerator[Frame[pb.GetResponse]]:
+    async def Get(self, request: pb.GetRequest, call: Call) -> None:
         if len(request.keys) > MAX_ROWS:
             raise invalid(f"{len(request.keys)} keys: at most {MAX_ROWS} in one request")
-        buffer, client, reading = self.buffer, context.peer(), self.backend.reading
+        buffer, client, reading = self.buffer, call.client, self.backend.reading
         keys = [key for key in dict.fromkeys(request.keys) if not buffer.items.gone(key)]
         first = _columns(buffer, keys, request)
         if request.without_payloads or not keys:
-            yield Frame(first, ())
+            await call.write(Frame(first, ()))
             return
         items = [buffer.items[key] for key in keys]
         sizes = [item.nbytes for item in items]
@@ -69,15 +65,14 @@ class ItemMethods:
                     if buffer.items.get(key) is not item:
                         raise try_again(f"item {key} left before its bytes were sent: ask again, for fewer at once")
                 for response in split_payloads(first, buffer.items.payloads(keys[part], sizes[part])):
-                    yield response
+                    await call.write(response)
             except DamagedPayloads as damage:
                 raise buffer.refuse_damaged(damage) from None
             finally:
                 reading.give_back(client, nbytes)
             first = pb.GetResponse()
 
-    @unary
-    async def ListItems(self, request: pb.ListItemsRequest, context: Context) -> pb.ListItemsResponse:
+    async def ListItems(self, request: pb.ListItemsRequest, call: Call) -> pb.ListItemsResponse:
         table = self.buffer.table(request.table)
         order_by = request.order_by or "age"
         if order_by not in ITEM_ORDERS:
@@ -118,8 +113,7 @@ class ItemMethods:
             lacking=_lacking(table, chosen),
         )
 
-    @unary
-    async def Departures(self, request: pb.DeparturesRequest, context: Context) -> pb.DeparturesResponse:
+    async def Departures(self, request: pb.DeparturesRequest, call: Call) -> pb.DeparturesResponse:
         if (archive := Archiving.of(self.buffer)) is None:
             raise unsupported("this server does not record what leaves: it has no [archive]")
         departures = archive.departures

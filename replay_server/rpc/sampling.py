@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, aclosing
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeVar
@@ -36,18 +36,17 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame
 from replay_protos.label_columns import tags_message
 from replay_server.config import (
-    MAX_BYTES_AHEAD,
     MAX_DRAWS,
     MAX_EXCLUDE,
     MAX_KEYS,
     MAX_LEASE,
     MAX_ROWS,
-    MAX_SAMPLE_STREAMS,
     MAX_SCOPE,
 )
-from replay_server.errors import Refused, busy, deadline, invalid, try_again
-from replay_server.rpc.backend import Backend, durable, endless, once, split_payloads, stream, unary
-from replay_server.rpc.clients import Context, Seen, Side
+from replay_server.errors import Refused, busy, invalid, try_again
+from replay_server.rpc.calls import Call, once, split_payloads
+from replay_server.rpc.clients import Seen, Side
+from replay_server.rpc.limits import Backend
 from replay_server.tables.config import ARCHIVE
 from replay_server.tables.extensions.archive import Archiving
 from replay_server.tables.extensions.construction import Construction
@@ -72,21 +71,18 @@ class SampleMethods:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.draws = OpenDraws(backend)
-        self._streams: Counter[str] = Counter()
-        """Open streams of draws, by connection."""
 
-    @stream
-    async def Sample(self, request: pb.SampleRequest, context: Context) -> AsyncGenerator[Response]:
+    async def Sample(self, request: pb.SampleRequest, call: Call) -> None:
         backend, draws, ready, leased = self.backend, self.draws, asyncio.Event(), False
-        with backend.clients.calling(context, _side(backend, request.table)):
-            draw = draws.begin(request, context.peer(), lambda _: ready.set(), None)
+        with backend.clients.calling(call.context, _side(backend, request.table)):
+            draw = draws.begin(request, call.client, lambda _: ready.set(), None)
             try:
                 while (responses := draws.responses(draw)) is None:
                     await ready.wait()
                     ready.clear()
                 last = next(responses)
                 for response in responses:
-                    yield last
+                    await call.write(last)
                     last = response
                 # A reader that has the last message may rely on the batch, even if the server is killed then. In
                 # durable mode the batch is therefore taken before that message.
@@ -94,7 +90,7 @@ class SampleMethods:
                     await backend.durable()  # nothing is taken while the disk fails
                     draws.take(draw)
                     await backend.durable()
-                yield last
+                await call.write(last)
                 if leased := request.lease > 0:
                     draws.lease(draw, request.lease)
                 else:
@@ -106,29 +102,16 @@ class SampleMethods:
                 if not leased:
                     draws.drop(draw)
 
-    @endless
-    async def Draw(self, requests: AsyncIterator[pb.DrawRequest], context: Context) -> AsyncIterator[Response]:
-        client = context.peer()
-        if self._streams[client] >= MAX_SAMPLE_STREAMS:
-            raise busy(f"{MAX_SAMPLE_STREAMS} sample streams are open on this connection: use fewer, or connect anew")
+    async def Draw(self, call: Call) -> None:
         self.backend.sample_streams += 1
-        self._streams[client] += 1
         try:
-            with self.backend.clients.calling(context, None) as seen:
-                draws = DrawResponder(self.backend, self.draws, client, requests, seen)
-                async with aclosing(draws.responses()) as responses:
-                    async for response in responses:
-                        yield response
+            with self.backend.clients.calling(call.context, None) as seen:
+                await DrawResponder(self.backend, self.draws, call, seen).run()
         finally:
             self.backend.sample_streams -= 1
-            self._streams[client] -= 1
-            if not self._streams[client]:
-                del self._streams[client]
 
-    @unary
-    @durable
     @once(pb.MutationResponse)
-    async def TakeItems(self, request: pb.TakeItemsRequest, context: Context) -> pb.MutationResponse:
+    async def TakeItems(self, request: pb.TakeItemsRequest, call: Call) -> pb.MutationResponse:
         if len(request.keys) > MAX_KEYS:
             raise invalid(f"{len(request.keys)} keys: at most {MAX_KEYS} in one request")
         buffer = self.backend.buffer
@@ -197,13 +180,11 @@ class OpenDraw:
     in_use: bool
     """Whether its reader uses the batch. It may then grow stale."""
     pending: PendingSample | None = None
-    """Its place in the line of its table, and then its batch; None: it is put off."""
+    """Its place in the line of its table, and then its batch; None: it is leased since before a restart."""
     share: ExitStack = field(default_factory=ExitStack)
     """Holds its part of the samples that clients may have outstanding."""
     timer: asyncio.TimerHandle | None = None
     """Ends the wait at its deadline and, later, the lease."""
-    nbytes: int = 0
-    """Payload bytes of its batch, from the moment when they begin to be sent."""
     ended: bool = False
 
 
@@ -252,28 +233,14 @@ class OpenDraws:
         """
         if draw.ended:
             raise try_again("the same draw was asked for again, and the new request gets the batch")
+        assert draw.pending is not None
+        if not draw.pending.done:
+            return None
         try:
-            if (pending := draw.pending) is None:
-                self._wait(draw)
-            elif pending.done:
-                return self._read(draw, pending.result()[1])
+            return self._read(draw, draw.pending.result()[1])
         except Refused:
             self.drop(draw)
             raise
-        return None
-
-    def put_off(self, draw: OpenDraw, why: str) -> None:
-        """The batch goes back. The draw waits for `responses`, and is ready at its deadline.
-
-        Raises Refused with `why`, which ends the draw, if its deadline has passed.
-        """
-        if draw.pending is not None:
-            draw.pending = None
-            self._buffer.give_back(draw.wanted.id)
-        if draw.deadline <= self._buffer.clock():
-            self.drop(draw)
-            raise deadline(why)
-        self._set_timer(draw, draw.deadline - self._buffer.clock(), draw.on_ready, draw)
 
     def set_ahead(self, draw: OpenDraw, ahead: bool) -> None:
         """Whether nobody waits for the draw yet."""
@@ -297,13 +264,11 @@ class OpenDraws:
             self._buffer.discard(damage.keys)
             self._wait(draw)
             return None
-        draw.nbytes = int(batch.sizes.sum())
         return self._messages(draw, batch, keys, payloads)
 
     def _wait(self, draw: OpenDraw) -> None:
         """Puts the draw into the line of its table. Raises Refused."""
         buffer = self._buffer
-        draw.pending = None
         pending = draw.pending = buffer.sample(draw.request.table, draw.wanted, draw.deadline)
         if draw.stream is not None and not draw.stream.awaited:
             self.set_ahead(draw, ahead=True)
@@ -341,7 +306,7 @@ class OpenDraws:
             first.tags.extend(tags_message(self._buffer.items.labels(keys) or ()))
         self.tell_weight(draw.request, first)
         # One message is read at once. Of more, the last are read when the first are sent: the batch may end before.
-        held = keys if draw.nbytes > BYTES_PER_MESSAGE else []
+        held = keys if batch.sizes.sum() > BYTES_PER_MESSAGE else []
         self._buffer.items.hold(held)
         try:
             yield from split_payloads(first, payloads)
@@ -436,47 +401,40 @@ class OpenDraws:
 class DrawResponder:
     """Serves one stream: begins its draws, sends one batch after the other, and ends draws as the reader says."""
 
-    def __init__(
-        self, backend: Backend, draws: OpenDraws, client: str, requests: AsyncIterator[pb.DrawRequest], seen: Seen
-    ) -> None:
+    def __init__(self, backend: Backend, draws: OpenDraws, call: Call, seen: Seen) -> None:
         """`seen` is called for each message of the reader, with the side that it is on."""
         self._backend = backend
         self._buffer = backend.buffer
         self._draws = draws
-        self._client = client
-        self._requests = requests
+        self._call = call
         self._seen = seen
         self.awaited = True
         """Whether somebody waits for its draws."""
         self._mine: dict[int, OpenDraw] = {}
         """The draws that end with this stream, by id."""
-        self._put_off: dict[int, OpenDraw] = {}
-        """Those of them that wait until batches end, because too many bytes are drawn ahead."""
         self._ready: OrderedDict[int, OpenDraw] = OrderedDict()
-        """Draws that have a batch or an error, or may go on. Only the one that is being sent has payloads in memory."""
+        """Draws that have a batch or an error. Only the one that is being sent has payloads in memory."""
         self._answers: deque[pb.SampleResponse] = deque()
         self._answered = asyncio.Event()
         """Set when an answer was sent."""
         self._work = asyncio.Event()
-        """Set when there is something to send, or a draw has ended."""
+        """Set when there is something to send."""
 
-    async def responses(self) -> AsyncGenerator[Response]:
-        """The messages for the reader, until it ends the stream. Raises Refused."""
+    async def run(self) -> None:
+        """Until the reader ends the stream. Raises Refused."""
         reading = asyncio.create_task(self._read())
         reading.add_done_callback(lambda _: self._work.set())
         try:
             while True:
                 await self._work.wait()
                 self._work.clear()
-                self._resume()
                 while self._answers or self._ready:
                     while self._answers:
-                        yield Frame(self._answers.popleft(), ())
+                        await self._call.write(Frame(self._answers.popleft(), ()))
                         self._answered.set()
                     if self._ready:
                         for response in self._responses_of(self._ready.popitem(last=False)[1]):
-                            yield response
-                    self._resume()
+                            await self._call.write(response)
                 if reading.done():
                     reading.result()
                     return
@@ -490,16 +448,9 @@ class DrawResponder:
     def forget(self, draw: OpenDraw) -> None:
         """The draw has ended, or is leased now."""
         self._mine.pop(draw.wanted.id, None)
-        self._put_off.pop(draw.wanted.id, None)
-        self._work.set()
-
-    def _resume(self) -> None:
-        """Lets the next draw that was put off wait for its table again, if there is room for its batch."""
-        if self._put_off and not self._ready and self._bytes_ahead() < MAX_BYTES_AHEAD:
-            self._on_ready(next(iter(self._put_off.values())))
 
     async def _read(self) -> None:
-        async for request in self._requests:
+        while (request := await self._call.read()) is not None:
             self._seen(_side(self._backend, self._table_of(request)))
             while len(self._answers) >= MAX_UNANSWERED:
                 self._answered.clear()
@@ -542,7 +493,7 @@ class DrawResponder:
                 self._draws.tell_weight(request, answer)
                 self._answer(answer)
                 return
-            draw = self._draws.begin(request, self._client, self._on_ready, self)
+            draw = self._draws.begin(request, self._call.client, self._on_ready, self)
             self._mine[draw.wanted.id] = draw
         except Refused as refusal:
             self._answer(_refused(refusal, request.id))
@@ -558,15 +509,7 @@ class DrawResponder:
     def _responses_of(self, draw: OpenDraw) -> Iterator[Response]:
         if draw.ended:
             return
-        self._put_off.pop(draw.wanted.id, None)
         try:
-            ahead, is_refused = self._bytes_ahead(), draw.pending is not None and draw.pending.drawn is None
-            if ahead >= MAX_BYTES_AHEAD and not is_refused:
-                self._draws.put_off(
-                    draw, f"{ahead} bytes that this stream has drawn ahead are not taken: take some first"
-                )
-                self._put_off[draw.wanted.id] = draw
-                return
             if (responses := self._draws.responses(draw)) is None:
                 return
         except Refused as refusal:
@@ -580,9 +523,6 @@ class DrawResponder:
         if draw.request.lease:
             self._draws.lease(draw, draw.request.lease)
 
-    def _bytes_ahead(self) -> int:
-        return sum(draw.nbytes for draw in self._mine.values())
-
     def _end(self, request: pb.DrawRequest) -> pb.SampleResponse:
         """Ends and renews draws, and says which were there."""
         answer, draws = pb.SampleResponse(), self._draws
@@ -594,12 +534,11 @@ class DrawResponder:
                 raise invalid("seconds of a renewal must be above 0: a batch that is taken or given back has no lease")
         except Refused as refusal:
             return _refused(refusal)
-        for draw_id in request.take:
-            (answer.done if draws.end(draw_id, give_back=False) else answer.missing).append(draw_id)
-        for draw_id in request.give_back:
-            (answer.done if draws.end(draw_id, give_back=True) else answer.missing).append(draw_id)
-        for draw_id in request.renew:
-            (answer.done if draws.renew(draw_id, request.seconds) else answer.missing).append(draw_id)
+        taken = ((draw_id, draws.end(draw_id, give_back=False)) for draw_id in request.take)
+        given_back = ((draw_id, draws.end(draw_id, give_back=True)) for draw_id in request.give_back)
+        renewed = ((draw_id, draws.renew(draw_id, request.seconds)) for draw_id in request.renew)
+        for draw_id, done in chain(taken, given_back, renewed):
+            (answer.done if done else answer.missing).append(draw_id)
         return answer
 
 

@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
-from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection
 
 from replay_protos import replay_pb2 as pb
-from replay_protos.framing import SERVICE, frame_reader, write_frame
+from replay_protos.framing import SERVICE
 from replay_server.config import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES, LimitsSection
 from replay_server.rpc.administration import AdministrationMethods
-from replay_server.rpc.auth import Authorizer, ServerCertificates, TokenInterceptor
-from replay_server.rpc.backend import Backend, parser
+from replay_server.rpc.auth import Authorizer, ServerCertificates
+from replay_server.rpc.calls import Calls, Method
 from replay_server.rpc.inserting import InsertMethods
 from replay_server.rpc.items import ItemMethods
+from replay_server.rpc.limits import Backend
 from replay_server.rpc.policy import PolicyMethods
+from replay_server.rpc.rings.carrying import Rings
+from replay_server.rpc.rings.memory import SharedMemoryMethods
 from replay_server.rpc.sampling import SampleMethods
-from replay_server.rpc.shared_memory import SharedMemoryMethods
-from replay_server.rpc.short_calls import ShortCalls
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import ReplayBuffer
@@ -41,7 +40,6 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "ExecuteBatchE
 
 _OWN_FILES = 64
 """File descriptors that the server needs for itself."""
-_METHODS = pb.DESCRIPTOR.services_by_name["Replay"].methods
 
 
 class ReplayService:
@@ -54,65 +52,36 @@ class ReplayService:
         checkpointer: Checkpointer | None = None,
         shared_folder: Path | None = None,
         recipe: str = "",
+        latencies: Latencies | None = None,
     ) -> None:
-        """With a journal no client is told of a change before it is written.
+        """With a journal no client is told of a change before it is written. With `latencies` every call is timed.
 
         `shared_folder` is that of SharedMemoryMethods, `recipe` the name that ServerInfo has.
         """
         self.backend = Backend(buffer, limits, None if journal is None else journal.durable)
         self.sampling = SampleMethods(self.backend)
         self.administration = AdministrationMethods(self.backend, data_dir, checkpointer, recipe)
-        self.shared_memory = SharedMemoryMethods(self.backend, shared_folder)
-        self.short_calls = ShortCalls(self.backend)
+        self.methods: dict[str, Method] = {}
+        """All methods of replay.proto, by name."""
+        rings = Rings()
         groups = (
-            self.shared_memory,
-            self.short_calls,
+            Calls(self.methods),
+            SharedMemoryMethods(self.backend, rings, shared_folder),
             InsertMethods(self.backend, journal),
             self.sampling,
             ItemMethods(self.backend),
             PolicyMethods(self.backend),
             self.administration,
         )
-        self.methods: dict[str, Callable[..., Any]] = {
-            method.name: getattr(group, method.name)
-            for method in _METHODS
-            for group in groups
-            if hasattr(group, method.name)
-        }
+        for method in pb.DESCRIPTOR.services_by_name["Replay"].methods:
+            (behavior,) = (getattr(group, method.name) for group in groups if hasattr(group, method.name))
+            self.methods[method.name] = Method(method, behavior, self.backend, rings, latencies)
 
-    def close(self) -> None:
-        """Ends the calls that would not end by themselves."""
-        self.backend.calls.close()
-
-
-def add_service(service: ReplayService, server: grpc.aio.Server, latencies: Latencies | None = None) -> None:
-    """Registers every method of replay.proto. Messages with a field `payloads` are read and written as Frames.
-
-    With `latencies` every call is timed.
-    """
-    kinds = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
-    handlers = {}
-    for method in _METHODS:
-        request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
-        behavior = service.shared_memory.carry(method.name, service.methods[method.name])
-        if tracing.available() and not method.client_streaming and method.name != "WatchPolicy":
-            behavior = tracing.traced(method.name, behavior)
-        if latencies is not None and method.name == "WatchPolicy":
-            behavior = latencies.of_stream(method.name, behavior, timed=False)
-        elif latencies is not None and method.client_streaming:
-            behavior = latencies.of_stream(method.name, behavior, timed=True)
-        elif latencies is not None:
-            behavior = latencies.of_call(method.name, behavior)
-        parse = parser(frame_reader(request) if "payloads" in method.input_type.fields_by_name else request.FromString)
-        serialize = write_frame if "payloads" in method.output_type.fields_by_name else response.SerializeToString
-        service.short_calls.add(method.name, behavior, parse, serialize)
-        kind = kinds[method.client_streaming, method.server_streaming]
-        handlers[method.name] = kind(behavior, parse, serialize)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """What gRPC calls."""
+        wrap = tracing.traced if tracing.available() else None
+        handlers = {name: method.handler(wrap) for name, method in self.methods.items()}
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
 class Listener:
@@ -123,37 +92,29 @@ class Listener:
         limits: LimitsSection,
         authorizer: Authorizer,
         certificates: ServerCertificates,
-        latencies: Latencies | None,
     ) -> None:
         """Takes the address, and accepts no connection before `start`. Raises OSError if it cannot be had."""
         self._service = service
-        self._limits = limits
-        self._authorizer = authorizer
-        self._certificates = certificates
-        self._latencies = latencies
-        host, _, _ = address.rpartition(":")
-        self.address = f"{host}:{self._open(address)}"
+        interceptors = [] if authorizer.tokens is None else [authorizer]
+        self._server = grpc.aio.server(options=_options(limits), interceptors=interceptors)
+        self._server.add_generic_rpc_handlers((service.handlers(),))
+        reflection.enable_server_reflection((SERVICE, reflection.SERVICE_NAME), self._server)  # for grpcurl
+        try:
+            if (credentials := certificates.credentials()) is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: it is in use, or not an address of this machine") from error
+        self.address = f"{address.rpartition(':')[0]}:{port}"
 
     async def start(self) -> None:
         await self._server.start()
 
     async def stop(self, grace: float | None) -> None:
         """Ends endless calls, lets the others end for `grace` seconds, and closes all connections."""
-        self._service.close()
+        self._service.backend.calls.close()
         await self._server.stop(grace)
-
-    def _open(self, address: str) -> int:
-        """Makes a gRPC server that is not started yet; the port that it got."""
-        interceptors = [] if self._authorizer.tokens is None else [TokenInterceptor(self._authorizer)]
-        self._server = grpc.aio.server(options=_options(self._limits), interceptors=interceptors)
-        add_service(self._service, self._server, self._latencies)
-        reflection.enable_server_reflection((SERVICE, reflection.SERVICE_NAME), self._server)  # for grpcurl
-        try:
-            if (credentials := self._certificates.credentials()) is None:
-                return self._server.add_insecure_port(address)
-            return self._server.add_secure_port(address, credentials)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: it is in use, or not an address of this machine") from error
 
 
 def _options(limits: LimitsSection) -> list[tuple[str, int]]:

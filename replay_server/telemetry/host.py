@@ -1,12 +1,22 @@
-"""Host: the memory and disk that this process uses and has left. Linux only; elsewhere 0, which means unknown."""
+"""Host: the memory and disk that this process uses and has left. Linux only; elsewhere 0, which means unknown.
+
+`MemoryGuard` says when too little memory is left for more items, before the system kills the server.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+log = logging.getLogger("replay_server")
 
 _CGROUP = Path("/sys/fs/cgroup")
 _NO_LIMIT = 1 << 60
@@ -106,3 +116,76 @@ def _memory(folder: Path, limit: int, used: int, files: int) -> Memory:
 def _facts(path: Path) -> dict[str, int]:
     """A file with a name and a number on each line."""
     return {name: int(number) for name, number, *_ in (line.split() for line in path.read_text().splitlines())}
+
+
+_MACHINE_RESERVE = 512 << 20
+"""Bytes of the machine that stay free at most. Others use the machine too."""
+_LOOK_EVERY = 0.05
+_TRIM_EVERY = 1.0
+"""Seconds between two looks, and between two requests to give freed memory back to the system."""
+_SHARE_BETWEEN_LOOKS = 0.25
+"""The guard looks again once the server has received this share of the room above the reserve. A fast client fills the
+reserve of a small container within _LOOK_EVERY."""
+
+
+class MemoryGuard:
+    """Looks at the machine and at the control groups of the process. What is there is kept.
+
+    Inserts are refused until items have left, or others have freed memory.
+    """
+
+    def __init__(
+        self,
+        share: float,
+        let_go: Callable[[], None] = lambda: None,
+        look: Callable[[], Sequence[Memory]] = memories,
+    ) -> None:
+        """`share` of each memory may be in use; 1: all of it. `let_go` drops what nobody but the archive needs."""
+        self._share = share
+        self._let_go = let_go
+        self._look = look
+        self._why: str | None = None
+        self._looked_at = self._trimmed_at = -_TRIM_EVERY
+        self._until_next_look = 0.0
+        """Bytes that may still be received before the next look."""
+
+    def why_full(self, received: int) -> str | None:
+        """Why no more items can be kept; None: they can. `received`: bytes that have come into memory
+        since the last question. If a caller names the same bytes twice, the guard only looks sooner."""
+        now = time.monotonic()
+        self._until_next_look -= received
+        due = now - self._looked_at >= _LOOK_EVERY or (self._until_next_look < 0 and self._why is None)
+        if self._share < 1 and due:
+            self._looked_at, before = now, self._why
+            self._why = self._find()
+            if self._why and now - self._trimmed_at >= _TRIM_EVERY:
+                self._trimmed_at = now
+                self._let_go()
+                give_back_freed()
+                self._why = self._find()
+            if bool(before) != bool(self._why):
+                log.warning("%s", self._why or "there is memory again: inserts are accepted")
+        return self._why
+
+    def _find(self) -> str | None:
+        self._until_next_look = float("inf")
+        for memory in self._look():
+            reserve = int(memory.limit * (1 - self._share))
+            if memory.name == "the machine":
+                reserve = min(reserve, _MACHINE_RESERVE)
+            if memory.available < reserve:
+                return (
+                    f"{memory.name} has {memory.available} of {memory.limit} bytes of memory left, and {reserve} stay "
+                    f"free ([limits] memory_share): give it more memory, or let tables evict with a lower max_bytes"
+                )
+            self._until_next_look = min(self._until_next_look, _SHARE_BETWEEN_LOOKS * (memory.available - reserve))
+        return None
+
+
+def give_back_freed() -> None:
+    """Without this the C library keeps the memory of items that have left, and the guard would stay as it is."""
+    if sys.platform == "linux":
+        try:
+            ctypes.CDLL(None).malloc_trim(0)
+        except (OSError, AttributeError):  # not the GNU C library
+            return

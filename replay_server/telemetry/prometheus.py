@@ -9,18 +9,14 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import aclosing, contextmanager
 from functools import cache, partial
 from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler
 
-import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from prometheus_client import (
@@ -38,7 +34,7 @@ from prometheus_client.registry import Collector
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.state import declared
-from replay_server.telemetry.tracing import Context, code_name
+from replay_server.telemetry.tracing import code_name
 
 log = logging.getLogger("replay_server")
 T = TypeVar("T")
@@ -234,74 +230,22 @@ class Latencies:
             "replay_grpc_handled", "Calls that ended, by status code.", ["method", "code"], registry=registry
         )
 
-    def of_call(self, name: str, method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """Times `method`, a coroutine with one request."""
-        histogram = self._seconds.labels(name)
+    def expect(self, method: str) -> None:
+        """The method is timed: before its first call it has taken no time."""
+        self._seconds.labels(method)
 
-        @functools.wraps(method)
-        async def timed(request: Any, context: Context) -> Any:
-            begin = time.perf_counter()
-            with self._counted(name, context):
-                try:
-                    return await method(request, context)
-                finally:
-                    histogram.observe(time.perf_counter() - begin)
+    def ended(self, method: str, code: str, seconds: float | None) -> None:
+        """A call has ended, so many seconds after its request. None: it was a stream."""
+        if seconds is not None:
+            self._seconds.labels(method).observe(seconds)
+        self._ended.labels(method, code).inc()
 
-        return timed
-
-    def of_stream(
-        self, name: str, method: Callable[[Any, Context], AsyncIterator[Any]], *, timed: bool
-    ) -> Callable[..., AsyncIterator[Any]]:
-        """Counts the calls of `method`, an asynchronous generator; with `timed` it times its messages, too.
+    def responded(self, method: str, response: Any, seconds: float | None) -> None:
+        """A response is sent, so many seconds after the last message of the client. None: that had a response before.
 
         A draw that is refused counts as a call that failed: its stream goes on.
         """
-        histogram = self._seconds.labels(name) if timed else None
-
-        @functools.wraps(method)
-        async def counted(requests: Any, context: Context) -> AsyncIterator[Any]:
-            watched = requests if histogram is None else _Watched(requests)
-            with self._counted(name, context):
-                async with aclosing(method(watched, context)) as responses:  # type: ignore[type-var]
-                    async for response in responses:
-                        if histogram is not None and watched.at is not None:
-                            histogram.observe(time.perf_counter() - watched.at)
-                            watched.at = None
-                        if name == "Draw" and response.head.error.code:
-                            self._ended.labels(name, code_name(response.head.error.code)).inc()
-                        yield response
-
-        return counted
-
-    @contextmanager
-    def _counted(self, name: str, context: Context) -> Iterator[None]:
-        code = "OK"
-        try:
-            yield
-        except (asyncio.CancelledError, GeneratorExit):
-            code = "CANCELLED"
-            raise
-        except grpc.aio.AbortError:
-            code = code_name(context.code())
-            raise
-        except BaseException:
-            code = "UNKNOWN"
-            raise
-        finally:
-            self._ended.labels(name, code).inc()
-
-
-class _Watched:
-    """The requests of a stream, and when the last request came that has no response yet."""
-
-    def __init__(self, requests: AsyncIterator[Any]) -> None:
-        self._next = aiter(requests).__anext__
-        self.at: float | None = None
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
-    async def __anext__(self) -> Any:
-        request = await self._next()
-        self.at = time.perf_counter()
-        return request
+        if seconds is not None:
+            self._seconds.labels(method).observe(seconds)
+        if method == "Draw" and response.head.error.code:
+            self._ended.labels(method, code_name(response.head.error.code)).inc()

@@ -118,7 +118,6 @@ def test_a_group_that_waits_for_room_closes_its_samples_when_it_enters(client):
     [
         ({"keys": [1, 2]}, "in a message of its own"),
         ({"keys": [1], "extend": True}, "in a message of its own"),
-        ({"keys": [1], "closes": range(1, 66)}, "closes 65 batches: at most 64"),
     ],
 )
 def test_a_message_that_cannot_close_batches_is_refused(fields, words):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -64,8 +64,10 @@ class _Aborted(Exception):
 class _Context:
     """As much of a gRPC context as the service uses."""
 
-    def __init__(self, peer: str) -> None:
+    def __init__(self, peer: str, requests: list[Any]) -> None:
+        """`requests`: of a stream."""
         self._peer = peer
+        self._requests = iter(requests)
         self._callbacks: list[Callable[..., None]] = []
 
     def peer(self) -> str:
@@ -80,6 +82,10 @@ class _Context:
     def done(self) -> None:
         for callback in self._callbacks:
             callback(self)
+
+    async def read(self) -> Any:
+        await asyncio.sleep(0)
+        return next(self._requests, grpc.aio.EOF)
 
     async def write(self, response: Any) -> None:
         await asyncio.sleep(0)
@@ -120,26 +126,15 @@ class Service:
             self.call(method.name, requests)
 
     def call(self, name: str, requests: list[Any]) -> None:
-        """Calls a method with what it would be called with: one request, or an iterator over all of them."""
+        """Calls a method with what it would be called with: one request, or all of a stream."""
         method = {method.name: method for method in METHODS}[name]
-        context = _Context("ipv4:127.0.0.1:1")
-
-        async def stream() -> AsyncIterator[Any]:
-            for request in requests:
-                await asyncio.sleep(0)
-                yield request
+        context = _Context("ipv4:127.0.0.1:1", requests)
 
         async def run() -> None:
-            answer = self._service.methods[name](stream() if method.client_streaming else requests[0], context)
+            request = None if method.client_streaming else requests[0]
             with suppress(_Aborted, TimeoutError):
                 async with asyncio.timeout(0.005):
-                    if hasattr(answer, "__aiter__"):
-                        async for _ in answer:
-                            pass
-                    else:
-                        await answer
-            if hasattr(answer, "aclose"):
-                await answer.aclose()
+                    await self._service.methods[name].respond(request, context)
 
         self._loop.run_until_complete(run())
         context.done()

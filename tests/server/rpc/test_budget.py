@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_server.errors import Code, Refused
-from replay_server.rpc.backend import Budget, MemoryGuard
-from replay_server.telemetry.host import Memory
+from replay_server.rpc.limits import Budget
+from replay_server.telemetry.host import Memory, MemoryGuard
 
 
 @settings(deadline=None)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from contextlib import aclosing, closing
+from contextlib import closing
 
 import grpc
 import pytest
@@ -13,7 +13,7 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import LimitsSection, ReplayServer, TableConfig
 from replay_server.errors import Code
 from replay_server.rpc import sampling
-from replay_server.rpc.backend import Backend
+from replay_server.rpc.limits import Backend
 from replay_server.tables.extensions.standard import replay_buffer
 from tests.factories import turns, until
 from tests.server.rpc.calls import Requests, bystander
@@ -123,76 +123,36 @@ def test_many_draws_at_once_hold_nobody_up(stub, client):
         assert {next(drawn).batch for _ in draws} == {draw.draw.id for draw in draws}
 
 
+class _Call:
+    """A stream whose reader takes one answer."""
+
+    client = "client"
+
+    def __init__(self) -> None:
+        self.read_so_far = self.written = 0
+
+    async def read(self) -> pb.DrawRequest | None:
+        self.read_so_far += 1
+        return pb.DrawRequest(take=[ID]) if self.read_so_far <= 10_000 else None
+
+    async def write(self, response: object) -> None:
+        if self.written:
+            await asyncio.Event().wait()
+        self.written += 1
+
+
 def test_a_stream_reads_no_further_than_its_reader_takes_answers():
     buffer = replay_buffer(TABLES, time.monotonic)
     backend = Backend(buffer, LimitsSection(), None)
-    read = 0
-
-    async def requests():
-        nonlocal read
-        for read in range(1, 10_001):  # noqa: B007
-            yield pb.DrawRequest(take=[ID])
+    call = _Call()
 
     async def take_one_answer() -> None:
-        responder = sampling.DrawResponder(
-            backend, sampling.OpenDraws(backend), "client", requests(), lambda side: None
-        )
-        async with aclosing(responder.responses()) as responses:
-            await anext(responses)
-            await turns(20_000)
+        responder = sampling.DrawResponder(backend, sampling.OpenDraws(backend), call, lambda side: None)
+        running = asyncio.create_task(responder.run())
+        await turns(20_000)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(take_one_answer())
-    assert read <= sampling.MAX_UNANSWERED + 2
-
-
-# ---------------------------------------------------------------------- draws put off until others have been taken
-
-
-@pytest.fixture
-def little_ahead(monkeypatch):
-    """A stream with one item of 100 bytes ahead gets no more before its reader has taken that one."""
-    monkeypatch.setattr(sampling, "MAX_BYTES_AHEAD", 100)
-
-
-def insert(client: ReplayClient, table: str, count: int) -> list[int]:
-    return [client.insert(bytes(100), {table: 1.0}) for _ in range(count)]
-
-
-@pytest.mark.usefixtures("little_ahead")
-def test_a_draw_that_is_put_off_ends_at_its_deadline_and_says_why(stub, client):
-    insert(client, "plain", 2)
-    with drawing(stub, draw_request(), draw_request(id=ID + 1, timeout=0.5)) as answers:
-        assert next(answers).batch == ID
-        late = next(answers)
-        assert (late.batch, late.error.code) == (ID + 1, Code.DEADLINE_EXCEEDED)
-        assert "100 bytes that this stream has drawn ahead are not taken" in late.error.message
-
-
-@pytest.mark.usefixtures("little_ahead")
-def test_a_draw_that_is_put_off_can_be_given_back(stub, client):
-    insert(client, "plain", 3)
-    draws = [draw_request(id=ID + n, timeout=60.0) for n in range(3)]
-    with drawing(stub, *draws, pb.DrawRequest(give_back=[ID + 1])) as answers:
-        assert next(answers).batch == ID
-        assert next(answers).done == [ID + 1]
-        answers.ask(pb.DrawRequest(take=[ID]))
-        assert {next(answers).batch for _ in range(2)} == {0, ID + 2}
-
-
-@pytest.mark.usefixtures("little_ahead")
-def test_a_draw_that_is_put_off_does_not_hold_up_those_behind_it(stub, client):
-    insert(client, "pool", 1)
-    (gone,) = insert(client, "queue", 1)
-    keys = insert(client, "plain", 1)
-    tables = ["pool", "queue", "plain"]
-    with drawing(
-        stub, *(draw_request(table=name, id=ID + n, timeout=60.0) for n, name in enumerate(tables))
-    ) as answers:
-        assert next(answers).batch == ID
-        for _ in range(2):  # when the second one is answered, the stream has put off both draws
-            answers.ask(pb.DrawRequest(give_back=[1]))
-            assert next(answers).missing == [1]
-        assert client.delete("queue", [gone]).applied == 1
-        answers.ask(pb.DrawRequest(take=[ID]))
-        assert next(answers).done == [ID]
-        assert next(answers).keys == keys
+    assert call.written == 1
+    assert call.read_so_far <= sampling.MAX_UNANSWERED + 3  # one is sent, one cannot be, one waits for room

@@ -10,7 +10,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import ReplayServer, TableConfig
 from replay_server.errors import Code, Reason
-from replay_server.rpc.backend import Budget
+from replay_server.rpc.limits import Budget
 
 CLASSES = {
     Reason.NONE: TableFullError,

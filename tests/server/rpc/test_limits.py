@@ -4,7 +4,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 
@@ -16,8 +16,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import Config, LimitsSection, ReplayServer, ServerSection, TableConfig
-from replay_server.config import MAX_SAMPLE_STREAMS
-from replay_server.rpc import backend, inserting, sampling
+from replay_server.rpc import inserting, limits
 from replay_server.tables import remembered as tables
 from replay_server.tables.extensions.standard import replay_buffer
 from tests.factories import until
@@ -277,13 +276,35 @@ def waiting(client: ReplayClient) -> int:
     return client.server_info().tables["queue"].inserting.count
 
 
+async def decisions(shared: limits.Backend, message: Frame) -> AsyncIterator[inserting.Decided]:
+    """What becomes of the rows of a stream with one message, for a client that goes when it reads no further."""
+    messages, answers = [message], asyncio.Queue(maxsize=1)
+
+    async def read() -> Frame | None:
+        return messages.pop() if messages else None
+
+    async def answer(decided: inserting.Decided | None) -> None:
+        await answers.put(decided)
+        await answers.join()
+
+    inserts = inserting.Inserts(shared, "client", read, answer, lambda _: None)
+    running = asyncio.create_task(inserts.run())
+    running.add_done_callback(lambda _: answers.put_nowait(None))
+    try:
+        while (decided := await answers.get()) is not None:
+            yield decided
+            answers.task_done()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 def test_a_message_of_very_many_rows_that_enter_one_by_one_lets_others_run_in_between():
     rows, turns = 2_000, 0
     one_by_one = TableConfig(name="plain", max_size=100, remover="min_heap")  # who is evicted depends on the row before
-    shared = backend.Backend(replay_buffer([one_by_one], time.monotonic), LimitsSection(), None)
+    shared = limits.Backend(replay_buffer([one_by_one], time.monotonic), LimitsSection(), None)
 
-    async def messages():
-        yield Frame(pb.InsertRequest(keys=range(1, rows + 1), targets=[pb.InsertTarget(table="plain")]), [])
+    message = Frame(pb.InsertRequest(keys=range(1, rows + 1), targets=[pb.InsertTarget(table="plain")]), [])
 
     async def others() -> None:
         nonlocal turns
@@ -293,8 +314,7 @@ def test_a_message_of_very_many_rows_that_enter_one_by_one_lets_others_run_in_be
 
     async def insert() -> int:
         running = asyncio.create_task(others())
-        read = inserting.read_messages(shared, messages(), "client")
-        inserted = [len(part) async for part in inserting.decide(shared, read, "client", lambda _: None)]
+        inserted = [len(decided) async for decided in decisions(shared, message)]
         running.cancel()
         return sum(inserted)
 
@@ -307,16 +327,15 @@ def test_a_message_of_very_many_rows_that_enter_one_by_one_lets_others_run_in_be
 
 def test_an_insert_leaves_the_line_if_its_client_goes_while_it_reads_the_answers_before():
     buffer = replay_buffer(TABLES, time.monotonic)
-    shared = backend.Backend(buffer, LimitsSection(), None)
+    shared = limits.Backend(buffer, LimitsSection(), None)
 
-    async def messages():
-        request = pb.InsertRequest(keys=[1, 2], targets=[pb.InsertTarget(table="queue")], payload_sizes=[1, 1])
-        yield Frame(request, [b"ab"])
+    message = Frame(
+        pb.InsertRequest(keys=[1, 2], targets=[pb.InsertTarget(table="queue")], payload_sizes=[1, 1]), [b"ab"]
+    )
 
     async def go_after_the_first_answer() -> None:
-        read = inserting.read_messages(shared, messages(), "client")
-        async with aclosing(inserting.decide(shared, read, "client", lambda _: None)) as decisions:
-            assert (await anext(decisions)).keys == [1]
+        async with aclosing(decisions(shared, message)) as decided:
+            assert (await anext(decided)).keys == [1]
             assert buffer.lines["queue"].inserts.head is not None
 
     asyncio.run(go_after_the_first_answer())
@@ -369,7 +388,7 @@ def test_a_slow_reader_of_items_keeps_none_of_them_and_loses_its_answer_to_inser
 
 
 def test_what_is_sent_to_all_readers_of_items_together_is_bounded(monkeypatch):
-    monkeypatch.setattr(backend, "MAX_BYTES_READ", 12 * MB)
+    monkeypatch.setattr(limits, "MAX_BYTES_READ", 12 * MB)
     with (
         server_with(max_payload_bytes=12 * MB) as server,
         connection(server.address) as stub,
@@ -385,34 +404,8 @@ def test_what_is_sent_to_all_readers_of_items_together_is_bounded(monkeypatch):
         assert [item.key for item in client.get([small])] == [small]
 
 
-def test_sample_streams_of_a_connection_are_bounded():
-    with server_with() as server, connection(server.address) as stub:
-        opening = pb.DrawRequest(draw=pb.SampleRequest(table="plain", num_samples=1, id=1 << 40))
-        with ExitStack() as streams:
-            for _ in range(MAX_SAMPLE_STREAMS):
-                call = stub.Draw(iter(streams.enter_context(Requests(opening))))
-                streams.callback(call.cancel)
-            until(lambda: stub.GetServerInfo(pb.GetServerInfoRequest()).sample_streams == MAX_SAMPLE_STREAMS)
-            assert refused(lambda: stub.Draw(iter([opening]))).code() is Code.RESOURCE_EXHAUSTED
-        until(lambda: stub.GetServerInfo(pb.GetServerInfoRequest()).sample_streams == 0)
-
-
-def test_a_stream_draws_no_more_ahead_than_its_bytes_allow(monkeypatch):
-    monkeypatch.setattr(sampling, "MAX_BYTES_AHEAD", 3000)
-    with server_with() as server, ReplayClient(server.address, timeout=60.0) as client:
-        for _ in range(10):
-            client.insert(bytes(1000), {"plain": 1.0})
-        with client.sampler("plain", batch_size=1, prefetch=8) as sampler:
-            next(sampler)
-            until(lambda: in_hand(client) == 3)
-            for _ in range(8):
-                next(sampler)
-            until(lambda: in_hand(client) == 3)
-        until(lambda: in_hand(client) == 0)
-
-
 def test_samples_in_hand_of_all_clients_are_bounded(monkeypatch):
-    monkeypatch.setattr(backend, "MAX_ROWS_OUTSTANDING", 8)
+    monkeypatch.setattr(limits, "MAX_ROWS_OUTSTANDING", 8)
     with (
         server_with() as server,
         ReplayClient(server.address, timeout=60.0) as client,

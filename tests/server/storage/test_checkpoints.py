@@ -16,7 +16,7 @@ import pytest
 from replay_client import ReplayClient
 from replay_client.errors import InvalidRequestError, ReplayError
 from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, TableConfig
-from replay_server.rpc.backend import OpenCalls
+from replay_server.rpc.limits import OpenCalls
 from replay_server.storage import checkpointer, checkpoints
 from replay_server.storage.checkpoints import CheckpointDirectory, DamagedCheckpoint, read_contents
 from replay_server.tables.items import BYTES_PER_READ, MemoryStorage

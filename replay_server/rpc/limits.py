@@ -1,0 +1,182 @@
+"""Limits: what all gRPC methods share. The tables, the clients, and the bounds on what clients use together.
+
+* Budget: an amount that clients share. No client, and not all of them together, can use more than there is.
+* OpenCalls: counts the calls that are open, and ends endless streams.
+
+A client is a connection (gRPC's name of the peer).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from replay_server.config import MAX_BYTES_READ, MAX_ROWS_OUTSTANDING, LimitsSection
+from replay_server.errors import Code, Reason, Refused, busy, deadline
+from replay_server.rpc.auth import REVOKED
+from replay_server.rpc.clients import Clients
+from replay_server.tables.buffer import ReplayBuffer
+from replay_server.tables.extensions.archive import Archiving
+from replay_server.tables.waiting import Line, Pending, deadline_at, result_of
+from replay_server.telemetry.host import MemoryGuard
+
+
+class Backend:
+    def __init__(
+        self, buffer: ReplayBuffer, limits: LimitsSection, written: Callable[[], Awaitable[None]] | None
+    ) -> None:
+        """`written`, which is Journal.durable, returns when all changes until now are written; None: in memory only."""
+        self.buffer = buffer
+        self.limits = limits
+        self.is_durable = written is not None
+        self._written = written
+        self.calls = OpenCalls(limits)
+        # An item of the largest size must fit, or it could never be received.
+        unfinished = max(limits.max_unfinished_bytes, buffer.max_payload_bytes)
+        self.unfinished = Budget(unfinished, "bytes of items that are not complete (max_unfinished_bytes)")
+        self.waiting = Budget(limits.max_waiting_bytes, "bytes of items that wait for their table (max_waiting_bytes)")
+        self.outstanding = Budget(MAX_ROWS_OUTSTANDING, "samples under leases or drawn ahead")
+        self.reading = Budget(max(MAX_BYTES_READ, buffer.max_payload_bytes), "bytes of items that readers are sent")
+        archive = Archiving.of(buffer)
+        self.memory = MemoryGuard(limits.memory_share, archive.free_all if archive is not None else lambda: None)
+        self.clients = Clients(buffer.clock)
+        self.draining = False
+        """Whether items with new keys are refused. Another thread may set it."""
+        self.insert_streams = 0
+        """Open now."""
+        self.sample_streams = 0
+        """Open now."""
+
+    async def durable(self) -> None:
+        """Returns when all changes until now are written; at once where items are in memory only."""
+        if self._written is not None:
+            await self._written()
+
+
+class PendingShare(Pending[int]):
+    def __init__(self, client: str, n: int, since: float, deadline_at: float) -> None:
+        super().__init__(since, deadline_at)
+        self.client = client
+        self.n = n
+
+
+class Budget:
+    """At most `total` is in use, and at most half of it by one client that already uses some.
+
+    A client that uses nothing may take more than half, or a large request could never be served. Waiting requests are
+    served first come, first served, except those that wait for their own client's half.
+    """
+
+    def __init__(self, total: int, name: str) -> None:
+        """`name` completes "N of M ...", for example "bytes of items that are not complete (max_unfinished_bytes)"."""
+        self.total = total
+        self.used = 0
+        self._name = name
+        self._used_by: dict[str, int] = {}
+        self._line: Line[PendingShare] = Line(time.monotonic)
+
+    def why_not(self, client: str, n: int) -> str | None:
+        """Why the client cannot have n more; None if it can."""
+        if self.used + n > self.total:
+            return f"{self.used} of {self.total} {self._name} are in use, and {n} more were asked for"
+        used = self._used_by.get(client, 0)
+        if used and used + n > self.total // 2:
+            return f"this client has {used} of {self.total} {self._name} in use, and no client may have over half"
+        return None
+
+    def take(self, client: str, n: int) -> None:
+        """Raises Refused (RESOURCE_EXHAUSTED) if the client cannot have n more."""
+        if why := self.why_not(client, n):
+            raise busy(f"{why}; try again later")
+        self._take(client, n)
+
+    def give_back(self, client: str, n: int) -> None:
+        self.used -= n
+        left = self._used_by.pop(client, 0) - n
+        if left:
+            self._used_by[client] = left
+        self._serve()
+
+    @contextmanager
+    def held(self, client: str, n: int) -> Iterator[None]:
+        """Raises Refused as `take` does."""
+        self.take(client, n)
+        try:
+            yield
+        finally:
+            self.give_back(client, n)
+
+    async def take_in_turn(self, client: str, n: int, timeout: float | None) -> None:
+        """Waits until the client can have n more. Raises Refused (DEADLINE_EXCEEDED) after `timeout` seconds."""
+        now = time.monotonic()
+        pending = PendingShare(client, n, now, deadline_at(now, timeout))
+        self._line.join(pending)
+        self._serve()
+        await result_of(pending, now, self._time_out, self._abandon)
+
+    def _time_out(self, pending: PendingShare) -> None:
+        if not pending.done:
+            why = self.why_not(pending.client, pending.n) or f"others came first for the {self.total} {self._name}"
+            pending.fail(deadline(why))
+            self._serve()
+
+    def _abandon(self, pending: PendingShare) -> None:
+        if not pending.done:
+            pending.abandon()
+            self._serve()
+        elif pending.value is not None:  # it was served just before
+            self.give_back(pending.client, pending.n)
+
+    def _serve(self) -> None:
+        for pending in self._line:
+            if self.used + pending.n > self.total:
+                break
+            if self.why_not(pending.client, pending.n) is None:
+                self._take(pending.client, pending.n)
+                pending.finish(pending.n)
+
+    def _take(self, client: str, n: int) -> None:
+        self.used += n
+        if n:
+            self._used_by[client] = self._used_by.get(client, 0) + n
+
+
+class OpenCalls:
+    def __init__(self, limits: LimitsSection) -> None:
+        self._limits = limits
+        self.count = 0
+        self._endless: set[asyncio.Task[Any]] = set()
+        """The streams that last until their clients end them."""
+        self._closing = False
+
+    def close(self) -> None:
+        """Ends the streams that would not end by themselves."""
+        self._closing = True
+        for task in self._endless:
+            task.cancel()
+
+    @contextmanager
+    def counted(self, endless: bool) -> Iterator[None]:
+        """Counts the current task as one more open call. Raises Refused if `max_calls` are open, or it has to end."""
+        if self.count >= self._limits.max_calls:
+            raise busy(f"{self.count} calls are open, which is as many as this server takes (max_calls); try later")
+        self.count += 1
+        task = asyncio.current_task()
+        if endless and task is not None:
+            self._endless.add(task)
+        try:
+            yield
+        except asyncio.CancelledError as error:  # gRPC tells the client nothing about a call that is cancelled here
+            if error.args == (REVOKED,):
+                raise Refused(Code.UNAUTHENTICATED, REVOKED) from None
+            if endless and self._closing:
+                # UNAVAILABLE lets clients try again until a server is back. The reason is for those without a timeout.
+                raise Refused(Code.UNAVAILABLE, "the server is shutting down", Reason.CLOSING) from None
+            raise
+        finally:
+            self.count -= 1
+            if task is not None:
+                self._endless.discard(task)

@@ -1,0 +1,103 @@
+"""Shared memory: the method ShareMemory, by which clients on this host get rings.
+
+* A ring belongs to one connection and one stream, and ends with the call of ShareMemory that opened it.
+* A ring carries nothing before the server has sent its memory to its client.
+* The memory of all rings counts against one budget (`max_shared_bytes`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+from replay_protos import replay_pb2 as pb
+from replay_protos.shared_memory import HEADER, MAX_CAPACITY, Segment
+from replay_server.errors import Refused, invalid
+from replay_server.rpc.calls import Call
+from replay_server.rpc.limits import Backend, Budget
+from replay_server.rpc.rings.carrying import Rings
+
+log = logging.getLogger("replay_server")
+
+_LEAST_COST = 1 << 20
+"""Bytes that a ring counts for at least: it also costs a file descriptor."""
+
+
+class SharedMemoryMethods:
+    def __init__(self, backend: Backend, rings: Rings, folder: Path | None) -> None:
+        """Clients on this host, which see `folder` too, make their sockets there; None: no client gets a ring."""
+        self._rings = rings
+        self._folder = folder
+        self._budget = Budget(backend.limits.max_shared_bytes, "bytes of shared memory (max_shared_bytes)")
+        self._short = False
+        """Whether the last ring was refused for lack of room."""
+
+    async def ShareMemory(self, call: Call) -> None:
+        client, opened = call.client, dict[int, Segment]()
+        try:
+            while (request := await call.read()) is not None:
+                if request.HasField("open"):
+                    response = await self._make(client, request.open, opened)
+                elif request.send:
+                    response = await self._send(client, request.send, opened)
+                else:
+                    if request.close in opened:
+                        self._end(client, opened.pop(request.close))
+                    response = pb.ShareMemoryResponse()
+                await call.write(response)
+        finally:
+            for segment in opened.values():
+                self._end(client, segment)
+
+    async def _make(self, client: str, capacity: int, opened: dict[int, Segment]) -> pb.ShareMemoryResponse:
+        if self._folder is None:
+            return pb.ShareMemoryResponse(refusal="the server does not share memory ([server] shared_memory)")
+        if capacity % 4096 or capacity > MAX_CAPACITY:
+            raise invalid(f"a ring of {capacity} bytes: a multiple of 4096, at most {MAX_CAPACITY}")
+        if not self._folder.is_dir():
+            return self._no_room(f"there is no folder {self._folder} ([server] shared_memory)")
+        try:
+            self._budget.take(client, cost := max(HEADER + capacity, _LEAST_COST))
+        except Refused as refusal:
+            return pb.ShareMemoryResponse(refusal=refusal.message)
+        try:
+            # On a thread: the system zeroes all of the memory now.
+            segment = await asyncio.to_thread(Segment.create, self._folder, capacity)
+        except BaseException as error:
+            self._budget.give_back(client, cost)
+            if not isinstance(error, OSError):
+                raise
+            return self._no_room(f"the system gives no memory for rings: {error.strerror}")
+        # A stream may use the memory for longer than this call lasts.
+        weakref.finalize(segment, self._budget.give_back, client, cost).atexit = False
+        self._short = False
+        opened[segment.ring_id] = segment
+        return pb.ShareMemoryResponse(ring=segment.ring_id, path=str(segment.path))
+
+    def _no_room(self, why: str) -> pb.ShareMemoryResponse:
+        if not self._short:  # one line until there is room again
+            self._short = True
+            log.warning("%s; payloads travel over gRPC instead", why)
+        return pb.ShareMemoryResponse(refusal=why)
+
+    async def _send(self, client: str, ring_id: int, opened: dict[int, Segment]) -> pb.ShareMemoryResponse:
+        if (segment := opened.get(ring_id)) is None or segment.handed_over:
+            raise invalid(f"ring {ring_id} is not one of this stream's, or was sent before")
+        try:
+            # On a thread: whoever can write to the folder may have put anything in the place of the client's socket.
+            await asyncio.to_thread(segment.hand_over)
+        except OSError as error:
+            return pb.ShareMemoryResponse(refusal=str(error))
+        if segment.capacity:
+            self._rings.add(client, segment)
+        else:  # it only had to show that rings work
+            self._end(client, opened.pop(ring_id))
+        return pb.ShareMemoryResponse(ring=ring_id)
+
+    def _end(self, client: str, segment: Segment) -> None:
+        with suppress(OSError):  # the client has removed its socket, unless it was killed
+            segment.path.unlink()
+        self._rings.end(client, segment.ring_id)
