@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from typing import Any
 
 from replay_client import ReplayClient, Sample, SampleInfo
 from replay_client.errors import ReplayError
-from replay_trainer.weights import writing
+from replay_trainer.weights import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -246,10 +245,7 @@ class GroupLeases:
         if not leases:
             self._path.unlink(missing_ok=True)
         elif leases != self._listed:  # a batch that comes was listed when it was expected
-            unfinished = self._path.with_suffix(".tmp")
-            with writing(unfinished):
-                unfinished.write_text(json.dumps(sorted(leases)))
-            os.replace(unfinished, self._path)
+            write_whole(self._path, json.dumps(sorted(leases)))
         self._listed = leases
 
     def _renew(self) -> None:

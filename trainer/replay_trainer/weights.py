@@ -55,6 +55,14 @@ def writing(path: Path, *kinds: type[Exception]) -> Iterator[None]:
         raise OSError(f"{path} cannot be written ({free:.0f} MiB are free there): {error}") from error
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a small file, in the place of what is there: a reader finds the old text or the new one."""
+    unfinished = path.with_name(path.name + ".tmp")
+    with writing(unfinished):
+        unfinished.write_text(text)
+    os.replace(unfinished, path)
+
+
 NAME = ".lock"
 
 
@@ -375,23 +383,21 @@ class Adapter:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Set the tensors of the adapter, on all ranks. Raises RuntimeError if their names or shapes are not those of
         this one."""
-        from peft import set_peft_model_state_dict
-
         if differ := sorted(set(tensors) ^ set(own := self._own())):
             raise RuntimeError(
                 f"the saved adapter and this one differ in {len(differ)} tensors, such as {differ[0]!r}: make the "
                 "model with the LoraConfig of the run"
             )
-        if not any(isinstance(tensor, DTensor) for tensor in own.values()):
-            set_peft_model_state_dict(self._model, dict(tensors), adapter_name=self._name)
-            return
         for name, tensor in own.items():
-            assert isinstance(tensor, DTensor), name
-            if tensor.shape != tensors[name].shape:
-                raise RuntimeError(f"the saved adapter has {name!r} with the shape {list(tensors[name].shape)}")
-            rows = distribute_tensor(tensors[name].to(tensor.device), tensor.device_mesh, tensor.placements)
+            saved_tensor = tensors[name].to(tensor.device)
+            if tensor.shape != saved_tensor.shape:
+                raise RuntimeError(f"the saved adapter has {name!r} with the shape {list(saved_tensor.shape)}")
             with torch.no_grad():
-                tensor.to_local().copy_(rows.to_local())
+                if isinstance(tensor, DTensor):
+                    rows = distribute_tensor(saved_tensor, tensor.device_mesh, tensor.placements)
+                    tensor.to_local().copy_(rows.to_local())
+                else:
+                    tensor.copy_(saved_tensor)
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
         """Write `weights()` to a folder, as PreTrainedModel.save_pretrained does."""

@@ -380,7 +380,7 @@ def test_a_server_that_is_away_pauses_the_trainer(
     # It is away for longer than every limit: the client's, that of the pool's calls, and TRL's.
     monkeypatch.setattr(ReplayClient, "from_env", lambda address: ReplayClient(address, timeout=1.0))
     pool = partial(GroupPool, timeout=0.5)
-    monkeypatch.setattr("replay_trainer.integrations.trl_async.GroupPool", pool)
+    monkeypatch.setattr("replay_trainer.integrations.leased.GroupPool", pool)
     config = f'[server]\ndata_dir = "{tmp_path}/data"\n' + block("toml").split("\n\n", 1)[1]
     servers: list[ServerProcess] = []
 

@@ -14,11 +14,10 @@ import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from replay_client import RolloutGroup
-from replay_client.errors import DeadlineExceededError, StaleItemError, TableFullError
+from replay_client.errors import StaleItemError, TableFullError
 from replay_trainer.integrations.pool import GroupPool
 
 Place = tuple[int, str]
@@ -48,9 +47,8 @@ class FinishedGroups(GroupPool):
         """Stores a group. Returns when the server has acknowledged it, or is away for the timeout."""
         tags: dict[str, str | int] = {"run": self.run, "epoch": place[0], "uid": place[1]}
         key = uuid.uuid4().int >> 65  # the same at each attempt, so that no group is stored twice
-        insert = partial(self.client.insert, group, {self.table: 1.0}, key=key, tags=tags, timeout=self._limit())
         try:
-            stored = self._call(insert, DeadlineExceededError)
+            stored = self.ask(self.client.insert, group, {self.table: 1.0}, key=key, tags=tags)
         except (StaleItemError, TableFullError):  # as if it were not stored: it is generated again after a kill
             return
         if stored is not None:
@@ -64,10 +62,8 @@ class FinishedGroups(GroupPool):
         page: Any = ""
         older: list[int] = []
         while True:
-            listing = partial(self.client.list_items, self.table, limit=1000, page=page, tags={"run": self.run})
-            listing = partial(listing, order_by="age", descending=True, timeout=self._limit())
-            listed = self._call(listing, DeadlineExceededError)
-            if listed is None:
+            of_run = {"tags": {"run": self.run}, "order_by": "age", "descending": True}
+            if (listed := self.ask(self.client.list_items, self.table, limit=1000, page=page, **of_run)) is None:
                 return
             for item in listed.items:  # the oldest come first
                 place = int(item.tags["epoch"]), str(item.tags["uid"])
@@ -77,13 +73,13 @@ class FinishedGroups(GroupPool):
             if not (page := listed.next_page):
                 break
         if older:
-            self._call(partial(self.client.delete, self.table, older, timeout=self._limit()), DeadlineExceededError)
+            self.ask(self.client.delete, self.table, older)
 
     def get(self, place: Place) -> RolloutGroup | None:
         """The group of a place; None if there is none."""
         if place not in self.held:
             return None
-        found = self._call(partial(self.client.get, [self.held[place]], timeout=self._limit()), DeadlineExceededError)
+        found = self.ask(self.client.get, [self.held[place]])
         return found[0].group if found else None
 
     def saved(self, epoch: int, uids: set[str]) -> None:
@@ -98,8 +94,7 @@ class FinishedGroups(GroupPool):
 
     def forget(self, places: Mapping[Place, int]) -> None:
         """Deletes groups from the table. They stay noted if the server is away."""
-        delete = partial(self.client.delete, self.table, list(places.values()), timeout=self._limit())
-        if places and self._call(delete, DeadlineExceededError) is not None:
+        if places and self.ask(self.client.delete, self.table, list(places.values())) is not None:
             for place in places:
                 self.held.pop(place, None)
                 self.contained.pop(place, None)

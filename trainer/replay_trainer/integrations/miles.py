@@ -27,29 +27,20 @@ import tempfile
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from replay_client import ReplayClient, RolloutGroup, Sample
-from replay_client.errors import (
-    GONE,
-    DeadlineExceededError,
-    ReplayError,
-    ServerBusyError,
-    StaleItemError,
-    StorageError,
-    TableFullError,
-)
+from replay_client import RolloutGroup, Sample
+from replay_client.errors import ReplayError, StaleItemError
 from replay_client.scoring import trained_priority
-from replay_client.waits import WaitLog, in_daemon_thread
+from replay_client.waits import in_daemon_thread
 from replay_trainer.integrations.hooks import hooks_of
-from replay_trainer.integrations.pool import GroupPool
+from replay_trainer.integrations.leased import LeasedTable
 from replay_trainer.integrations.samples import SampleStore
-from replay_trainer.leases import GroupLeases, TrainedGroups
-from replay_trainer.weights import OutputLock, writing
+from replay_trainer.leases import TrainedGroups
+from replay_trainer.weights import write_whole
 
 with hooks_of("Miles"):
     from miles.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter
@@ -64,22 +55,9 @@ with hooks_of("Miles"):
     from miles.utils.types import Sample as MilesSample
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 PREFIX = "rollout/fully_async/"
 """Of the metrics, as in Miles' own buffer."""
-_LATER = (
-    DeadlineExceededError,
-    *GONE,
-    ServerBusyError,
-    StorageError,
-    TableFullError,
-)
-"""Errors after which the same request may succeed."""
-_PAUSE = 0.2
-"""Seconds between two attempts."""
-_POLL = 1.0
-"""Seconds after which a draw that found nothing returns."""
 _METRICS_SECONDS = 1.0
 """What `get_metrics` waits for the server: it stands in the event loop in which Miles generates."""
 _READS = "reads"
@@ -148,11 +126,7 @@ class Drains:
 
     def end(self, groups: TrainedGroups) -> None:
         """The drain under way is over, and `groups` are all that are drawn since the last checkpoint."""
-        path = self._path(self.number)
-        unfinished = path.with_suffix(".tmp")
-        with writing(unfinished):
-            unfinished.write_text(json.dumps(groups.state_dict()))
-        os.replace(unfinished, path)
+        write_whole(self._path(self.number), json.dumps(groups.state_dict()))
         self._open.append((self.number, groups))
         self.number += 1
 
@@ -201,38 +175,32 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         self._store = SampleStore(MilesSample, getattr(args, "reward_key", None))
         save = getattr(args, "save", None)
         given = settings.folder or (save and str(Path(save, "replay")))
-        self._folder = Path(given or tempfile.mkdtemp(prefix="replay-miles-")).resolve()
-        self._lock = OutputLock(self._folder)
-        if why := self._lock.acquire():
-            raise RuntimeError(why)
+        folder = Path(given or tempfile.mkdtemp(prefix="replay-miles-")).resolve()
         self._name = f"miles:{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:6]}"
-        self.client = ReplayClient.from_env(address=settings.address, name=self._name)
+        self._queue = queue = LeasedTable(
+            "Miles' buffer",
+            settings.table,
+            folder,
+            settings.lease,
+            pool=settings.pool if settings.share else None,
+            max_staleness=args.max_weight_staleness,
+            prefetch=1,  # what is chosen by priority, or may turn stale, is chosen late
+            address=settings.address,
+            name=self._name,
+        )
+        self.client, self._pool, self._leases, self._reach = queue.client, queue.pool, queue.leases, queue.reach
         try:
-            self.client.server_info(tables=[settings.table, *([settings.pool] if settings.share else [])])
+            queue.lock()
             self._refuse_a_second_reader()
         except BaseException:
-            self.client.close()
-            self._lock.release()
+            queue.close(leave=False)
             raise
-        self._pool = GroupPool(
-            self.client,
-            settings.pool if settings.share else settings.table,
-            max_staleness=args.max_weight_staleness,
-            sequences=True,
-            on_unavailable="raise",
-        )
-        self._drains = Drains(args, self._folder)
-        self._leases = GroupLeases(self.client, settings.table, settings.lease, self._folder, rank=0)
+        self._drains = Drains(args, folder)
         before = self._drains.before()
         self._leases.acknowledge(before)
         self._leases.give_back_of_dead(before)
         self._leases.start()
-        # One batch ahead: what is chosen by priority, or may turn stale, is chosen late.
-        self._batches = self.client.sampler(
-            settings.table, prefetch=1, timeout=_POLL, lease=settings.lease, on_lease=self._leases.expect
-        )
         self._drawing = threading.Lock()
-        self._closed = threading.Event()
         self._ready: deque[tuple[Sample, bool]] = deque()
         """Drawn and not handed out, with whether it is one of the pool. More than one: a `get` was cancelled."""
         self._keys: list[int] = []
@@ -243,7 +211,6 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         """Miles' version at the last `get`."""
         self._policy_version = 0
         """The same in the server's count."""
-        self._waiting = WaitLog("Miles' buffer")
         self._metric_gatherer = MetricGatherer()
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._consumed_staleness: list[int] = []
@@ -325,13 +292,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
             if self._replayed + 1 <= self.settings.share * (self._handed + 1):
                 self._ready.extend((sample, True) for sample in self._draw_again())
             while not self._ready:
-                try:
-                    drawn = self._leases.hold(next(self._batches))
-                except _LATER as error:
-                    self._wait(error)
-                    continue
-                self._waiting.go_on()
-                for sample in drawn:
+                for sample in self._queue.draw():
                     self._keys.append(sample.info.key)
                     if self._usable(sample.group):
                         self._ready.append((sample, False))
@@ -380,15 +341,8 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
     def _settle(self) -> None:
         """Take the groups for good that a checkpoint contains by now."""
         groups = self._drains.used_up()
-        if groups is None:
-            return
-        try:
-            self._leases.acknowledge(groups)
-        except _LATER as error:
-            logger.warning("the groups of the last checkpoint are acknowledged later: %s", error)
-            return
-        self._leases.settled(groups)
-        self._drains.forget(groups)
+        if groups is not None and self._queue.acknowledge(groups):
+            self._drains.forget(groups)
 
     # ------------------------------------------------------------------------------------------------- metrics
 
@@ -435,15 +389,9 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
     def close(self) -> None:
         """Gives back the groups that no checkpoint contains, and closes the connection. Miles does not call it: when
         its process ends, the server takes them back with the end of their leases, or at the next start of the run."""
-        if self._closed.is_set():
-            return
-        self._settle()
-        self._closed.set()
-        self._batches.close()
-        self._leases.give_back()
-        self.client.leave()
-        self._lock.release()
-        self.client.close()
+        if not self._queue.closed:
+            self._settle()
+            self._queue.close()
 
     def _refuse_a_second_reader(self) -> None:
         """Raises RuntimeError if a trainer that is alive reads the table. Of two that start at once, both may end."""
@@ -456,25 +404,6 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
                     f"{other.name} reads table {table!r} already, and each of two trainers would miss what the other "
                     f"takes: stop it, or give this run a table of its own with replay_table"
                 )
-
-    def _reach(self, attempt: Callable[[], T]) -> T:
-        """The result of `attempt`, however long the table is full or the server is away."""
-        while True:
-            try:
-                result = attempt()
-            except _LATER as error:
-                self._wait(error)
-                continue
-            self._waiting.go_on()
-            return result
-
-    def _wait(self, error: ReplayError) -> None:
-        """Before the next attempt. Raises the error if the buffer is closed."""
-        if self._closed.is_set():
-            raise error
-        if not isinstance(error, DeadlineExceededError):  # that attempt has waited already
-            self._waiting.wait(f"Miles' buffer waits for the server: {error}")
-            self._closed.wait(_PAUSE)
 
 
 _COUNTS = ("aborted_groups_filtered", "stale_groups_filtered", "replayed_groups", "groups_put_aside")

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
-from replay_client import Policy, ReplayClient, RolloutGroup, Sample
+from replay_client import ReplayClient, RolloutGroup, Sample
 from replay_client.errors import (
     GONE,
     DeadlineExceededError,
@@ -37,7 +37,8 @@ T = TypeVar("T")
 OnUnavailable = Literal["continue", "raise"]
 """What happens when the server does not come back in time.
 continue: train on fresh groups alone, and ask again with the next call. raise: end the run."""
-_AWAY = (*GONE, ServerBusyError, StorageError)
+AWAY = (*GONE, ServerBusyError, StorageError)
+"""Errors that mean: the server cannot answer now."""
 _PAUSE = 0.1
 """Seconds between two attempts."""
 _RETRY = 1.0
@@ -58,17 +59,6 @@ def why_no_rows(group: RolloutGroup, *, sequences: bool = False, vocabulary: int
     if not sequences and group.num_sequences > group.group_size:
         return "sequence_counts with several sequences for a rollout"
     return ""
-
-
-def warn_of_put_aside(key: int, table: str, why: str) -> None:
-    """Tells a person which group is put aside, and the way out."""
-    logger.warning(
-        "the group with the key %d in table %r has %s, which this trainer cannot train on: it is put aside. Give the "
-        "trainer a table without such groups. GRPOTrainer of replay_trainer takes all that its model has tokens for",
-        key,
-        table,
-        why,
-    )
 
 
 @dataclass
@@ -110,15 +100,13 @@ class GroupPool:
         the version that it finds, and a trainer behind the others generates at the version of the fastest.
         """
         version = self.version_of(step)
-        if (policy := self._policy()) is None:
+        if (policy := self.ask(self.client.policy)) is None:
             return version
         current = policy.version
         if version > current:
             # InvalidRequestError: another trainer has set a higher version since.
             with suppress(InvalidRequestError):
-                self._call(
-                    lambda: self.client.set_policy_version(version, timeout=self._limit()), DeadlineExceededError
-                )
+                self.ask(self.client.set_policy_version, version)
         return max(version, current)
 
     def version_of(self, step: int, at_least: int = 0) -> int:
@@ -126,12 +114,9 @@ class GroupPool:
 
         It counts on from the server's version, or from `at_least` if that is higher.
         """
-        if self._offset is None and (policy := self._policy()) is not None:
+        if self._offset is None and (policy := self.ask(self.client.policy)) is not None:
             self._offset = max(0, max(policy.version, at_least) - step)
         return step + (self._offset or 0)
-
-    def _policy(self) -> Policy | None:
-        return self._call(lambda: self.client.policy(timeout=self._limit()), DeadlineExceededError)
 
     def replace(
         self, groups: Mapping[K, RolloutGroup], scope: str, accept: Callable[[RolloutGroup], bool]
@@ -189,7 +174,7 @@ class GroupPool:
         taken = 0
         for group in groups:
             try:
-                if self._call(partial(self._insert, group), DeadlineExceededError) is None:
+                if self.ask(self.client.insert, group, {self.table: trained_priority(group)}) is None:
                     break
                 taken += 1
             except (StaleItemError, TableFullError) as error:
@@ -199,34 +184,42 @@ class GroupPool:
                 self._warned = True
         return taken
 
-    def _insert(self, group: RolloutGroup) -> int:
-        return self.client.insert(group, {self.table: trained_priority(group)}, timeout=self._limit())
-
     def take_put_aside(self) -> int:
         """How many draws since the last call gave a group that the trainer cannot train on. They stay in the table."""
         count, self._newly_put_aside = self._newly_put_aside, 0
         return count
 
-    def _usable(self, sample: Sample) -> bool:
-        if why := why_no_rows(sample.group, sequences=self.sequences, vocabulary=self.vocabulary):
-            self._newly_put_aside += 1
-            if sample.info.key not in self._put_aside:
-                warn_of_put_aside(sample.info.key, self.table, why)
+    def puts_aside(self, sample: Sample, table: str) -> bool:
+        """Whether the trainer cannot train on a group that `table` gave. A warning names each such group once."""
+        why = why_no_rows(sample.group, sequences=self.sequences, vocabulary=self.vocabulary)
+        if why and sample.info.key not in self._put_aside:
             self._put_aside.add(sample.info.key)
-            return False
-        fresh_enough = self.max_staleness is None or sample.info.staleness <= self.max_staleness
-        return fresh_enough and carries_gradient(sample.group)
+            logger.warning(
+                "the group with the key %d in table %r has %s, which this trainer cannot train on: it is put aside. "
+                "Give the trainer a table without such groups. GRPOTrainer of replay_trainer takes all that its model "
+                "has tokens for",
+                sample.info.key,
+                table,
+                why,
+            )
+        self._newly_put_aside += bool(why)
+        return bool(why)
 
-    def _limit(self) -> float | None:
-        """The timeout of a call that waits for nothing but an answer."""
-        return self.timeout if self.problem is None else _RETRY
+    def _usable(self, sample: Sample) -> bool:
+        fresh_enough = self.max_staleness is None or sample.info.staleness <= self.max_staleness
+        return not self.puts_aside(sample, self.table) and fresh_enough and carries_gradient(sample.group)
+
+    def ask(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        """What a method of the client gives that waits for nothing but an answer; None while the server is away."""
+        limit = self.timeout if self.problem is None else _RETRY
+        return self._call(partial(method, *args, timeout=limit, **kwargs), DeadlineExceededError)
 
     def _call(self, attempt: Callable[[], T], *silence: type[ReplayError]) -> T | None:
         """The result of `attempt`; None if the server is away for the timeout, and `on_unavailable` is "continue".
 
         `silence`: further errors that mean so, for calls that wait for nothing but an answer.
         """
-        errors: tuple[type[ReplayError], ...] = (*_AWAY, *silence)
+        errors: tuple[type[ReplayError], ...] = (*AWAY, *silence)
         patience = math.inf if self.timeout is None else self.timeout
         deadline = time.monotonic() + (patience if self.problem is None else 0.0)
         while True:

@@ -55,7 +55,7 @@ _FORMS = "/forms"
 """Among the packed fields of a sample: what those were that are rows of a column now."""
 _IMAGE_MODES = ("L", "RGB", "RGBA")
 """Images that their pixels describe completely."""
-_ARRAY, _SCALAR, _TENSOR, _TUPLE, _DATACLASS, _ENUM, _IMAGE = range(1, 8)
+_ARRAY, _TENSOR, _TUPLE, _OBJECT, _IMAGE = range(1, 6)
 
 
 class SampleStore:
@@ -92,11 +92,14 @@ class SampleStore:
         rows = [_Row.of(sample) for sample in samples]
         columns, forms = _columns(samples, rows)
         rewards = [self._rollout_reward(each) for each in lists]
-        rest = [
-            self._rest(sample, row.exact | set(form)) | {_FORMS: form}
-            for sample, row, form in zip(samples, rows, forms, strict=True)
-        ]
-        packed = {"samples": rest, "lists": [isinstance(each, list) for each in rollouts], "more": dict(more or {})}
+        packed = {
+            "samples": [
+                self._rest(sample, row.exact | set(form)) | {_FORMS: self._packb(form)}
+                for sample, row, form in zip(samples, rows, forms, strict=True)
+            ],
+            "lists": [isinstance(each, list) for each in rollouts],
+            "more": self._pack("groups", "prompt group", dict(more or {})),
+        }
         return group_from_rows(
             prompts=[row.prompt for row in rows],
             completions=[row.completion for row in rows],
@@ -108,7 +111,7 @@ class SampleStore:
             policy_version=version,
             sequence_counts=[len(each) for each in lists] if any(len(each) > 1 for each in lists) else None,
             finish_reasons=tuple(_finish_reason(each[-1]) for each in lists),
-            extras={PACKED: np.frombuffer(self._pack(packed), np.uint8)},
+            extras={PACKED: np.frombuffer(msgpack.packb(packed), np.uint8)},
         )
 
     def rollouts_of(self, group: RolloutGroup, packed: Mapping[str, Any] | None = None) -> list[Rollout] | None:
@@ -130,9 +133,9 @@ class SampleStore:
         if PACKED not in group.extras:
             return None
         try:
-            packed = msgpack.unpackb(
-                group.extras[PACKED].tobytes(), ext_hook=self._unpacked, strict_map_key=False, use_list=True
-            )
+            packed = msgpack.unpackb(group.extras[PACKED].tobytes())
+            unpacked = [{name: self._unpackb(each[name]) for name in each} for each in packed["samples"]]
+            packed |= {"samples": unpacked, "more": self._unpackb(packed["more"])}
             sound = (
                 len(packed["samples"]) == group.num_sequences
                 and len(packed["lists"]) == group.group_size
@@ -149,10 +152,10 @@ class SampleStore:
 
     # ------------------------------------------------------------------------------------------------ all other fields
 
-    def _rest(self, sample: Any, elsewhere: set[str]) -> dict[str, Any]:
+    def _rest(self, sample: Any, elsewhere: set[str]) -> dict[str, bytes]:
         """The fields that no array has, with attributes that somebody added. Those that are unset are left out."""
         return {
-            name: value
+            name: self._pack("samples", name, value)
             for name, value in vars(sample).items()
             if name not in elsewhere and (name in _IN_ARRAYS or value is not self._fields.get(name, self))
         }
@@ -175,42 +178,33 @@ class SampleStore:
         values |= {name: value for name, value in fields.items() if name != _FORMS}
         return _made(self._class, values)
 
-    def _pack(self, packed: dict[str, Any]) -> bytes:
+    def _pack(self, whose: str, name: str, value: Any) -> bytes:
         try:
-            return bytes(self._packb(packed))
-        except _CANNOT_PACK:
-            where, name, value = self._culprit(packed)
+            return self._packb(value)
+        except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError):
+            framework = self._class.__module__.split(".")[0]
             raise ValueError(
-                f"{where} have a {name} that cannot be stored, {value!r:.200}: put numbers, texts, arrays, lists and "
-                f"dicts of them into it"
+                f"{framework}'s {whose} have a {name} that cannot be stored, {value!r:.200}: put numbers, texts, "
+                f"arrays, lists and dicts of them into it"
             ) from None
 
-    def _packb(self, value: Any) -> Any:
-        return msgpack.packb(value, default=self._packed, strict_types=True)
+    def _packb(self, value: Any) -> bytes:
+        return bytes(msgpack.packb(value, default=self._packed, strict_types=True))
 
-    def _culprit(self, packed: dict[str, Any]) -> tuple[str, str, Any]:
-        framework = self._class.__module__.split(".")[0]
-        for sample in packed["samples"]:
-            for name, value in sample.items():
-                try:
-                    self._packb(value)
-                except _CANNOT_PACK:
-                    return f"{framework}'s samples", name, value
-        return f"{framework}'s groups", "prompt group", packed["more"]
+    def _unpackb(self, packed: bytes) -> Any:
+        return msgpack.unpackb(packed, ext_hook=self._unpacked, strict_map_key=False)
 
     def _packed(self, value: Any) -> Any:
         """A value that msgpack does not know, as one that it does. Raises TypeError for others."""
         kind = type(value)
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            return self._extension(_ARRAY, [value.dtype.str, list(value.shape), value.tobytes()])
-        if isinstance(value, np.generic) and value.dtype.kind in "biuf":
-            return self._extension(_SCALAR, [value.dtype.str, value.tobytes()])
+        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+            is_number = isinstance(value, np.generic)
+            return self._extension(_ARRAY, [is_number, value.dtype.str, list(value.shape), value.tobytes()])
         if kind is tuple:
             return self._extension(_TUPLE, list(value))
-        if isinstance(value, enum.Enum) and self._named(kind.__qualname__) is kind:
-            return self._extension(_ENUM, [kind.__qualname__, value.value])
-        if dataclasses.is_dataclass(kind) and self._named(kind.__qualname__) is kind:
-            return self._extension(_DATACLASS, [kind.__qualname__, vars(value)])
+        if (isinstance(value, enum.Enum) or dataclasses.is_dataclass(kind)) and self._named(kind.__qualname__) is kind:
+            content = value.value if isinstance(value, enum.Enum) else vars(value)
+            return self._extension(_OBJECT, [kind.__qualname__, content])
         if _is_tensor(value):
             torch = sys.modules["torch"]
             raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -223,14 +217,13 @@ class SampleStore:
         return msgpack.ExtType(code, self._packb(content))
 
     def _unpacked(self, code: int, data: bytes) -> Any:
-        content = msgpack.unpackb(data, ext_hook=self._unpacked, strict_map_key=False, use_list=True)
+        content = self._unpackb(data)
         if code == _TUPLE:
             return tuple(content)
         if code == _ARRAY:
-            dtype, shape, raw = content
-            return np.frombuffer(raw, _plain(dtype)).reshape(shape).copy()
-        if code == _SCALAR:
-            return np.frombuffer(content[1], _plain(content[0]))[0]
+            is_number, dtype, shape, raw = content
+            array = np.frombuffer(raw, _plain(dtype)).reshape(shape)
+            return array[()] if is_number else array.copy()
         if code == _TENSOR:
             import torch
 
@@ -247,9 +240,9 @@ class SampleStore:
             mode, size, raw = content
             return Image.frombytes(mode, tuple(size), raw)
         kind = self._named(content[0])
-        if code == _ENUM and isinstance(kind, type) and issubclass(kind, enum.Enum):
+        if code == _OBJECT and isinstance(kind, type) and issubclass(kind, enum.Enum):
             return kind(content[1])
-        if code == _DATACLASS and isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if code == _OBJECT and isinstance(kind, type) and dataclasses.is_dataclass(kind):
             return _made(kind, content[1])
         raise ValueError(f"{content[0]!r} is no class of {self._module.__name__}")
 
@@ -259,9 +252,6 @@ class SampleStore:
         for part in qualname.split("."):
             found = getattr(found, part, None)
         return found
-
-
-_CANNOT_PACK = (AttributeError, TypeError, ValueError, OverflowError, RuntimeError)
 
 
 def _made(kind: type[Any], values: Mapping[str, Any]) -> Any:
@@ -353,42 +343,38 @@ def _columns(samples: Sequence[Any], rows: Sequence[_Row]) -> tuple[dict[str, tu
     columns: dict[str, tuple[str, list[Any]]] = {}
     forms: list[Forms] = [{} for _ in samples]
     for name in (*WHOLE, *TOKEN):
-        axis = "whole" if name in WHOLE else "token"
-        sizes = [row.completion.size + (row.prompt.size if axis == "whole" else 0) for row in rows]
-        found = [_array(getattr(sample, name, None)) for sample in samples]
-        present = [array for array in found if array is not None]
-        lacks = [k for k, sample in enumerate(samples) if found[k] is None and getattr(sample, name, None) is not None]
-        if lacks or not present or len({array.shape[1:] for array in present}) > 1:
+        # The last token was routed to nobody: it is not fed to the model again.
+        axis, short = ("whole", 1) if name in WHOLE else ("token", 0)
+        sizes = [row.completion.size + (row.prompt.size if name in WHOLE else 0) for row in rows]
+        values = [getattr(sample, name, None) for sample in samples]
+        arrays = list(map(_array, values))
+        present = [array for array in arrays if array is not None]
+        fits = [
+            value is None if array is None else size - short <= len(array) <= size
+            for value, array, size in zip(values, arrays, sizes, strict=True)
+        ]
+        if not present or not all(fits) or len({array.shape[1:] for array in present}) > 1:
             continue
-        short = 1 if axis == "whole" else 0  # the last token was routed to nobody: it is not fed to the model again
-        pairs = zip(found, sizes, strict=True)
-        if any(array is not None and not size - short <= len(array) <= size for array, size in pairs):
-            continue
-        dtype, shape = _narrowest(present), present[0].shape[1:]
-        filled = []
-        for k, (array, size) in enumerate(zip(found, sizes, strict=True)):
-            row = np.zeros((size, *shape), dtype)
+        filled = [np.zeros((size, *present[0].shape[1:]), narrowest(present)) for size in sizes]
+        for k, array in enumerate(arrays):
             if array is not None:
-                row[: len(array)] = array
-                forms[k][name] = [_form(getattr(samples[k], name)), array.dtype.str, len(array)]
-            filled.append(row)
+                filled[k][: len(array)] = array
+                forms[k][name] = _form(values[k], array)
         columns[name] = (axis, filled)
     for name, of_offsets in RAGGED.items():
-        ragged = [(_array(getattr(s, name, None)), _array(getattr(s, of_offsets, None))) for s in samples]
-        if not any(values is not None for values, _ in ragged) or not all(map(_is_ragged, ragged, rows)):
+        pairs = [(_array(getattr(each, name, None)), _array(getattr(each, of_offsets, None))) for each in samples]
+        present = [ids for ids, _ in pairs if ids is not None]
+        if not present or not all(map(_is_ragged, pairs, rows)):
             continue
-        dtype = _narrowest([values for values, _ in ragged if values is not None], least=np.int32)
+        dtype = narrowest(present, least=np.int32)
         sets: list[tuple[Array, Array]] = []
-        for k, (values, offsets) in enumerate(ragged):
-            if values is None or offsets is None:
-                sets.append((np.zeros(0, dtype), np.zeros(rows[k].completion.size + 1, np.int64)))
-                continue
-            sets.append((values.astype(dtype), offsets))
-            forms[k][name] = [
-                [_form(getattr(samples[k], each)), array.dtype.str, len(array)]
-                for each, array in ((name, values), (of_offsets, offsets))
-            ]
-            forms[k][of_offsets] = None
+        for sample, row, form, (ids, offsets) in zip(samples, rows, forms, pairs, strict=True):
+            if ids is None or offsets is None:
+                sets.append((np.zeros(0, dtype), np.zeros(row.completion.size + 1, np.int64)))
+            else:
+                sets.append((ids.astype(dtype), offsets))
+                form[name] = [_form(getattr(sample, name), ids), _form(getattr(sample, of_offsets), offsets)]
+                form[of_offsets] = None
         columns[name] = (RAGGED_AXIS, sets)
     return columns, forms
 
@@ -425,7 +411,7 @@ def _array(value: Any) -> Array | None:
     return array if array.ndim and array.dtype.kind in "iuf" and array.dtype.isnative else None
 
 
-def _narrowest(arrays: Sequence[Array], least: Any = np.uint8) -> np.dtype[Any]:
+def narrowest(arrays: Sequence[Array], least: Any = np.uint8) -> np.dtype[Any]:
     """The smallest dtype that holds all these numbers exactly, `least` or more."""
     dtype = np.result_type(*arrays)
     if dtype.kind == "f":
@@ -440,8 +426,10 @@ def _narrowest(arrays: Sequence[Array], least: Any = np.uint8) -> np.dtype[Any]:
     return np.dtype(np.int64)
 
 
-def _form(value: Any) -> str:
-    return "list" if isinstance(value, list) else "numpy" if isinstance(value, np.ndarray) else "torch"
+def _form(value: Any, array: Array) -> list[Any]:
+    """What `_formed` needs to make `value`, whose numbers are those of `array`."""
+    kind = "list" if isinstance(value, list) else "numpy" if isinstance(value, np.ndarray) else "torch"
+    return [kind, array.dtype.str, len(array)]
 
 
 def _formed(row: Array, form: str, dtype: str, length: int) -> Any:

@@ -17,8 +17,14 @@ from skyrl.train.generators.base import TrajectoryID  # noqa: F401  # SampleStor
 from replay_client import RolloutGroup
 from replay_trainer.integrations.samples import SampleStore
 
-_IN_ROWS = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs", "rollout_expert_indices")
-"""Lists of SkyRL's output that become arrays of a group."""
+_TOKENS = ("prompt_token_ids", "response_ids")
+"""Lists of SkyRL's output that are the tokens of a row."""
+_NAMES = {
+    "loss_masks": "loss_mask",
+    "rollout_logprobs": "rollout_log_probs",
+    "rollout_expert_indices": "rollout_routed_experts",
+}
+"""Further lists, by the names that SampleStore has for an entry."""
 
 
 @dataclass
@@ -72,11 +78,8 @@ def group_of(output: Mapping[str, Any], version: int, prompts: Any = None) -> Ro
     begins = True
     for k in range(count):
         prompt, response = output["prompt_token_ids"][k], output["response_ids"][k]
-        experts = output["rollout_expert_indices"][k] if "rollout_expert_indices" in columns else None
-        row = SkyRLRow(
-            [*prompt, *response], len(response), output["loss_masks"][k], output["rollout_logprobs"][k], experts
-        )
-        vars(row).update({name: output[name][k] for name in columns if name not in _IN_ROWS})
+        row = SkyRLRow([*prompt, *response], len(response))
+        vars(row).update({_NAMES.get(name, name): output[name][k] for name in columns if name not in _TOKENS})
         if row.is_last_step is None:
             rollouts.append(row)
             continue
@@ -103,10 +106,8 @@ def output_of(group: RolloutGroup) -> tuple[dict[str, Any], dict[str, Any]] | No
     more, rollouts = packed["more"], _STORE.rollouts_of(group, packed) or []
     rows = [row for rollout in rollouts for row in (rollout if isinstance(rollout, list) else [rollout])]
     columns = {
-        "prompt_token_ids": [row.tokens[: len(row.tokens) - row.response_length] for row in rows],
-        "response_ids": [row.tokens[len(row.tokens) - row.response_length :] for row in rows],
-        "loss_masks": [row.loss_mask for row in rows],
-        "rollout_logprobs": [row.rollout_log_probs for row in rows],
-        "rollout_expert_indices": [row.rollout_routed_experts for row in rows],
-    } | {name: [getattr(row, name) for row in rows] for name in more["columns"] if name not in _IN_ROWS}
+        name: [getattr(row, _NAMES.get(name, name)) for row in rows] for name in more["columns"] if name not in _TOKENS
+    }
+    columns["prompt_token_ids"] = [row.tokens[: len(row.tokens) - row.response_length] for row in rows]
+    columns["response_ids"] = [row.tokens[len(row.tokens) - row.response_length :] for row in rows]
     return {name: more["rest"][name] if name in more["rest"] else columns[name] for name in more["names"]}, more

@@ -443,29 +443,29 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         rewards_B = (step.rewards_BF * self.reward_weights.to(step.rewards_BF.device)).nansum(dim=1)
         staleness = [sample.info.staleness for sample in step.replaced.values()]
         away = step.away or self.pool.problem is not None
-        local = [
-            *(float(rewards_B.sum()), len(rewards_B), len(step.owned), step.zero_variance, len(step.replaced)),
-            *(step.missing, sum(staleness), *step.ratio, step.seconds, step.other_rewards, away),
-            self.pool.take_put_aside(),
-        ]
-        totals = self.accelerator.reduce(torch.tensor(local, dtype=torch.float64, device=self.accelerator.device))
-        reward, rows, groups, zero_variance, replaced, missing, stale, ratio, tokens, *rest = totals.tolist()
-        seconds, others, ranks_away, put_aside = rest
-        if ranks_away and self._replay.replay_on_unavailable == "raise":
+        sums = {
+            "groups_replaced": len(staleness),
+            "groups_missing": step.missing,
+            "groups_put_aside": self.pool.take_put_aside(),
+            "other_rewards": step.other_rewards,
+            "unavailable": float(away),
+        }
+        means = {
+            "fresh_reward": (float(rewards_B.sum()), len(rewards_B)),
+            "fresh_zero_variance": (step.zero_variance, len(step.owned)),
+            "staleness": (sum(staleness), len(staleness)),
+            "ratio": step.ratio,
+            "seconds": (step.seconds, 1),
+        }
+        local = torch.tensor([(total, 1) for total in sums.values()] + [*means.values()], dtype=torch.float64)
+        totals = self.accelerator.reduce(local.to(self.accelerator.device)).tolist()
+        values = {name: total for name, (total, _) in zip(sums, totals, strict=False)}
+        if values["unavailable"] and self._replay.replay_on_unavailable == "raise":
             reason = self.pool.problem or "another rank does not reach it"
             raise ServerUnavailableError(f"the replay server is away: {reason}")  # on every rank
-        values = {
-            "fresh_reward": reward / rows,
-            "fresh_zero_variance": zero_variance / groups,
-            "groups_replaced": replaced,
-            "groups_missing": missing,
-            "groups_put_aside": put_aside,
-            "staleness": stale / replaced if replaced else np.nan,
-            "ratio": ratio / tokens if tokens else np.nan,
-            "other_rewards": others,
-            "unavailable": float(ranks_away > 0),
-            "seconds": seconds / self.accelerator.num_processes,
-        }
+        values["unavailable"] = float(values["unavailable"] > 0)
+        for name, (total, count) in zip(means, totals[len(sums) :], strict=True):
+            values[name] = total / count if count else np.nan
         for name, value in values.items():
             self._metrics["train"][f"replay/{name}"].append(value)
 

@@ -17,23 +17,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from replay_client import Policy, ReplayClient, RolloutGroup, Sample
+from replay_client import Policy, RolloutGroup, Sample
 from replay_client.columns.kept import other_sampling
-from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestError
+from replay_client.errors import GONE, InvalidRequestError
 from replay_client.generator.weights import model_facts, why_other_model
 from replay_client.scoring import carries_gradient
-from replay_client.waits import WaitLog
 from replay_trainer.integrations.hooks import hooks_of
-from replay_trainer.integrations.pool import GroupPool, warn_of_put_aside, why_no_rows
-from replay_trainer.leases import GroupLeases, TrainedGroups
-from replay_trainer.weights import OutputLock, publish_weights, published, to_disk, version_of
+from replay_trainer.integrations.leased import LeasedTable
+from replay_trainer.leases import TrainedGroups
+from replay_trainer.weights import publish_weights, published, to_disk, version_of
 
 with hooks_of("AsyncGRPO"):
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
@@ -126,12 +125,7 @@ class Progress:
 
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
-_PAUSE = 0.5
-"""Seconds between two questions whether a server is back."""
-_POLL = 1.0
-"""Seconds after which a draw that found nothing returns, so that TRL can ask `check_health`."""
 _STATE = "replay_state.json"
 """File of a checkpoint: the id under which the server knows it, its policy version, and the id of the one before."""
 _LONG_WAIT = 30.0
@@ -166,21 +160,16 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         `lease`: seconds after which the server takes back the groups of a trainer that died and was not started again.
         Raises TableNotFoundError if the server lacks a table.
         """
-        self.client = ReplayClient.from_env(address=address)
-        info = self.client.server_info(tables=[table])
-        self._keeps = bool(json.loads(info.tables[table].config)["keep_consumed"])
+        self._output_dir, self._keep_weights = Path(output_dir).resolve(), keep_weights
+        self._queue = queue_ = LeasedTable(
+            "the trainer", table, self._output_dir, lease, pool=pool, max_staleness=max_staleness, address=address
+        )
+        self.client, self._pool, self._leases, self._reach = queue_.client, queue_.pool, queue_.leases, queue_.reach
+        self._keeps = bool(json.loads(queue_.config)["keep_consumed"])
         self.rollout_buffer = _ServerQueue(self._draw)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
-        # Without a pool, only its count of versions is used.
-        self._pool = GroupPool(
-            self.client, pool or table, max_staleness=max_staleness, sequences=True, on_unavailable="raise"
-        )
         self._replaces = pool is not None
         self._table = table
-        self._output_dir, self._keep_weights = Path(output_dir).resolve(), keep_weights
-        self._lock = OutputLock(self._output_dir)
-        self._leases = GroupLeases(self.client, table, lease, self._output_dir, rank=0)
-        self._batches = self.client.sampler(table, timeout=_POLL, lease=lease, on_lease=self._leases.expect)
         self._progress = Progress()
         self._trained = TrainedGroups()
         self._run = uuid.uuid4().hex
@@ -196,8 +185,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._state_id = ""
         """What the server calls the newest checkpoint."""
         self._hungry_since: float | None = None
-        self._waiting = WaitLog("the trainer")
-        self._stopped = self._ended = False
+        self._ended = False
         self._put_aside = 0
 
     # ------------------------------------------------------------------------------------------------- the callback
@@ -212,10 +200,9 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         """
         if not state.is_world_process_zero:
             return
-        if self._stopped:
+        if self._queue.closed:
             raise RuntimeError("a ServerRollouts serves one call of train: make another one, and a trainer with it")
-        if why := self._lock.acquire():
-            raise RuntimeError(why)
+        self._queue.lock()
         self._facts = model_facts(model.config, processing_class)
         self._sampling = {"temperature": args.temperature}
         self._pool.vocabulary = model.config.get_text_config().vocab_size
@@ -283,17 +270,12 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
 
     def _acknowledge(self, state_id: str = "") -> None:
         """`state_id`: of the checkpoint that is written now, which contains all groups that are trained on."""
-        try:
-            self._leases.acknowledge(self._trained)
-            self._leases.settled()
-            if state_id:
-                # Last: what the server hears of later comes back when a trainer goes back to this state.
-                self._check_alone(self.client.policy())
-                version, weights = self._current.version, self._current.weights
-                self._policy = self.client.set_policy_version(version, weights, state=state_id)
-                self._state_id = state_id
-        except GONE as error:
-            logger.warning("the groups of this checkpoint are acknowledged with the next one: %s", error)
+        if self._queue.acknowledge(self._trained) and state_id:
+            # Last: what the server hears of later comes back when a trainer goes back to this state.
+            self._check_alone(self._reach(self.client.policy))
+            ours = self._current
+            name = partial(self.client.set_policy_version, ours.version, weights=ours.weights, state=state_id)
+            self._policy, self._state_id = self._reach(name), state_id
 
     def _go_back(self, checkpoint: Path) -> None:
         """Takes the server back to this checkpoint, if others were written after it: their groups come again.
@@ -318,19 +300,11 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
     # ------------------------------------------------------------------------------------------- the rollout worker
 
     def start(self) -> None:
-        """Nothing: generators run elsewhere."""
+        """Nothing: generators run elsewhere. Each pauses when it loads a version, and `stop` closes the connection."""
 
     def stop(self) -> None:
         """Give back the groups that no checkpoint contains, and close the connection. Generators and server go on."""
-        if self._stopped:
-            return
-        self._stopped = True
-        self._batches.close()
-        self._leases.give_back()
-        if self._ended:  # last: any other call would be a sign of life
-            self.client.leave()
-        self._lock.release()
-        self.client.close()
+        self._queue.close(leave=self._ended)
 
     def check_health(self, stale_after_s: float) -> None:
         """Says why no group comes. Raises RuntimeError if none came for `stale_after_s` seconds.
@@ -342,7 +316,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         try:
             info = self.client.server_info(tables=[self._table], timeout=5.0).tables[self._table]
         except GONE as error:
-            self._waiting.wait(f"the server is away, and the trainer waits for it: {error}")
+            self._queue.waiting.wait(f"the server is away, and the trainer waits for it: {error}")
             self._hungry_since = time.monotonic()
             return
         reason = f"{info.inserts} groups were inserted into {self._table}, and it holds {info.size}"
@@ -351,7 +325,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
                 f"no rollout came for {waited:.0f} s: {reason}. Are generators running? `replay doctor` says more"
             )
         if waited > _LONG_WAIT:
-            self._waiting.wait(f"no rollout came for {waited:.0f} s: {reason}")
+            self._queue.waiting.wait(f"no rollout came for {waited:.0f} s: {reason}")
 
     def update_model_version(self, model_version: int) -> None:
         """Publish the weights that were sent last, as the version that TRL calls `model_version`.
@@ -394,18 +368,11 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         if self._model is None:
             raise RuntimeError("ServerRollouts is not among the callbacks: AsyncGRPOTrainer(..., callbacks=[rollouts])")
 
-    def pause(self) -> None:
-        """Nothing: each generator pauses when it loads a version."""
-
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         """Keep a copy of the weights until their version is known."""
         self._weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in iterator}
 
-    def resume(self) -> None:
-        """Nothing, as `pause`."""
-
-    def destroy(self) -> None:
-        """Nothing: `stop` closes the connection."""
+    pause = resume = destroy = start
 
     # ------------------------------------------------------------------------------------------------------- groups
 
@@ -413,17 +380,13 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         """The samples of the next group; none if no group came in time, or the server is away."""
         if self._hungry_since is None:
             self._hungry_since = time.monotonic()
-        try:
-            [sample] = next(self._batches)
-        except (DeadlineExceededError, *GONE):
-            return []
-        if not self._leases.hold([sample]):
+        drawn = self._queue.draw()
+        if not drawn:
             return []
         self._hungry_since = None
-        self._waiting.go_on()
-        if why := why_no_rows(sample.group, sequences=True, vocabulary=self._pool.vocabulary):
+        [sample] = drawn
+        if self._pool.puts_aside(sample, self._table):
             # It is done: its lease ends with those of the groups of this step.
-            warn_of_put_aside(sample.info.key, self._table, why)
             self._put_aside += 1
             self.metrics_queue.put({"replay/groups_put_aside_total": float(self._put_aside)})
             return []
@@ -496,18 +459,6 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
 
     def _text(self, token_ids: Any) -> str:
         return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
-
-    def _reach(self, attempt: Callable[[], T]) -> T:
-        """The result of `attempt`. Waits for a server that is away, and says so."""
-        while True:
-            try:
-                result = attempt()
-            except GONE as error:
-                self._waiting.wait(f"the server is away, and the trainer waits for it: {error}")
-                time.sleep(_PAUSE)
-            else:
-                self._waiting.go_on()
-                return result
 
 
 class _ServerQueue:

@@ -30,6 +30,7 @@ from replay_client.completions import row_of
 from replay_client.scoring import group_advantages
 from replay_trainer.integrations.hooks import hooks_of
 from replay_trainer.integrations.pool import GroupPool
+from replay_trainer.integrations.samples import narrowest
 
 with hooks_of("verl"):
     import transfer_queue as tq
@@ -132,7 +133,8 @@ class _WithPool:
         for column, axis in self._others.items():
             tensors = [values[column][key] for key in members]
             dtypes[column] = str(tensors[0].dtype).removeprefix("torch.")
-            columns[column] = (axis, _narrow([_numpy(tensor) for tensor in tensors]))
+            arrays = list(map(_numpy, tensors))
+            columns[column] = (axis, [array.astype(narrowest(arrays)) for array in arrays])
         if any(int(values["rm_scores"][key][:-1].count_nonzero()) for key in members):
             # Rewards of turns: not on the last token alone.
             columns["rm_scores"] = (_TOKEN, [_numpy(values["rm_scores"][key]) for key in members])
@@ -264,17 +266,6 @@ def _columns_of_tokens(
 def _numpy(tensor: Tensor) -> npt.NDArray[Any]:
     """The same numbers; float32 holds those of bfloat16 exactly."""
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
-
-
-def _narrow(rows: list[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
-    """The same numbers as uint8 if they all fit, or as int32 if a group has no place for their dtype."""
-    if rows[0].dtype.kind not in "iu":
-        return rows
-    low = min((int(row.min()) for row in rows if row.size), default=0)
-    high = max((int(row.max()) for row in rows if row.size), default=0)
-    if low >= 0 and high <= 255:
-        return [row.astype(np.uint8) for row in rows]
-    return [row.astype(np.int32) if row.dtype == np.int16 else row for row in rows]
 
 
 def _filtering(sampler_kwargs: Any, alone: bool) -> dict[str, Any]:
