@@ -126,10 +126,9 @@ LOOK_SECONDS = 2.0
 """Between two looks at the server during a wait."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Wait:
     what: str
-    number: int
     log: WaitLog
 
 
@@ -140,7 +139,7 @@ class ServerWaits:
 
     A thread looks at the wait of the moment, again and again. It does not start and end with each wait: a step has
     several, nearly all of them shorter than a look, and to start and join a thread takes the trainer a millisecond or
-    more. The thread ends when there was no wait since its last look, and the next wait starts it again.
+    more. The thread ends when it finds no wait twice, and the next wait starts it again.
     """
 
     def __init__(
@@ -159,8 +158,6 @@ class ServerWaits:
         self._lock = threading.Lock()
         self._wait: _Wait | None = None
         """The wait of the moment."""
-        self._waits = 0
-        """How many waits have begun."""
         self._watched = False
         """Whether the thread that looks at waits runs."""
         self._seconds = seconds
@@ -189,8 +186,7 @@ class ServerWaits:
             return
         try:
             with self._lock:
-                self._waits += 1
-                self._wait = _Wait(what, self._waits, WaitLog("the trainer", every=self._seconds, late=True))
+                self._wait = _Wait(what, WaitLog("the trainer", every=self._seconds, late=True))
                 start, self._watched = not self._watched, True
             if start:
                 threading.Thread(target=self._watch, name="wait-log", daemon=True).start()
@@ -215,15 +211,15 @@ class ServerWaits:
 
     def _watch(self) -> None:
         """In a thread of its own, because the trainer's is blocked."""
+        wait = self._wait
         while True:
-            before = self._waits
             time.sleep(min(self._look_seconds, self._seconds))
             with self._lock:
-                wait = self._wait
-                if wait is None and self._waits == before:
+                before, wait = wait, self._wait
+                if before is wait is None:
                     self._watched = False
                     return
-            if wait is None or wait.number > before:  # that began a moment ago
+            if wait is None or wait is not before:  # that began a moment ago
                 continue
             reason, is_news = self._look()
             with self._lock:

@@ -153,26 +153,14 @@ class Batch:
         """These rows, without padding that none of them needs. The prompts are unchanged."""
         longest = max(int(self.completion_lengths_B[rows].max(initial=1)), 1)
         index = torch.from_numpy(rows).to(self.device)
-
-        def optional(values_BT: Tensor | None) -> Tensor | None:
-            return None if values_BT is None else values_BT[index, :longest]
-
-        return replace(
-            self,
-            completion_ids_BT=self.completion_ids_BT[index, :longest],
-            mask_BT=self.mask_BT[index, :longest],
-            rollout_logprobs_BT=self.rollout_logprobs_BT[index, :longest],
-            advantages_B=self.advantages_B[index],
-            token_advantages_BT=optional(self.token_advantages_BT),
-            temperature_B=self.temperature_B[index],
-            rollout_tokens_B=self.rollout_tokens_B[index],
-            completion_lengths_B=self.completion_lengths_B[rows],
-            group_B=self.group_B[rows],
-            rollout_B=self.rollout_B[rows],
-            beginnings=self.beginnings.select(rows),
-            teacher_logprobs_BT=optional(self.teacher_logprobs_BT),
-            kept=None if self.kept is None else self.kept.select(rows, longest),
-        )
+        # The last letters of a name are the axes.
+        values = {name: value for name, value in vars(self).items() if value is not None and name != "rollouts"}
+        chosen: dict[str, Any] = {name: values[name][index, :longest] for name in values if name.endswith("_BT")}
+        for name in values:
+            if name.endswith("_B"):
+                chosen[name] = values[name][index if isinstance(values[name], Tensor) else rows]
+        kept = None if self.kept is None else self.kept.select(rows, longest)
+        return replace(self, **chosen, beginnings=self.beginnings.select(rows), kept=kept)
 
 
 @dataclass(frozen=True)
@@ -225,55 +213,52 @@ def to_batch(
     prompt_lengths_U = np.array([group.prompt_ids.size for group in groups], dtype=np.int64)
     completion_lengths_B = _joined([group.completion_lengths for group in groups], np.int64)
     shape = (len(group_B), max(int(completion_lengths_B.max(initial=0)), 1))
+    inside_BT = np.arange(shape[1]) < completion_lengths_B[:, None]
 
-    prompt_ids_UP = np.zeros((len(groups), int(prompt_lengths_U.max(initial=1))), np.int64)
-    completion_ids_BT = np.zeros(shape, np.int64)
-    mask_BT = np.zeros(shape, np.bool_)
-    rollout_logprobs_BT = np.zeros(shape, np.float32)
-    advantages_J = _joined(advantages or [group.advantages for group in groups], np.float32)
-    advantages_B, token_advantages_BT = advantages_J[rollout_B], None
+    def in_rows(arrays_U: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Tensor:
+        """(T,) of each group as (B, T): a group has its tokens in the order of its rows."""
+        values_BT = np.zeros(shape, dtype)
+        values_BT[inside_BT] = _joined(arrays_U, dtype)
+        return torch.from_numpy(values_BT).to(device)
+
+    mask_BT = in_rows([group.trained_mask for group in groups], np.bool_)
+    if mask_truncated:
+        reasons_J = [reason for group in groups for reason in group.finish_reasons or [""] * group.group_size]
+        mask_BT &= torch.tensor([reason != "length" for reason in reasons_J], device=device)[rollout_B, None]
+    advantages_U = advantages or [group.advantages for group in groups]
+    advantages_J, token_advantages_BT = _joined(advantages_U, np.float32), None
     if any(group.token_advantages is not None for group in groups):
-        token_advantages_BT = np.broadcast_to(advantages_B[:, None], shape).copy()
-    teacher_logprobs_BT = None if teacher is None else np.zeros(shape, np.float32)
-    row = 0
-    inputs: list[npt.NDArray[np.int32]] = []
-    for index, (group, rollouts_S) in enumerate(zip(groups, rollouts_U, strict=True)):
+        tokens_U = [
+            np.repeat(advantages_G[group.sequence_rollouts], group.completion_lengths)
+            if group.token_advantages is None
+            else group.token_advantages
+            for group, advantages_G in zip(groups, advantages_U, strict=True)
+        ]
+        token_advantages_BT = in_rows(tokens_U, np.float32)
+    prompt_ids_UP = np.zeros((len(groups), int(prompt_lengths_U.max(initial=1))), np.int64)
+    for index, group in enumerate(groups):
         prompt_ids_UP[index, : group.prompt_ids.size] = group.prompt_ids
-        trained_T = group.trained_mask
-        start = 0
-        for member, length in zip(rollouts_S.tolist(), group.completion_lengths.tolist(), strict=True):
-            tokens = slice(start, start + length)
-            completion_ids_BT[row, :length] = group.completion_ids[tokens]
-            if not (mask_truncated and group.finish_reasons and group.finish_reasons[member] == "length"):
-                mask_BT[row, :length] = trained_T[tokens]
-            inputs.append(np.concatenate((group.prompt_ids, group.completion_ids[tokens][:-1])))
-            rollout_logprobs_BT[row, :length] = group.rollout_logprobs[tokens]
-            if token_advantages_BT is not None and group.token_advantages is not None:
-                token_advantages_BT[row, :length] = group.token_advantages[tokens]
-            if teacher is not None and teacher_logprobs_BT is not None:
-                teacher_logprobs_BT[row, :length] = group.extras[teacher.column][tokens]
-            row, start = row + 1, start + length
-    tokens_J = np.bincount(rollout_B, weights=mask_BT.sum(axis=1), minlength=len(advantages_J))
+    tokens_J = np.bincount(rollout_B, weights=mask_BT.sum(dim=1).cpu(), minlength=len(advantages_J))
 
     def tensor(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     return Batch(
         prompt_ids_UP=tensor(prompt_ids_UP),
-        completion_ids_BT=tensor(completion_ids_BT),
-        mask_BT=tensor(mask_BT),
-        rollout_logprobs_BT=tensor(rollout_logprobs_BT),
-        advantages_B=tensor(advantages_B),
-        token_advantages_BT=None if token_advantages_BT is None else tensor(token_advantages_BT),
+        completion_ids_BT=in_rows([group.completion_ids for group in groups], np.int64),
+        mask_BT=mask_BT,
+        rollout_logprobs_BT=in_rows([group.rollout_logprobs for group in groups], np.float32),
+        advantages_B=tensor(advantages_J[rollout_B]),
+        token_advantages_BT=token_advantages_BT,
         temperature_B=tensor(np.array([_temperature(groups[g]) for g in group_B], dtype=np.float32)),
         rollout_tokens_B=tensor(tokens_J.astype(np.int64)[rollout_B]),
         prompt_lengths_U=prompt_lengths_U,
         completion_lengths_B=completion_lengths_B,
         group_B=group_B,
         rollout_B=rollout_B,
-        beginnings=Beginnings.of(inputs),
-        teacher_logprobs_BT=None if teacher_logprobs_BT is None else tensor(teacher_logprobs_BT),
-        teacher_weight=0.0 if teacher is None else teacher.weight,
+        beginnings=Beginnings.of([np.append(g.prompt_ids, ids[:-1]) for g in groups for ids in g.completions()]),
+        teacher_logprobs_BT=in_rows([each.extras[teacher.column] for each in groups], np.float32) if teacher else None,
+        teacher_weight=teacher.weight if teacher else 0.0,
         kept=KeptSets.of(groups, shape[1]),
     )
 

@@ -64,36 +64,32 @@ class GroupFacts:
 
 def describe_groups(groups: Sequence[GroupFacts]) -> dict[str, float]:
     """Metrics of a batch of groups; NaN if it has none."""
-    rewards = [reward for group in groups for reward in group.rewards]
     lengths = [length for group in groups for length in group.lengths]
-    staleness = [group.staleness for group in groups]
-    spreads = [_spread(group.rewards) for group in groups]
     return {
         "groups": len(groups),
-        "reward_mean": mean(rewards),
-        "reward_std": mean(spreads),
+        "reward_mean": _reward_mean(groups),
+        "reward_std": mean([_spread(group.rewards) for group in groups]),
         "zero_variance_fraction": mean([float(not group.carries_gradient) for group in groups]),
-        "completion_length_mean": mean(lengths),
-        "completion_length_max": max(lengths, default=math.nan),
+        **_mean_and_max("completion_length", lengths),
         "truncated_fraction": sum(group.truncated for group in groups) / len(lengths) if lengths else math.nan,
-        "staleness_mean": mean(staleness),
-        "staleness_max": max(staleness, default=math.nan),
+        **_mean_and_max("staleness", [group.staleness for group in groups]),
         "age_mean": mean([group.age for group in groups]),
     }
 
 
 def describe_replayed(groups: Sequence[GroupFacts]) -> dict[str, float]:
     """Metrics of the groups from the pool; NaN if there are none."""
-    ages, staleness = [group.age for group in groups], [group.staleness for group in groups]
     return {
-        "age_mean": mean(ages),
-        "age_max": max(ages, default=math.nan),
-        "staleness_mean": mean(staleness),
-        "staleness_max": max(staleness, default=math.nan),
+        **_mean_and_max("age", [group.age for group in groups]),
+        **_mean_and_max("staleness", [group.staleness for group in groups]),
         "times_sampled_mean": mean([group.times_sampled for group in groups]),
-        "reward_mean": mean([reward for group in groups for reward in group.rewards]),
+        "reward_mean": _reward_mean(groups),
         "group_size_mean": mean([len(group.rewards) for group in groups]),
     }
+
+
+def _reward_mean(groups: Sequence[GroupFacts]) -> float:
+    return mean([reward for group in groups for reward in group.rewards])
 
 
 def group_drifts(batch: Batch, logprobs_BT: Tensor) -> list[float]:
@@ -113,7 +109,11 @@ def group_drifts(batch: Batch, logprobs_BT: Tensor) -> list[float]:
 
 def describe_drifts(drifts: Sequence[float]) -> dict[str, float]:
     """Metrics of `group_drifts`; NaN if there are none."""
-    return {"drift_mean": mean(drifts), "drift_max": max(drifts, default=math.nan)}
+    return _mean_and_max("drift", drifts)
+
+
+def _mean_and_max(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {f"{name}_mean": mean(values), f"{name}_max": max(values, default=math.nan)}
 
 
 def mean(values: Sequence[float]) -> float:
@@ -123,10 +123,7 @@ def mean(values: Sequence[float]) -> float:
 
 def _spread(rewards: Sequence[float]) -> float:
     """Standard deviation with Bessel's correction; 0 for a single reward."""
-    if len(rewards) < 2:
-        return 0.0
-    center = mean(rewards)
-    return math.sqrt(sum((reward - center) ** 2 for reward in rewards) / (len(rewards) - 1))
+    return float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0
 
 
 class Laps:
@@ -241,8 +238,7 @@ def summary(lines: Sequence[Line]) -> Iterator[str]:
 
 def _mean_of(name: str, lines: Sequence[Line]) -> float:
     """The mean of a metric over the lines that have it; NaN if none has."""
-    values = [line[name] for line in lines if line.get(name) is not None]
-    return sum(values) / len(values) if values else math.nan
+    return mean([line[name] for line in lines if line.get(name) is not None])
 
 
 def _steps(count: int) -> str:

@@ -169,8 +169,8 @@ class Moments:
     """Sums and extremes over the known tokens, units and sequences of a batch."""
 
     sums: dict[str, float]
-    minima: dict[str, float]
-    maxima: dict[str, float]
+    extremes: dict[str, float]
+    """By the names of metrics, which end in _min or _max."""
 
     @classmethod
     def of(cls, ratios: Ratios, masks: RejectionMasks) -> Moments:
@@ -212,8 +212,13 @@ class Moments:
         }
         return cls(
             sums=dict(zip(counts, totals, strict=True)) | {name: float(values.sum()) for name, values in sums.items()},
-            minima={"ratio": _min(ratio_M), "weight": _min(weight_M)},
-            maxima={"ratio": -_min(-ratio_M), "weight": -_min(-weight_M), "distance": -_min(-difference_N.abs())},
+            extremes={
+                "ratio_min": _min(ratio_M),
+                "ratio_max": -_min(-ratio_M),
+                "weight_min": _min(weight_M),
+                "weight_max": -_min(-weight_M),
+                "logprob_diff_max": -_min(-difference_N.abs()),
+            },
         )
 
     @classmethod
@@ -221,8 +226,10 @@ class Moments:
         """The moments of a batch from those of its parts; at least one."""
         return cls(
             sums={name: sum(part.sums[name] for part in parts) for name in parts[0].sums},
-            minima={name: min(part.minima[name] for part in parts) for name in parts[0].minima},
-            maxima={name: max(part.maxima[name] for part in parts) for name in parts[0].maxima},
+            extremes={
+                name: (min if name.endswith("_min") else max)(part.extremes[name] for part in parts)
+                for name in parts[0].extremes
+            },
         )
 
     def metrics(self) -> dict[str, float]:
@@ -233,16 +240,9 @@ class Moments:
             return total[name] / total[count] if total[count] else math.nan
 
         squares = total["units"] * total["weight_squares"]
-        extremes = {
-            "ratio_min": (self.minima["ratio"], "units"),
-            "ratio_max": (self.maxima["ratio"], "units"),
-            "weight_min": (self.minima["weight"], "units"),
-            "weight_max": (self.maxima["weight"], "units"),
-            "logprob_diff_max": (self.maxima["distance"], "tokens"),
-        }
         return {
             **{metric: mean(name, count) for metric, (name, count) in _MEANS.items()},
-            **{metric: value if total[count] else math.nan for metric, (value, count) in extremes.items()},
+            **{metric: value if total["tokens"] else math.nan for metric, value in self.extremes.items()},
             "ess": total["weight"] ** 2 / squares if squares else math.nan,
             "kl": -mean("difference", "tokens"),
             "chi2": mean("ratio_squares", "tokens") - 1,
