@@ -49,7 +49,7 @@ demo: setup
 
 # A pretrained model, SmolLM2-135M, learns sums of two terms: about a quarter of an hour on two cores.
 demo-real: setup-real
-	$(BIN)/python -m benchmarks.learning.real.demo --engine $(ENGINE) $(DEMO_ARGS)
+	$(BIN)/python -m experiments.learning.real.demo --engine $(ENGINE) $(DEMO_ARGS)
 
 test: setup-dev $(VERIFIERS)/.ready
 	$(BIN)/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
@@ -84,26 +84,26 @@ soak: setup-dev
 
 bench: .venv-bench/.ready
 	.venv-bench/bin/python -m benchmarks.run $(BENCH_ARGS)
-	.venv-bench/bin/python -m benchmarks.gradient
+	.venv-bench/bin/python -m experiments.gradient
 
 bench-trainer: setup-dev
 	$(BIN)/python -m benchmarks.trainer.run $(BENCH_ARGS)
 
 bench-learning: setup-dev
-	$(BIN)/python -m benchmarks.learning.run $(BENCH_ARGS)
-	$(BIN)/python -m benchmarks.learning.report runs/learning/runs.jsonl --picture runs/learning/curves.png
+	$(BIN)/python -m experiments.learning.run $(BENCH_ARGS)
+	$(BIN)/python -m experiments.learning.report runs/learning/runs.jsonl --picture runs/learning/curves.png
 
 # Adds the runs in runs/ to the published ones, and renews the tables and the picture of the pages from them.
 learning-page: setup-dev
-	$(BIN)/python -m benchmarks.learning.report benchmarks/results/learning.json runs/learning/runs.jsonl \
-	  --json benchmarks/results/learning.json > /dev/null
-	$(BIN)/python -m benchmarks.learning.report benchmarks/results/learning_real.json runs/real/real.jsonl \
-	  --json benchmarks/results/learning_real.json > /dev/null
-	$(BIN)/python -m benchmarks.learning.real.look benchmarks/results/learning_real_steps.json runs/real/steps.jsonl \
-	  --json benchmarks/results/learning_real_steps.json > /dev/null
-	$(BIN)/python -m benchmarks.learning.report benchmarks/results/learning.json benchmarks/results/learning_real.json \
+	$(BIN)/python -m experiments.learning.report experiments/results/learning.json runs/learning/runs.jsonl \
+	  --json experiments/results/learning.json > /dev/null
+	$(BIN)/python -m experiments.learning.report experiments/results/learning_real.json runs/real/real.jsonl \
+	  --json experiments/results/learning_real.json > /dev/null
+	$(BIN)/python -m experiments.learning.real.look experiments/results/learning_real_steps.json runs/real/steps.jsonl \
+	  --json experiments/results/learning_real_steps.json > /dev/null
+	$(BIN)/python -m experiments.learning.report experiments/results/learning.json experiments/results/learning_real.json \
 	  --arms plain half quarter small50-right small50-opsm --picture docs/images/learning.png > /dev/null
-	$(BIN)/python -m benchmarks.learning.page docs/learning.md docs/history/learning.md
+	$(BIN)/python -m experiments.learning.page docs/learning.md docs/history/learning.md
 
 # For the tests and runs of the learning experiment on SmolLM2: 93 MB of weights, and the tasks of reasoning-gym.
 setup-real: setup-dev

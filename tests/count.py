@@ -100,7 +100,7 @@ def main() -> None:
     total_lines = total_files = 0
     print(f"{'':16}{'lines':>8}{'files':>8}{f'below {FEW}':>10}{'floors':>8}")
     folders = {name: (root, str(floors(name))) for name, root in PACKAGES.items()}
-    folders |= {name: (ROOT / name, "") for name in ("examples", "benchmarks", "tests")}
+    folders |= {name: (ROOT / name, "") for name in ("examples", "experiments", "benchmarks", "tests")}
     for name, (root, height) in folders.items():
         sources = [path.read_text() for path in files_of(root)]
         counts = [code_lines(source) for source in sources]

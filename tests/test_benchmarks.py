@@ -25,14 +25,14 @@ from benchmarks.cells import (
     value,
 )
 from benchmarks.environments import FILES, OURS, ROOT, BuiltEnvironment
-from benchmarks.gradient import figures
 from benchmarks.interpreter import build_of, installed
 from benchmarks.loops import BYTES_A_TOKEN, Task
 from benchmarks.measure import CellResult, Effort, Round, measure
 from benchmarks.report import Report
 from benchmarks.run import run
 from benchmarks.trainer import run as trainer
-from benchmarks.trainer import shared
+from experiments.gradient import figures
+from experiments.trainer import shared
 
 QUICK = Effort(seconds=0.0, rounds=2)  # as on a machine that keeps a process waiting for longer than it measures
 QUICK_SIDE = ["step", "equal", "1", "plain"]
@@ -135,7 +135,7 @@ def test_a_system_that_cannot_be_installed_makes_failed_cells(monkeypatch):
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_what_an_adapter_costs_is_measured_beside_trls_own_queue_and_in_its_own_trainer():
-    command = [sys.executable, "-m", "benchmarks.trainer.adapters", "--only", "trl", "async_grpo", "--groups", "2"]
+    command = [sys.executable, "-m", "experiments.trainer.adapters", "--only", "trl", "async_grpo", "--groups", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     trl, async_grpo = map(json.loads, done.stdout.splitlines())

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.learning import loop, model, page, report, run, statistics
-from benchmarks.learning.arms import ARMS
-from benchmarks.learning.prompts import prompt_choice
-from benchmarks.learning.tasks import TASKS, Task, make_problems
 from examples.demo import task as demo
+from experiments.learning import loop, model, page, report, run, statistics
+from experiments.learning.arms import ARMS
+from experiments.learning.prompts import prompt_choice
+from experiments.learning.tasks import TASKS, Task, make_problems
 from replay_client.scoring import group_advantages
 from replay_trainer.batching import to_batch
 from replay_trainer.logprobs import LogprobModel

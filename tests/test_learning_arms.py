@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.learning import loop, model, report, run, statistics
-from benchmarks.learning.arms import ARMS
-from benchmarks.learning.stored import DistinctAnswers
-from benchmarks.learning.tasks import TASKS, Task, make_problems, right_texts
-from benchmarks.learning.variety import HeldOut
 from examples.demo import task as demo
+from experiments.learning import loop, model, report, run, statistics
+from experiments.learning.arms import ARMS
+from experiments.learning.stored import DistinctAnswers
+from experiments.learning.tasks import TASKS, Task, make_problems, right_texts
+from experiments.learning.variety import HeldOut
 from tests.trainer.factories import make_group
 
 # Random weights solve it now and then: the answer is to stop at once.

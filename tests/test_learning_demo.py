@@ -7,8 +7,8 @@ import tomllib
 
 import pytest
 
-from benchmarks.learning.arms import ARMS
-from benchmarks.learning.real import demo
+from experiments.learning.arms import ARMS
+from experiments.learning.real import demo
 from replay_server.config import Config
 from replay_trainer.config import config_from
 from tests.test_learning_real import tiny_llama, tiny_tokenizer
@@ -56,7 +56,7 @@ def test_the_demo_of_a_pretrained_model_runs_all_processes_and_draws_its_curve(t
     for each in (tiny_llama(), tiny_tokenizer()):
         each.save_pretrained(tmp_path / "models" / "SmolLM2-135M-Instruct")
     out = tmp_path / "demo"
-    command = [sys.executable, "-m", "benchmarks.learning.real.demo", "--steps", "2", "--engine", "transformers"]
+    command = [sys.executable, "-m", "experiments.learning.real.demo", "--steps", "2", "--engine", "transformers"]
     command += ["--out", str(out), "--models", str(tmp_path / "models")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.learning.arms import ARMS
-from benchmarks.learning.loop import Settings
-from benchmarks.learning.real import look, pretrained, smollm2
-from benchmarks.learning.real.gym import GYM_TASKS, GymProblems, gym_problems, last_number
-from benchmarks.learning.statistics import GENERATED, SOLVE_RATE
 from examples.demo import task as demo
+from experiments.learning.arms import ARMS
+from experiments.learning.loop import Settings
+from experiments.learning.real import look, pretrained, smollm2
+from experiments.learning.real.gym import GYM_TASKS, GymProblems, gym_problems, last_number
+from experiments.learning.statistics import GENERATED, SOLVE_RATE
 from replay_trainer.batching import to_batch
 from replay_trainer.logprobs import LogprobModel
 from tests.trainer.factories import make_group

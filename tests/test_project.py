@@ -99,7 +99,7 @@ HIGH = {"replay_server": 17}
 FULL = {"client/replay_client": 24, "tests/system": 24, "tests/trainer": 24}
 LARGE = {"tests/client/generator/test_generator.py": 810, "tests/trainer/test_grpo.py": 707}
 SMALL = {"event_loop", "memory"}
-MAX_CODE = {"examples": 660}
+MAX_CODE = {"examples": 660, "experiments": 3707, "benchmarks": 2343}
 """Lines of code, as `make count` counts them. They only fall."""
 WIDE = {"list_items": 12}
 TAKERS = {"take": 10, "start": 10, "give_back": 8, "load": 6, "put": 8}
@@ -133,7 +133,7 @@ def test_a_folder_beside_the_packages_has_no_more_code_than_its_cap(folder):
 def test_a_folder_has_16_files_at_most():
     folders = Counter(
         name_of(path.parent)
-        for path in [*WRITTEN, *files_of(ROOT / "tests"), *files_of(ROOT / "benchmarks")]
+        for path in [*WRITTEN, *(path for name in ("tests", *MAX_CODE) for path in files_of(ROOT / name))]
         if path.stem != "__init__"
     )
     assert {name: count for name, count in folders.items() if count > FULL.get(name, MAX_FILES)} == {}

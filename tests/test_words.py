@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("replay_server", "client", "trainer", "protos", "tests", "examples", "benchmarks", "docs", "docker")
+FOLDERS = (
+    "replay_server",
+    "client",
+    "trainer",
+    "protos",
+    "tests",
+    "examples",
+    "experiments",
+    "benchmarks",
+    "docs",
+    "docker",
+)
 CLOCKS = {"monotonic", "perf_counter", "time", "process_time", "thread_time"}
 
 
@@ -140,7 +151,7 @@ def test_every_make_target_in_the_pages_exists():
 
 
 def test_every_path_that_a_page_names_exists():
-    named = re.compile(r"`((?:replay_server|client|trainer|protos|tests|benchmarks|docker|docs)/[\w./-]+)`")
+    named = re.compile(r"`((?:replay_server|client|trainer|protos|tests|experiments|benchmarks|docker|docs)/[\w./-]+)`")
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         if page.name == "CHANGELOG.md":
             continue

@@ -4,7 +4,7 @@
 * `Method` runs the calls of one method. It counts and times them. A Refused ends a call with code, message and reason.
 * `once` lets a request that comes again get the answer of its first time.
 * `Calls` carries methods with one short response, one call after the other, on an open stream. To gRPC in Python a
-  message on an open stream costs half of a call (`python -m benchmarks.floor`).
+  message on an open stream costs half of a call (`python -m experiments.floor`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,147 @@
+"""`make demo-real`: SmolLM2 learns sums of reasoning-gym through the whole system, beside the published curves.
+
+    python -m experiments.learning.real.demo --steps 40 --out runs/demo-real
+
+The processes, the display and the files are those of `replay demo`. Three things are of the experiment: the model, the
+task (`two_terms` of gym.py), and the settings, which are those of the arm `small50-opsm`. So its curve lies beside the
+published curves of the arms, which took turns between engine and trainer where this one runs both at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from examples.demo.run import (
+    RECIPE,
+    SHARING,
+    Curve,
+    DemoError,
+    as_toml,
+    check_folder,
+    curve,
+    draw_comparison,
+    run,
+)
+from experiments.learning import statistics as s
+from experiments.learning.real.gym import GYM_TASKS, GymProblems, gym_problems
+from experiments.learning.real.smollm2 import smollm2
+from experiments.learning.report import by_setting
+from experiments.learning.run import read_records, usual_rate
+from experiments.learning.tuned import PRETRAINED
+from replay_trainer.metrics import read_metrics
+
+ROOT = Path(__file__).parents[3]
+PUBLISHED = ROOT / "experiments" / "results" / "learning_real.json"
+TASK = GYM_TASKS["two_terms"]
+ARMS = {"small50-opsm": "recipe", "quarter": "quarter of the batch", "plain": "plain"}
+"""The published arms beside this run, and how the curves are called."""
+SMOOTHED = 16
+"""Fresh groups in each mean of this run; as many as a point of the published curves has."""
+EACH = 1000
+"""Generated tokens between two lines of the table."""
+REAL = replace(
+    SHARING,
+    replay=as_toml(
+        {
+            "replay_share": RECIPE.trainer["replay_share"],
+            "save_every": 10**6,  # a full state is 1.6 GB, and nobody resumes a demo
+            "max_tokens_per_micro_batch": 1024,
+            "bf16": True,  # half of a step, where the CPU knows bfloat16
+        }
+    ),
+    learning_rate=usual_rate(TASK.name, PRETRAINED),
+    task=TASK.name,
+    max_tokens=TASK.max_tokens,
+    reward="experiments.learning.real.demo:right",
+    sample_timeout=600.0,
+    # The model's own limit, 8,192 tokens, would not fit the memory for keys and values.
+    generate=("--chat", "--max-length", "256"),
+    steps=40,
+)
+
+
+@cache
+def _problems() -> GymProblems:
+    """Any of the task's: they score the answers to all of its questions."""
+    return gym_problems(TASK, 0)
+
+
+def right(row: Mapping[str, Any], text: str) -> float:
+    """The reward of an answer: 1 if its last number is right."""
+    return _problems().score(dict(row["entry"]), text)
+
+
+def make_start(folder: Path, models: Path, seed: int) -> Path:
+    """A folder that `run` starts from: the model, twice, and the prompts of this seed. `models` keeps the model."""
+    path = smollm2(models).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("model", "warm"):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(path)
+    rows = [{"prompt": entry["question"], "entry": entry} for entry in gym_problems(TASK, seed).train]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def published(path: Path = PUBLISHED) -> dict[str, Curve]:
+    """The mean over the seeds of each published arm that is in ARMS, by its name."""
+    arms = by_setting(read_records(path)).get(f"{TASK.name}, {PRETRAINED}", {})
+    curves: dict[str, Curve] = {}
+    for arm, name in ARMS.items():
+        if arm not in arms:
+            continue
+        # As measured: with so few points, the mean of neighbours would move the first steps forward.
+        runs = [np.array(record["curve"], dtype=np.float64) for record in arms[arm].values()]
+        tokens = np.linspace(0, min(each[-1, s.GENERATED] for each in runs), 40)
+        rates = np.mean([np.interp(tokens, each[:, s.GENERATED], each[:, s.SOLVE_RATE]) for each in runs], axis=0)
+        seeds = f"{len(runs)} seed{'s' if len(runs) > 1 else ''}"
+        curves[f"{name} (docs, {seeds})"] = tokens.tolist(), rates.tolist()
+    return curves
+
+
+def table(curves: Mapping[str, Curve]) -> Iterator[str]:
+    """Lines for a terminal: the reward of each curve at every EACH generated tokens, as far as the first one goes."""
+    own = next(iter(curves.values()))[0]
+    yield "  ".join(["generated tokens", *curves])
+    for tokens in range(EACH, int(own[-1]) + 1, EACH):
+        cells = [f"{tokens:>16,}"]
+        for name, (at, rewards) in curves.items():
+            known = at[0] <= tokens <= at[-1]
+            cells.append(f"{np.interp(tokens, at, rewards):.2f}".rjust(len(name)) if known else " " * len(name))
+        yield "  ".join(cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=REAL.steps)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "transformers"])
+    parser.add_argument("--out", type=Path, default=Path("runs/demo-real"))
+    parser.add_argument("--models", type=Path, default=Path("runs/real"), help="where the converted model is kept")
+    arguments = parser.parse_args()
+    out: Path = arguments.out
+    try:
+        check_folder(out)
+        start = make_start(out / "start", arguments.models, arguments.seed)
+        run(out, arguments.steps, arguments.seed, arguments.engine, variant=REAL, warm=start)
+        curves = {"this run": curve(read_metrics(out / "metrics.jsonl"), REAL, SMOOTHED)} | published()
+        draw_comparison(curves, out / "compare.png")
+    except (DemoError, RuntimeError) as error:
+        sys.exit(f"demo-real: {error}")
+    except KeyboardInterrupt:
+        sys.exit("demo-real: stopped; all of its processes have ended")
+    print("\n" + "\n".join(table(curves)))
+    print(f"picture: {out / 'compare.png'}")
+
+
+if __name__ == "__main__":
+    main()
