@@ -17,7 +17,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import frame_reader, write_frame
 from replay_server.config import LimitsSection
 from replay_server.rpc.service import ReplayService
-from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.config import AdmissionConfig, ArchiveConfig, TableConfig
 from replay_server.tables.extensions.standard import replay_buffer
 
 METHODS = list(pb.DESCRIPTOR.services_by_name["Replay"].methods)
@@ -27,6 +27,7 @@ TABLES = [
     TableConfig(name="pool", sampler="prioritized", remover="min_heap", max_size=8, max_staleness=2, seed=1),
     TableConfig(name="wait", rate_limiter={"type": "queue", "max_size": 6}, requires=["c"], max_bytes=400, seed=1),
 ]
+ARCHIVED = ArchiveConfig(table="queue", max_size=8)
 
 
 def rollout(data: bytes) -> None:
@@ -106,7 +107,9 @@ class Service:
 
     def _set_up(self) -> None:
         admission = AdmissionConfig(groups_per_step=4, max_staleness=1)
-        self.buffer = replay_buffer(TABLES, self._loop.time, admission=admission, max_payload_bytes=1 << 16)
+        self.buffer = replay_buffer(
+            TABLES, self._loop.time, admission=admission, archive=ARCHIVED, max_payload_bytes=1 << 16
+        )
         self._service = ReplayService(self.buffer, LimitsSection(max_waiting_bytes=1 << 18, stall_timeout=0.01))
 
     def __call__(self, data: bytes) -> None:

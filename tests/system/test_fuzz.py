@@ -24,13 +24,14 @@ from replay_protos.framing import SERVICE, frame_reader
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import HEADER
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
+from replay_server.config import ArchiveSection
 from tests.factories import make_group
 from tests.server.rpc.rings import CAPACITY, Asking, insert_of
-from tests.system.targets import METHODS, TABLES, Service, frame, rollout
+from tests.system.targets import ARCHIVED, METHODS, TABLES, Service, frame, rollout
 
 NUMBERS = [0, 1, 2, 3, 5, 64, 2**16, 2**16 + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1]
 DOUBLES = [0.0, -0.0, 1.0, 0.5, -1.0, 5e-324, 3.4e38, 1e300, math.inf, -math.inf, math.nan]
-NAMES = ["plain", "queue", "pool", "", "nope", "../plain", "a\nb\0", "x" * 300, "age", "priority", "7", "☃"]
+NAMES = ["plain", "queue", "pool", "archive", "", "nope", "../plain", "a\nb\0", "x" * 300, "age", "priority", "7", "☃"]
 CHANGES = [
     {"max_size": 3},
     {"max_size": 0},
@@ -68,7 +69,7 @@ def values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     if field.type == Kind.TYPE_BYTES:
         return st.binary(max_size=40) | st.sampled_from([bytes(8), bytes(16), b"\x01" + bytes(7), bytes(5000)])
     if field.cpp_type == Kind.CPPTYPE_STRING:
-        return st.sampled_from(NAMES[:3]) | st.sampled_from(NAMES) | st.text(max_size=10)
+        return st.sampled_from(NAMES[:4]) | st.sampled_from(NAMES) | st.text(max_size=10)
     return messages(GetMessageClass(field.message_type))
 
 
@@ -96,7 +97,7 @@ def messages(kind: type[Message]) -> st.SearchStrategy[Message]:
     return build()
 
 
-TABLE = st.sampled_from([table.name for table in TABLES])
+TABLE = st.sampled_from([*(table.name for table in TABLES), "archive"])
 KEYS = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 DRAW_IDS = st.integers(1 << 40, (1 << 40) + 5)
 DRAWS = st.lists(DRAW_IDS, min_size=1, max_size=3)
@@ -241,7 +242,8 @@ def as_frame(request: Message) -> Any:
 def server(request):
     admission, rings = AdmissionConfig(groups_per_step=4, max_staleness=1), request.param == "shared memory"
     folder = Path("/dev/shm") if rings else False
-    with ReplayServer(tables=TABLES, port=0, admission=admission, shared_memory=folder) as server:
+    archive = ArchiveSection(dir=Path("nobody writes it"), **ARCHIVED.model_dump())
+    with ReplayServer(tables=TABLES, port=0, admission=admission, archive=archive, shared_memory=folder) as server:
         yield server
 
 
