@@ -294,7 +294,7 @@ class ReplayServer:
             self._metrics_address = metrics.address
             log.info("metrics at http://%s/metrics", metrics.address)
             _warn_of_open_metrics(metrics.address)
-        log.info("listening on %s with tables %s", self._address, ", ".join(buffer.tables))
+        log.info("serving the tables %s", ", ".join(buffer.tables))  # `replay serve` prints the address
         tasks = [asyncio.create_task(BlockedLog(buffer).run())]
         tasks.append(asyncio.create_task(buffer.items.leaving.run(buffer.clear_slice)))
         if self._authorizer.tokens is not None:

@@ -11,6 +11,7 @@ from dataclasses import Field, field, fields
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from replay_client.units import listed
 from replay_protos.recipes import RecipeSetting, described, recipe_of, settings_of, with_recipe
 
 __all__ = [
@@ -28,6 +29,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_MOST_NAMES = 12
+"""Names of settings in one error."""
 
 
 def bounded(
@@ -82,7 +86,7 @@ def _check(each: Field[Any], hint: Any, value: Any) -> None:
 def unknown_name(name: str, known: Collection[str]) -> str:
     """The error for a name that is not in `known`: "there is no 'learning_rte'; did you mean 'learning_rate'?"."""
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {listed(list(known), _MOST_NAMES)}"
     return f"there is no {name[:100]!r}; {hint}"
 
 

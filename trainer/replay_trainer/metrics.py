@@ -223,8 +223,8 @@ def summary(lines: Sequence[Line]) -> Iterator[str]:
         f"{sum(line['fresh/groups'] for line in lines):.0f}"
     )
     yield (
-        f"staleness           {_mean_of('fresh/staleness_mean', lines):.2f} versions (fresh groups), "
-        f"{_mean_of('replay/staleness_mean', lines):.2f} versions (replayed groups)"
+        f"staleness           {_versions('fresh/staleness_mean', lines)} (fresh groups), "
+        f"{_versions('replay/staleness_mean', lines)} (replayed groups)"
     )
     yield (
         f"importance weights  mean ratio {_mean_of('correction/ratio_mean', lines):.4f}, "
@@ -234,6 +234,11 @@ def summary(lines: Sequence[Line]) -> Iterator[str]:
         f"speed               {sum(line['train/tokens'] for line in lines) / seconds:.0f} tokens/s trained, "
         f"{seconds / len(lines):.2f} s a step"
     )
+
+
+def _versions(name: str, lines: Sequence[Line]) -> str:
+    mean = _mean_of(name, lines)
+    return "nothing" if math.isnan(mean) else f"{mean:.2f} versions"
 
 
 def _mean_of(name: str, lines: Sequence[Line]) -> float:

@@ -151,11 +151,12 @@ def meanings(page: str) -> dict[str, str]:
     """The meaning of each metric, by name, from the tables and sentences of docs/metrics.md."""
     found = {}
     for line in page.splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
         if line.startswith("| `") and len(cells) in (2, 3):
             healthy = f" Healthy: {cells[1]}." if len(cells) == 3 and cells[1] else ""
             for name in re.findall(r"`([\w/]+)`", cells[0]):
                 found[name] = (cells[-1] + healthy).replace("`", "")
     for name, text in re.findall(r"`(\w+/\w+)`: ([^`]+?)\.(?=\s|$)", page):
         found.setdefault(name, " ".join(text.split()))
-    return found
+    fresh = {name.replace("fresh/", "eval/"): text for name, text in found.items() if name.startswith("fresh/")}
+    return fresh | found

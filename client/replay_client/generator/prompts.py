@@ -56,7 +56,8 @@ class Prompt:
         row = source if isinstance(source, Mapping) else {prompt_field: source}
         if prompt_field not in row:
             raise ValueError(
-                f"a row needs the field {prompt_field!r}; this one has {', '.join(map(str, row)) or 'none'}"
+                f"a row needs the field {prompt_field!r}; this one has {', '.join(map(str, row)) or 'none'}: name one "
+                f"of them with --prompt-field (prompt_field)"
             )
         content = _content(prompt_field, row[prompt_field])
         prompt_id = row.get("prompt_id")
@@ -162,7 +163,10 @@ def load_prompts(source: str, *, prompt_field: str = "prompt", split: str = "tra
             raise ValueError(f"{source} has no split {split!r}, only {', '.join(loaded)}")
         loaded = loaded[split]
     if prompt_field not in loaded.column_names:
-        raise ValueError(f"{source} has no column {prompt_field!r}, only {', '.join(loaded.column_names)}")
+        raise ValueError(
+            f"{source} has no column {prompt_field!r}, only {', '.join(loaded.column_names)}: name one of them with "
+            f"--prompt-field"
+        )
     if not len(loaded):
         raise ValueError(f"{source} has no prompts")
     rows: PromptRows = loaded

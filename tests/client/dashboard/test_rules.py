@@ -224,9 +224,10 @@ def test_the_documentation_says_what_the_metrics_of_a_trainer_mean():
     page = (ROOT / "docs/metrics.md").read_text()
     assert "The curve to watch" in meanings["fresh/reward_mean"]
     assert "> 0.3" in meanings["correction/ess"]
-    for name in ("train/entropy", "replay/staleness_max", "time/sample", "time/step"):
+    for name in ("train/entropy", "replay/staleness_max", "replay/drift_mean", "time/sample", "time/step"):
         assert meanings[name]
         assert name in page
+    assert meanings["eval/reward_mean"] == meanings["fresh/reward_mean"]
 
 
 # ------------------------------------------------------------------------------------------------ what was read

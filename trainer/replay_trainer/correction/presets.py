@@ -1,7 +1,7 @@
 """Presets: the corrections of other projects as CorrectionConfigs, each with its source.
 
-PRESETS["verl_decoupled_token_is"]()        a CorrectionConfig with that project's defaults
-PRESETS["trl_token_mask"](clip_max=2.0)     the same with other fields
+    PRESETS["verl_decoupled_token_is"]()        # a CorrectionConfig with that project's defaults
+    PRESETS["trl_token_mask"](clip_max=2.0)     # the same with other fields
 
 trl: `vllm_importance_sampling_mode` and `_clip_max` of its GRPOConfig, whose default is sequence_mask.
 Source: trl 1.16.0, trl/trainer/grpo_config.py (defaults) and grpo_trainer.py (formulas).

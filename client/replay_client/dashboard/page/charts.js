@@ -49,7 +49,7 @@ export function lines(host, key, data, { series, height = 120, time = false, syn
   host.append(tip);
   charts.set(key, { plot, host, now, width: host.clientWidth, series: series.map((each) => each.label).join() });
 }
-const ago = (t) => (t > -1 ? "now" : t > -90 ? `−${Math.round(-t)} s` : `−${Math.round(-t / 60)} min`);
+const ago = (t) => (t > -1 ? "now" : t > -90 ? `−${Math.round(-t)} s` : `−${+(-t / 60).toFixed(1)} min`);
 const clock = (t) => new Date(1000 * t).toLocaleTimeString("en", { hourCycle: "h23" });
 function span(low, high, zero) {
   if (low === null || low === undefined) return [0, 1];

@@ -64,7 +64,7 @@ function draw() {
 const section = (title, names, prefix) => h("section", { "aria-label": title },
   h("h2", null, title, prefix !== "first" && h("small", null, `${prefix}/`)), h("div", { class: "curves" }, names.map((name) =>
   h("article", { class: "card curve" }, h("h3", null, name),
-    h("p", { class: "quiet", title: data.meanings[name] }, data.meanings[name] ?? "Not a metric of this trainer."),
+    h("p", { class: "quiet", title: data.meanings[name] }, data.meanings[name] ?? "docs/metrics.md does not say what this is."),
     h("div", { class: "chart", "data-keep": `${prefix}:${name}`, role: "img", "aria-label": `Curve of ${name}` })))));
 
 function paint() {
