@@ -3,7 +3,8 @@
 The rules are pure functions of one `ServerInfo`. `replay doctor` prints their findings, and any other client may. The
 cost is linear in the number of tables.
 
-A finding is a warning when a person should look, and a failure when the run loses data or cannot go on.
+A finding is a warning when a person should look, and a failure when the run loses data or cannot go on. What a person
+does on purpose, such as ending a part of the run, is neither. The first remedy never weakens a bound.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from enum import StrEnum
 from typing import Any
 
 from replay_client.columns.kept import TRUNCATING, truncates
-from replay_client.records import ServerInfo, TableInfo, Waiting, shards_of
+from replay_client.records import ServerInfo, TableInfo, shards_of
 from replay_client.units import byte_size, counted, duration, listed, waiting, waits_for
 from replay_protos.recipes import RECIPES, RecipeSetting, read_described, settings_of
 
@@ -34,6 +35,8 @@ CLOCK_SKEW = 2.0
 """Seconds between the clocks of two machines: a warning from here on."""
 FEW_BYTES = 1 << 30
 """Less free memory or disk than this is a warning."""
+RECENT = 900.0
+"""Seconds for which one of several that is gone is named. Its place may have been taken under another name."""
 
 
 class Level(StrEnum):
@@ -169,7 +172,7 @@ def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
         yield _warning(
             "memory",
             f"{counted(lost, 'item')} kept for a rollback made room for others: no rollback brings them back",
-            "raise [server] max_bytes, or lower keep_consumed of the table",
+            "lower keep_consumed of the table, or raise [server] max_bytes",
         )
     unbounded = [table.name for table in tables if table.config["max_bytes"] is None]
     if not info.max_bytes and unbounded:
@@ -182,7 +185,7 @@ def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
         yield _warning(
             "memory",
             f"{held}, {info.bytes / info.max_bytes:.0%} of max_bytes {byte_size(info.max_bytes)}",
-            "raise [server] max_bytes, or lower max_size of a table: beyond it items are evicted or inserts wait",
+            "lower max_size of a table, or raise [server] max_bytes: beyond it items are evicted or inserts wait",
         )
     else:
         yield _ok("memory", held)
@@ -257,19 +260,51 @@ def _shards(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _sides(info: ServerInfo) -> Iterator[Finding]:
-    """Who is gone, as the server says; otherwise who is there."""
-    both = len({silence.side for silence in info.silences}) > 1
+    """Who is gone, as the server says; otherwise who is there, and who of several is not, or that the run has ended."""
+    there = [client for client in info.clients if client.open]
+    sides = {silence.side for silence in info.silences}
+    who = (
+        "Trainer and generators are"
+        if len(sides) > 1
+        else "The trainer is"
+        if "trainer" in sides
+        else "The generators are"
+    )
+    connected = any(client.open for side in sides for client in info.clients_of(side.removesuffix("s")))
     for silence in info.silences:
-        one = "The trainer is gone" if silence.side == "trainer" else "The generators are gone"
         yield _failure(
             silence.side,
             silence.reason,
             "see why it ended or hangs, and start it again: the run goes on where it stopped; a program that ends on "
             "purpose says so with client.leave()",
-            "Trainer and generators are gone" if both else one,
+            f"{who} {'silent' if connected else 'gone'}",
         )
-    if not info.silences and (there := [client for client in info.clients if client.open]):
-        yield _ok("clients", listed([f"{client.name} ({client.role})" for client in there]))
+    if info.silences:
+        return
+    if there:
+        yield _ok("clients", listed([f"{client.name} ({client.role or 'client'})" for client in there]))
+    elif all(ended := [info.ended(role) for role in ("trainer", "generator")]):
+        yield Finding("clients", Level.OK, f"{' and '.join(ended)} have ended", headline="The run has ended")
+    for client in info.clients:
+        part = read_described(client.settings).get("part")  # others come and go
+        others = [each.name for each in info.clients_of(str(part)) if each.open]
+        if others and not client.open and not client.ended and info.long_wait <= client.age < RECENT:
+            yield _warning(
+                "clients",
+                f"{part} {client.name} is not connected, seen {duration(client.age)} ago; others: {listed(others)}",
+                "see why it ended, and start it again; a program that ends on purpose says so with client.leave()",
+            )
+
+
+def _why_nobody(info: ServerInfo, role: str) -> tuple[str, str, str] | None:
+    """Why what waits for this side waits in vain, with a remedy and a headline; None: somebody may serve it."""
+    if who := info.ended(role):
+        other = "generators" if role == "trainer" else "the trainer"
+        return f"{who} has ended", f"end {other} too, or start a {role}", f"The {role} has ended"
+    came = any(table.inserts if role == "generator" else table.samples for table in info.tables.values())
+    if info.clients and not came and not info.clients_of(role):
+        return f"no {role} has come yet", f"start a {role}", f"No {role} has come yet"
+    return None
 
 
 def _permits(info: ServerInfo) -> Iterator[Finding]:
@@ -279,14 +314,18 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
         yield _warning(
             "permits",
             f"{counted(admission.expired, 'permit')} expired unused",
-            "raise [admission] permit_ttl above the time a group takes, and see whether generators die",
+            "see whether generators die; if they live, raise [admission] permit_ttl above the time a group takes",
         )
     yield from _building(admission.building_table, info)
     wait = admission.acquiring
-    if not is_long(wait, info):
+    if not info.is_long(wait):
         return
-    starved = [table.name for table in info.tables.values() if is_long(table.sampling, info)]
+    starved = [table.name for table in info.tables.values() if info.is_long(table.sampling)]
     message = f"{waiting(wait.count, 'permit request', wait.seconds)}: {wait.reason}"
+    if not starved and (nobody := _why_nobody(info, "trainer")):
+        why, remedy, headline = nobody
+        yield _warning("permits", f"{message}; {why}", remedy, headline)
+        return
     headline = _blocked("Generators", "no policy version was published", info.policy.age, info)
     if starved:
         yield _failure(
@@ -300,7 +339,7 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
         yield _warning(
             "permits",
             message,
-            "see whether the trainer runs and publishes versions; or raise [admission] max_staleness",
+            "see whether the trainer goes on and publishes versions",
             headline,
         )
 
@@ -320,20 +359,11 @@ def _building(name: str, info: ServerInfo) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------- what the parts say of themselves
 
 
-def _said(info: ServerInfo, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The name of each generator or trainer that is there, and what it says of itself."""
-    for client in info.clients:
-        if client.ended or not (client.open or client.age < info.long_wait):  # it was killed some time ago
-            continue
-        if (said := read_described(client.settings)).get("part") == part:
-            yield client.name, said
-
-
 def _recipe(info: ServerInfo) -> Iterator[Finding]:
     """Names the parts of the run that use the recipe, and those whose settings differ from it."""
     parts: list[tuple[str, object, tuple[str, dict[str, Any]] | None]] = [("the server", info.recipe, None)]
     for part in _PARTS:
-        parts += [(f"{part} {name}", said.get("recipe"), (part, said)) for name, said in _said(info, part)]
+        parts += [(f"{part} {name}", said.get("recipe"), (part, said)) for name, said in info.said(part)]
     if (recipe := next((name for _, name, _ in parts if isinstance(name, str) and name in RECIPES), None)) is None:
         return
     by_it = [who for who, name, _ in parts if name == recipe]
@@ -382,7 +412,7 @@ def _toml(value: Any) -> str:
 
 def _batches(info: ServerInfo) -> Iterator[Finding]:
     """Trainers that take another number of groups than is admitted, or from another table than generators fill."""
-    for name, said in _said(info, "trainer"):
+    for name, said in info.said("trainer"):
         table, fresh, admission = said.get("rollouts_table"), said.get("fresh_groups_per_step"), info.admission
         if not isinstance(table, str) or not isinstance(fresh, int):
             continue
@@ -395,7 +425,7 @@ def _batches(info: ServerInfo) -> Iterator[Finding]:
                 f"be generated: {outcome}",
                 f"set [admission] groups_per_step = {fresh}, or groups_per_step and replay_share of the trainer",
             )
-        for generator, told in _said(info, "generator"):
+        for generator, told in info.said("generator"):
             if (tables := told.get("tables")) and table not in (filled := _fed_from(info, tables)):
                 yield _warning(
                     "tables",
@@ -407,7 +437,7 @@ def _batches(info: ServerInfo) -> Iterator[Finding]:
 
 def _kept(info: ServerInfo) -> Iterator[Finding]:
     """Generators that draw from a part of the vocabulary, and whether they say which."""
-    for name, said in _said(info, "generator"):
+    for name, said in info.said("generator"):
         if not truncates(said):
             continue
         how = listed([f"{each} {said[each]:g}" for each in TRUNCATING if truncates({each: said.get(each)})])
@@ -447,11 +477,6 @@ def _table_findings(info: ServerInfo, table: _Table, fed: bool) -> Iterator[Find
     yield from _losses(table)
 
 
-def is_long(wait: Waiting, info: ServerInfo) -> bool:
-    """Whether requests wait, and none was served for longer than steps of this run usually take."""
-    return bool(wait.count and wait.seconds >= info.long_wait)
-
-
 def _blocked(who: str, cause: str, age: float, info: ServerInfo) -> str:
     """The headline of a long wait. It names the cause if what `who` wait for came last before a long time."""
     return f"{who} are blocked: {cause}" if age >= info.long_wait else f"{who} are blocked"
@@ -468,7 +493,7 @@ def _lacking(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
         "see whether the process that extends these items is alive, and start it again: what it had drawn comes back "
         "when its lease ends; or take the column out of requires (`replay table update`)"
     )
-    if is_long(table.sampling, info) or is_long(table.inserting, info):
+    if info.is_long(table.sampling) or info.is_long(table.inserting):
         yield _failure(table.name, message, remedy, f"{table.name} is blocked: nobody extends its items")
     else:
         yield _warning(table.name, message, remedy)
@@ -478,19 +503,25 @@ def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
     inserting, sampling = table.inserting, table.sampling
     no_sample = _blocked(f"Inserts into {table.name}", "nobody samples it", table.sampled.age, info)
     no_insert = _blocked(f"Samples of {table.name}", "nobody inserts into it", table.inserted.age, info)
-    if is_long(inserting, info) and is_long(sampling, info):
+    if info.is_long(inserting) and info.is_long(sampling):
         yield _failure(
             table.name,
             f"inserts ({inserting.count}) and sample requests ({sampling.count}) wait for each other: "
             f"{inserting.reason}; {sampling.reason}",
-            "widen the rate limiter (`replay table update`), or ask for fewer samples at a time",
+            "ask for fewer samples at a time, or widen the rate limiter (`replay table update`)",
             no_sample,
         )
         return
-    for request, wait, headline in (("insert", inserting, no_sample), ("sample request", sampling, no_insert)):
-        if is_long(wait, info):
+    for request, wait, other, headline in (
+        ("insert", inserting, "trainer", no_sample),
+        ("sample request", sampling, "generator", no_insert),
+    ):
+        if info.is_long(wait):
             message = f"{waiting(wait.count, request, wait.seconds)}: {wait.reason}"
-            yield _warning(table.name, message, _remedy_for_wait(request, wait.reason), headline)
+            remedy = _remedy_for_wait(request, wait.reason)
+            if nobody := _why_nobody(info, other):
+                message, remedy, headline = f"{message}; {nobody[0]}", *nobody[1:]
+            yield _warning(table.name, message, remedy, headline)
 
 
 def _remedy_for_wait(request: str, reason: str) -> str:
@@ -519,7 +550,7 @@ def _limiter(table: _Table) -> Iterator[Finding]:
             table.name,
             f"min_size {limiter['min_size']} items of {byte_size(int(mean))} never fit into max_bytes "
             f"{byte_size(config['max_bytes'])}: sampling will block for ever",
-            "raise max_bytes or lower min_size",
+            "lower min_size or raise max_bytes",
         )
     if config["when_full"] == "block" and not uses and config["max_staleness"] is None:
         yield _warning(
@@ -626,10 +657,10 @@ def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
             f"set [admission] max_staleness ({info.admission.max_staleness}) to at most that of this table ({limit})"
         )
     elif info.admission is not None:
-        remedy = "raise max_staleness of this table, and see whether every generator asks for permits"
+        remedy = "see whether every generator asks for permits, or raise max_staleness of this table"
     else:
         remedy = (
-            "raise max_staleness, hold fewer groups ahead (a smaller queue), or use [admission], which starts fewer"
+            "hold fewer groups ahead (a smaller queue), use [admission], which starts fewer, or raise max_staleness"
         )
     told = _failure if lost > MOST_STALE * offered else _warning
     yield told(
@@ -659,7 +690,7 @@ def _losses(table: _Table) -> Iterator[Finding]:
             table.name,
             f"{counted(lost, 'item')} ({lost / max(1, table.direct_inserts):.0%} of all) evicted before anybody sampled"
             " them",
-            "raise max_size, sample faster, or make inserts wait: rate_limiter 'queue' or when_full = 'block'",
+            "make inserts wait (rate_limiter 'queue' or when_full = 'block'), sample faster, or raise max_size",
         )
     if counts.forward_refused:
         yield _warning(

@@ -13,6 +13,7 @@ from replay_client.rows import Buffer
 from replay_protos import replay_pb2 as pb
 from replay_protos.label_columns import labels_of_rows
 from replay_protos.labels import NO_LABELS, Labels
+from replay_protos.recipes import read_described
 
 TableInfo = pb.TableInfo
 """One table: its size, counters and waiting requests, as replay.proto documents them. `config` is the JSON of its
@@ -274,6 +275,27 @@ class ServerInfo:
     """The named clients that insert, sample or publish. The one that was seen last comes first."""
     recipe: str
     """The recipe by which the server is configured; empty: none."""
+
+    def is_long(self, wait: Waiting) -> bool:
+        """Whether requests wait, and none was served for longer than steps of this run usually take."""
+        return bool(wait.count and wait.seconds >= self.long_wait)
+
+    def clients_of(self, role: str) -> list[ClientInfo]:
+        """The clients with this role, beside others that they may have."""
+        return [client for client in self.clients if role in client.role.split(", ")]
+
+    def said(self, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The name of each generator or trainer that is there, and what it says of itself."""
+        for client in self.clients:
+            if client.ended or not (client.open or client.age < self.long_wait):  # it was killed some time ago
+                continue
+            if (said := read_described(client.settings)).get("part") == part:
+                yield client.name, said
+
+    def ended(self, role: str) -> str:
+        """The client with this role that was seen last, with its role, if it said that it ends; otherwise empty."""
+        last = min(self.clients_of(role), key=lambda client: client.age, default=None)
+        return f"{role} {last.name}" if last is not None and last.ended else ""
 
 
 @dataclass(frozen=True)

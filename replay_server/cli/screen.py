@@ -175,7 +175,7 @@ def clients(info: ServerInfo) -> Iterator[Text]:
     for client in info.clients:
         state = "ended" if client.ended else "connected" if client.open else "not connected"
         yield Text(
-            f"{client.role} {client.name}: {state}, seen {duration(client.age)} ago",
+            f"{client.role or 'client'} {client.name}: {state}, seen {duration(client.age)} ago",
             style="" if client.open or client.ended else "yellow",
         )
 

@@ -56,6 +56,10 @@ class Client:
     """Calls and streams that are open, by connection."""
     ended: bool = False
     """It said that it ends, and has sent nothing since."""
+    began: float = 0.0
+    """When it opened a call and had no other one open."""
+    left: float = 0.0
+    """When its last open call ended."""
     settings: str = "{}"
     """What it said of its settings, by name, as JSON."""
 
@@ -63,6 +67,10 @@ class Client:
     def taken(self) -> bool:
         """Whether no other connection can have the name."""
         return self.calls[self.connection] > 0
+
+    def vanished(self, since: float, seconds: float) -> bool:
+        """Whether it had calls open for so many seconds without a break, and has had none since then."""
+        return not self.calls and self.left <= since and self.left - self.began >= seconds
 
 
 Seen: TypeAlias = Callable[[Side | None], object]
@@ -94,12 +102,15 @@ class Clients:
         client = self._see(name, connection, role)
         if not client.taken:
             client.connection = connection
+        if not client.calls:
+            client.began = self._clock()
         client.calls[connection] += 1
 
         try:
             yield partial(self._see, name, connection)
         finally:
             client.calls -= Counter([connection])
+            client.left = self._clock()
 
     def describe(self, context: Context, settings: dict[str, str]) -> None:
         """The client says what it is set to, instead of what it said before. Raises Refused."""
@@ -115,6 +126,8 @@ class Clients:
         if table := settings.get("prompts_table"):
             self.prompt_tables.add(table.strip('"'))  # it is JSON
             client.roles.discard(Side.TRAINER)  # it may have drawn prompts before it said so
+        if (part := settings.get("part", "").strip('"')) in (Side.TRAINER, Side.GENERATOR):
+            client.roles.add(Side(part))  # it may load its model for minutes, before it does anything
 
     def leave(self, context: Context) -> None:
         """The client says that it ends. It counts for nothing under the name of another connection."""

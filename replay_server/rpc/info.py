@@ -1,9 +1,10 @@
 """Info: the state of the buffer, of its tables and of checkpoints, as the protobuf messages that clients get.
 
-It also says which side of the run is gone. A side is gone if it has done nothing for three usual intervals, at least
-LONG_WAIT: this is the one rule for whoever looks at a server. A side is not gone if
+It also says which side of the run is gone: this is the one rule for whoever looks at a server. A side is gone if it has
+done nothing for three usual intervals, at least LONG_WAIT; or if its clients were connected for LONG_WAIT, and then not
+for LONG_WAIT: who was paused often would otherwise be missed late. A side is not gone if
 
-* nothing is known of its rhythm yet,
+* nothing is known of its rhythm yet, and no client of it was connected for so long,
 * one of its requests waits here, so that it is there,
 * or every client that did its work has said that it ends (Leave).
 
@@ -219,11 +220,11 @@ def silences(buffer: ReplayBuffer, clients: Clients) -> Iterator[pb.Silence]:
     tables = [table for table in buffer.trained if table.name not in clients.prompt_tables]
     now, lines = buffer.clock(), [buffer.lines[table.name] for table in tables]
     if (gone := clients.missed(Side.TRAINER)) and not _any_waits(line.samples for line in lines):
-        yield from _trainer(buffer, tables, now, gone)
+        yield from list(_trainer(buffer, tables, now, gone)) or _vanished(Side.TRAINER, now, gone)
     waits: list[Line[Any]] = [line.inserts for line in lines]
     waits += chain.from_iterable(each.lines.values() for each in buffer.extensions)
     if (gone := clients.missed(Side.GENERATOR)) and not _any_waits(waits):
-        yield from _generators(buffer, tables, now, gone)
+        yield from list(_generators(buffer, tables, now, gone)) or _vanished(Side.GENERATOR, now, gone)
 
 
 def _trainer(buffer: ReplayBuffer, tables: Sequence[Table], now: float, gone: Sequence[Client]) -> Iterator[pb.Silence]:
@@ -261,17 +262,25 @@ def _building(buffer: ReplayBuffer) -> str:
     return construction.table if (construction := Construction.of(buffer)) is not None else ""
 
 
+def _vanished(role: Side, now: float, gone: Sequence[Client]) -> Iterator[pb.Silence]:
+    """If the one seen last had a connection for long, and now nobody has."""
+    since = now - LONG_WAIT
+    if gone[0].vanished(since, LONG_WAIT) and not any(client.calls or client.seen > since for client in gone):
+        yield _silence(role, "", now - gone[0].left, 0.0, f"the last {role} closed its connection", now, gone)
+
+
 def _silence(
     role: Side, table: str, age: float, usual: float, what: str, now: float, gone: Sequence[Client]
 ) -> pb.Silence:
     names = ", ".join(f"{client.name} ({_seconds(now - client.seen)} ago)" for client in gone[:_MOST_NAMES])
     more = f" and {len(gone) - _MOST_NAMES} more" if len(gone) > _MOST_NAMES else ""
+    usually = f"; usual: {_seconds(usual)}" if usual else ""
     return pb.Silence(
         side="trainer" if role is Side.TRAINER else "generators",
         table=table,
         age=age,
         usual=usual,
-        reason=f"{what}, {_seconds(age)} ago; usual: {_seconds(usual)}; last seen: {names}{more}",
+        reason=f"{what}, {_seconds(age)} ago{usually}; last seen: {names}{more}",
     )
 
 

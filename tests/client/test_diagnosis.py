@@ -351,6 +351,12 @@ def test_a_sick_server_has_one_trouble_with_its_remedy(situation):
     assert found[0].remedy
 
 
+@pytest.mark.parametrize("situation", WARNINGS | FAILURES)
+def test_the_first_remedy_weakens_no_bound(situation):
+    for found in troubles((WARNINGS | FAILURES)[situation][0]):
+        assert not found.remedy.startswith(("raise", "widen"))
+
+
 def test_the_remedy_for_staleness_depends_on_the_admission():
     stale = table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)
 

@@ -12,6 +12,10 @@ from replay_client.units import counted
 
 LEARNING = 0.1
 """A reward that is higher by this share, at least of 0.1, has risen."""
+IDLE = 60.0
+"""Seconds without an insert or a sample after which a run is idle."""
+STOPPED = {Level.OK: "ok", Level.WARNING: "blocked", Level.FAILURE: "failure"}
+"""How bad it is that a run does not go on. "failure" is red, as each failure of `doctor`: somebody must act now."""
 SETTLED = 0.2
 """Share of the last minute above which a wait counts: below it neither side is called the bottleneck."""
 
@@ -43,7 +47,7 @@ def verdict(
     # Who is gone comes first: whatever waits, waits for them. Then a wait at a table, and then one for permits.
     if stopped := [finding for finding in findings if finding.headline]:
         first = min(stopped, key=lambda finding: finding.check == "permits")
-        return _said("failure" if info.silences else "blocked", first.headline, first)
+        return _said(STOPPED[first.level], first.headline, first)
     if bad and bad[0].level is Level.FAILURE:
         return _said("failure", f"{bad[0].check}: {bad[0].message}", bad[0])
     if signs := [each for each in against if each.level is not Level.OK]:
@@ -55,7 +59,7 @@ def verdict(
         return _said(
             "warning", f"Running, with {count} to look at", Finding("", bad[0].level, bottleneck(info), remark)
         )
-    idle = all(min(each.inserted.age, each.sampled.age) > max(60.0, info.long_wait) for each in info.tables.values())
+    idle = all(min(each.inserted.age, each.sampled.age) > max(IDLE, info.long_wait) for each in info.tables.values())
     return _said("ok", "Idle" if idle else "Healthy", Finding("", Level.OK, bottleneck(info)))
 
 

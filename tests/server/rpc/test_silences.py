@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
@@ -112,6 +113,28 @@ def test_short_steps_leave_time_for_a_pause():
     assert run.gone() == []
     run.now += 2
     assert run.gone() == [("trainer", ""), ("generators", "rollouts")]
+
+
+def test_whose_connection_is_closed_is_gone_however_long_the_pauses_were_before():
+    run = Run(steps=2)
+    with ExitStack() as connected:
+        for name, side in (("train:1", Side.TRAINER), ("gen:1", Side.GENERATOR), ("gen:2", Side.GENERATOR)):
+            connected.enter_context(run.clients.calling(context(name), side))
+        for _ in range(6):
+            run.now += 600.0
+            run.step()
+        with run.clients.calling(context("gen:2"), Side.GENERATOR):
+            connected.close()
+            run.now += 100.0
+            assert run.gone() == [("trainer", "")]
+    run.now += LONG_WAIT - 1
+    assert run.gone() == [("trainer", "")]  # a connection that is cut comes back within that time
+    run.now += 2.0
+    trainer, generators = silences(run.buffer, run.clients)
+    assert trainer.reason == "the last trainer closed its connection, 121 s ago; last seen: train:1 (121 s ago)"
+    assert generators.reason.startswith("the last generator closed its connection, 21 s ago; last seen: gen:2 (")
+    run.insert()  # it does not say whether it will be connected
+    assert run.gone() == [("trainer", "")]
 
 
 def test_nobody_is_gone_before_the_rhythm_is_known():
