@@ -12,9 +12,8 @@ by the address.
   the shard that granted it. So every client finds an item without asking, and each admission counts its own groups.
 * insert again [placing]: a key that was tried on a shard never goes to another one. It waits for that shard until its
   deadline, because the shard may have the item.
-* sample [sampling]: `prioritized` draws the shards in proportion to their total priority, `uniform` to their size, and
-  with any other sampler the shards that have something give in turn. So the merged distribution is that of one table.
-  Order is kept per shard.
+* sample [sampling, sharing]: a batch is filled from shard after shard. Queues give what they have; a shard of a pool is
+  drawn by its total priority or size, and gives a batch that is small beside it whole. Order is kept per shard.
 * sampler [sampling]: as sample, and drawn ahead on streams of its own.
 * distinct, scope [sampling]: each shard keeps its own record, which suffices because a key is on one shard only.
 * acknowledge, renew [../sampling]: on the shards that gave the samples. The batch of a shard that cannot be reached

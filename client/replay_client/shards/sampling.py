@@ -1,37 +1,26 @@
-"""Sampling from several shards: a merged batch is drawn in parts, and taken only when all of it is here.
+"""Sampling from several shards: a batch is filled from shard after shard, and taken only when all of it is here.
 
-weights ──▶ share the rows out ──▶ draw a part of each shard ──▶ complete: take all parts
-   ▲                                     │              └──────▶ not complete: give all parts back
-   ├──── each part tells the weight ─────┘                          │
-   └──────────── wait, while all together have too little ──────────┘
+the shards' last answers ──▶ share the rows out ──▶ draw from each ──▶ all rows: take them
+   ▲                                ▲                    │
+   │                                └── less: the rest ──┤
+   └──── weigh all shards, while they have too little ◀──┴── too few: give them back
 
-There is one draw stream to each shard, and each step is one message to each. Weights that are younger than WEIGHTS_AGE
-hold, so that a client that draws all the time never asks for them alone.
+`sharing.py` says how many rows each shard gives. It goes by what the shards answered last. An answer that is older than
+WEIGHTS_AGE, or that said 0, is asked for again. So a pool of any number of shards gives most batches with one message
+to one of them. A shard gives what is there, and another one the rest. Where all have too little, nothing stays drawn:
+two readers that each hold a half of what is there would wait for each other.
 
-A client that goes away takes nothing with it: its streams end, and the shards take the parts back. A shard that goes
-away takes its part with it, and the others make up for it. If it may have heard that the part was taken, it is asked
-again when it comes back. Its rows then begin the next batch that is drawn in the same way.
-
-How many rows each shard gives, so that the merged batch is one of a single table:
-
-* `uniform`: a shard is drawn in proportion to the items that it has left. This is exact.
-* `prioritized`: in proportion to its total effective priority. This is exact for the first row, and for all rows of a
-  batch that allows repeats. Each further distinct row is drawn from what the rows before have left. Which items those
-  are only their shard knows, so the weight that is left is an expectation: see `expected_rest`. With heavy-tailed
-  priorities one row may take far more than expected. The batch is then drawn in several rounds of a few rows, and
-  before each round the shards weigh what is left without the rows so far: see `rows_at_once`.
-* Every other sampler has an order of its own. The shards that have something give in turn, each an equal run of rows. A
-  message costs a server and this client as much as many small rows. So where rows are used up, a run is as long as all
-  batches that a sampler draws ahead would need from one shard: together they have the same rows, and each asks fewer
-  shards.
-* A table that balances its draws over the values of a tag: see `balance.py`.
+There is one draw stream to each shard. A client that goes away takes nothing with it: its streams end, and the shards
+take their rows back. A shard that goes away takes its rows with it, and the others make up for it. If it may have heard
+that they were taken, it is asked again when it comes back. They then begin the next batch that is drawn in the same
+way.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -45,26 +34,17 @@ from replay_client.connection import GONE_CODES, LATE_SECONDS, reported
 from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestError
 from replay_client.records import MutationResult, Sample, samples_of
 from replay_client.sampling import AsyncSampler, DrawStream, OnLease, check_prefetch, leases_of, new_id
-from replay_client.shards.balance import BalancedBatch
 from replay_client.shards.fleet import Fleet, Shard
-from replay_client.shards.sharing import (
-    Weight,
-    most_rows,
-    rows_at_once,
-    share_in_turn,
-    share_of_total,
-    share_out,
-    use_up,
-)
+from replay_client.shards.sharing import Weight, most_rows, share_out, share_values, use_up
 from replay_client.waits import Deadline
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS_AGE = 0.05
-"""Seconds for which weights hold. A client therefore makes each shard weigh its table at most 40 times a second, and a
-draw is wrong by what the shares of the shards change within this time."""
+WEIGHTS_AGE = 1.0
+"""Seconds for which the last answer of a shard holds. A draw is wrong by what the shares change within this time. A
+shard looks at its whole table to answer, so it is asked at most twice in this time."""
 _ANSWER_SECONDS = 5.0
 """A shard that does not answer within this time gives nothing to this batch."""
 _WEIGH_SECONDS = 2.0
@@ -94,23 +74,20 @@ MOST_UNSURE = 256
 
 
 class Drawer:
-    """Draws merged batches over a stream to each shard. Until they are taken, `lease` of their samples names the part.
+    """Draws batches over a stream to each shard. Until they are taken, `lease` of their samples names the part.
 
     What is drawn and neither taken nor leased goes back when `close` ends the streams. A request is that of the whole
     batch; its own timeout does not count.
     """
 
-    def __init__(self, fleet: Fleet, ahead: int = 1) -> None:
-        """`ahead`: how many batches are drawn at the same time."""
-        self._fleet, self._ahead = fleet, ahead
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
         self._streams: dict[Shard, DrawStream] = {}
         self._unknown: set[str] = set()
         """Names of shards that this client does not have, and that a warning has named."""
         self._rng = np.random.default_rng()
-        self._turn = int(self._rng.integers(1 << 30))
-        """The shard that gives first, where they give in turn."""
-        self._weights: dict[str, tuple[float, dict[Shard, Weight]]] = {}
-        """By table, with the time, where they hold for a while."""
+        self._weights: dict[str, dict[Shard, tuple[float, Weight]]] = {}
+        """By table: what each shard answered last, and when."""
         self._unsure: deque[_Unsure] = deque(maxlen=MOST_UNSURE)
 
     def stream(self, shard: Shard) -> DrawStream:
@@ -169,8 +146,11 @@ class Drawer:
         """
         _check_rows(request)
         deadline = Deadline(seconds)
-        taken = [] if request.lease else await self.settled(request)
-        while len(taken) < request.num_samples:
+        taken: list[Sample] = []
+        while (missing := request.num_samples - len(taken)) > 0:
+            if not request.lease and (settled := await self.settled(request, missing)):
+                taken += settled
+                continue
             try:
                 parts = await self.draw(rest_of(request, taken), deadline, request.lease)
             except DeadlineExceededError:
@@ -186,20 +166,17 @@ class Drawer:
 
     async def draw(self, request: pb.SampleRequest, deadline: Deadline, lease: float = 0.0) -> list[Sample]:
         """A batch in parts. Raises DeadlineExceededError with the reason, and then keeps nothing."""
-        pause, distinct = _FIRST_PAUSE, not request.allow_repeats
+        if drawn := await self._fill(request, request.num_samples, await self._known(request, deadline), lease):
+            return drawn
+        pause = _FIRST_PAUSE
         while True:
             last_look = deadline.passed
-            age, weights = await self._weights_for(request, deadline)
-            possible = sum(most_rows(weight, distinct) for weight in weights.values())
-            rows = min(request.num_samples, possible)
-            if rows == request.num_samples or (last_look and rows >= max(1, _least(request))):
-                drawn = await self._draw_rows(request, rows, weights, deadline, lease, weigh=age > WEIGHTS_AGE / 2)
-                if len(drawn) >= rows:
-                    return drawn
-                self.give_back(drawn)  # somebody else was faster, or a shard went away
-                self._weights.pop(request.table, None)
+            weights = await self._weigh(request, await self._fleet.reachable(deadline))
+            least = max(1, _least(request)) if last_look else request.num_samples
+            if drawn := await self._fill(request, least, weights, lease):
+                return drawn
             if last_look:
-                raise DeadlineExceededError(_reason(request, weights, possible))
+                raise DeadlineExceededError(_reason(request, weights))
             await asyncio.sleep(deadline.within(pause))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -222,8 +199,8 @@ class Drawer:
             return [sample for sample in samples if _part_of(sample) in taken]
         return _without_leases([sample for sample in samples if _part_of(sample) in taken])
 
-    async def settled(self, request: pb.SampleRequest) -> list[Sample]:
-        """Returns rows that earlier batches of an equal request lacked, at most as many as it asks for.
+    async def settled(self, request: pb.SampleRequest, rows: int) -> list[Sample]:
+        """Returns up to `rows` rows that batches of an equal request lacked.
 
         Their shard has come back, and confirms that it gave them to this client.
         """
@@ -231,7 +208,7 @@ class Drawer:
         same_call = request.SerializeToString(deterministic=True)
         for entry in [entry for entry in self._unsure if entry.same_call == same_call]:
             shard = self._fleet.named(entry.part[0])
-            too_many = len(settled) + len(entry.samples) > request.num_samples
+            too_many = len(settled) + len(entry.samples) > rows
             if shard is None or not shard.is_up or too_many or entry not in self._unsure:
                 continue
             self._unsure.remove(entry)  # another call of this client must not ask for it as well
@@ -244,149 +221,102 @@ class Drawer:
             if (shard := self._fleet.named(name)) is not None:
                 self.stream(shard).give_up(part)
 
-    async def _weights_for(self, request: pb.SampleRequest, deadline: Deadline) -> tuple[float, dict[Shard, Weight]]:
-        """The weight of each shard that is up, and how old they are, in seconds."""
-        now = asyncio.get_running_loop().time()
-        if (known := self._weights.get(request.table)) and _is_plain(request) and now - known[0] <= WEIGHTS_AGE:
-            up = self._fleet.up()
-            weights = {shard: known[1][shard] for shard in up if shard in known[1]}
-            rows = sum(most_rows(weight, not request.allow_repeats) for weight in weights.values())
-            enough = rows >= request.num_samples or not any(weight.ordered for weight in weights.values())
-            if weights and len(weights) == len(up) and enough:
-                return now - known[0], weights
-        up = await self._fleet.reachable(deadline)
-        answers = await self._ask({shard: _part(request, 0, 0.0, weigh=True) for shard in up}, _WEIGH_SECONDS)
-        weights = {shard: answer.head.weight for shard, answer in answers.items()}
-        self._keep(request, weights)
-        return 0.0, weights
+    async def _known(self, request: pb.SampleRequest, deadline: Deadline) -> dict[Shard, Weight]:
+        """What each shard that is up answered last. An old answer, and one of 0, is asked for again."""
+        up, now, distinct = await self._fleet.reachable(deadline), _now(), not request.allow_repeats
+        known = self._weights.setdefault(request.table, {})
+        for shard in up:
+            asked_at, weight = known.get(shard, (-math.inf, Weight()))
+            if now - asked_at > WEIGHTS_AGE or not most_rows(weight, distinct):
+                known.pop(shard, None)
+        if unknown := [shard for shard in up if shard not in known]:
+            # Without what this request leaves out: the answers serve other requests too.
+            plain = pb.SampleRequest(table=request.table, allow_repeats=request.allow_repeats)
+            for shard, weight in (await self._weigh(plain, unknown)).items():
+                known[shard] = _now(), weight
+        return {shard: known[shard][1] for shard in up if shard in known}
 
-    def _keep(self, request: pb.SampleRequest, weights: dict[Shard, Weight]) -> None:
-        if _is_plain(request):
-            self._weights[request.table] = asyncio.get_running_loop().time(), weights
+    async def _weigh(self, request: pb.SampleRequest, shards: Iterable[Shard]) -> dict[Shard, Weight]:
+        """What the shards that answer could be drawn for by this request."""
+        answers = await self._ask({shard: _part(request, 0, 0.0, weigh=True) for shard in shards}, _WEIGH_SECONDS)
+        return {shard: answer.head.weight for shard, answer in answers.items()}
 
-    async def _draw_rows(
-        self,
-        request: pb.SampleRequest,
-        rows: int,
-        weights: dict[Shard, Weight],
-        deadline: Deadline,
-        lease: float,
-        *,
-        weigh: bool,
+    async def _fill(
+        self, request: pb.SampleRequest, least: int, weights: dict[Shard, Weight], lease: float
     ) -> list[Sample]:
-        """Draws `rows` rows, or less if somebody else was faster, in as many rounds as their priorities need."""
-        if any(weight.values for weight in weights.values()):
-            return await self._draw_balanced(request, rows, weights, deadline, lease, weigh=weigh)
-        drawn: list[Sample] = []
-        first_total = sum(weight.total for weight in weights.values())
+        """Up to `num_samples` rows, from shard after shard; none if `least` cannot be had now."""
         distinct = not request.allow_repeats
+        rows = min(request.num_samples, _possible(weights, distinct))
+        if rows < least:
+            return []
+        ordered = any(weight.ordered for weight in weights.values())
+        total = sum(weight.total for weight in weights.values())
+        shares = {
+            shard: 1.0 if ordered or weight.values or not total else weight.total / total
+            for shard, weight in weights.items()
+        }
+        size = sum(weight.size for weight in weights.values())
+        drawn: list[Sample] = []
         try:
-            while True:
-                rest, given = rest_of(request, drawn), list(weights.values())
-                now = rows_at_once(given, rows - len(drawn)) if distinct else rows
-                if any(weight.ordered for weight in given):
-                    ahead = self._ahead if any(weight.consuming for weight in given) else 1
-                    counts, self._turn = share_in_turn(given, now, distinct=distinct, first=self._turn, ahead=ahead)
-                else:
-                    counts = share_out(given, now, distinct=distinct, rng=self._rng)
-                more = await self._draw_parts(rest, weights, counts, lease, weigh=weigh)
-                if drawn:  # the shards say the probability among what the rounds before have left
-                    left = sum(weight.total for weight in given) / first_total
-                    for sample in more:
-                        sample.info.probability *= left
-                drawn += more
-                if len(drawn) >= rows or len(more) < now:
-                    return drawn
-                weights, weigh = await self._weights_of_rest(request, drawn, given, deadline), False
+            while weights and len(drawn) < rows:
+                counts, values = self._plan(weights, rows - len(drawn), distinct)
+                if not any(counts):
+                    break
+                answers = await self._answers(rest_of(request, drawn), weights, counts, values, lease)
+                for shard, count in zip([*weights], counts, strict=True):
+                    samples = answers.get(shard, [])
+                    for sample in samples:
+                        sample.info.probability *= shares[shard]
+                        sample.info.shard, sample.info.table_size = shard.name, size
+                    drawn += samples
+                    if len(samples) < count:  # somebody else was faster, or it is gone
+                        weights = {other: weight for other, weight in weights.items() if other is not shard}
         except BaseException:
             self.give_back(drawn)
             raise
-
-    async def _weights_of_rest(
-        self, request: pb.SampleRequest, drawn: list[Sample], before: list[Weight], deadline: Deadline
-    ) -> dict[Shard, Weight]:
-        """The weight of each shard without the rows that the rounds so far have drawn."""
-        if any(weight.consuming for weight in before):  # the next round changes what is kept for other draws
-            self._weights.pop(request.table, None)
-        return (await self._weights_for(rest_of(request, drawn), deadline))[1]
-
-    async def _draw_balanced(
-        self,
-        request: pb.SampleRequest,
-        rows: int,
-        weights: dict[Shard, Weight],
-        deadline: Deadline,
-        lease: float,
-        *,
-        weigh: bool,
-    ) -> list[Sample]:
-        """As `_draw_rows`, where the table balances. The values of all rows are chosen before the first round."""
-        distinct = not request.allow_repeats
-        batch = BalancedBatch(list(weights.values()), rows, distinct=distinct, first=self._turn, rng=self._rng)
-        try:
-            while True:
-                given = list(weights.values())
-                parts = batch.next_round(given)
-                counts = [sum(each.rows for each in part) for part in parts]
-                rest = rest_of(request, batch.rows())
-                answers = await self._answers(rest, weights, counts, lease, weigh=weigh, values=parts)
-                came = batch.add([answers.get(shard, []) for shard in weights])
-                if batch.is_complete or not 0 < sum(counts) == came:
-                    return batch.rows()
-                weights, weigh = await self._weights_of_rest(request, batch.rows(), given, deadline), False
-        except BaseException:
-            self.give_back(batch.rows())
-            raise
-
-    async def _draw_parts(
-        self, request: pb.SampleRequest, weights: dict[Shard, Weight], counts: list[int], lease: float, *, weigh: bool
-    ) -> list[Sample]:
-        given = list(weights.values())
-        ordered = any(weight.ordered for weight in given)
-        shares = {shard: 1.0 if ordered else share_of_total(given, index) for index, shard in enumerate(weights)}
-        parts = await self._answers(request, weights, counts, lease, weigh=weigh)
-        for shard, samples in parts.items():
-            for sample in samples:
-                sample.info.probability *= shares[shard]
-        # In turn, which keeps the order within each shard.
-        merged = [sample for row in itertools.zip_longest(*parts.values()) for sample in row if sample is not None]
+        if len(drawn) < least:
+            self.give_back(drawn)
+            return []
         if not ordered:
-            self._rng.shuffle(merged)
-        return merged
+            self._rng.shuffle(drawn)
+        return drawn
+
+    def _plan(
+        self, weights: Mapping[Shard, Weight], rows: int, distinct: bool
+    ) -> tuple[list[int], Sequence[Sequence[pb.ValueRows]]]:
+        """How many rows each shard is asked for, and of a table that balances how many of each value."""
+        given = list(weights.values())
+        if not any(weight.values for weight in given):
+            counts = share_out(given, rows, distinct=distinct, rng=self._rng)
+            return counts, [()] * len(counts)
+        values = share_values(given, rows, distinct=distinct, rng=self._rng)
+        return [sum(each.rows for each in part) for part in values], values
 
     async def _answers(
         self,
         request: pb.SampleRequest,
-        weights: dict[Shard, Weight],
-        counts: list[int],
+        weights: Mapping[Shard, Weight],
+        counts: Sequence[int],
+        values: Sequence[Sequence[pb.ValueRows]],
         lease: float,
-        *,
-        weigh: bool,
-        values: Sequence[Sequence[pb.ValueRows]] = (),
     ) -> dict[Shard, list[Sample]]:
         """The rows that the shards give, of those that they are asked for: `counts` rows, or these of each value."""
-        given = list(weights.values())
-        size = sum(weight.size for weight in given)
-        if any(weight.ordered for weight in given) and any(weight.consuming for weight in given):
-            # A draw of another task may come before the next weights. A shard that gives less is weighed again.
-            for weight, count, part in itertools.zip_longest(given, counts, values):
-                use_up(weight, count, part or ())
-        elif any(weight.consuming for weight in given):
-            weigh = True  # the total weight falls with each draw, by how much only the shard knows
-        requests = {
-            shard: _part(request, count, lease, weigh=weigh, values=part or ())
-            for shard, count, part in itertools.zip_longest(weights, counts, values)
-            if count or weigh
-        }
+        known, requests = self._weights.setdefault(request.table, {}), {}
+        for (shard, weight), count, part in zip(weights.items(), counts, values, strict=True):
+            if count:
+                is_old = shard not in known or _now() - known[shard][0] > WEIGHTS_AGE / 2
+                # What a draw takes of a weight without an order only the shard knows.
+                weigh = _is_plain(request) and (is_old or (weight.consuming and not weight.ordered))
+                if weight.consuming:  # another task may draw before the answer
+                    use_up(weight, count, part)
+                requests[shard] = _part(request, count, lease, weigh=weigh, values=part)
         answers = await self._ask(requests, _ANSWER_SECONDS)
-        if weigh:
-            self._keep(request, {shard: answer.head.weight for shard, answer in answers.items()})
-        parts = {}
-        for shard, (head, payloads) in answers.items():
-            parts[shard] = samples_of(head, payloads, leased=True)
-            for sample in parts[shard]:
-                sample.info.shard, sample.info.table_size = shard.name, size
-        return parts
+        for shard, asked in requests.items():
+            if shard not in answers or len(answers[shard].head.keys) < asked.num_samples:
+                known.pop(shard, None)
+            elif asked.weigh:
+                known[shard] = _now(), answers[shard].head.weight
+        return {shard: samples_of(*answer, leased=True) for shard, answer in answers.items()}
 
     async def _ask(
         self, requests: Mapping[Shard, pb.SampleRequest], seconds: float
@@ -446,7 +376,7 @@ class Drawer:
 
 
 class ShardedSampler(AsyncSampler):
-    """An AsyncSampler over several shards. Up to `prefetch` merged batches are drawn ahead."""
+    """An AsyncSampler over several shards. Up to `prefetch` batches are drawn ahead."""
 
     def __init__(
         self,
@@ -459,7 +389,7 @@ class ShardedSampler(AsyncSampler):
         """`request.lease`: seconds for which the caller has each batch; 0: for good."""
         check_prefetch(prefetch)
         _check_rows(request)
-        self._drawer, self._request = Drawer(fleet, max(1, prefetch)), request
+        self._drawer, self._request = Drawer(fleet), request
         self._prefetch, self._timeout = prefetch, timeout
         self._lease, self._on_lease = request.lease, on_lease
         self._drawing: deque[asyncio.Task[list[Sample]]] = deque()
@@ -472,9 +402,10 @@ class ShardedSampler(AsyncSampler):
         if self._closed:
             raise StopAsyncIteration
         deadline = Deadline(self._timeout)
-        if not self._taken:
-            self._taken = await self._drawer.settled(self._request)
-        while len(self._taken) < self._request.num_samples:
+        while (missing := self._request.num_samples - len(self._taken)) > 0:
+            if settled := await self._drawer.settled(self._request, missing):
+                self._taken += settled
+                continue
             if self._taken:  # rows are missing: draw exactly these
                 drawn = await self._drawer.draw(rest_of(self._request, self._taken), deadline)
             else:
@@ -571,9 +502,19 @@ def rest_of(request: pb.SampleRequest, taken: list[Sample]) -> pb.SampleRequest:
     return rest
 
 
-def _reason(request: pb.SampleRequest, weights: dict[Shard, Weight], possible: int) -> str:
-    reasons = [f"{shard.name}: {weight.reason}" for shard, weight in weights.items() if weight.reason]
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _possible(weights: Mapping[Shard, Weight], distinct: bool) -> int:
+    """How many rows the shards can give."""
+    return sum(most_rows(weight, distinct) for weight in weights.values())
+
+
+def _reason(request: pb.SampleRequest, weights: Mapping[Shard, Weight]) -> str:
     if not weights:
         return f"{request.table}: no shard answered"
+    reasons = [f"{shard.name}: {weight.reason}" for shard, weight in weights.items() if weight.reason]
+    possible = _possible(weights, not request.allow_repeats)
     wanted = f"{possible} of {request.num_samples} samples available on {len(weights)} shards"
     return f"{request.table}: {wanted}; " + "; ".join(reasons)

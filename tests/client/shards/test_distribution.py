@@ -36,7 +36,7 @@ class Pool:
 
     def chi_square(self, draws: int) -> float:
         """Of so many draws, with repeats within a batch, against the priorities."""
-        time.sleep(2 * WEIGHTS_AGE)  # what the client has heard of the shards before no longer holds
+        time.sleep(1.1 * WEIGHTS_AGE)  # what the client has heard of the shards before no longer holds
         found: Counter[int] = Counter()
         for _ in range(draws // ROWS):
             found.update(sample.info.key for sample in self.client.sample("pool", ROWS, distinct=False))

@@ -132,11 +132,11 @@ def test_two_clients_agree_on_where_a_key_belongs_whatever_the_order_of_their_li
     assert client.server_info().tables["pool"].size == 20
 
 
-def test_a_batch_takes_rows_of_all_shards_and_each_item_once(client):
+def test_batches_take_each_item_of_all_shards_once(client):
     keys = set(insert_many(client, "queue", MANY))
     first, second = client.sample("queue", 18), client.sample("queue", MANY - 18)
     assert {sample.info.key for sample in first + second} == keys
-    assert {sample.info.shard for sample in first} == set(sizes(client, "queue"))
+    assert {sample.info.shard for sample in first + second} == set(sizes(client, "queue"))
     info = client.server_info().tables["queue"]
     assert (info.size, info.samples, info.consumed) == (0, MANY, MANY)
 
@@ -214,23 +214,19 @@ def test_the_shares_of_shards_are_those_of_one_table_while_every_draw_tells_the_
 
 
 @pytest.mark.parametrize("prefetch", [None, 0, 2], ids=["single batches", "sampler", "sampler that draws ahead"])
-def test_an_item_with_nearly_all_of_the_weight_brings_no_others_of_its_shard(service, client, prefetch):
+def test_an_item_with_nearly_all_of_the_weight_is_in_every_batch_once(client, prefetch):
     weight = 1e11  # another item comes first once in 10^9 draws
     heavy = client.insert(b"", {"pool": weight})
     for _ in range(120):
         client.insert(b"", {"pool": 1.0})
-    owner = client.sample("pool", 1)[0].info.shard
     if prefetch is None:
         batches = [client.sample("pool", 12) for _ in range(20)]
     else:
         with client.sampler("pool", 12, prefetch=prefetch) as sampler:
             batches = [next(sampler) for _ in range(20)]
     keys = [[sample.info.key for sample in batch] for batch in batches]
-    assert all(batch[0] == heavy and len(set(batch)) == 12 for batch in keys)
-    others = [sample.info for batch in batches for sample in batch[1:]]
-    share = sizes(client, "pool")[owner] / 121
-    # 220 draws: six standard deviations.
-    assert sum(info.shard == owner for info in others) / len(others) == pytest.approx(share, abs=0.2)
+    assert all(heavy in batch and len(set(batch)) == 12 for batch in keys)
+    others = [sample.info for batch in batches for sample in batch if sample.info.key != heavy]
     # As one table says it: of being drawn first.
     assert [info.probability for info in others] == pytest.approx([1.0 / (weight + 120.0)] * len(others))
 
