@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -26,6 +24,7 @@ from replay_client.frames import Item, pack_items
 from replay_client.records import Policy, policy_of
 from replay_client.rings.transport import RingTransport
 from replay_client.transport import NOT_KNOWN, GrpcTransport, IdleStreams, Transport, failure
+from replay_client.waits import Patience
 from replay_protos import REASON_KEY, SHORT_METHODS
 from replay_protos import replay_pb2 as pb
 
@@ -119,13 +118,44 @@ class Connection:
 
     async def call(self, attempt: Callable[[float | None], Awaitable[T]], timeout: float | None) -> T:
         """The result of `attempt(rpc_timeout)`. Tries again until a server answers or the timeout ends."""
-        patience = Patience(self, timeout)
-        patience.start()
-        while True:
-            try:
-                return await attempt(None if timeout is None else patience.remaining() + _GRACE)
-            except grpc.aio.AioRpcError as error:
-                await patience.pause_or_raise(error)
+        patience = self.patience(timeout)
+        deadline = patience.start()
+
+        async def again() -> T:
+            left = deadline.seconds
+            return await attempt(None if left is None else left + _GRACE)
+
+        return await patience.result(again)
+
+    def patience(self, timeout: float | None) -> Patience:
+        """Tries again for `timeout` seconds while the server does not answer, and raises any other failure at once."""
+
+        async def judge(error: Exception, late: bool) -> None:
+            if isinstance(error, grpc.aio.AioRpcError):
+                if (raised := self._why_not_again(error, late, timeout)) is None:
+                    return
+                raise raised from None
+            raise error
+
+        return Patience(judge, timeout, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)
+
+    def _why_not_again(self, error: grpc.aio.AioRpcError, late: bool, timeout: float | None) -> ReplayError | None:
+        """What a caller gets for a failed call; None: another attempt may succeed. `late`: there is no time for one."""
+        details = error.details() or ""
+        if remedy := _tls_remedy(details, self.access.tls):
+            return AuthenticationError(f"{self.address}: {remedy}")
+        # grpc.aio reports INTERNAL, and not the true status, for a write to a stream that has just ended. A server that
+        # stops without grace ends its calls with CANCELLED; a call that this client cancels raises CancelledError.
+        # A server that answers says why it cannot do it now.
+        if error.code() not in GONE_CODES or (late and (error.trailing_metadata() or {}).get(REASON_KEY)):
+            return reported(error, self.address, timeout)
+        if not late:
+            return None
+        waited = "" if not timeout else f" (tried for {timeout:.3g} s)"
+        return ServerUnavailableError(
+            f"no replay server answers at {self.address}{waited}: {details}; is it running (`replay serve`), and is "
+            f"the address right?{_closed_remedy(details, self.access.tls)}"
+        )
 
     async def unary(self, method: str, request: Message, timeout: float | None) -> Any:
         """The server's answer to one request. Tries again until the server answers or the timeout ends."""
@@ -186,7 +216,7 @@ def open_transport(access: Access) -> Transport:
 
 async def watch_policy(connection: Connection) -> AsyncGenerator[Policy]:
     """Yields the current policy of one server, then every new one. Connects again by itself."""
-    patience = Patience(connection, connection.timeout)
+    patience = connection.patience(connection.timeout)
     last: tuple[int, str] | None = None
     while True:
         stream = connection.transport.stream("WatchPolicy", pb.GetPolicyRequest())
@@ -204,55 +234,6 @@ async def watch_policy(connection: Connection) -> AsyncGenerator[Policy]:
 
 
 GONE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
-
-
-class Patience:
-    """Decides how long to retry when a server does not answer. Raises any other failure at once."""
-
-    def __init__(self, connection: Connection, timeout: float | None) -> None:
-        self._connection = connection
-        self._timeout = timeout
-        self._pause = _FIRST_PAUSE
-        self._end: float | None = None
-
-    def start(self) -> None:
-        """Starts the timeout now. Without this it starts at the first failure."""
-        self._end = asyncio.get_running_loop().time() + (math.inf if self._timeout is None else self._timeout)
-
-    def renew(self) -> None:
-        """Call it when the server has answered. The timeout starts again at the next failure."""
-        self._pause = _FIRST_PAUSE
-        self._end = None
-
-    def left(self) -> float | None:
-        """The seconds that remain; None: there is no end."""
-        return None if self._timeout is None else self.remaining()
-
-    def remaining(self) -> float:
-        assert self._end is not None
-        return max(0.0, self._end - asyncio.get_running_loop().time())
-
-    async def pause_or_raise(self, error: grpc.aio.AioRpcError) -> None:
-        """Wait before the next attempt. Raises the ReplayError for `error` if another one is useless or too late."""
-        if remedy := _tls_remedy(error.details() or "", self._connection.access.tls):
-            raise AuthenticationError(f"{self._connection.address}: {remedy}") from None
-        # grpc.aio reports INTERNAL, and not the true status, for a write to a stream that has just ended. A server that
-        # stops without grace ends its calls with CANCELLED; a call that this client cancels raises CancelledError.
-        if error.code() not in GONE_CODES:
-            raise reported(error, self._connection.address, self._timeout) from None
-        if self._end is None:
-            self.start()
-        if self.remaining() <= self._pause:
-            if (error.trailing_metadata() or {}).get(REASON_KEY):  # the server answered, and says why
-                raise reported(error, self._connection.address, self._timeout) from None
-            waited = "" if not self._timeout else f" (tried for {self._timeout:.3g} s)"
-            raise ServerUnavailableError(
-                f"no replay server answers at {self._connection.address}{waited}: {error.details()}; is it running "
-                f"(`replay serve`), and is the address right?"
-                f"{_closed_remedy(error.details() or '', self._connection.access.tls)}"
-            ) from None
-        await asyncio.sleep(self._pause)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
 
 def reported(error: grpc.aio.AioRpcError, address: str, timeout: float | None) -> ReplayError:

@@ -29,7 +29,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from replay_client.connection import Connection, Patience
+from replay_client.connection import Connection
 from replay_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -39,6 +39,7 @@ from replay_client.errors import (
 )
 from replay_client.records import MutationResult, Sample, samples_of
 from replay_client.transport import Stream, failure
+from replay_client.waits import Deadline
 from replay_protos import CLOSING, REASON_KEY
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
@@ -252,14 +253,13 @@ class SingleBatches:
 
     async def sample(self, request: pb.SampleRequest, seconds: float | None) -> list[Sample]:
         """The samples of one batch, within `seconds` (None: no limit). With `request.lease` the batch is not taken."""
-        patience = Patience(self._connection, seconds)
-        patience.start()
+        deadline = Deadline(seconds)
         same_call = request.SerializeToString(deterministic=True)
         while True:
             if (drawn := self._untaken.pop(same_call, None)) is None:
-                drawn = await self._draw(request, seconds, patience)
+                drawn = await self._draw(request, deadline)
             draw_id, samples = drawn
-            if request.lease or await self._take(draw_id, samples, same_call, patience.left()):
+            if request.lease or await self._take(draw_id, samples, same_call, deadline.seconds):
                 return samples
 
     async def end(
@@ -280,14 +280,12 @@ class SingleBatches:
         """Ends the stream in good order. What is neither taken nor leased goes back."""
         await self._stream.close()
 
-    async def _draw(
-        self, request: pb.SampleRequest, seconds: float | None, patience: Patience
-    ) -> tuple[int, list[Sample]]:
+    async def _draw(self, request: pb.SampleRequest, deadline: Deadline) -> tuple[int, list[Sample]]:
         request.id = new_id()  # the same at each attempt
 
         async def attempt(rpc_timeout: float | None) -> Batch:
-            if seconds is not None:  # the server waits for what is left of the timeout, and not for all of it again
-                request.timeout = patience.remaining()
+            if (left := deadline.seconds) is not None:  # the server waits for that, and not for all of it again
+                request.timeout = left
             try:
                 batch: Batch = await self._stream.result(self._stream.draw(request), rpc_timeout)
             except asyncio.CancelledError:
@@ -299,7 +297,7 @@ class SingleBatches:
                 raise
             return batch
 
-        head, payloads = await self._connection.call(attempt, patience.left())
+        head, payloads = await self._connection.call(attempt, deadline.seconds)
         return request.id, samples_of(head, payloads, request.lease > 0)
 
     async def _take(self, draw_id: int, samples: list[Sample], same_call: bytes, timeout: float | None) -> bool:
@@ -390,7 +388,7 @@ class AsyncSampler:
         return f"{table}: no batch of {self._request.num_samples} within the time"
 
     async def _next(self) -> list[Sample]:
-        patience = Patience(self._connection, self._connection.timeout)
+        patience = self._connection.patience(self._connection.timeout)
         while True:
             try:
                 if self._taking is None:

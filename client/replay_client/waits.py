@@ -1,4 +1,4 @@
-"""Waits: how a process tries again (patiently), and what it tells a person (WaitLog) and a health check (beat).
+"""Waits: how a process tries again (Patience), and what it tells a person (WaitLog) and a health check (beat).
 
 Health checks of containers look at the age of the file that the environment variable REPLAY_HEARTBEAT names. Who hangs
 does not beat, so `beat` belongs where work was completed or a wait goes on, and not on a timer.
@@ -15,6 +15,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+import grpc
 
 from replay_client.errors import DeadlineExceededError, ReplayError
 
@@ -91,6 +93,54 @@ class Deadline:
         return seconds if left is None else min(seconds, left)
 
 
+class Patience:
+    """Tries again: what it gives up on, and what it says meanwhile, decides `judge`.
+
+    `judge` is told each failure, and whether the time is up. It raises the error that ends the attempts, and says to a
+    person why there is another one. The pause after an attempt doubles from `first` to `longest` seconds. An attempt
+    that its deadline ended has waited already, and keeps its place in the server's line only if the next one follows at
+    once.
+    """
+
+    def __init__(
+        self,
+        judge: Callable[[Exception, bool], Awaitable[None]],
+        timeout: float | None = None,
+        *,
+        first: float = 0.1,
+        longest: float = 2.0,
+    ) -> None:
+        """`timeout`: seconds from `start`, or from the first failure; None: for ever."""
+        self._judge, self._timeout = judge, timeout
+        self._first, self._longest, self._pause = first, longest, first
+        self._deadline: Deadline | None = None
+
+    def start(self) -> Deadline:
+        """The timeout begins now."""
+        self._deadline = deadline = Deadline(self._timeout)
+        return deadline
+
+    def renew(self) -> None:
+        """An attempt got an answer: the timeout begins again at the next failure."""
+        self._pause, self._deadline = self._first, None
+
+    async def result(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The result of `attempt`, made again until it succeeds."""
+        while True:
+            try:
+                return await attempt()
+            except (ReplayError, grpc.aio.AioRpcError) as error:
+                await self.pause_or_raise(error)
+
+    async def pause_or_raise(self, error: Exception) -> None:
+        """Waits before the next attempt, unless `judge` raises."""
+        left = (self._deadline or self.start()).seconds
+        await self._judge(error, left is not None and left <= self._pause)
+        if not isinstance(error, DeadlineExceededError):
+            await asyncio.sleep(self._pause)
+            self._pause = min(2 * self._pause, self._longest)
+
+
 class WaitLog:
     """One log for all waits of a kind, however many are under way at once."""
 
@@ -122,28 +172,3 @@ class WaitLog:
             if self._late or waited > _SHORT_WAIT:
                 logger.warning("%s goes on after %.0f s", self._who, waited)
         self._since, self._logged = None, False
-
-
-async def patiently(
-    attempt: Callable[[], Awaitable[T]],
-    failed: Callable[[ReplayError], Awaitable[None]],
-    *,
-    first: float = 0.1,
-    longest: float = 2.0,
-) -> T:
-    """The result of `attempt`, made again until it succeeds.
-
-    `failed` is told each ReplayError of an attempt, and raises it if another attempt is useless. The pause after an
-    attempt is `first` seconds, and doubles up to `longest`. An attempt that its deadline ended has waited already, and
-    keeps its place in the server's line only if the next one follows at once.
-    """
-    pause = first
-    while True:
-        try:
-            return await attempt()
-        except ReplayError as error:
-            await failed(error)
-            if isinstance(error, DeadlineExceededError):
-                continue
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, longest)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from replay_client.connection import DEFAULT, LATE_SECONDS, Connection, Patience, Timeout, seconds_of
+from replay_client.connection import DEFAULT, LATE_SECONDS, Connection, Timeout, seconds_of
 from replay_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -30,6 +30,7 @@ from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
 from replay_client.rows import Buffer
 from replay_client.transport import Stream
+from replay_client.waits import Patience
 from replay_protos import replay_pb2 as pb
 
 if TYPE_CHECKING:
@@ -327,7 +328,7 @@ class InsertLine:
         pipeline = self._pipeline
         try:
             connection = self.shard
-            patience = Patience(connection, connection.timeout)
+            patience = connection.patience(connection.timeout)
             while True:
                 await self._wake.wait()  # do not connect before there is something to send
                 try:

@@ -33,7 +33,7 @@ from replay_client.generator.rewards import load_priority
 from replay_client.records import PermitLease, Sample, ServerInfo, restarted
 from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
-from replay_client.waits import LAST_WORD, WaitLog, patiently
+from replay_client.waits import LAST_WORD, Patience, WaitLog
 from replay_protos.labels import TagValue
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class GeneratorServer:
     ) -> T:
         """The result of `attempt`, tried again while the server cannot do it. `counts_as` counts deadlines."""
 
-        async def failed(error: ReplayError) -> None:
+        async def failed(error: Exception, _: bool) -> None:
             match error:
                 case DeadlineExceededError() if counts_as is not None:
                     self._stats[counts_as] += 1
@@ -197,7 +197,7 @@ class GeneratorServer:
                 case _:
                     raise error
 
-        result = await patiently(attempt, failed)
+        result = await Patience(failed).result(attempt)
         self._waiting.go_on()
         return result
 

@@ -21,7 +21,6 @@ from dataclasses import replace
 from typing import Any
 
 from replay_client.columns.kept import kept_among, kept_fields, most_logprobs
-from replay_client.errors import ReplayError
 from replay_client.generator.engines import Completion, CompletionError, OnFinished, SamplingConfig
 from replay_client.generator.engines.vllm_http import (
     FIRST,
@@ -34,7 +33,7 @@ from replay_client.generator.engines.vllm_http import (
     version_of,
 )
 from replay_client.generator.weights import model_facts
-from replay_client.waits import WaitLog, patiently
+from replay_client.waits import Patience, WaitLog
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class VLLMServerEngine:
         self._weights: Weights | None = None
         self._changed = asyncio.Condition()
         self._recoveries: dict[VLLMServer, asyncio.Task[None]] = {}
-        self._failures: dict[VLLMServer, ReplayError] = {}  # of servers that have used up their patience
+        self._failures: dict[VLLMServer, Exception] = {}  # of servers that have used up their patience
         self.servers_lost = 0
         """How often a server went away, or lost the weights that were loaded into it."""
         self.model: str = os.fspath(model)
@@ -315,7 +314,7 @@ class VLLMServerEngine:
             except FileNotFoundError as gone:
                 raise VLLMServerGoneError(f"{server.url}: {gone}") from gone  # a newer version is on its way
 
-        async def failed(error: ReplayError) -> None:
+        async def failed(error: Exception, _: bool = False) -> None:
             log.wait(f"{error}; it is asked again, {self.servers_away} of {len(self._servers)} servers are away")
             if not isinstance(error, VLLMServerGoneError) or time.monotonic() - since > self._patience:
                 async with self._changed:
@@ -326,7 +325,7 @@ class VLLMServerEngine:
         await failed(error)
         await asyncio.sleep(min(server.pause, LONGEST_PAUSE))
         server.pause = min(2 * server.pause, LONGEST_PAUSE)
-        await patiently(use_again, failed, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
+        await Patience(failed, first=FIRST_PAUSE, longest=LONGEST_PAUSE).result(use_again)
         self._failures.pop(server, None)
         logger.warning("%s is used again, after %.0f s", server.url, time.monotonic() - since)
 

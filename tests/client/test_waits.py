@@ -1,0 +1,65 @@
+"""Patience tries again until its time is up, and lets its judge decide about each failure."""
+
+import asyncio
+
+import pytest
+
+from replay_client import AsyncReplayClient, connection
+from replay_client.errors import DeadlineExceededError, InvalidRequestError, ServerBusyError, ServerUnavailableError
+from replay_client.waits import Patience
+from tests.client.fake_server import FakeServer
+
+
+async def test_an_attempt_is_made_again_until_it_succeeds_or_the_judge_gives_up():
+    told = []
+
+    async def judge(error, late):
+        told.append((type(error), late))
+        if isinstance(error, InvalidRequestError):
+            raise error
+
+    outcomes = [ServerBusyError("busy"), DeadlineExceededError("late"), 7, InvalidRequestError("wrong")]
+
+    async def attempt():
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    patience = Patience(judge, first=0.001)
+    assert await patience.result(attempt) == 7
+    with pytest.raises(InvalidRequestError):
+        await patience.result(attempt)
+    assert told == [(ServerBusyError, False), (DeadlineExceededError, False), (InvalidRequestError, False)]
+
+
+async def test_the_judge_hears_that_there_is_no_time_for_another_attempt():
+    heard = []
+
+    async def judge(error, late):
+        heard.append(late)
+        if late:
+            raise error
+
+    async def attempt():
+        raise ServerBusyError("busy")
+
+    with pytest.raises(ServerBusyError):
+        await Patience(judge, 0.05, first=0.01).result(attempt)
+    assert heard[-1]
+    assert not any(heard[:-1])
+    with pytest.raises(ServerBusyError):
+        await Patience(judge, 0.0).result(attempt)
+
+
+async def test_a_client_tries_a_server_that_is_away_again_until_it_answers(monkeypatch):
+    server = FakeServer("fifo", {1: 1.0})
+    monkeypatch.setattr(connection, "open_transport", lambda _: server)
+    server.go()
+    async with AsyncReplayClient("127.0.0.1:1") as client:
+        with pytest.raises(ServerUnavailableError, match=r"tried for 0\.2 s.*the server is gone"):
+            await client.policy(timeout=0.2)
+        asking = asyncio.create_task(client.policy(timeout=60.0))
+        await asyncio.sleep(0.01)
+        server.is_up = True
+        assert (await asking).version == 0
