@@ -19,6 +19,7 @@ from replay_client.access import TLS, Access, joined_addresses
 from replay_client.connection import DEFAULT, Timeout, check_timeout, seconds_of
 from replay_client.errors import InvalidRequestError
 from replay_client.frames import Item, check_extension
+from replay_client.keeping import AsyncKeeper, OnLost
 from replay_client.one_server import servers_of
 from replay_client.records import (
     CheckpointInfo,
@@ -275,6 +276,18 @@ class AsyncReplayClient:
             return message_of(pb.DrawRequest, renew=leases, seconds=lease)
 
         return await self._draws.end(samples, request_for, self._seconds(timeout))
+
+    def keep(self, samples: Iterable[Sample], lease: float, on_lost: OnLost) -> AsyncKeeper:
+        """Renews the leases of samples in the background, each four times within `lease` seconds, until it is closed.
+
+        `add` and `let_go` change which samples. From the first renewal on, which follows at once, they are in use, as
+        with `renew`. `on_lost` is called once with the `info` of samples whose lease has ended, on the thread of the
+        event loop: another reader may have them by now. A server that is away ends no lease. When it answers again, it
+        says which have ended.
+        """
+        keeper = AsyncKeeper(self.renew, lease, on_lost)
+        keeper.add(samples)
+        return keeper
 
     async def take(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Takes the items that a reader has used, and that are back in the table because its lease has ended.

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
 from replay_client.access import TLS
-from replay_client.aio import WRITER_BYTES, AsyncReplayClient
+from replay_client.aio import AsyncReplayClient
 from replay_client.connection import DEFAULT, Timeout
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError
+from replay_client.keeping import AsyncKeeper
 from replay_client.loop_thread import LoopThread, Wake
 from replay_client.records import PermitLease, Policy, Sample
 from replay_client.rollout import RolloutGroup
 from replay_client.rows import Buffer
-from replay_client.sampling import AsyncSampler, OnLease, ignore
+from replay_client.sampling import AsyncSampler
 from replay_client.writer import AsyncWriter
 
 P = ParamSpec("P")
 T = TypeVar("T")
+W = TypeVar("W")
 
 
 def blocking(
@@ -36,164 +38,21 @@ def blocking(
     return call
 
 
-class ReplayClient:
-    """A client of the replay server at `address` ("host:port"). Any number of threads may use one client.
+def handing_out(
+    method: Callable[Concatenate[AsyncReplayClient, P], T], wrapper: Callable[[LoopThread, T], W]
+) -> Callable[Concatenate[ReplayClient, P], W]:
+    """The blocking form of a method that makes a writer, sampler or keeper: it wraps what the method makes."""
 
-    Several addresses, as a list or with commas, or "ray://NAMESPACE/NAME", make a client of all these servers with the
-    same methods; `replay_client.shards` says what each then does.
+    @wraps(method)
+    def call(self: ReplayClient, /, *args: P.args, **kwargs: P.kwargs) -> W:
+        async def make() -> T:
+            return method(self._aio, *args, **kwargs)
 
-    Every method takes `timeout` in seconds. Without it the client's own timeout applies; None waits for ever. While no
-    server answers, a method tries again until its time is up, and then raises ServerUnavailableError. All errors are
-    subclasses of `replay_client.errors.ReplayError`.
+        return wrapper(self._thread, self._thread.run(make()))
 
-    Close the client, or use it as a context manager. A client does not work in a forked process: use `spawn`.
-    """
-
-    def __init__(
-        self,
-        address: str | Sequence[str],
-        timeout: float | None = 30.0,
-        *,
-        token: str | None = None,
-        tls: TLS | bool = False,
-        allow_insecure_token: bool = False,
-        shared_memory: bool = True,
-        name: str | None = None,
-    ) -> None:
-        """`tls`: True for a server whose certificate a public authority signed, or a TLS that names files.
-
-        `shared_memory=False` sends payloads over gRPC even to a server on this host. `name`: how the server lists this
-        client among those that insert, sample or publish; host:pid unless given.
-
-        A token goes to other machines only over TLS, unless `allow_insecure_token` says that the network is trusted.
-        Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
-        forked while gRPC was in use.
-        """
-        self._start(
-            AsyncReplayClient(
-                address,
-                timeout,
-                token=token,
-                tls=tls,
-                allow_insecure_token=allow_insecure_token,
-                shared_memory=shared_memory,
-                name=name,
-            )
-        )
-
-    @classmethod
-    def from_env(cls, timeout: float | None = 30.0, **settings: Any) -> Self:
-        """A client with the settings of the environment; see AsyncReplayClient.from_env."""
-        client = cls.__new__(cls)
-        client._start(AsyncReplayClient.from_env(timeout, **settings))
-        return client
-
-    def _start(self, client: AsyncReplayClient) -> None:
-        self._aio = client
-        self._thread = LoopThread()
-        self._watches: set[AsyncGenerator[Policy]] = set()
-
-    @property
-    def address(self) -> str:
-        """host:port of the server."""
-        return self._aio.address
-
-    @property
-    def transport(self) -> str:
-        """How payloads travel: "shared memory", or "grpc: " with the reason. Asks the server if that is not known."""
-        return self.find_transport()
-
-    find_transport = blocking(AsyncReplayClient.find_transport)
-    insert = blocking(AsyncReplayClient.insert)
-    extend = blocking(AsyncReplayClient.extend)
-
-    def writer(self, max_in_flight: int = 64, *, max_bytes: int = WRITER_BYTES, timeout: Timeout = DEFAULT) -> Writer:
-        """A pipeline of inserts, for `with`; see AsyncReplayClient.writer."""
-
-        async def make() -> AsyncWriter:
-            return self._aio.writer(max_in_flight, max_bytes=max_bytes, timeout=timeout)
-
-        return Writer(self._thread, self._thread.run(make()))
-
-    sample = blocking(AsyncReplayClient.sample)
-    acknowledge = blocking(AsyncReplayClient.acknowledge)
-
-    renew = blocking(AsyncReplayClient.renew)
-    take = blocking(AsyncReplayClient.take)
-
-    def sampler(
-        self,
-        table: str,
-        batch_size: int = 1,
-        *,
-        prefetch: int = 2,
-        timeout: Timeout = DEFAULT,
-        distinct: bool = True,
-        lease: float = 0.0,
-        on_lease: OnLease = ignore,
-    ) -> Sampler:
-        """An endless iterator over batches, for `with` and `for`; see AsyncReplayClient.sampler."""
-        sampler = self._aio.sampler(
-            table,
-            batch_size,
-            prefetch=prefetch,
-            timeout=timeout,
-            distinct=distinct,
-            lease=lease,
-            on_lease=on_lease,
-        )
-        return Sampler(self._thread, sampler)
-
-    update_priorities = blocking(AsyncReplayClient.update_priorities)
-    update_priority_arrays = blocking(AsyncReplayClient.update_priority_arrays)
-    delete = blocking(AsyncReplayClient.delete)
-    get = blocking(AsyncReplayClient.get)
-    departures = blocking(AsyncReplayClient.departures)
-    list_items = blocking(AsyncReplayClient.list_items)
-    server_info = blocking(AsyncReplayClient.server_info)
-    update_table = blocking(AsyncReplayClient.update_table)
-    reset = blocking(AsyncReplayClient.reset)
-    set_policy_version = blocking(AsyncReplayClient.set_policy_version)
-    policy = blocking(AsyncReplayClient.policy)
-
-    def watch_policy(self) -> Iterator[Policy]:
-        """Yields the current policy, then every new one; see AsyncReplayClient.watch_policy."""
-        watch = self._aio.watch_policy()
-        self._watches.add(watch)
-        try:
-            while True:
-                yield self._thread.run(anext(watch))
-        finally:
-            self._watches.discard(watch)
-            with suppress(ServerClosedError):  # closed with the client
-                self._thread.run(watch.aclose())
-
-    acquire_permits = blocking(AsyncReplayClient.acquire_permits)
-    release_permits = blocking(AsyncReplayClient.release_permits)
-    describe = blocking(AsyncReplayClient.describe)
-    leave = blocking(AsyncReplayClient.leave)
-    checkpoint = blocking(AsyncReplayClient.checkpoint)
-    checkpoints = blocking(AsyncReplayClient.checkpoints)
-
-    def close(self) -> None:
-        """Closes the connection. Calls of other threads end with ServerClosedError. Closing twice is harmless."""
-        self._thread.close(self._close())
-
-    async def _close(self) -> None:
-        await self._aio.close()
-        # An iterator of `watch_policy` that outlives the client can no longer end its watch on this loop.
-        for watch in list(self._watches):
-            with suppress(RuntimeError):  # a thread waits for it; that call is cancelled, which ends the watch
-                await watch.aclose()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a client cannot be pickled or copied; make one in each process")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    call.__module__, call.__qualname__ = __name__, f"ReplayClient.{method.__name__}"
+    call.__annotations__ = {**method.__annotations__, "return": wrapper.__name__}
+    return call
 
 
 class Writer:
@@ -268,6 +127,38 @@ class Writer:
             self.close()
 
 
+class Keeper:
+    """Keeps samples leased, however long the caller's own thread works; made by `ReplayClient.keep()`, for `with`.
+
+    The end of the `with` block ends the renewals, and no lease: `acknowledge` does that.
+    """
+
+    def __init__(self, thread: LoopThread, keeper: AsyncKeeper) -> None:
+        self._thread = thread
+        self._keeper = keeper
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Renews their leases from now on, the first time at once. Samples without a lease are passed over."""
+        self._thread.run(self._call(self._keeper.add, samples))
+
+    def let_go(self, samples: Iterable[Sample]) -> None:
+        """Renews the leases of these samples no more. All samples of one draw have one lease."""
+        self._thread.run(self._call(self._keeper.let_go, samples))
+
+    async def _call(self, method: Callable[[Iterable[Sample]], None], samples: Iterable[Sample]) -> None:
+        method(samples)
+
+    def close(self) -> None:
+        """Ends the renewals."""
+        self._thread.run(self._keeper.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class Sampler:
     """An endless iterator over batches; made by `ReplayClient.sampler()`, for `with` and `for`.
 
@@ -291,6 +182,135 @@ class Sampler:
     def close(self) -> None:
         """Gives back what the server drew ahead."""
         self._thread.run(self._sampler.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ReplayClient:
+    """A client of the replay server at `address` ("host:port"). Any number of threads may use one client.
+
+    Several addresses, as a list or with commas, or "ray://NAMESPACE/NAME", make a client of all these servers with the
+    same methods; `replay_client.shards` says what each then does.
+
+    Every method takes `timeout` in seconds. Without it the client's own timeout applies; None waits for ever. While no
+    server answers, a method tries again until its time is up, and then raises ServerUnavailableError. All errors are
+    subclasses of `replay_client.errors.ReplayError`.
+
+    Close the client, or use it as a context manager. A client does not work in a forked process: use `spawn`.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        timeout: float | None = 30.0,
+        *,
+        token: str | None = None,
+        tls: TLS | bool = False,
+        allow_insecure_token: bool = False,
+        shared_memory: bool = True,
+        name: str | None = None,
+    ) -> None:
+        """`tls`: True for a server whose certificate a public authority signed, or a TLS that names files.
+
+        `shared_memory=False` sends payloads over gRPC even to a server on this host. `name`: how the server lists this
+        client among those that insert, sample or publish; host:pid unless given.
+
+        A token goes to other machines only over TLS, unless `allow_insecure_token` says that the network is trusted.
+        Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
+        forked while gRPC was in use.
+        """
+        self._start(
+            AsyncReplayClient(
+                address,
+                timeout,
+                token=token,
+                tls=tls,
+                allow_insecure_token=allow_insecure_token,
+                shared_memory=shared_memory,
+                name=name,
+            )
+        )
+
+    @classmethod
+    def from_env(cls, timeout: float | None = 30.0, **settings: Any) -> Self:
+        """A client with the settings of the environment; see AsyncReplayClient.from_env."""
+        client = cls.__new__(cls)
+        client._start(AsyncReplayClient.from_env(timeout, **settings))
+        return client
+
+    def _start(self, client: AsyncReplayClient) -> None:
+        self._aio = client
+        self._thread = LoopThread()
+        self._watches: set[AsyncGenerator[Policy]] = set()
+
+    @property
+    def address(self) -> str:
+        """host:port of the server."""
+        return self._aio.address
+
+    @property
+    def transport(self) -> str:
+        """How payloads travel: "shared memory", or "grpc: " with the reason. Asks the server if that is not known."""
+        return self.find_transport()
+
+    find_transport = blocking(AsyncReplayClient.find_transport)
+    insert = blocking(AsyncReplayClient.insert)
+    extend = blocking(AsyncReplayClient.extend)
+    writer = handing_out(AsyncReplayClient.writer, Writer)
+    sample = blocking(AsyncReplayClient.sample)
+    acknowledge = blocking(AsyncReplayClient.acknowledge)
+    renew = blocking(AsyncReplayClient.renew)
+    take = blocking(AsyncReplayClient.take)
+    keep = handing_out(AsyncReplayClient.keep, Keeper)
+    sampler = handing_out(AsyncReplayClient.sampler, Sampler)
+    update_priorities = blocking(AsyncReplayClient.update_priorities)
+    update_priority_arrays = blocking(AsyncReplayClient.update_priority_arrays)
+    delete = blocking(AsyncReplayClient.delete)
+    get = blocking(AsyncReplayClient.get)
+    departures = blocking(AsyncReplayClient.departures)
+    list_items = blocking(AsyncReplayClient.list_items)
+    server_info = blocking(AsyncReplayClient.server_info)
+    update_table = blocking(AsyncReplayClient.update_table)
+    reset = blocking(AsyncReplayClient.reset)
+    set_policy_version = blocking(AsyncReplayClient.set_policy_version)
+    policy = blocking(AsyncReplayClient.policy)
+
+    def watch_policy(self) -> Iterator[Policy]:
+        """Yields the current policy, then every new one; see AsyncReplayClient.watch_policy."""
+        watch = self._aio.watch_policy()
+        self._watches.add(watch)
+        try:
+            while True:
+                yield self._thread.run(anext(watch))
+        finally:
+            self._watches.discard(watch)
+            with suppress(ServerClosedError):  # closed with the client
+                self._thread.run(watch.aclose())
+
+    acquire_permits = blocking(AsyncReplayClient.acquire_permits)
+    release_permits = blocking(AsyncReplayClient.release_permits)
+    describe = blocking(AsyncReplayClient.describe)
+    leave = blocking(AsyncReplayClient.leave)
+    checkpoint = blocking(AsyncReplayClient.checkpoint)
+    checkpoints = blocking(AsyncReplayClient.checkpoints)
+
+    def close(self) -> None:
+        """Closes the connection. Calls of other threads end with ServerClosedError. Closing twice is harmless."""
+        self._thread.close(self._close())
+
+    async def _close(self) -> None:
+        await self._aio.close()
+        # An iterator of `watch_policy` that outlives the client can no longer end its watch on this loop.
+        for watch in list(self._watches):
+            with suppress(RuntimeError):  # a thread waits for it; that call is cancelled, which ends the watch
+                await watch.aclose()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a client cannot be pickled or copied; make one in each process")
 
     def __enter__(self) -> Self:
         return self

@@ -5,7 +5,7 @@ the items are a column too, so that another server gets back exactly what there 
 sequences`, one sequence of a group, as data sets have them: then the first row of each group has its bytes, and the
 others have none. Such rows may come in any order. `import` waits until it has all of a group, and inserts it then.
 
-`import` also takes such rows from others, who have neither keys nor bytes (replay_client/columns/data_rows.py).
+`import` also takes such rows from others, who have neither keys nor bytes (replay_client/files/data_rows.py).
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ def _whole_items(path: Path, table: str | None, done: Imported) -> Iterator[tupl
     and row. Groups that lack rows are left out, and `done` says so.
     """
     from replay_client.archive.files import read_rows
-    from replay_client.columns.data_rows import items_of
+    from replay_client.files.data_rows import items_of
 
     waiting: dict[str, dict[tuple[int, int], tuple[int, Row]]] = {}
     rows = _named(path, items_of(enumerate(read_rows(path), start=1), table))

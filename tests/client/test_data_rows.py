@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from replay_client import RolloutGroup
-from replay_client.columns.data_rows import items_of
+from replay_client.files.data_rows import items_of
 
 LEAST = {"prompt_ids": [3], "completion_ids": [5, 6], "reward": 1.0}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from replay_client.archive.rows import Row
-from replay_client.json_lines import json_lines
+from replay_client.files.json_lines import json_lines
 
 FATES = ("trained", "left-out", "put-aside", "consumed", "stale", "undone", "evicted", "deleted", "reset", "unknown")
 """The fates of a group. `consumed`: a trainer took the group, and no step names it."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from replay_client.archive.rows import Row
-from replay_client.json_lines import json_lines
+from replay_client.files.json_lines import json_lines
 from replay_protos.state import plain
 
 _ROWS_PER_BATCH = 256

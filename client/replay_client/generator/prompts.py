@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from replay_client.errors import ReplayError
-from replay_client.json_lines import json_lines
+from replay_client.files.json_lines import json_lines
 from replay_protos.labels import TagValue, labels_of
 
 Message = Mapping[str, Any]

@@ -1,0 +1,1 @@
+"""Files: what the rows of data sets and JSON lines hold."""

@@ -1,0 +1,111 @@
+"""AsyncKeeper: renews the leases of samples in the background, until their reader has done with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol, Self
+
+from replay_client.errors import ReplayError
+from replay_client.records import MutationResult, Sample, SampleInfo
+from replay_client.waits import WaitLog
+
+RENEWALS = 4
+"""In the time of a lease. So a lease outlives three of them that a server does not hear."""
+_TOGETHER = 0.05
+"""Seconds in which samples share their first renewal."""
+
+OnLost = Callable[[list[SampleInfo]], None]
+"""Called with samples whose lease has ended: another reader may have them now."""
+
+
+class Renew(Protocol):
+    """`AsyncReplayClient.renew`."""
+
+    async def __call__(self, samples: Iterable[Sample], lease: float, *, timeout: float) -> MutationResult: ...
+
+
+@dataclass
+class _Batch:
+    """What was drawn under one lease. Its payloads are not kept."""
+
+    infos: list[SampleInfo] = field(default_factory=list)
+    lost_at: float | None = None
+    """On the loop's clock: when its renewal failed first."""
+
+
+class AsyncKeeper:
+    """Keeps samples leased; made by `AsyncReplayClient.keep()`, for `async with`.
+
+    The end of the `async with` block ends the renewals, and no lease: `acknowledge` does that.
+    """
+
+    def __init__(self, renew: Renew, lease: float, on_lost: OnLost) -> None:
+        self._renew, self._lease, self._on_lost = renew, lease, on_lost
+        self._batches: dict[int, _Batch] = {}
+        """By lease."""
+        self._new = asyncio.Event()
+        self._log = WaitLog("the renewal of leases", late=True)
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Renews their leases from now on, the first time at once. Samples without a lease are passed over."""
+        for sample in samples:
+            if sample.info.lease:
+                self._batches.setdefault(sample.info.lease, _Batch()).infos.append(sample.info)
+        self._new.set()
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def let_go(self, samples: Iterable[Sample]) -> None:
+        """Renews the leases of these samples no more. All samples of one draw have one lease."""
+        for sample in samples:
+            self._batches.pop(sample.info.lease, None)
+
+    async def close(self) -> None:
+        """Ends the renewals."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _run(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._lease / RENEWALS):
+                    await self._new.wait()
+                    await asyncio.sleep(_TOGETHER)
+            self._new.clear()
+            if not self._batches:
+                continue
+            samples = [Sample(batch.infos[0], b"") for batch in self._batches.values()]
+            try:
+                renewed = await self._renew(samples, self._lease, timeout=self._lease / RENEWALS)
+            except ReplayError as error:
+                # A server that is away keeps them. When it answers, it says which have ended.
+                self._log.wait(f"leases are not renewed: {error}")
+                continue
+            self._log.go_on()
+            self._see(set(renewed.missing), {sample.info.lease for sample in samples})
+
+    def _see(self, missing: set[int], asked: set[int]) -> None:
+        now, lost = asyncio.get_running_loop().time(), list[SampleInfo]()
+        for lease in asked & self._batches.keys():
+            batch = self._batches[lease]
+            if lease not in missing:
+                batch.lost_at = None
+            elif batch.lost_at is None:
+                batch.lost_at = now
+                lost += batch.infos
+            elif now - batch.lost_at > self._lease:
+                # A shard that is away counts as missing too. By now it has taken its samples back.
+                del self._batches[lease]
+        if lost:
+            self._on_lost(lost)
