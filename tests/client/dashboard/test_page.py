@@ -125,6 +125,8 @@ def test_it_says_first_what_blocks_the_run_and_cuts_nothing_off_and_then_that_it
         monkeypatch.setattr(rpc_info, name, 1.0)
     queue = TableConfig(name=LONG_NAME, rate_limiter={"type": "queue", "max_size": 2})
     with ReplayServer(tables=[queue], port=0) as server, ReplayClient(server.address, timeout=120.0) as client:
+        client.insert(make_group(), {LONG_NAME: 1.0})
+        client.sample(LONG_NAME)  # a trainer has come before
         writer = client.writer()
         for _ in range(4):
             writer.insert(make_group(), {LONG_NAME: 1.0})
