@@ -26,12 +26,11 @@ from replay_server.config import (
 from replay_server.errors import Refused
 from replay_server.rpc.auth import Authorizer, ServerCertificates
 from replay_server.rpc.service import Listener, ReplayService
-from replay_server.storage.checkpointer import Checkpointer
+from replay_server.storage.checkpointer import Checkpointer, restore_into_memory
 from replay_server.storage.checkpoints import CheckpointDirectory, OpenCheckpoint
 from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.journal import Fsync, Journal
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.state import restore_checkpoint
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.extensions.standard import replay_buffer
@@ -233,6 +232,8 @@ class ReplayServer:
                 storage = LmdbStorage(section.data_dir, fsync=section.fsync == "always", replace=replace)
                 storage.fell_back = fell_back
                 ends.callback(storage.close)
+                if checkpoint is not None:
+                    storage.adopt(checkpoint.path, checkpoint.size)
             ends.callback(self._log_end)
             buffer = replay_buffer(
                 self.config.tables,
@@ -244,12 +245,13 @@ class ReplayServer:
                 max_payload_bytes=section.max_payload_bytes,
             )
             if storage is not None:
-                journal = Journal.start(buffer, storage, checkpoint)
+                journal = Journal.start(buffer, storage)
                 ends.push_async_callback(journal.close)
             elif checkpoint is not None:
-                restore_checkpoint(buffer, checkpoint)
+                restore_into_memory(buffer, checkpoint)
             if directory is not None:
-                checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), checkpoints.keep)
+                copy = None if journal is None else journal.copy_to
+                checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), checkpoints.keep, copy)
                 ends.push_async_callback(checkpointer.close)
             if journal is not None:
                 try:

@@ -108,7 +108,7 @@ def list_checkpoints(
             facts = (
                 (str(entry.items), byte_size(entry.bytes), str(entry.policy_version)) if entry.intact else ("-",) * 3
             )
-            state = ("verified" if verify else "complete") if entry.intact else f"damaged: {entry.problem}"
+            state = ("verified" if verify else "complete") if entry.intact else f"not restorable: {entry.problem}"
             rows.append((entry.name, made, *facts, state))
         columns = ("checkpoint", "made", "items", "bytes", "policy", "state")
         console().print(plain_table(columns, rows, left=("checkpoint", "made", "state")))

@@ -1,48 +1,52 @@
-"""Checkpointer: writes a checkpoint while the server goes on.
+"""Checkpointer: writes a checkpoint while the server goes on, and restores one into memory.
 
-* It copies all items, some at a time, and yields to the event loop in between.
-* A ChangeCollector records meanwhile what changes. These changes are written next, in rounds, until few are left. An
-  item whose payload became longer is written again as a whole.
-* The last round is collected at one moment. The checkpoint describes the server at that moment.
+* A durable server copies the file of its journal, as of one commit.
+* A server in memory writes another such file. A ChangeCollector has all items at first, some at a time, and yields to
+  the event loop in between. What changes meanwhile is written next, in rounds, until few changes are left. The last
+  round is collected at one moment. The checkpoint describes the server at that moment.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
+import lmdb
 import numpy as np
-import numpy.typing as npt
 
 from replay_server.errors import Refused, storage_failed
 from replay_server.storage.checkpoints import (
     PARTIAL,
     CheckpointDirectory,
-    CheckpointWriter,
     Listed,
+    OpenCheckpoint,
     Summary,
     own_name,
+    seal,
 )
-from replay_server.storage.data_dir import sync_directory
-from replay_server.storage.records import Delta, ItemRecords
-from replay_server.storage.state import ChangeCollector
+from replay_server.storage.data_dir import UnusableDirectory, sync_directory
+from replay_server.storage.lmdb import LmdbFile, LmdbStorage
+from replay_server.storage.records import Delta
+from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.items import Item, Reader, read_slices
+from replay_server.tables.items import Payload, read_slices
 
 T = TypeVar("T")
 log = logging.getLogger("replay_server")
 
-ITEMS_PER_YIELD = 2048
-"""Items copied before yielding to the event loop; read_slices bounds their bytes."""
 _KEYS_PER_YIELD = 1 << 14
 _LAST_ITEMS = 512
 """Changes that are few enough for the last round."""
 _MOST_ROUNDS = 20
+_SYNC = 32 << 20
+"""Bytes after which the disk is told to write: the system would keep a GB and more, and write it all at the end."""
 _APART = 0.002
 """Seconds between two checkpoints at least: their names have milliseconds."""
 
@@ -50,15 +54,23 @@ _APART = 0.002
 class Checkpointer:
     """Writes checkpoints of a buffer, one at a time."""
 
-    def __init__(self, buffer: ReplayBuffer, directory: CheckpointDirectory, keep: int) -> None:
-        """`keep`: how many of the checkpoints that the server named are kept."""
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        directory: CheckpointDirectory,
+        keep: int,
+        copy: Callable[[Path], Awaitable[None]] | None = None,
+    ) -> None:
+        """`keep`: how many of the checkpoints that the server named are kept. `copy`, of a durable server: makes a file
+        with all that it holds."""
         self._buffer = buffer
         self.directory = directory
         self._keep = keep
+        self._copy = copy
+        self._unsynced = 0
         self._turn = asyncio.Lock()
         self._task: asyncio.Task[Summary] | None = None
         self._thread = ThreadPoolExecutor(1, "replay-checkpoint")
-        self._syncs = ThreadPoolExecutor(1, "replay-checkpoint-sync")
         self._verifying = ThreadPoolExecutor(1, "replay-verify")
 
     async def run(self, every: float) -> None:
@@ -74,7 +86,6 @@ class Checkpointer:
         """Waits for the checkpoint that is being written."""
         async with self._turn:
             self._thread.shutdown()
-            self._syncs.shutdown()
             self._verifying.shutdown(cancel_futures=True)
 
     async def listed(self, verify: bool = False) -> list[Listed]:
@@ -105,20 +116,20 @@ class Checkpointer:
             created = await asyncio.to_thread(self._time)
             name = name or own_name(created)
             path = self.directory.file(name)
-            partial = path.with_name(path.name + PARTIAL)
-            self.directory.path.mkdir(parents=True, exist_ok=True)
-            partial.unlink(missing_ok=True)
-            writer = CheckpointWriter(partial, name, created, self._syncs)
+            folder = path.with_name(path.name + PARTIAL)
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            folder.mkdir(parents=True)
             try:
-                summary = await self._write(writer, name, created)
+                partial = folder / "data.mdb"
+                await (self._copy_memory(folder) if self._copy is None else self._copy(partial))
+                summary = await self._in_thread(seal, partial, name, created)
                 await asyncio.to_thread(_put_in_place, partial, path)
-            except BaseException:
-                await asyncio.to_thread(writer.abandon)
-                partial.unlink(missing_ok=True)
-                raise
+            finally:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             await asyncio.to_thread(self.directory.prune, self._keep)
-        except OSError as error:
-            raise storage_failed(f"checkpoint {name} could not be written: {error}") from error
+        except (OSError, lmdb.Error, UnusableDirectory) as error:
+            why = f"checkpoint {name} could not be written: {error}; make room if its disk is full"
+            raise storage_failed(why) from error
         log.info(
             "checkpoint %s: %d items with %d bytes in %.2f s",
             path,
@@ -134,120 +145,75 @@ class Checkpointer:
         latest = max((entry.created for entry in self.directory.list() if entry.summary is not None), default=0.0)
         return max(time.time(), latest + _APART)
 
-    async def _write(self, writer: CheckpointWriter, name: str, created: float) -> Summary:
+    async def _copy_memory(self, folder: Path) -> None:
+        """Writes a data directory with all that the buffer holds at one moment."""
         buffer = self._buffer
+        copy = await self._in_thread(LmdbStorage, folder)
         collector = ChangeCollector(buffer)
         buffer.watchers.append(collector)
-        copy = _Copy(self._thread, writer, buffer)
         try:
-            known, keys, items = list(buffer.known_keys), list(buffer.items), list(buffer.items.values())
+            known = list(buffer.known_keys)
             for start in range(0, len(known), _KEYS_PER_YIELD):
                 entry = collector.remembered_ids(buffer.known_keys.kind, known[start : start + _KEYS_PER_YIELD])
-                await copy.in_thread(writer.piece, entry.record())
-            for portion in _batches_of(keys, items):
-                await copy.write_items(collector.item_records(*portion))
-            rounds = 0
-            while True:
-                rounds += 1
-                if collector.pending():
-                    await copy.index()
+                await self._commit(copy, Delta(state_records=[entry.record()]))
+            keys = np.fromiter(buffer.items, np.uint64, len(buffer.items))
+            await self._in_thread(keys.sort)  # LMDB fills its pages in order
+            collector.changed(keys)
+            for rounds in count(1):
                 for delta in collector.slices():
-                    await copy.write(delta)
+                    await self._commit(copy, delta)
                 last = collector.pending() <= _LAST_ITEMS or rounds > _MOST_ROUNDS
-                delta, version = collector.collect(), buffer.policy.version
-                whole = await copy.write(delta)
+                delta = collector.collect()
+                await self._commit(copy, delta)
                 collector.written(delta)
-                if last and whole:
+                if last:
                     break
         finally:
             buffer.watchers.remove(collector)
-        summary = Summary(name, created, copy.items, copy.bytes, version)
-        await copy.in_thread(writer.close, summary)
-        return summary
+            await self._in_thread(copy.close)
 
+    async def _commit(self, copy: LmdbStorage, delta: Delta) -> None:
+        """Writes what changed as of now, with the payloads that are not there yet, or that have grown."""
+        keys: list[int] = delta.items.items["key"].tolist()
+        sizes: list[int] = delta.items.items["nbytes"].tolist()
+        payloads = self._buffer.storage.get(keys, sizes)
+        await self._in_thread(_write, copy, delta, keys, sizes, payloads)
+        self._unsynced += sum(sizes)
+        if self._unsynced >= _SYNC:
+            self._unsynced = 0
+            await self._in_thread(copy.sync)
 
-def _batches_of(keys: Sequence[int], items: Sequence[Item]) -> Iterator[tuple[npt.NDArray[np.uint64], Sequence[Item]]]:
-    """Short lists of `keys` and their `items`, without those that have gone meanwhile: nothing holds these."""
-    for start in range(0, len(items), ITEMS_PER_YIELD):
-        some = items[start : start + ITEMS_PER_YIELD]
-        for part in read_slices([item.nbytes for item in some]):
-            there, names = some[part], np.array(keys[start : start + ITEMS_PER_YIELD][part], dtype=np.uint64)
-            if not all(held := [item.holders > 0 for item in there]):
-                there, names = [item for item in there if item.holders], names[held]
-            yield names, there
-
-
-class _Copy:
-    """The checkpoint that is being written."""
-
-    def __init__(self, thread: ThreadPoolExecutor, writer: CheckpointWriter, buffer: ReplayBuffer) -> None:
-        self._thread = thread
-        self._writer = writer
-        self._buffer = buffer
-        self._sizes: dict[int, int] = {}
-        """Bytes of the payload of each item."""
-        self._first: list[tuple[list[int], list[int]]] = []
-        """Keys and sizes that are not in `_sizes` yet. While nothing changes, nobody asks for them."""
-        self.items = self.bytes = 0
-
-    async def in_thread(self, work: Callable[..., T], *arguments: object) -> T:
+    async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
-    async def write_items(self, records: ItemRecords) -> None:
-        """Writes items that were not written before, as of the moment of the call. Damaged ones are removed."""
-        keys: list[int] = records.items["key"].tolist()
-        sizes: list[int] = records.items["nbytes"].tolist()
-        self._first.append((keys, sizes))
-        await self._write(keys, sizes, lambda: self._writer.item_columns(records))
 
-    async def index(self) -> None:
-        """To be called before `write`, where items have changed."""
-        while self._first:
-            keys, sizes = self._first.pop()
-            self._sizes.update(zip(keys, sizes, strict=True))
-            await asyncio.sleep(0)
+def _write(
+    copy: LmdbStorage, delta: Delta, keys: Sequence[int], sizes: Sequence[int], payloads: Sequence[Payload]
+) -> None:
+    gone = copy.sizes(delta.removed)
+    copy.delete(list(gone), list(gone.values()))
+    there = copy.sizes(keys)
+    missing = [place for place, key in enumerate(keys) if there.get(key) != sizes[place]] if there else range(len(keys))
+    copy.put([keys[place] for place in missing], [payloads[place] for place in missing])
+    copy.commit(delta, copy.begin_commit())
+    copy.end_commit(None)
 
-    async def write(self, delta: Delta) -> bool:
-        """Writes what changed, as of the moment of the call. False: a payload was damaged, and its item is removed."""
-        for key in delta.removed:
-            self.bytes -= self._sizes.pop(key, 0)
-        # New, or longer than before: of a key that comes again the last payload counts.
-        changed = zip(delta.items.items["key"].tolist(), delta.items.items["nbytes"].tolist(), strict=True)
-        written = [(key, nbytes) for key, nbytes in changed if self._sizes.get(key) != nbytes]
-        keys, sizes = [key for key, _ in written], [nbytes for _, nbytes in written]
-        self.bytes -= sum(self._sizes.get(key, 0) for key in keys)
-        self._sizes.update(written)
-        return await self._write(keys, sizes, lambda: self._write_records(delta))
 
-    async def _write(self, keys: list[int], sizes: list[int], write_records: Callable[[], None]) -> bool:
-        """Writes payloads as of the moment of the call, and then their records. False: as `write`."""
-        self.items = sum(len(first) for first, _ in self._first) + len(self._sizes)
-        self.bytes += sum(sizes)
-        reader = self._buffer.storage.reader(keys, sizes)
-        try:
-            damaged = [
-                key
-                for part in read_slices(sizes)
-                for key in await self.in_thread(self._copy, keys[part], sizes[part], reader, part)
-            ]
-        finally:
-            reader.close()
-        await self.in_thread(write_records)
-        if damaged:
-            self._buffer.discard(damaged)
-        return not damaged
-
-    def _copy(self, keys: list[int], sizes: list[int], reader: Reader, part: slice) -> list[int]:
-        """Writes some payloads. Returns the keys of those that are damaged."""
-        found = list(zip(keys, sizes, reader.read(part), strict=True))
-        self._writer.payloads([(key, size, payload) for key, size, payload in found if payload is not None])
-        return [key for key, _, payload in found if payload is None]
-
-    def _write_records(self, delta: Delta) -> None:
-        self._writer.item_columns(delta.items)
-        self._writer.removed(delta.removed)
-        for piece in delta.state_records:
-            self._writer.piece(piece)
+def restore_into_memory(buffer: ReplayBuffer, checkpoint: OpenCheckpoint) -> None:
+    """Fills a new buffer, whose storage keeps payloads in memory."""
+    file = LmdbFile(checkpoint.path, subdir=False, readonly=True, lock=False)
+    state = file.load()
+    keys, sizes = state.items.items["key"].tolist(), state.items.items["nbytes"].tolist()
+    damaged: list[int] = []
+    for part in read_slices(sizes):
+        payloads = file.read(keys[part], sizes[part])
+        damaged += [key for key, payload in zip(keys[part], payloads, strict=True) if payload is None]
+        buffer.storage.put(keys[part], [payload or () for payload in payloads])
+    file.close()
+    restore(buffer, state)
+    buffer.damaged += len(state.skipped)
+    buffer.discard([key for key in damaged if key in buffer.items])
+    log.info("restored %d items from checkpoint %s", len(buffer.items), checkpoint.path)
 
 
 def _put_in_place(partial: Path, path: Path) -> None:

@@ -14,7 +14,6 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -70,15 +69,16 @@ def put_aside(directory: Path) -> None:
 def why_not_openable(path: Path, key_sizes: dict[bytes, int]) -> str:
     """Why LMDB could crash on the file, or open another commit than the last one; "": it can open it.
 
-    `key_sizes`: the databases to check at once, with the bytes of their keys (8 or 12), which are in order as numbers.
+    `key_sizes`: the databases to check at once, with the bytes of their keys (8 or 16), which are in order as numbers.
     """
     with path.open("rb") as file:
         check = LmdbCheck(file, path.stat().st_size, {f"main/{name.decode()}": n for name, n in key_sizes.items()})
         try:
-            problems = list(check.verify()) or list(check.wrong_roots())
+            check.verify()
+            check.check_roots()
         except (lmdb_verify.VerifyError, struct.error, IndexError, OverflowError) as error:
-            problems = [str(error)]
-    return f"{len(problems)} problems, the first: {problems[0]}" if problems else ""
+            return str(error)
+    return ""
 
 
 def sync_directory(path: Path) -> None:
@@ -113,8 +113,9 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
         """Leaf pages of the database that is being walked, in order, by their numbers."""
         self._last: npt.NDArray[np.void] | None = None
         """The last key of the pages that were checked; None: none was."""
-        self._damaged: set[str] = set()
-        """Databases in which a damaged leaf was found."""
+
+    def err(self, msg: str) -> None:
+        raise lmdb_verify.VerifyError(msg)  # one problem is enough to refuse a file
 
     def _read_at(self, off: int, n: int) -> bytes:
         return os.pread(self.f.fileno(), n, off)  # half the time of seek and read, for each page of the file
@@ -129,23 +130,20 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
 
     def _check_walked(self, ctx: dict[str, Any]) -> None:
         pages, self._unchecked = self._unchecked, {}
-        if pages and ctx["name"] not in self._damaged:
+        if pages:
             self._last = self._check_leaves(ctx, pages, self._last)
-            if self._last is None:
-                self._damaged.add(ctx["name"])
 
     def _check_counts(self, name: str, db: Any, ctx: dict[str, Any]) -> None:
         self._check_walked(ctx)
         self._last = None
-        if name not in self._damaged:  # otherwise it is said what is damaged
-            super()._check_counts(name, db, ctx)
+        super()._check_counts(name, db, ctx)
 
     def _check_cover(self) -> None:
         live, free = np.frombuffer(self.live, np.uint8)[2:], np.frombuffer(self.free, np.uint8)[2:]
         if not (live ^ free == 1).all():
             super()._check_cover()
 
-    def wrong_roots(self) -> Iterator[str]:
+    def check_roots(self) -> None:
         """LMDB keeps the roots of its last two commits, and opens the one with the higher number. With a damaged number
         it opens the older state and does not notice. So each of our commits records its own number. After `verify`."""
         roots = [self._read_meta(0, 1), self._read_meta(1, self.psize)]
@@ -153,13 +151,12 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
         known_old, known_new = self._commit_number(old.main.root), self._commit_number(new.main.root)
         if known_new is None:
             return  # no commit yet, or what the start refuses
-        if known_new != new.txnid:
-            yield f"commit {known_new} says that it is {new.txnid}"
         is_new_file = not old.txnid and old.main.root == lmdb_verify.P_INVALID
         if known_old is None and old.txnid != new.txnid - 1 and not is_new_file:
-            yield f"commits {old.txnid} and {new.txnid} follow each other"
-        if known_old is not None and known_old != old.txnid:
-            yield f"commit {known_old} says that it is {old.txnid}"
+            self.err(f"commits {old.txnid} and {new.txnid} follow each other")
+        for known, root in ((known_new, new), (known_old, old)):
+            if known is not None and known != root.txnid:
+                self.err(f"commit {known} says that it is {root.txnid}")
 
     def _commit_number(self, root: int) -> int | None:
         """The number in our own record in the main database, whose only page is `root`."""
@@ -178,81 +175,68 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
 
     def _check_leaves(
         self, ctx: dict[str, Any], pages: dict[int, bytes], last: npt.NDArray[np.void] | None
-    ) -> npt.NDArray[np.void] | None:
-        """Checks leaf pages, in order, by their numbers, after the key `last`. Returns their last key; None if a page
-        is damaged."""
+    ) -> npt.NDArray[np.void]:
+        """Checks leaf pages, in order, by their numbers, after the key `last`. Returns their last key."""
         numbers = list(pages)
         name, psize, key_size = ctx["name"], self.psize, self._key_sizes[ctx["name"]]
 
-        def wrong(bad: npt.NDArray[np.bool_], page: Words, what: str) -> bool:
+        def refuse(bad: npt.NDArray[np.bool_], page: Words, what: str) -> None:
             if bad.any():
                 self.err(f"{name} DB: {what} on page {numbers[int(page[bad][0])]}")
-            return bool(bad.any())
 
         every = np.frombuffer(b"".join(pages.values()), "<u2").reshape(len(numbers), -1)
         each = np.arange(len(numbers))
         lower, upper = every[:, 6].astype(np.int64), every[:, 7].astype(np.int64)
-        if wrong((lower < _HEADER) | (lower > upper) | (upper > psize) | (lower % 2 == 1), each, "bad bounds"):
-            return None
+        refuse((lower < _HEADER) | (lower > upper) | (upper > psize) | (lower % 2 == 1), each, "bad bounds")
         counts = (lower - _HEADER) // 2
         page = np.repeat(each, counts)
         place = np.arange(page.size) - np.repeat(np.cumsum(counts) - counts, counts)
         node = every[page, _HEADER // 2 + place].astype(np.int64)
-        if wrong(
-            (node < upper[page]) | (node + _NODE + key_size > psize) | (node % 2 == 1), page, "a node out of bounds"
-        ):
-            return None
+        outside = (node < upper[page]) | (node + _NODE + key_size > psize) | (node % 2 == 1)
+        refuse(outside, page, "a node out of bounds")
         words = every.reshape(-1)
         at = (page * psize + node) // 2
         size = words[at] | words[at + 1].astype(np.int64) << 16
         flags, start = words[at + 2], node + _NODE + key_size
         big = flags == _BIG
         end = start + np.where(big, 8, size)
-        bad = (flags > _BIG) | (words[at + 3] != key_size) | (end > psize)
-        if wrong(bad, page, "a damaged node"):
-            return None
+        refuse((flags > _BIG) | (words[at + 3] != key_size) | (end > psize), page, "a damaged node")
         order = np.lexsort((node, page))
         page_by, start_by, end_by = page[order], node[order], end[order]
-        if wrong((page_by[1:] == page_by[:-1]) & (start_by[1:] < end_by[:-1]), page_by[1:], "nodes that overlap"):
-            return None
-        keys = np.empty(page.size + 1, dtype=[("high", np.uint64), ("low", np.uint64)])
+        refuse((page_by[1:] == page_by[:-1]) & (start_by[1:] < end_by[:-1]), page_by[1:], "nodes that overlap")
+        # Each key as numbers of 8 bytes that have its order.
         parts = [words[at + _NODE // 2 + place].byteswap().astype(np.uint64) for place in range(key_size // 2)]
-        keys["high"][1:] = parts[0] << 48 | parts[1] << 32 | parts[2] << 16 | parts[3]
-        keys["low"][1:] = 0 if key_size == 8 else parts[4] << 16 | parts[5]
-        keys[0] = keys[1] if last is None and page.size else last
+        keys = np.zeros(page.size + 1, dtype=[("high", np.uint64), ("low", np.uint64)])
+        for column, of_it in zip(("high", "low"), (parts[:4], parts[4:]), strict=True):
+            for part in of_it:
+                keys[column][1:] = keys[column][1:] << np.uint64(16) | part
+        keys[:1] = keys[1:2] if last is None else last
         before, after = keys[:-1], keys[1:]
         rising = (before["high"] < after["high"]) | ((before["high"] == after["high"]) & (before["low"] < after["low"]))
-        if last is None:
-            rising[:1] = True
-        if wrong(~rising, page, "keys out of order"):
-            return None
+        rising[:1] |= last is None
+        refuse(~rising, page, "keys out of order")
         ctx["entries"] += page.size
-        if big.any() and not self._check_overflow(ctx, words, at[big] + (_NODE + key_size) // 2, size[big]):
-            return None
+        if big.any():
+            self._check_overflow(ctx, words, at[big] + (_NODE + key_size) // 2, size[big])
         return keys[-1:]
 
-    def _check_overflow(self, ctx: dict[str, Any], words: npt.NDArray[np.uint16], at: Words, size: Words) -> bool:
+    def _check_overflow(self, ctx: dict[str, Any], words: npt.NDArray[np.uint16], at: Words, size: Words) -> None:
         """Checks the overflow pages of large values; `at` is where the nodes name the first page."""
-        parts = [words[at + place].astype(np.uint64) for place in range(4)]
-        named = parts[0] | parts[1] << 16 | parts[2] << 32 | parts[3] << 48
+        name, in_file = ctx["name"], self.filesize // self.psize
+        first = (words[at] | words[at + 1].astype(np.int64) << 16) | (
+            words[at + 2] | words[at + 3].astype(np.int64) << 16
+        ) << 32
         pages = (_HEADER - 1 + size) // self.psize + 1
-        in_file = self.filesize // self.psize
-        most = min(self.next_pgno, in_file)
-        if (named < 2).any() or (named >= most).any() or (named.astype(np.int64) + pages > most).any():
-            self.err(f"{ctx['name']} DB: overflow pages out of range")
-            return False
-        first = named.astype(np.int64)
+        if ((first < 2) | (first + pages > min(self.next_pgno, in_file))).any():
+            self.err(f"{name} DB: overflow pages out of range")
         heads = np.memmap(self.f, dtype="<u2", mode="r", shape=(in_file, self.psize // 2))[first, :8]
         number = heads[:, :4].copy().view("<u8")[:, 0]
         length = heads[:, 6:8].copy().view("<u4")[:, 0]
-        if (bad := (number != named) | (heads[:, 5] != _OVERFLOW) | (length != pages)).any():
-            self.err(f"{ctx['name']} DB: overflow page {first[bad][0]} is damaged")
-            return False
+        if (bad := (number != first) | (heads[:, 5] != _OVERFLOW) | (length != pages)).any():
+            self.err(f"{name} DB: overflow page {first[bad][0]} is damaged")
         runs = np.repeat(first - (np.cumsum(pages) - pages), pages) + np.arange(int(pages.sum()))
         live = np.frombuffer(self.live, np.uint8)
         if live[runs].any() or np.unique(runs).size < runs.size:
-            self.err(f"{ctx['name']} DB: overflow pages are reachable more than once")
-            return False
+            self.err(f"{name} DB: overflow pages are reachable more than once")
         live[runs] = 1
         ctx["overflow"] += runs.size
-        return True

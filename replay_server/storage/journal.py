@@ -29,15 +29,15 @@ import logging
 import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Literal
 
 import lmdb
 
 from replay_server.errors import Refused, broken, try_again
-from replay_server.storage.checkpoints import OpenCheckpoint
 from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.state import ChangeCollector, restore, restore_checkpoint
+from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import MAX_KNOWN_KEYS, ReplayBuffer
 from replay_server.tables.remembered import Remembered
 
@@ -66,44 +66,21 @@ class Journal:
         self._task = asyncio.create_task(self._run())
 
     @classmethod
-    def start(
-        cls,
-        buffer: ReplayBuffer,
-        storage: LmdbStorage,
-        checkpoint: OpenCheckpoint | None = None,
-    ) -> Journal:
-        """Fills the buffer from its storage, or from a checkpoint, and keeps the storage up to date from then on.
-
-        Raises UnusableDirectory, and ValueError if there is a checkpoint and the storage holds items.
-        """
+    def start(cls, buffer: ReplayBuffer, storage: LmdbStorage) -> Journal:
+        """Fills the buffer from its storage, and keeps that up to date from then on. Raises UnusableDirectory."""
         began = time.monotonic()
         try:
             state = storage.load()
+            # Without this a killed restore would be followed by an empty server.
+            if storage.was_written and not state.state_records:
+                raise DamagedDirectory(storage.directory, "a checkpoint was not restored into it to the end")
             collector = ChangeCollector(buffer, state)
             buffer.watchers.append(collector)
-            if checkpoint is None:
-                # Without this a killed restore would be followed by an empty server.
-                if storage.was_written and not state.state_records:
-                    raise DamagedDirectory(storage.directory, "a checkpoint was not restored into it to the end")
-                restore(buffer, state)
+            restore(buffer, state)
         except UnusableDirectory:
             raise
         except ValueError as error:
             raise DamagedDirectory(storage.directory, str(error)) from error
-        if checkpoint is not None:
-            if held := len(state.items) + len(state.skipped):
-                raise ValueError(
-                    f"data_dir {storage.directory} holds {held} items, and a checkpoint is to be restored: start "
-                    f"without --restore to go on with them, or with --replace to put them aside"
-                )
-            try:
-                restore_checkpoint(buffer, checkpoint, storage.write_payloads)
-            except lmdb.Error as error:
-                raise UnusableDirectory(
-                    f"data_dir {storage.directory} cannot take the {checkpoint.summary.bytes} bytes of the checkpoint: "
-                    f"{error}; make room, and restore it again"
-                ) from error
-            collector.all_changed()
         buffer.damaged += len(state.skipped)
         log.info(
             "%s: %d items with %d bytes, loaded in %.2f s",
@@ -138,6 +115,11 @@ class Journal:
     async def durable(self) -> None:
         """Returns when all changes until now are written. Raises Refused as a ticket fails."""
         await asyncio.shield(self.ticket())
+
+    async def copy_to(self, path: Path) -> None:
+        """Makes a file with all changes until now, and perhaps later ones. Raises Refused as a ticket fails."""
+        await self.durable()
+        await asyncio.to_thread(self._storage.copy_to, path)
 
     def rolled_back(self, keys: Collection[int]) -> set[int]:
         """The keys among `keys` whose insert was rolled back, and not repeated with success since."""

@@ -1,8 +1,8 @@
 """LmdbStorage: payloads and records in one LMDB file under `data_dir`.
 
 * A payload stays in memory until a commit has written it, together with all records that changed.
-* A payload that is extended keeps its chunks. Only the last one, if it is not full, is written again, with more bytes.
-  So a chunk may have more bytes than the payload of a reader, or of an older commit. These bytes do not belong to it.
+* A payload that is extended keeps its chunks, and gets more. One commit may write several segments as one chunk. So a
+  chunk may have more bytes than the payload had when a reader learned its size.
 * Each transaction leads from one consistent state of the server to the next.
 * LMDB syncs the pages of a transaction before it writes the root that names them, and then the root. So the file is
   whole after a crash of the machine, and has every transaction that has ended. Without these syncs (`fsync=False`) only
@@ -11,7 +11,7 @@
 * LMDB trusts its file, and a damaged page can crash it. So every page is verified before it opens (data_dir.py).
 * Payloads and records have checksums of their own, which are verified when they are read.
 
-    payloads   key (8 bytes, big-endian), number of the chunk (4 bytes) -> checksum, at most CHUNK_BYTES
+    payloads   key (8 bytes, big-endian), first byte of the chunk (8 bytes) -> checksum, at most CHUNK_BYTES
     items      key -> record of the item and its rows
     pieces     name -> record of a table, the policy, ...
     (main)     "commit" -> format, number of the transaction
@@ -22,18 +22,20 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lmdb
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64, xxh3_64_digest, xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_digest
 
 from replay_protos.framing import cut
 from replay_server.storage.data_dir import (
@@ -49,65 +51,130 @@ from replay_server.storage.data_dir import (
 )
 from replay_server.storage.records import (
     FORMAT,
+    ITEM,
+    POLICY,
     Damaged,
     Delta,
     ItemRecords,
     State,
     boot_id,
     join_items,
+    of_another_version,
     pack_items,
     seal,
+    unpack,
     unpack_items,
     unseal,
 )
-from replay_server.tables.items import DamagedPayloads, Payload, Reader, StorageFacts, first_bytes
+from replay_server.tables.items import DamagedPayloads, Payload, StorageFacts, first_bytes
 
 log = logging.getLogger("replay_server")
 
-BYTES_PER_TRANSACTION = 64 << 20
+BYTES_PER_TRANSACTION = 16 << 20
 """Payload bytes in one transaction, about: LMDB keeps all of it in memory."""
 RESERVE = 64 << 20
 """Bytes of the disk that inserts leave free (an eighth, if that is less). Deletes and samples still need room."""
 _LOOK_EVERY = 0.2
 """Seconds between two looks at the free space of the disk."""
+_SYNC_EVERY = 0.1
+"""Seconds between two syncs of a copy."""
 MAP_SIZE = 1 << 42
 """Of the address space only: the file grows with what it holds."""
 LOCK_BYTES = 8192
 """Of LMDB's lock file with its default of 126 readers."""
 _RECORDS_AT_ONCE = 1 << 16
-CHUNK_KEY = struct.Struct(">QI")
+CHUNK_KEY = struct.Struct(">QQ")
 CHUNK_BYTES = 256 * 1024 - 16 - 8
 """Payload bytes in one value. With LMDB's page header and the checksum it fills its pages to the last byte. Small
 chunks reuse the space of deleted ones: whole values of up to 5 MB would need half as much space again."""
-CHUNK_NAME = np.dtype([("key", ">u8"), ("number", ">u4")])
+NBYTES, NBYTES_AT = struct.Struct("<q"), ITEM.fields["nbytes"][1]  # type: ignore[index]
+"""The field of an item's record."""
+CHUNK_NAME = np.dtype([("key", ">u8"), ("start", ">u8")])
 
 
-class Growth(NamedTuple):
-    """Bytes that were appended to a payload."""
+class Part(NamedTuple):
+    """The bytes of a payload that no commit has written yet."""
 
-    size: int
-    """Bytes of the payload before."""
+    start: int
+    """Bytes before them."""
     pieces: Payload
+    is_new: bool
+    """Whether nothing of the payload is written. Otherwise it was extended."""
+
+    def extended(self, pieces: Payload) -> Part:
+        return self._replace(pieces=(*self.pieces, *pieces))
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.pieces))
 
 
 @dataclass
 class Unwritten:
     """What belongs to one commit of payloads."""
 
-    fresh: dict[int, Payload] = field(default_factory=dict)
-    """Payloads that no commit has written yet, by key."""
-    grown: dict[int, Growth] = field(default_factory=dict)
-    """What was appended to payloads since the commit before, by key. A payload may be fresh and grown."""
-    gone: list[tuple[int, int]] = field(default_factory=list)
-    """(key, bytes) of payloads to delete from the file."""
-
-    def bytes_of(self, keys: Iterable[int]) -> int:
-        """Bytes of the payloads of these keys that belong to this commit."""
-        empty = Growth(0, ())
-        return sum(_length(self.fresh.get(key, ())) + _length(self.grown.get(key, empty).pieces) for key in keys)
+    parts: dict[int, Part] = field(default_factory=dict)
+    """By key."""
+    gone: list[int] = field(default_factory=list)
+    """Keys of payloads to delete from the file."""
 
 
-class LmdbStorage:
+class LmdbFile:
+    """Reads what a server wrote into one LMDB file."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        """`options` of lmdb.open. Raises lmdb.Error."""
+        self._env = lmdb.open(str(path), map_size=MAP_SIZE, max_dbs=8, readahead=False, **options)
+        create = not options.get("readonly", False)
+        self._databases = [self._env.open_db(name, create=create) for name in (b"payloads", b"items", b"pieces")]
+        self._payloads, self._items, self._pieces = self._databases
+        self._strays: list[bytes] = []
+        """Names of chunks that no item needs."""
+
+    def load(self) -> State:
+        """The committed state, without payloads. What a payload lacks is found when it is read."""
+        with self._env.begin() as txn:
+            pieces = dict(txn.cursor(self._pieces))
+            parts: list[ItemRecords] = []
+            skipped: list[int] = []
+            entries = iter(txn.cursor(self._items))
+            while portion := list(islice(entries, _RECORDS_AT_ONCE)):
+                keys_there = np.frombuffer(b"".join(key for key, _ in portion), dtype=">u8")
+                part = unpack_items(keys_there.tolist(), [record for _, record in portion])
+                if len(part) < len(portion):
+                    skipped += np.setdiff1d(keys_there, part.items["key"]).tolist()
+                parts.append(part)
+            chunks = [np.empty(0, CHUNK_NAME)]
+            names = txn.cursor(self._payloads).iternext(values=False)
+            while some := list(islice(names, _RECORDS_AT_ONCE)):
+                chunks.append(np.frombuffer(b"".join(some), dtype=CHUNK_NAME))
+        items = join_items(parts)
+        self._strays = unneeded(items, np.concatenate(chunks))
+        return State(pieces, items, skipped)
+
+    def totals(self) -> tuple[int, int, int]:
+        """The items, the bytes of their payloads, and the policy version."""
+        with self._env.begin() as txn:
+            records = txn.cursor(self._items).iternext(keys=False)
+            nbytes = sum(NBYTES.unpack_from(record, NBYTES_AT)[0] for record in records)
+            return txn.stat(self._items)["entries"], nbytes, unpack(txn.get(POLICY, b"", db=self._pieces))[0]
+
+    def sizes(self, keys: Sequence[int]) -> dict[int, int]:
+        """The bytes of the payloads of those items that are there, by key."""
+        with self._env.begin() as txn:
+            found = txn.cursor(self._items).getmulti([KEY.pack(key) for key in keys])
+        return {KEY.unpack(key)[0]: NBYTES.unpack_from(record, NBYTES_AT)[0] for key, record in found}
+
+    def read(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload | None]:
+        """The first bytes of payloads, as many as `sizes` says; None for each that is damaged."""
+        with self._env.begin(db=self._payloads, buffers=True) as txn:
+            return [_read(txn, key, size) for key, size in zip(keys, sizes, strict=True)]
+
+    def close(self) -> None:
+        self._env.close()
+
+
+class LmdbStorage(LmdbFile):
     def __init__(self, directory: Path, *, fsync: bool = False, replace: bool = False) -> None:
         """Opens or creates the directory. `fsync`: a commit returns when it is on the disk. `replace`: the old file is
         renamed and kept.
@@ -140,14 +207,10 @@ class LmdbStorage:
         """What the running commit writes."""
         self._taken_bytes = 0
         """Payload bytes of that."""
-        self._writing: lmdb.Transaction
-        """The transaction in which the running commit writes; of its thread."""
         self._half_written: set[int] = set()
-        """Fresh payloads of a failed commit. Some of their chunks may be in the file."""
+        """New payloads of a failed commit. Some of their chunks may be in the file."""
         self.unwritten = 0
         """Payload bytes that no commit has written yet."""
-        self._strays: list[bytes] = []
-        """Names of chunks that no item needs."""
         self.commits = 0
         self.error = ""
         """Why the last commit failed, if it did."""
@@ -177,16 +240,7 @@ class LmdbStorage:
         try:
             # LMDB maps a file with a hole, and a full disk would end the process (SIGBUS) when it writes there.
             lock_file.write_bytes(bytes(LOCK_BYTES))
-            self._env = lmdb.open(
-                str(self.directory),
-                map_size=MAP_SIZE,
-                max_dbs=8,
-                sync=self._fsync,
-                metasync=self._fsync,
-                readahead=False,
-                max_spare_txns=4,
-            )
-            self._databases = [self._env.open_db(name) for name in (b"payloads", b"items", b"pieces")]
+            super().__init__(self.directory, sync=self._fsync, metasync=self._fsync, max_spare_txns=4)
             if self._fsync:
                 self.sync()
             else:
@@ -194,61 +248,52 @@ class LmdbStorage:
                 sync_directory(self.directory)
         except (lmdb.Error, OSError) as error:
             raise UnusableDirectory(f"data_dir {self.directory}: {error}") from error
-        self._payloads, self._items, self._pieces = self._databases
 
     # ------------------------------------------------------------------------------------------------ payloads
 
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
-        self._next.fresh.update(zip(keys, payloads, strict=True))
-        self.unwritten += sum(len(piece) for payload in payloads for piece in payload)
+        parts = [Part(0, payload, True) for payload in payloads]
+        self._next.parts.update(zip(keys, parts, strict=True))
+        self.unwritten += sum(part.size for part in parts)
 
     def extend(self, key: int, size: int, segment: Payload) -> None:
-        before = self._next.grown.get(key, Growth(size, ()))
-        self._next.grown[key] = Growth(before.size, (*before.pieces, *segment))
-        self.unwritten += _length(segment)
+        self._next.parts[key] = self._next.parts.get(key, Part(size, (), False)).extended(segment)
+        self.unwritten += sum(map(len, segment))
 
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
-        reader = self.reader(keys, sizes)
-        found = reader.read(slice(None))
-        reader.close()
+        if self._next.parts or self._taken.parts:
+            places = list(map(self._place, keys, sizes))
+            in_file = self.read(keys, [written for written, _ in places])
+            found = [
+                None if first is None else (*first, *rest) for first, (_, rest) in zip(in_file, places, strict=True)
+            ]
+        else:
+            found = self.read(keys, sizes)
         if damaged := [key for key, payload in zip(keys, found, strict=True) if payload is None]:
             raise DamagedPayloads(damaged)
         return [payload for payload in found if payload is not None]
 
-    def reader(self, keys: Sequence[int], sizes: Sequence[int]) -> Reader:
-        fresh, under_way = self._next.fresh, self._taken.fresh
-        if self._next.grown or self._taken.grown:
-            entries = [self._entry(key, size) for key, size in zip(keys, sizes, strict=True)]
-        else:
-            entries = [
-                (key, size, ()) if (payload := fresh.get(key, under_way.get(key))) is None else (key, 0, payload)
-                for key, size in zip(keys, sizes, strict=True)
-            ]
-        return ChunkReader(self._env.begin(db=self._payloads, buffers=True), entries)
-
-    def _entry(self, key: int, size: int) -> Entry:
-        """Where the first `size` bytes of a payload are, some of which may be in memory only."""
+    def _place(self, key: int, size: int) -> tuple[int, Payload]:
+        """How many of the first `size` bytes of a payload are in the file, and those after them."""
         written = size
         pieces: Payload = ()
-        for part in (self._taken, self._next):
-            if key in part.fresh:  # also where an older item with this key is in the file, or on its way there
-                written, pieces = 0, part.fresh[key]
-            if (growth := part.grown.get(key)) is not None:
-                written, pieces = min(written, growth.size), (*pieces, *growth.pieces)
-        written = min(written, size)
-        return key, written, first_bytes(pieces, size - written)
+        for unwritten in (self._taken, self._next):
+            if (part := unwritten.parts.get(key)) is None:
+                continue
+            if part.is_new:  # also where an older item with this key is in the file, or on its way there
+                written, pieces = 0, part.pieces
+            else:
+                written, pieces = min(written, part.start), (*pieces, *part.pieces)
+        return written, first_bytes(pieces, size - written)
 
     def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
         following = self._next
-        for key, size in zip(keys, sizes, strict=True):
-            fresh = following.fresh.pop(key, None) is not None
-            growth = following.grown.pop(key, None) if following.grown else None
-            if fresh:
-                self.unwritten -= size
-            elif growth is not None:
-                self.unwritten -= _length(growth.pieces)
-            if not fresh or key in self._half_written:
-                following.gone.append((key, size))
+        for key in keys:
+            part = following.parts.pop(key, None)
+            if part is not None:
+                self.unwritten -= part.size
+            if part is None or not part.is_new or key in self._half_written:
+                following.gone.append(key)
 
     def why_full(self, nbytes: int) -> str | None:
         if self.error:
@@ -305,53 +350,35 @@ class LmdbStorage:
 
         The only method for another thread.
         """
-        again = payloads.fresh.keys().isdisjoint(key for key, _ in payloads.gone)
-        portion = BYTES_PER_TRANSACTION if again else math.inf
-        chunks = self._chunks(payloads)
+        # The chunks of a new payload would overwrite those of an older item with its key, which must be there until the
+        # last transaction.
+        portion = BYTES_PER_TRANSACTION if payloads.parts.keys().isdisjoint(payloads.gone) else math.inf
+        parts = payloads.parts.items()
+        chunks = chain.from_iterable(chunks_of(key, part.pieces, part.start) for key, part in parts)
         changes = [(some, pack_items(some.items)) for some in (*slices, delta)]
+        first = next(chunks, None)
         whole = False
         while not whole:
-            written = 0
-            with self._env.begin(write=True) as self._writing:
-                cursor = self._writing.cursor(self._payloads)
-                for name, value in chunks:
-                    cursor.put(name, value)
-                    written += len(value)
-                    if written >= portion:
-                        break
-                else:  # records go with the last payloads: without them the payloads have no effect
-                    self._delete_payloads(self._writing, payloads)
+            with self._env.begin(write=True) as txn:
+                for stray in self._strays:
+                    txn.delete(stray, db=self._payloads)
+                if first is not None:
+                    txn.cursor(self._payloads).putmulti(first_chunks(chain([first], chunks), portion))
+                if whole := (first := next(chunks, None)) is None:
+                    # Records go with the last payloads: without them the payloads have no effect.
+                    self._delete_payloads(txn, payloads)
                     for some, records in changes:
-                        self._write_records(self._writing, some, records)
-                    whole = True
-                self._writing.put(COMMIT, seal(COMMIT_RECORD.pack(FORMAT, self._writing.id())))
-        self._strays = []
-
-    def _chunks(self, payloads: Unwritten) -> Iterator[tuple[bytes, bytes]]:
-        """(name, value) of each chunk to write, for the transaction that is open when it is asked for."""
-        for key, payload in payloads.fresh.items():
-            growth = payloads.grown.get(key)
-            yield from chunks_of(key, payload if growth is None else (*payload, *growth.pieces))
-        for key, growth in payloads.grown.items():
-            if key in payloads.fresh:
-                continue
-            first, inside = divmod(growth.size, CHUNK_BYTES)
-            tail = b""
-            if inside:
-                value = self._writing.get(CHUNK_KEY.pack(key, first), db=self._payloads)
-                # A damaged chunk stays as it is. With a new checksum nobody would find out.
-                if (found := unsealed_chunk(key, first, value, inside)) is None:
-                    continue
-                tail = found
-            yield from chunks_of(key, (tail, *growth.pieces), first)
+                        self._write_records(txn, some, records)
+                txn.put(COMMIT, seal(COMMIT_RECORD.pack(FORMAT, txn.id())))
+            self._strays = []
 
     def _delete_payloads(self, txn: lmdb.Transaction, payloads: Unwritten) -> None:
-        for key, size in payloads.gone:
-            for number in range(0 if key in payloads.fresh else chunk_count(size)):
-                txn.delete(CHUNK_KEY.pack(key, number), db=self._payloads)
-        for stray in self._strays:
-            if (key := CHUNK_KEY.unpack(stray)[0]) not in payloads.fresh and key not in payloads.grown:
-                txn.delete(stray, db=self._payloads)
+        cursor = txn.cursor(self._payloads)
+        for key in payloads.gone:
+            if key not in payloads.parts:
+                cursor.set_range(name := KEY.pack(key))
+                while cursor.key()[: KEY.size] == name:
+                    cursor.delete()
 
     def _write_records(self, txn: lmdb.Transaction, delta: Delta, records: list[tuple[int, bytes]]) -> None:
         for key in delta.removed:
@@ -363,17 +390,11 @@ class LmdbStorage:
             else:
                 txn.put(piece.name, piece.record, db=self._pieces)
 
-    def write_payloads(self) -> None:
-        """Writes the payloads so far, to free their memory. They have an effect once their items are written."""
-        if self.unwritten:
-            self.commit(Delta(), self.begin_commit())
-            self.end_commit(None)
-
     @property
     def changed(self) -> bool:
         """Whether payloads have to be written or deleted."""
         following = self._next
-        return bool(following.fresh or following.grown or following.gone or self._strays)
+        return bool(following.parts or following.gone or self._strays)
 
     def end_commit(self, error: lmdb.Error | None) -> list[int]:
         """The commit has ended. Returns the keys of new payloads that it could not write.
@@ -384,25 +405,23 @@ class LmdbStorage:
         self._taken = Unwritten()
         self._looked_at = -_LOOK_EVERY
         if error is None:
-            if not self.was_written:
-                os.pwrite(self._lock, b"This directory holds data of a replay server.\n", 0)
+            self._mark_used()
             self.error = ""
             self.commits += 1
             self._half_written.clear()
             self.unwritten -= self._taken_bytes
             return []
         self.error = f"the last commit failed ({error})"
-        deleted = {key for key, _ in following.gone if key in taken.fresh or key in taken.grown}
-        self.unwritten -= taken.bytes_of(deleted)
-        following.gone = taken.gone + [entry for entry in following.gone if entry[0] not in deleted]
-        kept = {key: payload for key, payload in taken.fresh.items() if key not in deleted}
-        following.fresh = kept | following.fresh
-        for key, growth in taken.grown.items():
-            if key not in deleted:
-                later = following.grown.get(key, Growth(0, ()))
-                following.grown[key] = Growth(growth.size, (*growth.pieces, *later.pieces))
-        self._half_written |= taken.fresh.keys()
-        return list(kept)
+        deleted = taken.parts.keys() & set(following.gone)
+        self.unwritten -= sum(taken.parts[key].size for key in deleted)
+        following.gone = taken.gone + following.gone
+        kept = {key: part for key, part in taken.parts.items() if key not in deleted}
+        for key, part in kept.items():
+            later = following.parts.get(key)
+            following.parts[key] = part if later is None else part.extended(later.pieces)
+        new = [key for key, part in kept.items() if part.is_new]
+        self._half_written.update(key for key, part in taken.parts.items() if part.is_new)
+        return new
 
     def sync(self) -> None:
         """Returns when all commits so far are on the disk. May be called from any thread."""
@@ -410,130 +429,121 @@ class LmdbStorage:
         self._unsynced.unlink(missing_ok=True)
         sync_directory(self.directory)
 
+    def copy_to(self, path: Path) -> None:
+        """Copies the last commit into a new file, without free pages. May be called from any thread; raises OSError."""
+        with path.open("xb") as file, ThreadPoolExecutor(1) as thread:
+            copying = thread.submit(self._env.copyfd, file.fileno(), compact=True)
+            # Without regular syncs the system keeps a GB and more in memory, and writes it all at the end.
+            while wait([copying], _SYNC_EVERY).not_done:
+                os.fdatasync(file.fileno())
+            copying.result()
+
     def close(self) -> None:
         """Closes the file. Without `fsync` the commits since the last `sync` are not on the disk yet."""
-        self._env.close()
+        super().close()
         os.close(self._lock)
 
     # ------------------------------------------------------------------------------------------------ start
 
     def load(self) -> State:
-        """The committed state, without payloads. What a payload lacks is found when it is read.
-
-        Raises UnusableDirectory if the directory is not one, or of another version, and DamagedDirectory.
-        """
+        """As LmdbFile. Raises DamagedDirectory, and UnusableDirectory for what this version did not write."""
         with self._env.begin() as txn:
-            commit = txn.get(COMMIT)
-            if commit is None and any(txn.stat(db)["entries"] for db in self._databases):
+            if (commit := txn.get(COMMIT)) is not None:
+                self._check_format(commit)
+            elif any(txn.stat(db)["entries"] for db in self._databases):
                 raise UnusableDirectory(f"data_dir {self.directory} holds data of something else; name another one")
-            if commit is not None:
-                _check_format(commit, self.directory)
-            pieces = dict(txn.cursor(self._pieces))
-            parts: list[ItemRecords] = []
-            skipped: list[int] = []
-            entries = iter(txn.cursor(self._items))
-            while portion := list(islice(entries, _RECORDS_AT_ONCE)):
-                keys_there = np.frombuffer(b"".join(key for key, _ in portion), dtype=">u8")
-                part = unpack_items(keys_there, [record for _, record in portion])
-                if len(part) < len(portion):
-                    skipped += np.setdiff1d(keys_there, part.items["key"]).tolist()
-                parts.append(part)
-            chunks = [np.empty(0, CHUNK_NAME)]
-            names = txn.cursor(self._payloads).iternext(values=False)
-            while some := list(islice(names, _RECORDS_AT_ONCE)):
-                chunks.append(np.frombuffer(b"".join(some), dtype=CHUNK_NAME))
-        items = join_items(parts)
-        self._strays = unneeded(items, np.concatenate(chunks))
-        return State(pieces, items, skipped)
+        return super().load()
+
+    def _check_format(self, commit: bytes) -> None:
+        try:
+            version, _ = COMMIT_RECORD.unpack(unseal(commit))
+        except (Damaged, struct.error):
+            raise DamagedDirectory(self.directory, "the record of the last commit is damaged") from None
+        if version != FORMAT:
+            raise UnusableDirectory(f"data_dir {self.directory} {of_another_version(f'with format {version}')}")
+
+    def adopt(self, path: Path, size: int) -> None:
+        """Takes the first `size` bytes of a checkpoint in the place of its own file.
+
+        A start in a directory that was left meanwhile finds it damaged. Raises ValueError if it holds items, and as
+        `load`.
+        """
+        state = self.load()
+        if held := len(state.items) + len(state.skipped):
+            raise ValueError(
+                f"data_dir {self.directory} holds {held} items, and a checkpoint is to be restored: start without "
+                f"--restore to go on with them, or with --replace to put them aside"
+            )
+        self._mark_used()
+        self._env.close()
+        partial = self.directory / "restored.mdb"
+        try:
+            shutil.copyfile(path, partial)
+            os.truncate(partial, size)
+            partial.rename(self.directory / "data.mdb")
+            self._open()
+            for _ in range(2):  # a copy does not know the number of its commit, and a start compares the last two
+                self.commit(Delta(), self.begin_commit())
+                self.end_commit(None)
+        except (OSError, lmdb.Error) as error:
+            partial.unlink(missing_ok=True)
+            raise UnusableDirectory(
+                f"data_dir {self.directory} cannot take the {size} bytes of the checkpoint: {error}; make room, and "
+                f"restore it again"
+            ) from error
+
+    def _mark_used(self) -> None:
+        if not self.was_written:
+            os.pwrite(self._lock, b"This directory holds data of a replay server.\n", 0)
 
 
-def _length(payload: Payload) -> int:
-    return sum(map(len, payload))
-
-
-def _check_format(commit: bytes, directory: Path) -> None:
-    try:
-        version, _ = COMMIT_RECORD.unpack(unseal(commit))
-    except (Damaged, struct.error):
-        raise DamagedDirectory(directory, "the record of the last commit is damaged") from None
-    if version != FORMAT:
-        raise UnusableDirectory(
-            f"data_dir {directory} has format {version}, and this version of the software reads {FORMAT}: use "
-            f"the version that wrote it, or restore a checkpoint of this version into another directory"
-        )
-
-
-Entry = tuple[int, int, Payload]
-"""Where a payload is: its key, how many of its first bytes are in the file, and the bytes after them, in memory."""
-
-
-class ChunkReader:
-    """Reads the payloads of one moment: a transaction sees no later change."""
-
-    def __init__(self, txn: lmdb.Transaction, entries: Sequence[Entry]) -> None:
-        self._txn = txn
-        self._entries = entries
-
-    def read(self, part: slice) -> list[Payload | None]:
-        return [
-            _read(self._txn, key, written, pieces) if written else pieces
-            for key, written, pieces in self._entries[part]
-        ]
-
-    def close(self) -> None:
-        self._txn.abort()
-
-
-def _read(txn: lmdb.Transaction, key: int, size: int, more: Payload) -> Payload | None:
-    """The first `size` bytes of the payload in its chunks, and then `more`; None if it is damaged."""
-    pieces = []
-    for number in range(chunk_count(size)):
-        value = txn.get(CHUNK_KEY.pack(key, number))
-        piece = unsealed_chunk(key, number, value, min(CHUNK_BYTES, size - number * CHUNK_BYTES))
-        if piece is None:
+def _read(txn: lmdb.Transaction, key: int, size: int) -> Payload | None:
+    """The first `size` bytes of the payload in its chunks; None if it is damaged."""
+    pieces: list[bytes] = []
+    start = 0
+    while start < size:
+        value = txn.get(CHUNK_KEY.pack(key, start), b"")
+        piece = bytes(value[8:])  # the view ends with the transaction
+        if not piece or xxh3_64_digest(piece, _seed(key, start)) != value[:8]:
             return None
         pieces.append(piece)
-    return (*pieces, *more)
+        start += len(piece)
+    return tuple(pieces) if start == size else first_bytes(tuple(pieces), size)
 
 
-def unsealed_chunk(key: int, number: int, value: bytes | memoryview | None, size: int) -> bytes | None:
-    """The first `size` bytes of a chunk, of the value under its name; None if it is damaged, shorter, or not there."""
-    if value is None or len(value) < 8 + size:
-        return None
-    piece = bytes(value[8:])  # the view ends with the transaction
-    if xxh3_64_intdigest(piece, _seed(key, number)).to_bytes(8) != value[:8]:
-        return None
-    return piece if len(piece) == size else piece[:size]
-
-
-def chunks_of(key: int, payload: Payload, first: int = 0) -> Iterator[tuple[bytes, bytes]]:
-    """(name, value) of each chunk of a payload, or of its rest from the chunk with the number `first` on."""
+def chunks_of(key: int, payload: Payload, start: int = 0) -> Iterator[tuple[bytes, bytes]]:
+    """(name, value) of each chunk of a payload, or of its rest from the byte `start` on."""
     if len(payload) == 1 and isinstance(whole := payload[0], bytes) and 0 < len(whole) <= CHUNK_BYTES:
         # The most frequent case takes half the time so.
-        yield CHUNK_KEY.pack(key, first), xxh3_64_digest(whole, _seed(key, first)) + whole
+        yield CHUNK_KEY.pack(key, start), xxh3_64_digest(whole, _seed(key, start)) + whole
         return
-    for number, parts in enumerate(cut(payload, CHUNK_BYTES), first):
-        checksum = xxh3_64(seed=_seed(key, number))
+    for parts in cut(payload, CHUNK_BYTES):
+        checksum = xxh3_64(seed=_seed(key, start))
         for part in parts:
             checksum.update(part)
-        yield CHUNK_KEY.pack(key, number), b"".join((checksum.digest(), *parts))
+        yield CHUNK_KEY.pack(key, start), b"".join((checksum.digest(), *parts))
+        start += sum(map(len, parts))
 
 
-def _seed(key: int, number: int) -> int:
+def first_chunks(chunks: Iterator[tuple[bytes, bytes]], nbytes: float) -> Iterator[tuple[bytes, bytes]]:
+    """The first of these chunks, with `nbytes` together or a few more."""
+    for name, value in chunks:
+        yield name, value
+        nbytes -= len(value)
+        if nbytes <= 0:
+            return
+
+
+def _seed(key: int, start: int) -> int:
     """The seed of a checksum. With it the checksum also proves that the chunk is in its place in this payload."""
-    return (key + number * 0x9E3779B97F4A7C15) % (1 << 64)
-
-
-def chunk_count(size: int) -> int:
-    """How many chunks a payload has."""
-    return -(-size // CHUNK_BYTES)
+    return (key + start * 0x9E3779B97F4A7C15) % (1 << 64)
 
 
 def unneeded(items: ItemRecords, there: npt.NDArray[np.void]) -> list[bytes]:
     """Those of `there`, the names of chunks, that no payload of `items` needs."""
-    keys, counts = items.items["key"], -(-items.items["nbytes"] // CHUNK_BYTES)
+    keys, sizes = items.items["key"], items.items["nbytes"]
     needed = np.zeros(there.size, dtype=np.bool_)
     if keys.size:
         owner = np.searchsorted(keys, there["key"]).clip(max=keys.size - 1)
-        needed = (keys[owner] == there["key"]) & (there["number"] < counts[owner])
-    return [CHUNK_KEY.pack(key, number) for key, number in there[~needed].tolist()]
+        needed = (keys[owner] == there["key"]) & (there["start"] < sizes[owner])
+    return [CHUNK_KEY.pack(key, start) for key, start in there[~needed].tolist()]

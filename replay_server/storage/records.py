@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64_digest, xxh3_64_intdigest
+from xxhash import xxh3_64_digest
 
 from replay_protos.labels import NO_LABELS, Labels, unpack_labels
 from replay_server.tables.columns import IntArray
 
-FORMAT = 3
+FORMAT = 4
 """Version of this layout. A server reads its own version only."""
 
 ITEM = np.dtype(
     [
-        ("checksum", "<u8"),  # of all that follows, rows and labels included
+        ("checksum", "<u8"),  # of all that follows, rows and labels included; its seed is the key
         ("key", "<u8"),
         ("policy_version", "<i8"),
         ("nbytes", "<i8"),
@@ -63,6 +63,14 @@ TABLE, SCOPE, LEASE, REMEMBERED, POLICY, CLOCK = (
 """Names of state records, or how they begin. Extensions name theirs themselves."""
 
 
+def of_another_version(which: str) -> str:
+    """What is to be done with the file of a version that wrote other records."""
+    return (
+        f"was written by a development version {which}, and this one reads format {FORMAT}: go on with that version, "
+        f"or bring its tables here with its `replay export` and the `replay table import` of this one"
+    )
+
+
 class Damaged(Exception):
     """The bytes of a record are not what was written."""
 
@@ -80,16 +88,6 @@ class ItemRecords:
     def __len__(self) -> int:
         return int(self.items.size)
 
-    def select(self, chosen: npt.NDArray[np.bool_] | IntArray) -> ItemRecords:
-        """Some of the items, by a mask (n,) or their places."""
-        counts = np.bincount(self.owners, minlength=len(self))
-        places = _places(counts, chosen)
-        labels = (
-            self.labels[_places(self.items["labels"].astype(np.int64), chosen)] if self.labels.size else self.labels
-        )
-        counts = counts[chosen]
-        return ItemRecords(self.items[chosen], self.rows[places], np.repeat(np.arange(counts.size), counts), labels)
-
     def labels_of_items(self) -> list[Labels] | None:
         """The labels of each item; None: no item has any."""
         if not self.labels.size:
@@ -100,14 +98,6 @@ class ItemRecords:
             unpack_labels(data[end - size : end]) if size else NO_LABELS
             for end, size in zip(ends.tolist(), sizes, strict=True)
         ]
-
-
-def _places(counts: IntArray, chosen: npt.NDArray[np.bool_] | IntArray) -> IntArray:
-    """Where the entries of the chosen items lie, of an array that has `counts` entries for each item in turn."""
-    starts = (np.cumsum(counts) - counts)[chosen]
-    counts = counts[chosen]
-    ends = np.cumsum(counts)
-    return np.asarray(np.arange(ends[-1] if ends.size else 0) + np.repeat(starts - (ends - counts), counts))
 
 
 class StateRecord(NamedTuple):
@@ -162,36 +152,28 @@ def pack_items(items: ItemRecords) -> list[tuple[int, bytes]]:
         if label_size:
             plain += labels[label : label + label_size]
             label += label_size
-        packed.append((key, xxh3_64_intdigest(plain).to_bytes(_CHECKSUM, "little") + plain))
+        packed.append((key, xxh3_64_digest(plain, key) + plain))
         head, row = head + ITEM.itemsize, row_end
     packed.sort()
     return packed
 
 
-def unpack_items(keys: npt.NDArray[np.uint64], records: Sequence[bytes]) -> ItemRecords:
-    """Unpacks the records found under `keys`, by ascending key. Damaged records are left out."""
-    lengths = np.fromiter(map(len, records), dtype=np.int64, count=len(records))
-    found: list[ItemRecords] = []
-    for length in np.unique(lengths).tolist():
-        places = np.flatnonzero(lengths == length)
-        if length < ITEM.itemsize:
-            continue
-        chosen = records if places.size == len(records) else [records[place] for place in places.tolist()]
-        checksums = [xxh3_64_intdigest(record[_CHECKSUM:]) for record in chosen]
-        block = np.frombuffer(b"".join(chosen), dtype=[("item", ITEM), ("rest", "u1", (length - ITEM.itemsize,))])
-        intact = (block["item"]["checksum"] == np.array(checksums, dtype=np.uint64)) & (
-            block["item"]["key"] == keys[places]
-        )
-        block = block[intact]
-        for label_size in np.unique(block["item"]["labels"]).tolist():
-            n = (length - ITEM.itemsize - label_size) // ROW.itemsize
-            alike = block[block["item"]["labels"] == label_size].view(_record(n, label_size))
-            rows = alike["rows"].reshape(-1) if n else np.empty(0, dtype=ROW)
-            found.append(
-                ItemRecords(alike["item"], rows, np.repeat(np.arange(alike.size), n), alike["labels"].reshape(-1))
-            )
-    joined = join_items(found)
-    return joined if len(found) == 1 else joined.select(np.argsort(joined.items["key"], kind="stable"))
+def unpack_items(keys: Sequence[int], records: Sequence[bytes]) -> ItemRecords:
+    """Unpacks the records found under `keys`, in their order. Damaged records are left out."""
+    size = ITEM.itemsize
+    intact = [
+        record
+        for key, record in zip(keys, records, strict=True)
+        if len(record) >= size and record[:_CHECKSUM] == xxh3_64_digest(record[_CHECKSUM:], key)
+    ]
+    items = np.frombuffer(b"".join([record[:size] for record in intact]), ITEM)
+    ends = np.fromiter(map(len, intact), np.int64, len(intact)) - items["labels"]
+    rows = b"".join([record[size:end] for record, end in zip(intact, ends.tolist(), strict=True)])
+    labels = b""
+    if items["labels"].any():
+        labels = b"".join([record[end:] for record, end in zip(intact, ends.tolist(), strict=True)])
+    owners = np.repeat(np.arange(len(intact)), (ends - size) // ROW.itemsize)
+    return ItemRecords(items, np.frombuffer(rows, ROW), owners, np.frombuffer(labels, np.uint8))
 
 
 def join_items(parts: Iterable[ItemRecords]) -> ItemRecords:
@@ -206,10 +188,6 @@ def join_items(parts: Iterable[ItemRecords]) -> ItemRecords:
         ),
         np.concatenate([np.empty(0, np.uint8), *(part.labels for part in parts)]),
     )
-
-
-def _record(n: int, label_size: int) -> np.dtype[np.void]:
-    return np.dtype([("item", ITEM), ("rows", ROW, (n,)), ("labels", "u1", (label_size,))])
 
 
 def pack(value: Any) -> bytes:

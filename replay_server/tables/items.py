@@ -93,14 +93,6 @@ class DamagedPayloads(Exception):
         self.keys = keys
 
 
-class Reader(Protocol):
-    def read(self, part: slice) -> list[Payload | None]:
-        """The payloads of the keys in `part`; None for each damaged one. May be called from any thread."""
-
-    def close(self) -> None:
-        """Ends the read, so that payloads deleted meanwhile can be freed."""
-
-
 @dataclass(frozen=True)
 class StorageFacts:
     """What operators are told of a storage."""
@@ -128,9 +120,6 @@ class Storage(Protocol):
 
         A payload has more bytes than that if it was extended since the caller learned its size.
         """
-
-    def reader(self, keys: Sequence[int], sizes: Sequence[int]) -> Reader:
-        """Reads as `get`, but later and on another thread. Payloads that are deleted meanwhile can still be read."""
 
     def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
         """Deletes payloads; `sizes` are their bytes."""
@@ -166,9 +155,6 @@ class MemoryStorage:
             return found
         return [first_bytes(payload, size) for payload, size in zip(found, sizes, strict=True)]
 
-    def reader(self, keys: Sequence[int], sizes: Sequence[int]) -> Reader:
-        return _MemoryReader(self.get(keys, sizes))
-
     def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
         for key in keys:
             del self._payloads[key]
@@ -183,17 +169,6 @@ class MemoryStorage:
 
     def close(self) -> None:
         self._payloads.clear()
-
-
-class _MemoryReader:
-    def __init__(self, payloads: list[Payload]) -> None:
-        self._payloads = payloads
-
-    def read(self, part: slice) -> list[Payload | None]:
-        return list(self._payloads[part])
-
-    def close(self) -> None:
-        self._payloads = []
 
 
 def first_bytes(payload: Payload, size: int) -> Payload:

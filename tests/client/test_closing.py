@@ -174,7 +174,7 @@ def test_an_insert_that_closed_a_sample_is_written_again_when_the_disk_failed(tm
     failures, commit = [lmdb.DiskError("full")], LmdbStorage.commit
 
     def failing(self, *changes):
-        if changes[1].fresh and failures:
+        if changes[1].parts and failures:
             raise failures.pop()
         commit(self, *changes)
 

@@ -44,7 +44,7 @@ def test_checkpoints_are_made_listed_verified_and_restored_from(tmp_path):
         path.write_bytes(path.read_bytes()[:-1])
         listed = run_replay("checkpoint", "list", address=server.address)
         assert listed.returncode == 1
-        assert "damaged: its end is missing" in listed.stdout
+        assert "not restorable: its end is missing" in listed.stdout
 
 
 @pytest.mark.parametrize("command", ["create", "list"])

@@ -48,9 +48,9 @@ def open_buffer(directory: Path, fsync: bool = True) -> tuple[ReplayBuffer, Lmdb
     storage = LmdbStorage(directory, fsync=fsync)
     buffer = replay_buffer(TABLES, time.monotonic, storage=storage)
     state = storage.load()
-    collector = ChangeCollector(buffer, state)
-    buffer.watchers.append(collector)
     try:
+        collector = ChangeCollector(buffer, state)
+        buffer.watchers.append(collector)
         restore(buffer, state)
     except ValueError as error:
         raise DamagedDirectory(directory, str(error)) from error

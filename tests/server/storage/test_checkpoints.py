@@ -17,9 +17,8 @@ from replay_client import ReplayClient
 from replay_client.errors import InvalidRequestError, ReplayError
 from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, TableConfig
 from replay_server.rpc.limits import OpenCalls
-from replay_server.storage import checkpointer, checkpoints
-from replay_server.storage.checkpoints import CheckpointDirectory, DamagedCheckpoint, read_contents
-from replay_server.tables.items import BYTES_PER_READ, MemoryStorage
+from replay_server.storage import checkpointer, checkpoints, state
+from replay_server.storage.checkpoints import CheckpointDirectory, DamagedCheckpoint, verified
 from tests.factories import make_group, small_disk, until
 from tests.system.ledger import payload_of
 
@@ -137,7 +136,7 @@ def test_a_checkpoint_under_load_is_of_one_moment(tmp_path, durable):
 
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_checkpoint_while_items_are_extended_has_each_item_whole(tmp_path, monkeypatch, durable):
-    monkeypatch.setattr(checkpointer, "ITEMS_PER_YIELD", 20)  # so that items are extended that are copied already
+    monkeypatch.setattr(state, "ITEMS_PER_SLICE", 20)  # so that items are extended that are copied already
     tables = (TableConfig(name="pool", requires=["c0"]),)
     with serving(tmp_path, durable=durable, tables=tables) as client:
         with client.writer() as writer:
@@ -194,7 +193,7 @@ def test_a_restore_falls_back_to_the_newest_whole_checkpoint_and_says_so(tmp_pat
         }
     with serving(tmp_path, restore="latest") as client:
         assert client.server_info().items == 2
-    assert "c2.checkpoint is damaged" in caplog.text
+    assert "c2.checkpoint cannot be restored: its bytes are not what was written" in caplog.text
     assert "falling back to checkpoint" in caplog.text
     with pytest.raises(ValueError, match=r"no checkpoint 'c9'.*c2, c1, c0"), serving(tmp_path, restore="c9"):
         pass
@@ -223,7 +222,8 @@ def test_only_the_last_few_of_its_own_are_kept_and_nothing_else_is_touched(tmp_p
     for name in foreign:
         (folder / name).write_text("mine")
     left_over = folder / "auto-20200101T000000.000Z.checkpoint.partial"
-    left_over.write_text("from a crash")
+    left_over.mkdir()
+    (left_over / "data.mdb").write_text("from a crash")
     with serving(tmp_path, keep=2) as client:
         client.insert(b"x", {"pool": 1.0})
         client.checkpoint("named")
@@ -257,7 +257,7 @@ def test_a_disk_that_is_full_fails_the_checkpoint_and_nothing_else(tmp_path):
         small = client.insert(b"x", {"pool": 1.0})
         client.checkpoint("fits")
         client.insert(bytes(3 << 20), {"pool": 1.0})
-        with pytest.raises(ReplayError, match=r"could not be written.*No space left"):
+        with pytest.raises(ReplayError, match=r"could not be written.*make room if its disk is full"):
             client.checkpoint("large")
         assert [path.name for path in disk.iterdir()] == ["fits.checkpoint"]
         assert client.checkpoints(verify=True)[0].intact
@@ -270,7 +270,7 @@ def test_a_restore_onto_a_full_disk_is_refused_and_works_once_there_is_room(tmp_
         client.checkpoint("large")
     with small_disk(tmp_path / "data", "4m") as disk:
         with (
-            pytest.raises(ValueError, match=r"cannot take the 20971520 bytes of the checkpoint.*make room"),
+            pytest.raises(ValueError, match=r"cannot take the 2\d{7} bytes of the checkpoint.*make room"),
             serving(tmp_path, durable=True, restore="latest"),
         ):
             pass
@@ -298,7 +298,7 @@ def test_any_flip_and_any_cut_of_a_checkpoint_is_noticed(tmp_path):
         client.checkpoint("whole")
     path = tmp_path / "checkpoints" / "whole.checkpoint"
     data = path.read_bytes()
-    assert len(read_contents(path).state.items) == 40
+    assert verified(path).summary.items == 40
     rng, copy = random.Random(0), tmp_path / "copy"
     for _ in range(500):
         damaged = bytearray(data)
@@ -309,20 +309,21 @@ def test_any_flip_and_any_cut_of_a_checkpoint_is_noticed(tmp_path):
             damaged[at] ^= 1 << rng.randrange(8)
         copy.write_bytes(damaged)
         with pytest.raises(DamagedCheckpoint):
-            read_contents(copy)
+            verified(copy)
 
 
-def test_a_checkpoint_that_names_its_end_as_its_foot_does_not_hide_the_others(tmp_path):
+def test_a_checkpoint_whose_seal_has_another_length_does_not_hide_the_others(tmp_path):
     with serving(tmp_path) as client:
         client.insert(b"x", {"pool": 1.0})
         client.checkpoint("whole")
         client.checkpoint("bad")
     path = tmp_path / "checkpoints" / "bad.checkpoint"
     data = path.read_bytes()
-    for at in range(len(data) - 40, len(data) + 2):
-        path.write_bytes(data[:-16] + at.to_bytes(8, "little") + data[-8:])
+    right = int.from_bytes(data[-16:-8], "little")
+    for length in (*range(right + 20), len(data) - 16, len(data), 1 << 63):
+        path.write_bytes(data[:-16] + length.to_bytes(8, "little") + data[-8:])
         directory = CheckpointDirectory(path.parent)
-        if at != int.from_bytes(data[-16:-8], "little"):
+        if length != right:
             assert [(entry.name, entry.summary is None) for entry in directory.list()] == [
                 ("bad", True),
                 ("whole", False),
@@ -379,8 +380,8 @@ def test_verifying_for_many_keeps_no_checkpoint_and_no_list_waiting(tmp_path, mo
     go_on = threading.Event()
     with serving(tmp_path) as client:
         client.checkpoint("first")
-        read = checkpoints.read_contents
-        monkeypatch.setattr(checkpoints, "read_contents", lambda path: (go_on.wait(200), read(path))[1])
+        read = checkpoints.verified
+        monkeypatch.setattr(checkpoints, "verified", lambda path: (go_on.wait(200), read(path))[1])
         with ThreadPoolExecutor(40) as pool:
             verified = [pool.submit(client.checkpoints, verify=True) for _ in range(40)]
             client.checkpoint("second", timeout=60.0)
@@ -402,20 +403,22 @@ def test_the_newest_checkpoint_stays_the_newest_when_the_clock_is_set_back(tmp_p
         assert client.server_info().items == 4
 
 
-def test_a_checkpoint_reads_its_items_in_portions_whatever_they_are_together(tmp_path, monkeypatch):
-    portions, reader = [], MemoryStorage.reader
-
-    def noted(storage, keys, sizes):
-        portions.append(sum(sizes))
-        return reader(storage, keys, sizes)
-
-    monkeypatch.setattr(MemoryStorage, "reader", noted)
+def test_a_checkpoint_of_another_version_is_refused_in_words_that_say_what_to_do(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    with serving(tmp_path) as client, monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "FORMAT", 99)
+        client.checkpoint("newer")
+        (folder / "older.checkpoint").write_bytes(b"replay checkpoint\0 frames" + bytes(8) + b"complete")
     with serving(tmp_path) as client:
-        for _ in range(30):
-            client.insert(bytes(1 << 20), {"pool": 1.0})
-        client.checkpoint()
-    assert sum(portions) == 30 << 20
-    assert max(portions) <= BYTES_PER_READ
+        problems = {entry.name: entry.problem for entry in client.checkpoints(verify=True)}
+    assert problems.keys() == {"newer", "older"}
+    assert "was written by a development version with format 99" in problems["newer"]
+    assert "was written by a development version of before 2026-11-25" in problems["older"]
+    for problem in problems.values():
+        assert "go on with that version, or bring its tables here with its `replay export`" in problem
+        assert "damaged" not in problem
+    with pytest.raises(ValueError, match="was written by a development version"), serving(tmp_path, restore="latest"):
+        pass
 
 
 def test_empty_payloads_between_small_ones_come_back_as_they_were(tmp_path):

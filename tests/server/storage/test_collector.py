@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from replay_server.storage.records import State
+from replay_server.storage.records import State, pack_items, unpack_items
 from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.config import TableConfig
 from replay_server.tables.extensions.standard import replay_buffer
@@ -70,7 +70,8 @@ def test_what_a_restart_finds_damaged_gives_its_place_in_a_queue_back():
 
     assert insert(buffer, 7, 8) == 2
     delta = collector.collect()
-    state = State(dict(delta.state_records), delta.items.select(np.array([1])))
+    second = unpack_items([8], [dict(pack_items(delta.items))[8]])
+    state = State(dict(delta.state_records), second)
     again = replay_buffer(tables, time.monotonic)
     restore(again, state)
     assert (insert(again, 9), insert(again, 10)) == (1, 0)

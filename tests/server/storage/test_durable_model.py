@@ -1,7 +1,7 @@
 """ReplayBuffer on LMDB against the reference: any operations in any order, and a kill between any two of them.
 
 A kill throws the buffer away and takes up what the last commit has written; the reference goes back to that moment, and
-gives back what was in hand. Moving writes a checkpoint, and begins with it in an empty directory.
+gives back what was in hand. Moving writes a checkpoint, in one of two ways, and begins with it in an empty directory.
 
 REPLAY_MODEL_EXAMPLES=2000 looks longer than a run of all tests does.
 """
@@ -19,9 +19,9 @@ from hypothesis.stateful import precondition, rule
 
 from replay_server.storage import lmdb, records, state
 from replay_server.storage.checkpointer import Checkpointer
-from replay_server.storage.checkpoints import CheckpointDirectory
+from replay_server.storage.checkpoints import CheckpointDirectory, seal
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.storage.state import ChangeCollector, restore, restore_checkpoint
+from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.extensions.standard import replay_buffer
 from tests.server.tables import test_model
 
@@ -43,8 +43,10 @@ class DurableMachine(test_model.ModelMachine):
         self.rest = {"admission": admission, "max_bytes": max_bytes}
         return self.open(tables)
 
-    def open(self, tables):
+    def open(self, tables, checkpoint=None):
         self.storage = LmdbStorage(Path(self.folder.name))
+        if checkpoint is not None:
+            self.storage.adopt(checkpoint.path, checkpoint.size)
         buffer = replay_buffer(
             tables, lambda: self.now, storage=self.storage, rows_per_slice=test_model.ROWS_PER_SLICE, **self.rest
         )
@@ -80,33 +82,35 @@ class DurableMachine(test_model.ModelMachine):
         self.start_again(lambda: restore(*self.loading))
 
     @precondition(lambda self: hasattr(self, "model"))
-    @rule()
-    def move(self):
+    @rule(copy_file=st.booleans())
+    def move(self, copy_file):
         directory = CheckpointDirectory(Path(self.folder.name) / "checkpoints")
+        directory.path.mkdir(exist_ok=True)
 
         async def write():
             checkpointer = Checkpointer(self.buffer, directory, keep=1)
             await checkpointer.write("here")
             await checkpointer.close()
 
-        asyncio.run(write())
+        if copy_file:
+            self.commit()
+            directory.file("here").unlink(missing_ok=True)
+            self.storage.copy_to(directory.file("here"))
+            seal(directory.file("here"), "here", 0.0)
+        else:
+            asyncio.run(write())
         checkpoint = directory.open("here")
         self.storage.close()
         (Path(self.folder.name) / "data.mdb").unlink()
         (Path(self.folder.name) / "server.lock").unlink()
+        self.start_again(lambda: restore(*self.loading), checkpoint)
 
-        def begin():
-            restore_checkpoint(self.buffer, checkpoint, self.storage.write_payloads)
-            self.collector.all_changed()
-
-        self.start_again(begin)
-
-    def start_again(self, fill):
+    def start_again(self, fill, checkpoint=None):
         self.model.now = self.now
         self.pendings, self.hands, self.log = {}, [], deque()
         self.model.restart()
         tables = [table.config for table in self.model.tables.values()]
-        self.buffer = self.open(tables)
+        self.buffer = self.open(tables, checkpoint)
         self.listen_to_all()
         fill()
         if self.admission is not None:

@@ -120,8 +120,9 @@ def test_a_format_of_another_version_is_refused(tmp_path, monkeypatch):
         patch.setattr("replay_server.storage.lmdb.FORMAT", 99)
         with serving(tmp_path) as client:
             client.insert(b"x", {"pool": 1.0})
-    with pytest.raises(UnusableDirectory, match="has format 99, and this version of the software reads"):
+    with pytest.raises(UnusableDirectory, match=r"development version with format 99, .* `replay export`") as refusal:
         ReplayServer(TABLES, port=0, data_dir=tmp_path).start()
+    assert "damaged" not in str(refusal.value)
 
 
 def test_a_directory_that_was_used_and_lost_its_file_is_refused(tmp_path):
@@ -198,7 +199,7 @@ def test_no_start_is_empty_after_one_that_had_no_room_for_its_checkpoint(disk):
     data = disk / "data.mdb"
     data.write_bytes(data.read_bytes()[:-4096])
     for _ in range(2):
-        with pytest.raises(UnusableDirectory, match=r"cannot take the 10000000 bytes|No space left"):
+        with pytest.raises(UnusableDirectory, match=r"cannot take the 10\d{6} bytes|No space left"):
             ReplayServer(TABLES, port=0, data_dir=disk).start()
     for aside in disk.glob("replaced-*.mdb"):
         aside.unlink()
@@ -277,7 +278,7 @@ def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_on
 
     def failing(self, *changes):
         _, payloads, *_ = changes
-        if payloads.fresh and failures:
+        if payloads.parts and failures:
             begun.set()
             assert go_on.wait(200)
             raise failures.pop()
@@ -312,7 +313,7 @@ def test_a_segment_of_an_item_whose_insert_could_not_be_written_is_refused_with_
     commit = LmdbStorage.commit
 
     def failing(self, *changes):
-        if changes[1].fresh and failures:
+        if changes[1].parts and failures:
             begun.set()
             assert go_on.wait(200)
             raise failures.pop()
@@ -440,7 +441,7 @@ def test_a_segment_that_could_not_be_written_is_written_again_and_then_acknowled
     failures, commit = [lmdb.DiskError("full")] * 3, LmdbStorage.commit
 
     def failing(self, *changes):
-        if changes[1].grown and failures:
+        if any(not part.is_new for part in changes[1].parts.values()) and failures:
             raise failures.pop()
         commit(self, *changes)
 

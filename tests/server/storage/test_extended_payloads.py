@@ -5,7 +5,6 @@ REPLAY_MODEL_EXAMPLES=2000 looks longer than a run of all tests does.
 """
 
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb as lmdb_library
@@ -17,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replay_server.storage import lmdb
 from replay_server.storage.lmdb import LmdbStorage, Unwritten
 from replay_server.storage.records import ITEM, ROW, Delta, ItemRecords
-from replay_server.tables.items import DamagedPayloads, MemoryStorage, Reader, first_bytes
+from replay_server.tables.items import DamagedPayloads, MemoryStorage, first_bytes
 from tests.server.tables.test_model import case_of
 
 CHUNK = 7
@@ -38,12 +37,6 @@ def records_of(payloads: dict[int, bytes]) -> ItemRecords:
     items["key"] = sorted(payloads)
     items["nbytes"] = [len(payloads[key]) for key in sorted(payloads)]
     return ItemRecords(items, np.empty(0, dtype=ROW), np.empty(0, dtype=np.int64))
-
-
-@dataclass
-class OpenReader:
-    reader: Reader
-    expected: list[bytes]
 
 
 class Failing(list):
@@ -70,7 +63,6 @@ class InMemory(RuleBasedStateMachine):
         """Those that each payload has had."""
         self.items: dict[int, int] = {}
         """A number for each item that a key has stood for."""
-        self.readers: list[OpenReader] = []
         self.count = 0
 
     def make_storage(self):
@@ -105,20 +97,11 @@ class InMemory(RuleBasedStateMachine):
             self.storage.delete([key], [len(self.now.pop(key))])
 
     @rule(asked=st.lists(st.tuples(keys, picks), max_size=4, unique_by=lambda pair: pair[0]))
-    def open_reader(self, asked):
-        """For the payloads as they are, or as they were before they were extended."""
+    def read(self, asked):
+        """Payloads as they are, or as they were before they were extended."""
         there = [(key, self.sizes[key][pick % len(self.sizes[key])]) for key, pick in asked if key in self.now]
-        reader = self.storage.reader([key for key, _ in there], [size for _, size in there])
-        self.readers.append(OpenReader(reader, [self.now[key][:size] for key, size in there]))
-
-    @precondition(lambda self: self.readers)
-    @rule(pick=picks)
-    def read(self, pick):
-        """Whatever has happened since."""
-        opened = self.readers.pop(pick % len(self.readers))
-        found = opened.reader.read(slice(None))
-        assert [b"".join(payload) for payload in found] == opened.expected
-        opened.reader.close()
+        found = self.storage.get([key for key, _ in there], [size for _, size in there])
+        assert [b"".join(payload) for payload in found] == [self.now[key][:size] for key, size in there]
 
     @invariant()
     def all_is_there(self):
@@ -128,8 +111,6 @@ class InMemory(RuleBasedStateMachine):
             assert [b"".join(payload) for payload in found] == list(there.values())
 
     def teardown(self):
-        for opened in getattr(self, "readers", ()):
-            opened.reader.close()
         if hasattr(self, "storage"):
             self.storage.close()
 
@@ -193,9 +174,6 @@ class OnDisk(InMemory):
         if in_the_middle and self.taken is not None:
             with pytest.raises(lmdb_library.DiskError):
                 self.write(fails=True)
-        for opened in self.readers:
-            opened.reader.close()
-        self.readers.clear()
         self.storage.close()
         self.now, self.taken = dict(self.kept), None
         self.sizes, self.items = {key: list(had) for key, had in self.kept_sizes.items()}, dict(self.kept_items)

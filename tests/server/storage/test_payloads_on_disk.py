@@ -10,7 +10,7 @@ import msgpack
 import pytest
 
 from replay_client import ReplayClient
-from replay_server import ReplayServer, TableConfig
+from replay_server import CheckpointsSection, ReplayServer, TableConfig
 
 QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100})
 POOL = TableConfig(name="pool", sampler="fifo")
@@ -59,10 +59,17 @@ def test_a_damaged_item_is_left_out_and_the_others_come(damaged, read):
     assert found == [0, 1, 3, 4, 5]
 
 
-def test_a_checkpoint_goes_without_a_damaged_item(damaged):
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_checkpoint_of_a_damaged_item_restores_all_others(damaged, tmp_path, durable):
     name = damaged.checkpoint()
     (found,) = damaged.checkpoints(verify=True)
-    assert (found.name, found.intact, found.items) == (name, True, 5)
+    assert (found.name, found.intact) == (name, True)
+    assert len(damaged.get(range(6))) == 5
+    section = CheckpointsSection(dir=tmp_path / "checkpoints")
+    server = ReplayServer([POOL], port=0, checkpoints=section, data_dir=tmp_path / "other" if durable else None)
+    with server.restore(name), ReplayClient(server.address) as client:
+        assert [item.key for item in client.get(range(6))] == [0, 1, 3, 4, 5]
+        assert client.server_info().damaged == 1
 
 
 def test_a_damaged_record_of_a_lease_costs_the_lease_alone(tmp_path):
