@@ -42,8 +42,8 @@ class AdministrationMethods:
         server_info.recipe = self._recipe
         server_info.server_id = self._server_id
         server_info.uptime = self.buffer.clock() - self._started
-        server_info.insert_streams = self.backend.insert_streams
-        server_info.sample_streams = self.backend.sample_streams
+        server_info.insert_streams = self.backend.calls.open["InsertStream"]
+        server_info.sample_streams = self.backend.calls.open["Draw"]
         server_info.long_wait = info.long_wait(self.buffer, self.backend.clients)
         server_info.silences.extend(info.silences(self.buffer, self.backend.clients))
         server_info.clients.extend(info.clients(self.buffer, self.backend.clients))

@@ -146,7 +146,7 @@ class Method:
         """The response to one request, or None after all responses of a stream. Raises Refused."""
         code, began = "UNKNOWN", time.perf_counter()
         try:
-            with self._backend.calls.counted(self._endless):
+            with self._backend.calls.counted(self.name, self._endless):
                 if self._client_streaming:
                     response = await self._behavior(call)
                 else:

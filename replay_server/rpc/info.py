@@ -30,8 +30,7 @@ from replay_server.tables.extensions.admission import Admission
 from replay_server.tables.extensions.archive import Archiving
 from replay_server.tables.extensions.construction import Construction
 from replay_server.tables.extensions.history import History
-from replay_server.tables.meters import Activity, FlowMeter, Quantiles
-from replay_server.tables.rate_limiters import RateLimiter
+from replay_server.tables.meters import Activity, Quantiles
 from replay_server.tables.table import Table
 from replay_server.tables.waiting import Line
 
@@ -90,7 +89,7 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
     kept = np.array(list(columns.retained.values()), dtype=np.int64)
     staleness = buffer.policy.version - columns.policy_version[slots]
     np.maximum(staleness, 0, out=staleness)
-    insert = lines.inserts.head
+    insert, limiter, flow = lines.inserts.head, table.limiter, table.flow.measured()
     return pb.TableInfo(
         name=table.name,
         config=table.config.model_dump_json(),
@@ -107,14 +106,21 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         samples_per_second=table.sampled.per_second(now),
         insert_blocked_share=table.insert_blocked.share(now),
         sample_blocked_share=table.sample_blocked.share(now),
-        limiter=_limiter(table.limiter),
+        limiter=pb.Limiter(
+            samples_per_insert=limiter.samples_per_insert,
+            min_size=limiter.min_size,
+            min_diff=limiter.min_diff,
+            max_diff=limiter.max_diff,
+            difference=limiter.inserts * limiter.samples_per_insert - limiter.samples,
+            size=max(0, limiter.size),
+        ),
         inserted=_rhythm(table.inserted, now),
         sampled=_rhythm(table.sampled, now),
         values=[pb.ValueInfo(**vars(value)) for value in table.balanced.values()] if table.balanced else [],
         waiting_rows=table.waiting.count,
         lacking=[pb.Lacking(name=name, items=items) for name, items in table.waiting.lacking().items()],
         waiting_seconds=max(0.0, now - table.waits_since) if table.waiting.count else 0.0,
-        flow=_flow(table.flow),
+        flow=None if flow is None else pb.Flow(**vars(flow)),
         kept=kept.size,
         kept_bytes=int(columns.cost[kept].sum()),
         archive_of=archive.source if (archive := _archive(buffer, table)) is not None else "",
@@ -137,21 +143,6 @@ def _samples_waiting(buffer: ReplayBuffer, table: Table) -> pb.Waiting:
     if _archive(buffer, table) is not None:  # the archiver waits for the next item; that is no standstill
         return pb.Waiting(count=len(line))
     return _waiting(line, None if line.head is None else buffer.why_waiting(line.head))
-
-
-def _limiter(limiter: RateLimiter) -> pb.Limiter:
-    return pb.Limiter(
-        samples_per_insert=limiter.samples_per_insert,
-        min_size=limiter.min_size,
-        min_diff=limiter.min_diff,
-        max_diff=limiter.max_diff,
-        difference=limiter.inserts * limiter.samples_per_insert - limiter.samples,
-        size=max(0, limiter.size),
-    )
-
-
-def _flow(meter: FlowMeter) -> pb.Flow | None:
-    return pb.Flow(**vars(flow)) if (flow := meter.measured()) is not None else None
 
 
 def _rhythm(activity: Activity, now: float) -> pb.Rhythm:
@@ -292,11 +283,8 @@ def _usual_step(buffer: ReplayBuffer) -> float:
     """Seconds that a step of the trainer usually takes, as far as its traces here tell; 0: unknown."""
     if usual := buffer.versions.usual:
         return usual
-    return max(chain.from_iterable(map(_usual_uses, buffer.trained)), default=0.0)
-
-
-def _usual_uses(table: Table) -> tuple[float, float]:
-    return table.inserted.rhythm.usual, table.sampled.rhythm.usual
+    uses = ((table.inserted.rhythm.usual, table.sampled.rhythm.usual) for table in buffer.trained)
+    return max(chain.from_iterable(uses), default=0.0)
 
 
 def _limit(usual: float) -> float:

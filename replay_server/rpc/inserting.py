@@ -80,16 +80,12 @@ class InsertMethods:
         async def answer(decided: Decided) -> None:
             await call.write(decided.message())
 
-        self._backend.insert_streams += 1
-        try:
-            with self._backend.clients.calling(call.context, None) as seen:
-                inserts = Inserts(self._backend, call.client, call.read, answer, seen)
-                if self._journal is None:
-                    await inserts.run()
-                else:
-                    await acknowledged(self._journal, inserts)
-        finally:
-            self._backend.insert_streams -= 1
+        with self._backend.clients.calling(call.context, None) as seen:
+            inserts = Inserts(self._backend, call.client, call.read, answer, seen)
+            if self._journal is None:
+                await inserts.run()
+            else:
+                await acknowledged(self._journal, inserts)
 
 
 class Decided:

@@ -97,6 +97,7 @@ class ItemMethods:
         chosen = slots[start : start + limit]
         keys: list[int] = columns.key[chosen].tolist()
         labels = self.buffer.items.labels(keys) or ()
+        lacking = table.waiting.lacking_of(chosen) if table.waiting.count else ()
         return pb.ListItemsResponse(
             keys=keys,
             priorities=columns.priority[chosen].tolist(),
@@ -110,7 +111,7 @@ class ItemMethods:
             effective_priorities=table.effective_priorities(chosen).tolist(),
             columns=columns_message(labels),
             tags=tags_message(labels),
-            lacking=_lacking(table, chosen),
+            lacking=columns_message([Labels(frozenset(names)) for names in lacking]),
         )
 
     async def Departures(self, request: pb.DeparturesRequest, call: Call) -> pb.DeparturesResponse:
@@ -159,13 +160,6 @@ def _tags(request: pb.ListItemsRequest) -> dict[str, str]:
     if len(wanted) < len(request.tags) or len(wanted) > MOST_TAGS:
         raise invalid(f"{len(request.tags)} tags to look for: name each once, and at most {MOST_TAGS}")
     return wanted
-
-
-def _lacking(table: Table, slots: IntArray) -> list[pb.Columns]:
-    """What each of `slots` (n,) waits for."""
-    if not table.waiting.count:
-        return []
-    return columns_message([Labels(frozenset(names)) for names in table.waiting.lacking_of(slots)])
 
 
 def _check_keys(n: int) -> None:

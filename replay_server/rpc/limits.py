@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,10 +46,6 @@ class Backend:
         self.clients = Clients(buffer.clock)
         self.draining = False
         """Whether items with new keys are refused. Another thread may set it."""
-        self.insert_streams = 0
-        """Open now."""
-        self.sample_streams = 0
-        """Open now."""
 
     async def durable(self) -> None:
         """Returns when all changes until now are written; at once where items are in memory only."""
@@ -147,7 +144,8 @@ class Budget:
 class OpenCalls:
     def __init__(self, limits: LimitsSection) -> None:
         self._limits = limits
-        self.count = 0
+        self.open: Counter[str] = Counter()
+        """How many calls are open, by method."""
         self._endless: set[asyncio.Task[Any]] = set()
         """The streams that last until their clients end them."""
         self._closing = False
@@ -158,12 +156,16 @@ class OpenCalls:
         for task in self._endless:
             task.cancel()
 
+    @property
+    def count(self) -> int:
+        return self.open.total()
+
     @contextmanager
-    def counted(self, endless: bool) -> Iterator[None]:
+    def counted(self, method: str, endless: bool) -> Iterator[None]:
         """Counts the current task as one more open call. Raises Refused if `max_calls` are open, or it has to end."""
         if self.count >= self._limits.max_calls:
             raise busy(f"{self.count} calls are open, which is as many as this server takes (max_calls); try later")
-        self.count += 1
+        self.open[method] += 1
         task = asyncio.current_task()
         if endless and task is not None:
             self._endless.add(task)
@@ -177,6 +179,6 @@ class OpenCalls:
                 raise Refused(Code.UNAVAILABLE, "the server is shutting down", Reason.CLOSING) from None
             raise
         finally:
-            self.count -= 1
+            self.open[method] -= 1
             if task is not None:
                 self._endless.discard(task)

@@ -103,12 +103,8 @@ class SampleMethods:
                     draws.drop(draw)
 
     async def Draw(self, call: Call) -> None:
-        self.backend.sample_streams += 1
-        try:
-            with self.backend.clients.calling(call.context, None) as seen:
-                await DrawResponder(self.backend, self.draws, call, seen).run()
-        finally:
-            self.backend.sample_streams -= 1
+        with self.backend.clients.calling(call.context, None) as seen:
+            await DrawResponder(self.backend, self.draws, call, seen).run()
 
     @once(pb.MutationResponse)
     async def TakeItems(self, request: pb.TakeItemsRequest, call: Call) -> pb.MutationResponse:
@@ -122,12 +118,10 @@ class SampleMethods:
         return pb.MutationResponse(applied=len(set(request.keys)) - len(missing), missing=missing)
 
 
-def _side(backend: Backend, table: str) -> Side | None:
+def _side(backend: Backend, table: str) -> Side:
     """Who samples this table: the archiver, generators that look for prompts or for groups under construction, or else
     trainers."""
     buffer = backend.buffer
-    if not table:
-        return None
     if table == ARCHIVE and Archiving.of(buffer) is not None:
         return Side.ARCHIVER
     construction = Construction.of(buffer)
@@ -451,7 +445,7 @@ class DrawResponder:
 
     async def _read(self) -> None:
         while (request := await self._call.read()) is not None:
-            self._seen(_side(self._backend, self._table_of(request)))
+            self._seen(_side(self._backend, request.draw.table) if request.HasField("draw") else None)
             while len(self._answers) >= MAX_UNANSWERED:
                 self._answered.clear()
                 await self._answered.wait()
@@ -466,14 +460,6 @@ class DrawResponder:
                 except Refused as refusal:
                     answer = _refused(refusal)
                 self._answer(answer)
-
-    def _table_of(self, request: pb.DrawRequest) -> str:
-        """The table that a request is about; empty: the batches that it names are not there."""
-        if request.HasField("draw"):
-            return request.draw.table
-        ids = chain(request.take, request.give_back, request.renew)
-        there = (found[0].name for each in ids if (found := self._buffer.outstanding.by_id.get(each)) is not None)
-        return next(there, "")
 
     def _await(self, awaited: bool) -> None:
         self.awaited = awaited

@@ -284,9 +284,9 @@ class ReplayBuffer:
         self.items.make_room(tables)
         for table, evicted_before in zip(tables, before, strict=True):
             if table.counters.evicted > evicted_before:
-                gone = [(key, table.name) for key in insert.keys if key not in table]
+                gone = table.columns.absent(insert.keys)
                 table.counters.evicted_on_arrival += len(gone)
-                insert.evicted.extend(gone)
+                insert.evicted.extend((key, table.name) for key in gone)
         if insert.closes:
             self.items.closing.update(key for key in insert.keys if key in self.items)
             changed += self.outstanding.close(insert.closes)

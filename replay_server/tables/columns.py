@@ -219,6 +219,11 @@ class Columns(RowFacts):
         slot = self._slots.get(key)
         return None if self._leaving and slot is not None and self.state[slot] < WAITING else slot
 
+    def absent(self, keys: Iterable[int]) -> list[int]:
+        """Those of `keys` that are not here."""
+        there = self if self._leaving else self._slots  # asked for each key, the columns are four times as slow
+        return [key for key in keys if key not in there]
+
     def leaving(self, key: int) -> int | None:
         """The slot of `key` if it is leaving."""
         slot = self._slots.get(key)

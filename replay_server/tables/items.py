@@ -292,14 +292,13 @@ class Items(dict[int, Item]):
 
     def release(self, keys: Iterable[int]) -> None:
         """Removes a holder from each of `keys`; deletes the items that have none left."""
-        gone, sizes, lost = [], [], []
+        gone, sizes, lost, nbytes = [], [], [], 0
         for key in keys:
             item = self[key]
             item.holders -= 1
             if item.holders == 0:
                 del self[key]
-                self.bytes -= item.cost
-                self.freed = True
+                nbytes += item.nbytes + item.labels.nbytes  # twice as fast as its cost
                 gone.append(key)
                 sizes.append(item.nbytes)
             elif (self.declared or self.leaving) and self.lost(key):
@@ -307,6 +306,9 @@ class Items(dict[int, Item]):
                 self.freed = True  # an insert that waits for these bytes lets go of the item
             elif self.spares and item.holders == self.spare(key):
                 self.freed = True
+        if gone:
+            self.bytes -= nbytes
+            self.freed = True
         if self.closing:
             self.closing.difference_update(gone)
         self.storage.delete(gone, sizes)
