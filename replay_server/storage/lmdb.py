@@ -207,8 +207,6 @@ class LmdbStorage(LmdbFile):
         """What the running commit writes."""
         self._taken_bytes = 0
         """Payload bytes of that."""
-        self._half_written: set[int] = set()
-        """New payloads of a failed commit. Some of their chunks may be in the file."""
         self.unwritten = 0
         """Payload bytes that no commit has written yet."""
         self.commits = 0
@@ -289,11 +287,9 @@ class LmdbStorage(LmdbFile):
     def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
         following = self._next
         for key in keys:
-            part = following.parts.pop(key, None)
-            if part is not None:
+            if (part := following.parts.pop(key, None)) is not None:
                 self.unwritten -= part.size
-            if part is None or not part.is_new or key in self._half_written:
-                following.gone.append(key)
+            following.gone.append(key)  # also a new one: a commit that failed may have left chunks of it in the file
 
     def why_full(self, nbytes: int) -> str | None:
         if self.error:
@@ -408,7 +404,6 @@ class LmdbStorage(LmdbFile):
             self._mark_used()
             self.error = ""
             self.commits += 1
-            self._half_written.clear()
             self.unwritten -= self._taken_bytes
             return []
         self.error = f"the last commit failed ({error})"
@@ -419,9 +414,7 @@ class LmdbStorage(LmdbFile):
         for key, part in kept.items():
             later = following.parts.get(key)
             following.parts[key] = part if later is None else part.extended(later.pieces)
-        new = [key for key, part in kept.items() if part.is_new]
-        self._half_written.update(key for key, part in taken.parts.items() if part.is_new)
-        return new
+        return [key for key, part in kept.items() if part.is_new]
 
     def sync(self) -> None:
         """Returns when all commits so far are on the disk. May be called from any thread."""

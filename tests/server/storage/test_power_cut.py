@@ -95,6 +95,19 @@ def test_a_damaged_root_is_noticed(tmp_path):
         items_after_a_start(tmp_path)
 
 
+@pytest.mark.parametrize("at", [44, 92], ids=["of free pages", "of databases"])
+def test_a_tree_with_other_flags_is_noticed(tmp_path, at):
+    """Each of its pages is whole, and LMDB would end the process."""
+    insert_three(tmp_path)
+    path = tmp_path / "data.mdb"
+    damaged = bytearray(path.read_bytes())
+    for root in (0, PAGE):
+        damaged[root + at] ^= 4  # MDB_DUPSORT
+    path.write_bytes(damaged)
+    with pytest.raises(DamagedDirectory, match="unknown flags"):
+        items_after_a_start(tmp_path)
+
+
 def test_the_last_resort_is_a_checkpoint(tmp_path):
     insert_three(tmp_path, fsync="never")
     os.truncate(tmp_path / "data.mdb", 3 * PAGE)
