@@ -60,6 +60,8 @@ MAX_NAME = 64
 """Characters in the name of a client."""
 MAX_DESCRIPTION = 4096
 """Bytes of the settings that a client describes itself with, as JSON. A generator or trainer of ours sends some 400."""
+MAX_DESCRIPTIONS = 256 * 1024
+"""Bytes of the settings of all clients. Beyond them the server forgets those of clients seen longest ago."""
 
 
 class ServerSection(Model):

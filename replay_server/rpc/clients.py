@@ -4,7 +4,8 @@
 * Only calls that need a read-write token leave a trace here. A read-only client cannot.
 * A name is the connection's that uses it: only that one can describe and end the client. Another connection gets the
   name by its own calls, while the one before has none open.
-* The most MAX_CLIENTS names seen last are kept, each with at most MAX_NAME characters.
+* The most MAX_CLIENTS names seen last are kept, each with at most MAX_NAME characters. Of their settings those are kept
+  that were seen last and have MAX_DESCRIPTIONS bytes together: each look at the server sends them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from replay_server.config import MAX_CLIENTS, MAX_DESCRIPTION, MAX_NAME
+from replay_server.config import MAX_CLIENTS, MAX_DESCRIPTION, MAX_DESCRIPTIONS, MAX_NAME
 from replay_server.errors import invalid
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -123,6 +124,10 @@ class Clients:
             raise invalid(f"{name!r} is the name of another connection, which is open: give this client another name")
         client = self._see(name, connection, None)
         client.settings = text
+        left = MAX_DESCRIPTIONS
+        for each in self:
+            if (left := left - len(each.settings)) < 0:
+                each.settings = "{}"
         if table := settings.get("prompts_table"):
             self.prompt_tables.add(table.strip('"'))  # it is JSON
             client.roles.discard(Side.TRAINER)  # it may have drawn prompts before it said so

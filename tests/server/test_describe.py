@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import ExitStack
 
 import grpc
 import pytest
@@ -53,6 +54,18 @@ def test_what_is_too_much_is_refused_and_what_was_said_before_stays(settings, wo
         with pytest.raises(InvalidRequestError, match=words):
             client.describe(settings)
         assert clients_of(client) == {"a": {"part": "trainer"}}
+
+
+def test_settings_of_all_clients_are_bounded_and_those_of_clients_seen_longest_ago_are_forgotten():
+    with ExitStack() as stack:
+        server = stack.enter_context(ReplayServer([POOL], port=0))
+        names = [f"c{number}" for number in range(70)]
+        for name in names:
+            client = stack.enter_context(ReplayClient(server.address, name=name))
+            client.describe({f"s{number}": "x" * 250 for number in range(15)})
+        known = [name for name, said in clients_of(client).items() if said]
+        assert 64 <= len(known) < 70
+        assert sorted(known) == sorted(names[-len(known) :])
 
 
 def test_a_connection_describes_and_ends_no_client_but_its_own():
