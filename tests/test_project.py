@@ -5,6 +5,8 @@ number and shorten the list when the code gets better, never the other way.
 """
 
 import ast
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -128,6 +130,18 @@ def test_no_chain_of_imports_is_longer_than_15_files(package):
 @pytest.mark.parametrize("folder", MAX_CODE)
 def test_a_folder_beside_the_packages_has_no_more_code_than_its_cap(folder):
     assert sum(code_lines(path.read_text()) for path in files_of(ROOT / folder)) <= MAX_CODE[folder]
+
+
+def test_a_client_of_one_server_loads_32_files_and_3800_lines_at_most():
+    code = (
+        "import sys, replay_client; replay_client.AsyncReplayClient('127.0.0.1:1');"
+        "print(*(each.__file__ for name, each in sys.modules.items() if name.split('.')[0] == 'replay_client'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    files = [Path(name) for name in done.stdout.split()]
+    assert len(files) <= 32
+    assert sum(code_lines(path.read_text()) for path in files) <= 3_800
+    assert not [path for path in files if path.parent.name == "shards"]
 
 
 def test_a_folder_has_16_files_at_most():

@@ -65,20 +65,14 @@ class Writer:
         self._thread = thread
         self._writer = writer
         self._pipeline = writer.pipeline
-
-    @property
-    def refused(self) -> Mapping[int, ReplayError]:
+        self.refused: Mapping[int, ReplayError] = writer.refused
         """The items that the server refused: their keys, each with the reason."""
-        return self._writer.refused
-
-    @property
-    def evicted(self) -> Mapping[int, tuple[str, ...]]:
+        self.evicted: Mapping[int, tuple[str, ...]] = writer.evicted
         """The items that left a full table at once, because its remover chose them: their tables by key.
 
         The newest 65,536 of them. They were inserted, so this is no error; a pool that keeps the best does not keep
         them.
         """
-        return self._writer.evicted
 
     def insert(
         self,

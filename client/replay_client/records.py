@@ -31,8 +31,34 @@ Silence = pb.Silence
 """A side of the run that is gone: since when, and in words, as replay.proto documents it."""
 
 
+class Tagged:
+    """What has the labels of an item."""
+
+    __slots__ = ()
+    labels: Labels
+
+    @property
+    def tags(self) -> dict[str, str | int]:
+        """The tags with which the item was inserted."""
+        return self.labels.tags
+
+
+class Holding:
+    """What has the payload of an item."""
+
+    payload: Buffer
+
+    @cached_property
+    def group(self) -> RolloutGroup:
+        """The payload as a group, decoded at the first use. Its arrays are read-only.
+
+        Raises ValueError if the payload is no group.
+        """
+        return RolloutGroup.decode(self.payload)
+
+
 @dataclass(slots=True)  # not frozen, here and below: frozen ones take four times as long to create
-class SampleInfo:
+class SampleInfo(Tagged):
     """The state of an item and its table at the moment when the item was drawn."""
 
     key: int
@@ -54,27 +80,14 @@ class SampleInfo:
     labels: Labels = NO_LABELS
     """Of a sample only the tags."""
 
-    @property
-    def tags(self) -> dict[str, str | int]:
-        """The tags with which the item was inserted."""
-        return self.labels.tags
-
 
 @dataclass
-class Sample:
+class Sample(Holding):
     """One item that was drawn from a table."""
 
     info: SampleInfo
     payload: Buffer
     """The inserted bytes, and after them those of the columns that `extend` added."""
-
-    @cached_property
-    def group(self) -> RolloutGroup:
-        """The payload as a group, decoded at the first use. Its arrays are read-only.
-
-        Raises ValueError if the payload is no group.
-        """
-        return RolloutGroup.decode(self.payload)
 
 
 @dataclass(frozen=True)
@@ -88,7 +101,7 @@ class Membership:
 
 
 @dataclass(frozen=True)
-class StoredItem:
+class StoredItem(Holding, Tagged):
     """One item with all of its tables."""
 
     key: int
@@ -100,22 +113,9 @@ class StoredItem:
     labels: Labels = NO_LABELS
     """Its tags, and the names of its columns."""
 
-    @property
-    def tags(self) -> dict[str, str | int]:
-        """The tags with which the item was inserted."""
-        return self.labels.tags
-
-    @cached_property
-    def group(self) -> RolloutGroup:
-        """The payload as a group, decoded at the first use. Its arrays are read-only.
-
-        Raises ValueError if the payload is no group.
-        """
-        return RolloutGroup.decode(self.payload)
-
 
 @dataclass(frozen=True)
-class ItemInfo:
+class ItemInfo(Tagged):
     """One row of `list_items`."""
 
     key: int
@@ -131,11 +131,6 @@ class ItemInfo:
     """Its tags, and the names of its columns."""
     waits_for: tuple[str, ...] = ()
     """Names of the columns that it lacks and the table requires. While there are some, it is not sampled."""
-
-    @property
-    def tags(self) -> dict[str, str | int]:
-        """The tags with which the item was inserted."""
-        return self.labels.tags
 
 
 @dataclass(frozen=True)

@@ -45,17 +45,14 @@ _OPTIONS: Final = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
+_BOTH, _ANSWERS = "stream_stream", "unary_stream"
 _MESSAGES: Final[dict[str, tuple[str, Any, Any]]] = {
-    "InsertStream": ("stream_stream", write_frame, pb.InsertResponse.FromString),
-    "Draw": ("stream_stream", pb.DrawRequest.SerializeToString, frame_reader(pb.SampleResponse)),
-    "Calls": ("stream_stream", pb.CallRequest.SerializeToString, pb.CallResponse.FromString),
-    "ShareMemory": (
-        "stream_stream",
-        pb.ShareMemoryRequest.SerializeToString,
-        pb.ShareMemoryResponse.FromString,
-    ),
-    "WatchPolicy": ("unary_stream", pb.GetPolicyRequest.SerializeToString, pb.Policy.FromString),
-    "Get": ("unary_stream", pb.GetRequest.SerializeToString, frame_reader(pb.GetResponse)),
+    "InsertStream": (_BOTH, write_frame, pb.InsertResponse.FromString),
+    "Draw": (_BOTH, pb.DrawRequest.SerializeToString, frame_reader(pb.SampleResponse)),
+    "Calls": (_BOTH, pb.CallRequest.SerializeToString, pb.CallResponse.FromString),
+    "ShareMemory": (_BOTH, pb.ShareMemoryRequest.SerializeToString, pb.ShareMemoryResponse.FromString),
+    "WatchPolicy": (_ANSWERS, pb.GetPolicyRequest.SerializeToString, pb.Policy.FromString),
+    "Get": (_ANSWERS, pb.GetRequest.SerializeToString, frame_reader(pb.GetResponse)),
 }
 """The methods that are streams: how gRPC calls them, and how it writes and reads their messages."""
 

@@ -417,21 +417,15 @@ class AsyncWriter:
 
     def __init__(self, pipeline: Pipeline, keys: KeySequence) -> None:
         self.pipeline = pipeline
-        self._keys = keys
-
-    @property
-    def refused(self) -> Mapping[int, ReplayError]:
+        self.refused: Mapping[int, ReplayError] = pipeline.refused
         """The items that the server refused: their keys, each with the reason."""
-        return self.pipeline.refused
-
-    @property
-    def evicted(self) -> Mapping[int, tuple[str, ...]]:
+        self.evicted: Mapping[int, tuple[str, ...]] = pipeline.evicted
         """The items that left a full table at once, because its remover chose them: their tables by key.
 
         The newest 65,536 of them. They were inserted, so this is no error; a pool that keeps the best does not keep
         them.
         """
-        return self.pipeline.evicted
+        self._keys = keys
 
     async def insert(
         self,
