@@ -58,15 +58,10 @@ class Opening:
     """The prompt in its table, which the opening has closed; None: it came from an iterable."""
 
     def encode(self) -> bytes:
-        """The bytes for `decode`. Raises ValueError for a row that msgpack cannot hold."""
-        prompt = self.prompt
+        """The bytes for `decode`. Raises PromptError for a row that msgpack cannot hold."""
         fields = {
             "key": self.key,
-            "prompt_id": prompt.prompt_id,
-            "prompt": _packed(
-                {"content": prompt.content, "row": prompt.row, "tags": dict(prompt.tags)},
-                "the row of a prompt is stored while its group is under construction, and",
-            ),
+            "prompt": self.prompt.packed(),
             "number": self.number,
             "group_size": self.group_size,
             "sampling": asdict(self.sampling),
@@ -87,8 +82,7 @@ class Opening:
             fields, arrays, _, rest = decode_arrays(view, check_magic(view, OPENING_MAGIC, "group under construction"))
             segments: dict[str, npt.NDArray[Any]] = {}
             decode_segments(rest, segments, {})
-            packed = msgpack.unpackb(fields.pop("prompt"), strict_map_key=False)
-            prompt = Prompt.stored(fields.pop("prompt_id"), packed["content"], packed["row"], packed["tags"])
+            prompt = Prompt.unpacked(fields.pop("prompt"))
             sampling, item = SamplingConfig(**fields.pop("sampling")), fields.pop("item")
             place = None if item is None else PromptItem(*item)
             ids = vector("prompt_ids", arrays["prompt_ids"], np.int32).tolist()
@@ -116,6 +110,13 @@ class Opening:
 
 def encode_rollout(rollout: Rollout) -> npt.NDArray[np.uint8]:
     """The bytes of one rollout, as a column. Raises ValueError for an `info` that msgpack cannot hold."""
+    try:
+        info = msgpack.packb(rollout.info)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            "Rollout.info is stored while its group is under construction, and holds what msgpack cannot (it can None, "
+            f"bool, int, float, str, bytes, list and dict): {error}"
+        ) from error
     arrays: dict[str, npt.NDArray[Any]] = {}
     sequences = []
     for index, sequence in enumerate(rollout.sequences):
@@ -137,7 +138,7 @@ def encode_rollout(rollout: Rollout) -> npt.NDArray[np.uint8]:
         "reward": None if rollout.reward is None else float(rollout.reward),
         "finish_reason": rollout.finish_reason,
         "metrics": {name: float(value) for name, value in rollout.metrics.items()},
-        "info": _packed(rollout.info, "Rollout.info is stored while its group is under construction, and"),
+        "info": info,
     }
     return np.frombuffer(b"".join(encode_arrays(ROLLOUT_MAGIC, arrays.items(), {}, fields)), np.uint8)
 
@@ -207,13 +208,3 @@ def lowest_version(rollouts: Mapping[int, Rollout]) -> int | None:
 def sampled_tokens(rollouts: Mapping[int, Rollout]) -> int:
     """How many tokens the policy wrote in them."""
     return sum(sum(sequence.sampled_mask) for rollout in rollouts.values() for sequence in rollout.sequences)
-
-
-def _packed(value: Any, what: str) -> bytes:
-    try:
-        packed: bytes = msgpack.packb(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(
-            f"{what} holds what msgpack cannot (it can None, bool, int, float, str, bytes, list and dict): {error}"
-        ) from error
-    return packed

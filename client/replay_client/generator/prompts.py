@@ -6,11 +6,14 @@ import hashlib
 import itertools
 import json
 import os
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
 
 from replay_client.errors import ReplayError
 from replay_client.files.json_lines import json_lines
@@ -66,12 +69,26 @@ class Prompt:
             prompt_id = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return cls(prompt_id=str(prompt_id), content=content, row=row, tags=_tags(row.get("tags")))
 
+    def packed(self) -> bytes:
+        """The bytes for `unpacked`. Raises PromptError if the row has a value that msgpack has no type for."""
+        fields = {**vars(self), "row": dict(self.row), "tags": dict(self.tags)}
+        try:
+            packed: bytes = msgpack.packb(fields)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise PromptError(
+                f"prompt {self.prompt_id!r} cannot be stored in a table: {error}; leave out the field of its row that "
+                "is neither text, number, list nor object"
+            ) from error
+        return packed
+
     @classmethod
-    def stored(cls, prompt_id: Any, content: Any, row: Any, tags: Any) -> Prompt:
-        """A prompt of these fields. Raises ValueError for what `of` cannot have made."""
+    def unpacked(cls, packed: bytes) -> Prompt:
+        """Raises an error for what `packed` cannot have made."""
+        fields = msgpack.unpackb(packed, strict_map_key=False)
+        prompt_id, row = fields["prompt_id"], fields["row"]
         if not isinstance(prompt_id, str) or not isinstance(row, Mapping):
             raise ValueError(f"a prompt needs a text as its prompt_id and an object as its row, not {prompt_id!r:.80}")
-        return cls(prompt_id, _content("content", content), row, _tags(tags))
+        return cls(prompt_id, _content("content", fields["content"]), row, _tags(fields["tags"]))
 
     def as_chat(self, system: str | None = None) -> Prompt:
         """The prompt as messages. A text becomes the user's message; `system` comes first if there is no other."""
@@ -201,8 +218,7 @@ def cycle_prompts(
 ) -> Iterator[Prompt]:
     """Yields every row once in each epoch, in an order that depends on `seed` and the epoch; `epochs` None: for ever.
 
-    Draws the order and reads the rows one by one, so a large data set starts at once. Raises ValueError if there are no
-    rows.
+    Reads the rows one by one, so a large data set starts at once. Raises ValueError if there are no rows.
     """
     if not len(rows):
         raise ValueError(f"there are no prompts to cycle through: rows is empty, {rows!r}")
@@ -212,20 +228,12 @@ def cycle_prompts(
 def _cycle(rows: PromptRows, seed: int, epochs: int | None, prompt_field: str) -> Iterator[Prompt]:
     for epoch in range(epochs) if epochs is not None else itertools.count():
         for index in epoch_order(len(rows), seed, epoch):
-            yield Prompt.of(rows[index], prompt_field)
+            yield Prompt.of(rows[int(index)], prompt_field)
 
 
-def epoch_order(count: int, seed: int, epoch: int) -> Iterator[int]:
-    """The order of `count` rows in this epoch: each index once."""
-    draw = random.Random(f"{seed}/{epoch}")
-    moved: dict[int, int] = {}  # Fisher-Yates, but only rows that are not at their own position are stored
-    for position in range(count):
-        chosen = draw.randrange(position, count)
-        here = moved.pop(position, position)
-        index = here if chosen == position else moved.get(chosen, chosen)
-        if chosen != position:
-            moved[chosen] = here
-        yield index
+def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The order of `count` rows in this epoch: each index once. A million take some 20 ms."""
+    return np.random.default_rng([*f"{seed}/{epoch}".encode()]).permutation(count)
 
 
 def chat_prompts(prompts: Iterable[Prompt], system: str | None = None) -> Iterator[Prompt]:

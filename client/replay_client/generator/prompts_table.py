@@ -30,8 +30,8 @@ import logging
 import secrets
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy.typing as npt
@@ -81,7 +81,7 @@ _MOST_BEGINNINGS = 64
 """How often a table may be emptied while the server remembers the key of its first mark."""
 
 
-class PromptsTable:
+class PromptsTable(PromptSupply):
     """Draws prompts under leases, and renews these until the prompts are finished or returned."""
 
     def __init__(
@@ -96,7 +96,6 @@ class PromptsTable:
         seed: int = 0,
     ) -> None:
         """`rows`: all prompts, in the order of their file. `lease`: seconds."""
-        self.ended = False
         self.table = table
         self._client = client
         self._answer = answer
@@ -254,17 +253,19 @@ class PromptsTable:
             )
         )
 
-    async def _load(self, prompts: Iterable[StoredPrompt], run: int, priority: float = 1.0) -> None:
-        """Inserts these prompts in their order, those that are there already apart."""
+    async def _load(self, mark: LoadMark, rows: Iterable[int], priority: float = 1.0) -> None:
+        """Inserts the prompts of these rows, which begin where the mark is, those that are there already apart."""
+        prompts = await in_daemon_thread(lambda: [Prompt.of(self._rows[row]) for row in rows])
 
         async def attempt() -> None:
             async with self._client.writer(max_in_flight=WINDOW) as writer:
-                for prompt in prompts:
+                for position, prompt in enumerate(prompts, mark.position):
+                    stored = StoredPrompt(prompt, mark.epoch, position)
                     await writer.insert(
-                        prompt.encode(),
+                        stored.encode(),
                         {self.table: priority},
-                        key=key_of(run, prompt.epoch, prompt.position),
-                        tags=prompt.item_tags(),
+                        key=key_of(mark.run, mark.epoch, position),
+                        tags=stored.item_tags(),
                     )
 
         await self._answer(attempt)
@@ -300,8 +301,6 @@ class EpochPrompts(PromptsTable):
         super().__init__(*arguments, **settings)
         self._epochs = epochs
         self._building = building
-        self._order: tuple[tuple[int, int, int], Iterator[int]] = (0, -1, 0), iter(())
-        """Seed, epoch and position, and the rows of the epoch from there on."""
 
     async def begin(self) -> None:
         await super().begin()
@@ -339,47 +338,24 @@ class EpochPrompts(PromptsTable):
             await self._first_mark(1.0)
 
     async def _marked(self, sample: Sample, mark: LoadMark) -> None:
-        try:
-            self._check(mark)
-            if self._epochs is not None and mark.epoch >= self._epochs:
-                await self._wait_for_others()
-                await self._return([sample])
-                return
-            await self._load_more(sample, mark)
-        except BaseException:
-            # The next generator may have more luck. If the server is away, the lease ends by itself.
-            with contextlib.suppress(ReplayError, TimeoutError):
-                async with asyncio.timeout(LAST_WORD):
-                    await self._client.acknowledge([sample], give_back=True)
-            raise
-
-    async def _load_more(self, sample: Sample, mark: LoadMark) -> None:
-        prompts = await in_daemon_thread(lambda: self._window(mark))
-        after = mark.position + len(prompts)
+        self._check(mark)
+        if self._epochs is not None and mark.epoch >= self._epochs:
+            await self._wait_for_others()
+            await self._return([sample])
+            return
+        order = await in_daemon_thread(lambda: epoch_order(mark.rows, mark.seed, mark.epoch))
+        rows = order[mark.position : mark.position + WINDOW].tolist()
+        after = mark.position + len(rows)
         epoch, position = (mark.epoch, after) if after < mark.rows else (mark.epoch + 1, 0)
-        following = LoadMark(mark.run, mark.seed, mark.rows, mark.names, epoch, position)
         try:
             # Who stands still for longer than the lease must not go on where another generator is at work.
             async with asyncio.timeout(self._lease):
-                await self._load(prompts, mark.run)
-                await self._insert_mark(following, key_of(mark.run, epoch, position, "mark"), closes=[sample])
+                await self._load(mark, rows)
+                key = key_of(mark.run, epoch, position, "mark")
+                await self._insert_mark(replace(mark, epoch=epoch, position=position), key, closes=[sample])
         except (LeaseEndedError, TimeoutError):
             logger.warning("loading prompts took longer than their lease, and another generator does it")
         self._held.pop(sample.info.lease, None)
-
-    def _window(self, mark: LoadMark) -> list[StoredPrompt]:
-        """The prompts that are to be loaded next."""
-        place, rows = self._order
-        if place != (mark.seed, mark.epoch, mark.position):
-            rows = epoch_order(mark.rows, mark.seed, mark.epoch)
-            for _ in islice(rows, mark.position):
-                pass
-        prompts = [
-            StoredPrompt(Prompt.of(self._rows[row]), mark.epoch, mark.position + number)
-            for number, row in enumerate(islice(rows, WINDOW))
-        ]
-        self._order = (mark.seed, mark.epoch, mark.position + len(prompts)), rows
-        return prompts
 
     async def _wait_for_others(self) -> None:
         """All epochs are drawn. They are through when no prompt can come back, and no group is under construction."""
@@ -414,13 +390,12 @@ class CurriculumPrompts(PromptsTable):
         loaded = key_of(run, "loaded")
         if await self._answer(partial(self._client.get, [loaded], payloads=False)):
             return
-        rows = len(self._rows)
-        for start in range(0, rows, WINDOW):
-            stop = min(start + WINDOW, rows)
-            prompts = await in_daemon_thread(partial(self._prompts, start, stop))
-            await self._load(prompts, run, FIRST_PRIORITY)
+        mark = LoadMark(run, self._seed, len(self._rows), self._names)
+        for start in range(0, mark.rows, WINDOW):
+            rows = range(start, min(start + WINDOW, mark.rows))
+            await self._load(replace(mark, position=start), rows, FIRST_PRIORITY)
         # From now on no generator loads: prompts that somebody deletes stay away.
-        await self._insert_mark(LoadMark(run, self._seed, rows, self._names, 0, rows), loaded, 0.0)
+        await self._insert_mark(replace(mark, position=mark.rows), loaded, 0.0)
 
     async def finished(self, drawn: Drawn, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
         """A kill before the new priority is there loses what this group says of its prompt, and nothing else."""
@@ -449,9 +424,6 @@ class CurriculumPrompts(PromptsTable):
             f"table {self.table!r} holds items, and not the mark of its prompts: empty it with `replay table reset "
             f"{self.table}`, or use another one"
         )
-
-    def _prompts(self, start: int, stop: int) -> list[StoredPrompt]:
-        return [StoredPrompt(Prompt.of(self._rows[row]), 0, row) for row in range(start, stop)]
 
     async def _marked(self, sample: Sample, mark: LoadMark) -> None:
         await self._return([sample])  # somebody has raised its priority

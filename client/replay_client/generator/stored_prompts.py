@@ -12,7 +12,7 @@ from typing import Any
 
 import msgpack
 
-from replay_client.generator.prompts import Prompt, PromptError, PromptRows
+from replay_client.generator.prompts import Prompt, PromptRows
 from replay_client.rows import Buffer
 from replay_protos.labels import MOST_TAGS, TagValue
 
@@ -37,16 +37,8 @@ class StoredPrompt:
 
     def encode(self) -> bytes:
         """Raises PromptError if the row has a value that msgpack has no type for, such as an image."""
-        prompt = self.prompt
-        row = prompt.row if isinstance(prompt.row, dict) else dict(prompt.row)
-        fields = {"prompt_id": prompt.prompt_id, "content": prompt.content, "row": row, "tags": dict(prompt.tags)}
-        try:
-            return MAGIC + bytes(msgpack.packb(fields | {"epoch": self.epoch, "position": self.position}))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise PromptError(
-                f"prompt {prompt.prompt_id!r} cannot be stored in a table: {error}; leave out the field that is "
-                "neither text, number, list nor object"
-            ) from error
+        fields = {"prompt": self.prompt.packed(), "epoch": self.epoch, "position": self.position}
+        return MAGIC + bytes(msgpack.packb(fields))
 
     def item_tags(self) -> dict[str, TagValue]:
         """The tags of its item: those of the prompt, and its name where that fits."""
@@ -107,8 +99,7 @@ def decode_item(payload: Buffer) -> StoredPrompt | LoadMark:
             _check_places(mark.run, mark.rows, mark.epoch, mark.position, mark.rows - mark.position)
             return mark
         _check_places(fields["epoch"], fields["position"])
-        prompt = Prompt.stored(*(fields[name] for name in ("prompt_id", "content", "row", "tags")))
-        return StoredPrompt(prompt, fields["epoch"], fields["position"])
+        return StoredPrompt(Prompt.unpacked(fields["prompt"]), fields["epoch"], fields["position"])
     except Exception as error:  # anybody may have written them
         raise ValueError(f"a stored prompt is damaged: {type(error).__name__}: {error}") from error
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy.typing as npt
 
@@ -38,14 +38,14 @@ class Drawn:
     """None: it came from an iterable."""
 
 
-class PromptSupply(Protocol):
+class PromptSupply:
     """Gives prompts one by one. Each ends with exactly one of `finished`, `returned` and `set_aside`.
 
     Where groups are under construction, such a group takes the place of its prompt when it is opened (`opened`). It may
     end at another generator than the one that drew the prompt.
     """
 
-    ended: bool
+    ended = False
     """No prompt will come any more."""
 
     async def begin(self) -> None:
@@ -53,6 +53,7 @@ class PromptSupply(Protocol):
 
     async def next(self) -> Drawn | None:
         """The next prompt; None: there is none now. Then `ended` says whether to ask again."""
+        raise NotImplementedError
 
     async def finished(self, drawn: Drawn, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
         """The prompt is done: its group was `inserted`, or is left out for good.
@@ -70,35 +71,20 @@ class PromptSupply(Protocol):
         """The item is taken out: nobody can make a group of it."""
 
     async def watch(self) -> None:
-        """Keeps the prompts that are under way. Never returns."""
+        """Keeps the prompts that are under way, for as long as it likes."""
 
     async def close(self) -> None:
         """Returns all prompts that are under way, if the server can be reached soon."""
 
 
-class IteratedPrompts:
+class IteratedPrompts(PromptSupply):
     """The prompts of an iterable, in its order."""
 
     def __init__(self, prompts: Iterable[PromptSource]) -> None:
-        self.ended = False
         self._prompts = iter(prompts)
-
-    async def begin(self) -> None: ...
 
     async def next(self) -> Drawn | None:
         # In a thread: the next prompt of a streamed data set may take its time.
         source = await in_daemon_thread(lambda: next(self._prompts, None))
         self.ended = source is None
         return None if source is None else Drawn(source)
-
-    async def finished(self, drawn: Drawn, rewards: npt.ArrayLike | None, *, inserted: bool) -> None: ...
-
-    def opened(self, drawn: Drawn) -> None: ...
-
-    async def returned(self, drawn: Drawn, building: Sample | None = None) -> None: ...
-
-    async def set_aside(self, sample: Sample, why: Exception) -> None: ...
-
-    async def watch(self) -> None: ...
-
-    async def close(self) -> None: ...

@@ -22,7 +22,8 @@ from tests.client.generator.prompts.test_under_construction import BUILDING
 from tests.factories import make_group
 
 PROMPT = Prompt("odd", "1+1=", {"prompt": "1+1="})
-FIELDS = {"prompt_id": "odd", "content": "1+1=", "row": {}, "tags": {}, "epoch": 0, "position": 0}
+TOLD = {"prompt_id": "odd", "content": "1+1=", "row": {}, "tags": {}}
+FIELDS = {"prompt": msgpack.packb(TOLD), "epoch": 0, "position": 0}
 MARK = vars(LoadMark(1, 0, 10, "names"))
 OPENING = Opening(1, PROMPT, [5, 6], 0, 3, SamplingConfig())
 NESTED = b"\x91" * 5000
@@ -37,7 +38,8 @@ class KnownLetters(Letters):
 
 
 def stored(**fields):
-    return MAGIC + msgpack.packb(FIELDS | fields)
+    prompt = msgpack.packb(TOLD | {name: fields.pop(name) for name in TOLD if name in fields})
+    return MAGIC + msgpack.packb(FIELDS | {"prompt": prompt} | fields)
 
 
 def marked(**fields):
@@ -52,8 +54,7 @@ def told(given=(), dropped=(), ids=None, **told):
     """An opening with some fields of its header as they are given."""
     fields = {
         "key": 1,
-        "prompt_id": "odd",
-        "prompt": msgpack.packb({"content": "1+1=", "row": {}, "tags": {}}),
+        "prompt": msgpack.packb(TOLD),
         "number": 0,
         "group_size": 3,
         "sampling": {},
@@ -66,7 +67,7 @@ def told(given=(), dropped=(), ids=None, **told):
 
 
 def packed(**fields):
-    return told(prompt=msgpack.packb({"content": "1+1=", "row": {}, "tags": {}} | fields))
+    return told(prompt=msgpack.packb(TOLD | fields))
 
 
 def rolled(numbers=(0,), *, axis="group", cut=0, **changes):
@@ -130,13 +131,13 @@ SITES = {
             "group_size": (0, -3, 30_000_000, MOST_ROLLOUTS + 1, "3", 2.5, None, True),
             "key": (-1, "1", None, 1.5),
             "number": ("0", None),
-            "prompt_id": (7, None),
             "prompt": (5, b"\xc1", b""),
             "sampling": (5, {"x": 1}, {"temperature": "1"}, {"temperature": -1.0}, {"max_tokens": 0}, {"top_k": 2**63}),
             "item": (5, [1], ["k", 0.1, 0, 0], [1, "p", 0, 0], [1, float("nan"), 0, 0], [-1, 0.1, 0, 0]),
         }.items()
         for value in values
     },
+    "prompt_id": packed(prompt_id=7),
     "content": packed(content=""),
     "row": packed(row=5),
     "tags": packed(tags={"a": [1]}),
