@@ -14,6 +14,7 @@ import inspect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from replay_client.generator.engines import SamplingConfig
@@ -169,21 +170,18 @@ class ContinuousBatch:
     def _prefill(self, sequences: list[tuple[list[int], list[Row]]]) -> None:
         """Makes a cohort of all rows. The model reads each sequence once; each of its rows gets a copy of the cache."""
         import torch
+        from torch.nn.utils.rnn import pad_sequence
 
         device = self._model.device
-        longest = max(len(ids) for ids, _ in sequences)
-        ids_BL = torch.zeros(len(sequences), longest, dtype=torch.long, device=device)
-        mask_BL = torch.zeros_like(ids_BL)
-        for index, (ids, _) in enumerate(sequences):
-            ids_BL[index, longest - len(ids) :] = torch.tensor(ids, device=device)
-            mask_BL[index, longest - len(ids) :] = 1
+        lengths = [len(ids) for ids, _ in sequences]
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        ids_BL = pad([torch.tensor(ids, device=device) for ids, _ in sequences])
+        mask_BL = pad([torch.ones(length, dtype=torch.long, device=device) for length in lengths])
         logits_BV, cache, routed_BL = self._forward(ids_BL, mask_BL, None)
-        for index, (ids, rows) in enumerate(sequences):
+        for index, (_, rows) in enumerate(sequences):
             for row in rows:
-                row.routed = [] if routed_BL is None else [routed_BL[index, longest - len(ids) :]]
-        source = torch.tensor(
-            [index for index, (_, rows) in enumerate(sequences) for _ in rows], dtype=torch.long, device=device
-        )
+                row.routed = [] if routed_BL is None else [routed_BL[index, -lengths[index] :]]
+        source = torch.tensor([index for index, (_, rows) in enumerate(sequences) for _ in rows], device=device)
         cache.reorder_cache(source)
         cohort = _Cohort([row for _, rows in sequences for row in rows], cache, mask_BL[source])
         self._draw(cohort, logits_BV[source])
@@ -230,13 +228,8 @@ class ContinuousBatch:
 
         device = logits_RV.device
         samplings = [row.request.sampling for row in cohort.rows]
-        logprobs_RV = processed_logprobs(
-            logits_RV,
-            torch.tensor([sampling.temperature for sampling in samplings], device=device),
-            torch.tensor([sampling.top_p for sampling in samplings], device=device),
-            torch.tensor([sampling.top_k for sampling in samplings], device=device),
-            torch.tensor([sampling.min_p for sampling in samplings], device=device),
-        )
+        fields = [(each.temperature, each.top_p, each.top_k, each.min_p) for each in samplings]
+        logprobs_RV = processed_logprobs(logits_RV, *torch.tensor(fields, device=device).T)
         uniforms_R = torch.tensor(
             [row.uniforms[len(row.token_ids)] for row in cohort.rows], dtype=torch.float64, device=device
         )

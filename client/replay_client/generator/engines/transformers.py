@@ -8,7 +8,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,19 +23,6 @@ ROUTED = "routed_experts"
 """The name of the column of experts."""
 _MOST_EXPERTS = 256
 """That one byte can tell apart."""
-
-
-_Order = tuple[Callable[[], Any], asyncio.Future[Any]]
-"""Work to do between two tokens, and its result."""
-
-
-@dataclass
-class _Asked:
-    """A call of `generate` that is under way: where its answer goes, and the completions that have ended."""
-
-    result: asyncio.Future[list[Completion]]
-    finished: OnFinished | None
-    ended: dict[int, Completion] = field(default_factory=dict)
 
 
 class TransformersEngine:
@@ -77,7 +63,6 @@ class TransformersEngine:
         self._model = self._load(self.model)
         self._adapted: Any = None  # the peft model around `_model`, while adapters are loaded
         self._is_base = True  # `_model` has the weights that the engine started with, apart from an adapter
-        self._adapters = 0
         self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
         self.vocabulary: int | None = len(self._model.get_input_embeddings().weight)
         text_config = self._model.config.get_text_config()
@@ -98,25 +83,38 @@ class TransformersEngine:
             max_rows=max_concurrent_completions,
             seed=seed,
         )
-        self._calls: dict[Request, _Asked] = {}  # used only by the thread while it runs
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._calls: dict[Request, tuple[asyncio.Future[None], OnFinished]] = {}
+        """Those under way: a future of each, and who is told of its completions."""
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """Work to do between two tokens."""
         self._thread: threading.Thread | None = None
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
     ) -> list[Completion]:
         request = Request([int(token) for token in prompt_ids], sampling, n)
-        call = _Asked(asyncio.get_running_loop().create_future(), finished)
+        all_ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        completions: dict[int, Completion] = {}
+
+        def ended(number: int, completion: Completion) -> None:
+            completions[number] = completion
+            if finished is not None:
+                finished(number, completion)
+            if len(completions) == n:
+                all_ended.set_result(None)
 
         def add() -> None:
-            self._calls[request] = call
-            self._batch.add(request)
+            if not request.cancelled:
+                self._calls[request] = all_ended, ended
+                self._batch.add(request)
 
-        await self._between_tokens(add)
         try:
-            return await call.result
+            await self._between_tokens(add)
+            await all_ended
         finally:
             request.cancelled = True
+            self._calls.pop(request, None)
+        return [completions[number] for number in range(n)]
 
     async def load_weights(self, path: str, version: int) -> None:
         is_adapter = holds_adapter(path)
@@ -158,7 +156,14 @@ class TransformersEngine:
             self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
             self._thread.start()
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._orders.put((work, result))
+
+        def order() -> None:
+            try:
+                _tell(result, result.set_result, work())
+            except Exception as error:
+                _tell(result, result.set_exception, error)
+
+        self._orders.put(order)
         return await result
 
     def _run(self) -> None:
@@ -167,14 +172,11 @@ class TransformersEngine:
             while not self._batch.active or not self._orders.empty():
                 if (order := self._orders.get()) is None:
                     return
-                work, result = order
-                try:
-                    _answer(result, work())
-                except Exception as error:
-                    _answer(result, error=error)
+                order()
             try:
                 for row in self._batch.step():
-                    self._end(row)
+                    if (call := self._calls.get(row.request)) is not None:
+                        _tell(*call, row.request.rows.index(row), self._completion(row))
             except Exception as error:
                 self._batch.clear()
                 failure = EngineError(
@@ -182,28 +184,25 @@ class TransformersEngine:
                     "start the generator again. If memory was short, with a smaller max_concurrent_completions or "
                     "max_length (--engine-arg)"
                 )
-                for call in self._calls.values():
-                    _answer(call.result, error=failure)
-                self._calls.clear()
-            self._calls = {request: call for request, call in self._calls.items() if not request.cancelled}
+                for all_ended, _ in [*self._calls.values()]:
+                    _tell(all_ended, all_ended.set_exception, failure)
 
-    def _end(self, row: Row) -> None:
-        """Tells the caller of a row that it has ended, and answers with all rows after the last one."""
-        request, call = row.request, self._calls[row.request]
-        number = request.rows.index(row)
-        call.ended[number] = completion = Completion(
+    def _completion(self, row: Row) -> Completion:
+        columns = kept_fields(row.kept)
+        if row.routed:
+            import torch
+
+            extras, axes = columns.get("extras", {}), columns.get("axes", {})
+            columns["extras"] = extras | {ROUTED: torch.cat(row.routed).numpy()}
+            columns["axes"] = axes | {ROUTED: "whole"}
+        return Completion(
             row.token_ids,
             row.logprobs,
             self.tokenizer.decode(row.token_ids, skip_special_tokens=True),
             row.finish_reason or "unknown",
             row.policy_versions,
-            **_columns_of(row),
+            **columns,
         )
-        if call.finished is not None:
-            _later(call.result, call.finished, number, completion)
-        if len(call.ended) == request.n:
-            _answer(call.result, [call.ended[number] for number in range(request.n)])
-            request.cancelled = True
 
     def _load(self, path: str) -> Any:
         from transformers import AutoModelForCausalLM
@@ -223,22 +222,15 @@ class TransformersEngine:
         config, tensors = read_adapter(path)
         from peft import PeftModel, set_peft_model_state_dict
 
-        before, self._adapters = f"policy-{self._adapters}", self._adapters + 1
-        name = f"policy-{self._adapters}"
-        if self._adapted is None:
-            base = self._model if self._is_base else self._load(self.model)
-            self._is_base = True
-            config.base_model_name_or_path = None  # peft would warn that it is not this one
-            self._adapted = PeftModel(base, config, adapter_name=name)
-            self._model = base
-        else:
-            self._adapted.add_adapter(name, config)
-        unexpected = set_peft_model_state_dict(self._adapted, tensors, adapter_name=name).unexpected_keys
+        if self._adapted is not None:
+            self._model = self._adapted.unload()
+        elif not self._is_base:
+            self._model, self._is_base = self._load(self.model), True
+        config.base_model_name_or_path = None  # peft would warn that it is not this one
+        self._adapted = PeftModel(self._model, config)
+        unexpected = set_peft_model_state_dict(self._adapted, tensors).unexpected_keys
         if unexpected:
             raise ValueError(f"{path}: the base model {self.model} has no place for {unexpected[0]!r} of this adapter")
-        self._adapted.set_adapter(name)
-        if before in self._adapted.peft_config:
-            self._adapted.delete_adapter(before)
         self._adapted.requires_grad_(False).eval()
 
     def _score(self, token_ids: list[int]) -> list[float]:
@@ -251,32 +243,10 @@ class TransformersEngine:
         return scores
 
 
-def _columns_of(row: Row) -> dict[str, Any]:
-    """The fields `extras` and `axes` of the completion, as far as it has any."""
-    columns = kept_fields(row.kept)
-    if row.routed:
-        import torch
-
-        extras, axes = columns.get("extras", {}), columns.get("axes", {})
-        columns["extras"] = extras | {ROUTED: torch.cat(row.routed).numpy()}
-        columns["axes"] = axes | {ROUTED: "whole"}
-    return columns
-
-
-def _answer(future: asyncio.Future[Any], value: Any = None, error: Exception | None = None) -> None:
-    """Complete a future from the engine's thread, unless its caller no longer waits."""
-
-    def complete() -> None:
-        if not future.done():
-            future.set_result(value) if error is None else future.set_exception(error)
-
-    _later(future, complete)
-
-
-def _later(future: asyncio.Future[Any], call: Callable[..., None], *arguments: Any) -> None:
-    """Make a call on the event loop of a future."""
+def _tell(future: asyncio.Future[Any], call: Callable[..., None], *arguments: Any) -> None:
+    """Make a call on the event loop of a future, unless its caller no longer waits."""
     with suppress(RuntimeError):  # the loop has been closed
-        future.get_loop().call_soon_threadsafe(call, *arguments)
+        future.get_loop().call_soon_threadsafe(lambda: None if future.done() else call(*arguments))
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:
