@@ -126,21 +126,10 @@ class VLLMEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
     ) -> list[Completion]:
-        # One more than a set may have: if that is kept too, the set is larger.
-        width = 0 if self._tells_kept or not sampling.most_kept else min(sampling.most_kept + 1, self._most_logprobs)
+        fields = sampling_fields(sampling, n, 0 if self._tells_kept else self._most_logprobs)
+        width = fields["logprobs"]
         completions: dict[int, Completion] = {}
-        request = self._request(
-            prompt_ids,
-            each_on_its_own=finished is not None,
-            n=n,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k or -1,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_tokens,
-            seed=sampling.seed,
-            logprobs=width,  # beside the chosen token
-        )
+        request = self._request(prompt_ids, each_on_its_own=finished is not None, **fields)
         whole: Any = None
         async with aclosing(request) as outputs:
             async for output in outputs:
@@ -250,6 +239,22 @@ class VLLMEngine:
             self._running -= 1
             if not self._running:
                 self._idle.set()
+
+
+def sampling_fields(sampling: SamplingConfig, n: int, most_logprobs: int) -> dict[str, Any]:
+    """The fields of a request for `n` completions, in vLLM's words. `logprobs`: of how many most likely tokens, beside
+    the chosen one; no more than `most_logprobs`."""
+    return {
+        "n": n,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "max_tokens": sampling.max_tokens,
+        "seed": sampling.seed,
+        # One more than a set may have: if that is kept too, the set is larger.
+        "logprobs": min(sampling.most_kept + 1, most_logprobs) if sampling.most_kept else 0,
+    }
 
 
 def sets_of(output: Any, width: int, most_kept: int) -> list[list[int]]:

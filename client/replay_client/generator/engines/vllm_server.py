@@ -22,6 +22,7 @@ from typing import Any
 
 from replay_client.columns.kept import kept_among, kept_fields, most_logprobs
 from replay_client.generator.engines import Completion, CompletionError, OnFinished, SamplingConfig
+from replay_client.generator.engines.vllm import sampling_fields
 from replay_client.generator.engines.vllm_http import (
     FIRST,
     FIRST_PAUSE,
@@ -116,28 +117,20 @@ class VLLMServerEngine:
     ) -> list[Completion]:
         if finished is not None:
             return await self._generate_each(prompt_ids, sampling, n, finished)
-        # One more than a set may have: if that is kept too, the set is larger.
-        limit = min(most_logprobs(server.max_logprobs, len(self.tokenizer)) for server in self._servers)
-        width = min(sampling.most_kept + 1, limit) if sampling.most_kept else 0
+        most = min(most_logprobs(server.max_logprobs, len(self.tokenizer)) for server in self._servers)
         body = {
             "prompt": [int(token) for token in prompt_ids],
-            "n": n,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
+            **sampling_fields(sampling, n, most),
             # A server takes what is left out from the model's generation_config, and the trainer knows of none.
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "max_tokens": sampling.max_tokens,
-            # Never left out: data-parallel engines without a seed draw the same completions.
-            "seed": self._seeds.getrandbits(31) if sampling.seed is None else sampling.seed,
-            "logprobs": width,  # beside the chosen token
-            **({"return_tokens_as_token_ids": True} if width else {}),
+            "return_tokens_as_token_ids": True,
             "return_token_ids": True,
             "return_weight_versions": True,  # vLLM from 0.33 on
         }
+        if sampling.seed is None:  # never left out: data-parallel engines without a seed draw the same completions
+            body["seed"] = self._seeds.getrandbits(31)
         failures: list[float] = []
         while True:
             server = await self._usable_server()
