@@ -59,10 +59,9 @@ def check_folder(
     tensors are not those of the model, or, without a probe, hold infinities or NaN.
     """
     path = Path(folder)
-    for files in (path.iterdir() if path.is_dir() else (), _named_files(path)):
-        for file in files:
-            if file.exists() and not (file.is_file() or file.is_dir()):  # who opens a pipe waits for ever
-                raise WeightsDamagedError(f"{file} is no regular file, and is not opened: remove it")
+    for file in _files(path):
+        if file.exists() and not (file.is_file() or file.is_dir()):  # who opens a pipe waits for ever
+            raise WeightsDamagedError(f"{file} is no regular file, and is not opened: remove it")
     if root is not None:
         _check_inside(folder, root)
     probe = Probe.read(folder)
@@ -84,8 +83,7 @@ def check_folder(
 def _check_inside(folder: str, root: str | os.PathLike[str]) -> None:
     """Raises WeightsNotAllowedError unless the folder and all its files are below `root`, links followed."""
     allowed = Path(root).resolve()
-    files = [Path(folder), *(sorted(Path(folder).iterdir()) if Path(folder).is_dir() else ())]
-    for file in [*files, *_named_files(Path(folder))]:
+    for file in [Path(folder), *_files(Path(folder))]:
         if not file.resolve().is_relative_to(allowed):
             link = "" if file == Path(folder) else f"; there, {file.name} leads to {file.resolve()}"
             raise WeightsNotAllowedError(
@@ -164,8 +162,9 @@ def _own_names(model: str | None) -> tuple[Set[str], Set[str]]:
     return set() if "quantization_config" in config else names, {_HEAD} if tied else set()
 
 
-def _named_files(folder: Path) -> Iterator[Path]:
-    """The files that the indices in a folder name. A name may lead out of it."""
+def _files(folder: Path) -> Iterator[Path]:
+    """The files in a folder, and those that its indices name, before any index is opened. A name may lead out of it."""
+    yield from sorted(folder.iterdir()) if folder.is_dir() else ()
     for index in folder.glob("*.index.json"):
         try:
             names = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
