@@ -12,10 +12,9 @@ import pytest
 
 from examples.demo import tools
 from examples.demo.task import make_tokenizer, padded
-from replay_client.generator import Task
+from replay_client.generator import RolloutPolicy, Task
 from replay_client.generator.engines import Completion, SamplingConfig
 from replay_client.generator.rewards import exact_match
-from replay_client.generator.rollouts import play
 from replay_server.cli.app import app
 from tests.factories import until
 
@@ -82,7 +81,7 @@ def test_the_warm_up_of_the_tools_shows_what_the_tool_loop_plays_token_for_token
     engine.tokenizer, engine.max_length = tokenizer, 64
     messages = ({"role": "user", "content": row["prompt"]},)
     task = Task("p", prompt, row, messages, 0, SamplingConfig(), tokenizer, 64)
-    (rollout,) = asyncio.run(play(tools.rollout, [task], engine, None, [])).rollouts
+    rollout = asyncio.run(tools.rollout(task, RolloutPolicy(engine, task.sampling, [])))
     (sequence,) = rollout.sequences
     assert sequence.token_ids == prompt + call + between + answer
     _, labels = padded([(prompt, call, between, answer)])

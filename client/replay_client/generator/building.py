@@ -1,4 +1,6 @@
-"""BuildingSite: the table of groups under construction as one generator sees it, and the groups that it works at.
+"""Site: the groups that one generator works at. BuildingSite: those that are stored in a table while it does.
+
+Without such a table, who opens a group has it for itself. With it:
 
     open ──▶ [ table ] ──draw, under a lease──▶ append each finished rollout ──▶ close: the group takes the item's place
                  ▲                                          │
@@ -21,7 +23,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,6 +39,7 @@ from replay_client.generator.metrics import GeneratorStats
 from replay_client.generator.openings import ROLLOUT, Opening, encode_rollout, sampled_tokens
 from replay_client.generator.prompts import PromptError
 from replay_client.generator.rollouts import Rollout
+from replay_client.generator.supply import Drawn
 from replay_client.records import PermitLease, Sample, ServerInfo
 from replay_client.requests import KeySequence
 from replay_client.waits import LAST_WORD
@@ -62,17 +67,22 @@ class LeaseLostError(Exception):
 
 @dataclass(eq=False)
 class UnderConstruction:
-    """A group that this generator works at."""
+    """A group that this generator is to open, or works at."""
 
     opening: Opening
-    rollouts: dict[int, Rollout]
+    drawn: Drawn
+    """Its prompt, as the supply knows it."""
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
     """The finished rollouts, by their numbers. The server has them, but the newest, and what it cannot store."""
-    sample: Sample
-    """The item, under its lease."""
-    handed: bool
-    """Whether another one has finished some of them."""
-    store: Callable[[UnderConstruction, dict[int, Rollout]], Awaitable[None]]
-    drawn_at: float = field(default_factory=time.monotonic)
+    permit: PermitLease | None = None
+    """None: it needs none, or its item has it."""
+    sample: Sample | None = None
+    """The item, under its lease; None: nothing of the group is stored."""
+    handed: bool = False
+    """Whether another one has finished some of its rollouts."""
+    store: Callable[[dict[int, Rollout]], Awaitable[None]] | None = None
+    """None: nothing is stored."""
+    opened: float = field(default_factory=time.monotonic)
     limit: asyncio.Timeout | None = None
     """Ends the work at it."""
     _unstored: dict[int, Rollout] = field(default_factory=dict)
@@ -86,18 +96,16 @@ class UnderConstruction:
         """The numbers of the rollouts that are not finished."""
         return [index for index in range(self.opening.group_size) if index not in self.rollouts]
 
-    @property
-    def age(self) -> float:
-        """Seconds since it was opened."""
-        return self.sample.info.age + time.monotonic() - self.drawn_at
-
     async def append(self, index: int, rollout: Rollout) -> None:
-        """Stores a finished rollout, together with those that end within TOGETHER seconds.
+        """Takes a finished rollout, and stores it together with those that end within TOGETHER seconds.
 
         If the group is whole by then, it is not stored: see `stored_during`. Raises LeaseLostError if another generator
         works at the group.
         """
-        self.rollouts[index] = self._unstored[index] = rollout
+        self.rollouts[index] = rollout
+        if self.store is None:
+            return
+        self._unstored[index] = rollout
         if not self.missing:
             self._whole.set()
         async with self._storing:
@@ -114,6 +122,8 @@ class UnderConstruction:
         Stores the last rollouts meanwhile, if it takes longer than TOGETHER seconds. Otherwise no request is made for
         them, because the group itself follows at once.
         """
+        if self.store is None:
+            return await work
         task = asyncio.create_task(work)
         try:
             done, _ = await asyncio.wait({task}, timeout=TOGETHER)
@@ -131,12 +141,55 @@ class UnderConstruction:
 
     async def _store_finished(self) -> None:
         rollouts, self._unstored = self._unstored, {}
-        if rollouts:
-            await self.store(self, rollouts)
+        if rollouts and self.store is not None:
+            await self.store(rollouts)
 
 
-class BuildingSite:
+class Site:
+    """The groups of a generator that stores nothing of them: it works at what it has opened."""
+
+    starts = 1
+    """Groups that are opened or handed out at a time."""
+    stores = False
+    """Whether a group takes the place of its permit and its prompt as soon as it is opened."""
+
+    def __init__(self) -> None:
+        self._ready = deque[UnderConstruction]()
+
+    def check(self, info: ServerInfo, needs_permits: bool) -> None:
+        """Raises ReplayError, with the remedy, if the server cannot store these groups."""
+
+    async def open(self, group: UnderConstruction, permit: PermitLease | None, version: int) -> None:
+        """Begins a group, with its permit if it needs one. `version`: of the policy that is to draw its rollouts."""
+        group.permit = permit
+        self._ready.append(group)
+
+    async def next(self, *, surely: bool = False) -> UnderConstruction | None:
+        """The oldest group that nobody works at; None: there is none. After `open` ask `surely`."""
+        return self._ready.popleft() if self._ready else None
+
+    def work(self, group: UnderConstruction) -> AbstractAsyncContextManager[None]:
+        """Surrounds the work at a group. Raises LeaseLostError inside as soon as another one may work at it."""
+        return nullcontext()
+
+    def closed(self, group: UnderConstruction) -> None:
+        """An insert has closed the group."""
+
+    async def drop(self, group: UnderConstruction) -> None:
+        """The group will not be finished by anybody."""
+
+    async def let_go_of_all(self) -> None:
+        """Others may go on with all groups of this generator."""
+
+    async def keep(self) -> None:
+        """Keeps the groups for this generator, for as long as it likes."""
+
+
+class BuildingSite(Site):
     """Opens groups, hands out those that nobody works at, and keeps the leases of those that this generator has."""
+
+    starts = 4
+    stores = True
 
     def __init__(
         self,
@@ -146,6 +199,7 @@ class BuildingSite:
         answer: Callable[..., Awaitable[Any]],
     ) -> None:
         """`answer` makes an attempt until the server can do it, as `GeneratorServer.answer`."""
+        super().__init__()
         assert config.building is not None
         self.table = config.building
         self._client = client
@@ -154,14 +208,13 @@ class BuildingSite:
         self._stats = stats
         self._answer = answer
         self._keys = KeySequence()
-        self._held: set[UnderConstruction] = set()
+        self._held: dict[UnderConstruction, Sample] = {}
         self._new = asyncio.Event()  # set while the lease of one of them was not renewed yet
         self._opened = set[int]()  # keys of groups that this generator has opened and not drawn
         self._looks_at = 0.0  # the moment from which on it looks for groups that others have left
         self._warned = False
 
     def check(self, info: ServerInfo, needs_permits: bool) -> None:
-        """Raises ReplayError, with the remedy, if the server has no such table for these groups."""
         if self.table not in info.tables:
             raise ReplayError(
                 f"the server has no table {self.table!r} for groups under construction, only "
@@ -173,22 +226,13 @@ class BuildingSite:
                 f"{self.table!r}: without it, nobody counts the permits of groups under construction"
             )
 
-    def new_key(self) -> int:
-        """The key under which a group that is to be opened will be inserted."""
-        return next(self._keys)
+    async def open(self, group: UnderConstruction, permit: PermitLease | None, version: int) -> None:
+        """Puts a group into the table; its permit is used up by that, and its prompt is taken.
 
-    async def open(
-        self, opening: Opening, permit: PermitLease | None, version: int, closes: Sequence[Sample] = ()
-    ) -> None:
-        """Puts a group into the table; its permit is used up by that, and what it `closes` is taken.
-
-        `version`: of the policy that is to draw its rollouts. Raises StaleItemError if that is too old, PromptError if
-        the prompt cannot be stored, and LeaseEndedError if another generator may have what it closes.
+        Raises StaleItemError if that version is too old, PromptError if the prompt cannot be stored, and
+        LeaseEndedError if another generator may have the prompt.
         """
-        try:
-            key, payload = next(self._keys), opening.encode()
-        except ValueError as error:
-            raise PromptError(f"prompt {opening.prompt.prompt_id!r}: {error}") from error
+        key, payload = next(self._keys), group.opening.encode()
         attempt = partial(
             self._client.insert,
             payload,
@@ -196,13 +240,15 @@ class BuildingSite:
             key=key,
             policy_version=version,
             permits=permit,
-            closes=closes,
+            closes=group.drawn.closes,
             timeout=self._timeout,
         )
         try:
             await self._answer(attempt, counts_as="insert_waits")
         except PayloadTooLargeError as error:
-            raise PromptError(f"prompt {opening.prompt.prompt_id!r}: its group cannot be opened: {error}") from error
+            raise PromptError(
+                f"prompt {group.opening.prompt.prompt_id!r}: its group cannot be opened: {error}"
+            ) from error
         self._opened.add(key)
 
     async def next(self, *, surely: bool = False) -> UnderConstruction | None:
@@ -229,8 +275,10 @@ class BuildingSite:
                 self._stats["set_aside"] += 1
                 await self._end([sample], give_back=False)
                 continue
-            group = UnderConstruction(opening, rollouts, sample, bool(rollouts), self._store)
-            self._held.add(group)
+            group = UnderConstruction(opening, Drawn(opening.prompt, item=opening.item), rollouts, None, sample)
+            group.handed, group.store = bool(rollouts), partial(self._store, group, sample.info.key)
+            group.opened -= sample.info.age
+            self._held[group] = sample
             self._new.set()
             if rollouts:
                 self._stats["taken_over"] += 1
@@ -238,9 +286,8 @@ class BuildingSite:
             return group
         return None
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def work(self, group: UnderConstruction) -> AsyncIterator[None]:
-        """Surrounds the work at a group. Raises LeaseLostError inside as soon as the lease is lost."""
         try:
             async with asyncio.timeout(None) as limit:
                 group.limit = limit
@@ -255,30 +302,20 @@ class BuildingSite:
             group.limit = None
 
     def closed(self, group: UnderConstruction) -> None:
-        """An insert has closed the group."""
-        self._held.discard(group)
+        self._held.pop(group, None)
 
     async def drop(self, group: UnderConstruction) -> None:
         """The group will not be finished by anybody: it leaves, and its permit goes back."""
-        if group in self._held:
-            self._held.discard(group)
-            await self._end([group.sample], give_back=False)
-
-    async def let_go(self, group: UnderConstruction) -> None:
-        """Any generator may go on with the group."""
-        if group in self._held:
-            self._held.discard(group)
-            self._looks_at = 0.0
-            await self._end([group.sample], give_back=True)
+        if (sample := self._held.pop(group, None)) is not None:
+            await self._end([sample], give_back=False)
 
     async def let_go_of_all(self) -> None:
-        """Others may go on with all groups of this generator."""
-        held, self._held = self._held, set()
+        held, self._held = self._held, {}
         if held:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORD):
                     await asyncio.gather(*(group.flush() for group in held), return_exceptions=True)
-            await self._end([group.sample for group in held], give_back=True)
+            await self._end([*held.values()], give_back=True)
 
     async def keep(self) -> None:
         """Renews the leases of all groups, and soon after there is a new one. Never returns.
@@ -292,23 +329,18 @@ class BuildingSite:
                     await self._new.wait()
                     await asyncio.sleep(TOGETHER)
             self._new.clear()
-            if not (held := {group.sample.info.lease: group for group in self._held}):
+            if not (held := {sample.info.lease: group for group, sample in self._held.items()}):
                 continue
             try:
-                samples = [group.sample for group in held.values()]
-                renewed = await self._client.renew(samples, self._lease, timeout=self._lease / _RENEWALS)
+                renewed = await self._client.renew([*self._held.values()], self._lease, timeout=self._lease / _RENEWALS)
             except ReplayError:
                 continue  # the server is away: when it answers, it says which leases have ended
-            for lease in renewed.missing:
-                self._lose(held[lease])
+            for group in map(held.__getitem__, renewed.missing):
+                # Else it was closed meanwhile.
+                if self._held.pop(group, None) is not None and group.limit is not None:
+                    group.limit.reschedule(0.0)
 
-    def _lose(self, group: UnderConstruction) -> None:
-        if group in self._held:  # else it was closed meanwhile
-            self._held.discard(group)
-            if group.limit is not None:
-                group.limit.reschedule(0.0)
-
-    async def _store(self, group: UnderConstruction, rollouts: Mapping[int, Rollout]) -> None:
+    async def _store(self, group: UnderConstruction, key: int, rollouts: Mapping[int, Rollout]) -> None:
         columns: dict[str, npt.NDArray[np.uint8]] = {}
         for index, rollout in rollouts.items():
             try:
@@ -324,10 +356,10 @@ class BuildingSite:
                 if column.nbytes <= room or not names:  # what fits alone need not fit with others
                     names.append(name)
                     room -= column.nbytes
-            await self._extend(group, {name: columns.pop(name) for name in names})
+            await self._extend(group, key, {name: columns.pop(name) for name in names})
 
-    async def _extend(self, group: UnderConstruction, columns: Mapping[str, npt.NDArray[np.uint8]]) -> None:
-        key, axes = group.sample.info.key, dict.fromkeys(columns, "group")
+    async def _extend(self, group: UnderConstruction, key: int, columns: Mapping[str, npt.NDArray[np.uint8]]) -> None:
+        axes = dict.fromkeys(columns, "group")
         try:
             result = await self._answer(partial(self._client.extend, key, columns, axes=axes))
         except PayloadTooLargeError as error:
@@ -335,7 +367,9 @@ class BuildingSite:
             raise PromptError(f"prompt {prompt_id!r}: a rollout of its group cannot be stored: {error}") from error
         # The item of a whole group may be missing because our own insert has closed it: the insert tells.
         if result.present or (result.missing and group.missing):
-            await self.let_go(group)
+            if (sample := self._held.pop(group, None)) is not None:
+                self._looks_at = 0.0
+                await self._end([sample], give_back=True)
             raise LeaseLostError
         self._stats["rollouts_stored"] += len(result.added)
 

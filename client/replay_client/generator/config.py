@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from replay_client.columns.kept import TRUNCATING, truncates
 from replay_client.generator.engines import SamplingConfig
-from replay_client.generator.policy_follower import ReloadMode
 from replay_client.generator.rewards import Priority, load_priority
 from replay_client.settings import bounded, check_fields, suggests_names
 from replay_protos.labels import labels_of
@@ -79,7 +78,7 @@ class GeneratorConfig:
     """Seconds after which the prompts of a generator that died go to others. It renews them while it lives."""
     follow_policy: bool = True
     """Reload the engine's weights whenever the trainer publishes new ones."""
-    reload: ReloadMode = "between_groups"
+    reload: Literal["between_groups", "at_once"] = "between_groups"
     """When new weights are loaded: between_groups, or at_once, in the middle of completions.
 
     between_groups: complete the groups under way and start none, then reload. Every group has one version. at_once:

@@ -17,27 +17,27 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from replay_client import tracing
 from replay_client.errors import LeaseEndedError, ReplayError, StaleItemError
-from replay_client.generator.building import SECONDS_PER_LOOK, BuildingSite, LeaseLostError, UnderConstruction
+from replay_client.generator.building import SECONDS_PER_LOOK, LeaseLostError, UnderConstruction
 from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.engines import CompletionError, Engine
 from replay_client.generator.group_maker import GroupMaker, LeftOut
 from replay_client.generator.metrics import GeneratorMetrics, GeneratorStats, GroupTimes
 from replay_client.generator.openings import Opening
 from replay_client.generator.policy_follower import PolicyFollower, StaleGroups, TooOldToFinish
-from replay_client.generator.prompts import Prompt, PromptError, PromptRows, PromptSource
+from replay_client.generator.prompts import PromptError, PromptRows, PromptSource
 from replay_client.generator.prompts_table import supply_of
 from replay_client.generator.rewards import Rewards
 from replay_client.generator.rollouts import RolloutHook, held, single_turn
 from replay_client.generator.server import GeneratorServer
-from replay_client.generator.supply import Drawn
 from replay_client.records import PermitLease, Sample
+from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
 from replay_client.waits import beat
 from replay_protos import event_loop
@@ -48,25 +48,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_STARTS = 4
-"""Groups under construction that are being opened or handed out at a time."""
 _MOST_SKIPPED = 100
 """When this many groups in a row were skipped, the run ends: the cause is not a single prompt."""
-
-
-@dataclass(frozen=True)
-class _Work:
-    """A group to make."""
-
-    prompt: Prompt
-    prompt_ids: list[int]
-    number: int
-    """In the order of the prompts. The seed of its completions comes from it."""
-    drawn: Drawn
-    again: bool = False
-    """Whether it was given up once."""
-    building: UnderConstruction | None = None
-    """Where it is under construction; None: in this process alone."""
 
 
 class RolloutGenerator:
@@ -105,20 +88,21 @@ class RolloutGenerator:
         self._engine = engine
         self._rollout = rollout
         self._on_group = on_group
-        self._policy = PolicyFollower(
-            client, engine, self.config.reload, self.config.probe_tolerance, self.config.weights_root
-        )
-        self._maker = GroupMaker(engine, self._policy, reward, self.config, keep, rollout)
         path = self.config.metrics_path
         self._metrics = GeneratorMetrics(self.config.solved_reward, Path(path) if path else None)
-        self._server = GeneratorServer(client, self.config, self._metrics.stats, self._policy)
-        self._supply = supply_of(client, self._server.answer, prompts, self.config, self._metrics.stats)
-        self._stale = StaleGroups(self._policy, self._metrics.stats, self.config.stale_timeout)
+        stats = self._metrics.stats
+        self._policy = PolicyFollower(client, engine, self.config, self._metrics)
+        self._maker = GroupMaker(engine, self._policy, reward, self.config, keep, rollout, stats)
+        self._server = GeneratorServer(client, self.config, stats, self._policy)
+        self._site = self._server.site
+        self._supply = supply_of(client, self._server.answer, prompts, self.config, stats)
+        self._stale = StaleGroups(self._policy, stats, self.config.stale_timeout)
         self._slots = asyncio.Semaphore(self.config.max_concurrent_groups or sys.maxsize)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._groups: set[asyncio.Task[None]] = set()
-        self._again: deque[_Work] = deque()  # given up once, or put back
-        # For groups under construction, several of which begin at a time:
+        self._keys = KeySequence()  # of finished groups
+        self._again: deque[UnderConstruction] = deque()  # given up once, or put back
+        # Several groups may begin at a time:
         self._permits: list[asyncio.Task[PermitLease]] = []  # asked for, and not needed by who asked
         self._unfit: list[tuple[Sample, PromptError]] = []  # prompts of a table, until one is drawn that fits
         self._drawing = asyncio.Lock()  # held by the one that draws a prompt
@@ -131,7 +115,7 @@ class RolloutGenerator:
     @property
     def stats(self) -> GeneratorStats:
         """A copy of the current statistics."""
-        self._see_policy()
+        self._count()
         return self._metrics.stats.copy()
 
     async def run(self) -> None:
@@ -166,7 +150,7 @@ class RolloutGenerator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.gather(self._server.release_all(), self._supply.close())
-            self._see_policy()
+            self._count()
             self._metrics.write()
         if self._failure is None:
             await self._server.leave()
@@ -203,19 +187,12 @@ class RolloutGenerator:
     async def _write_metrics(self) -> None:
         while True:
             await asyncio.sleep(self.config.metrics_interval)
-            self._see_policy()
+            self._count()
             self._metrics.write()
 
-    def _see_policy(self) -> None:
-        """Copy the state of the follower into the statistics."""
-        stats, policy = self._metrics.stats, self._policy
-        for seconds in policy.take_reload_seconds():
-            self._metrics.count_reload(seconds)
-        stats["policy_version"] = policy.version
-        stats["reloads"] = policy.reloads
-        stats["probe_max_difference"] = policy.difference
+    def _count(self) -> None:
+        stats = self._metrics.stats
         stats["groups_under_way"] = len(self._groups)
-        stats["rollouts_failed"] = self._maker.rollouts_failed
         # Only the engine that has servers counts them.
         stats["servers_lost"] = getattr(self._engine, "servers_lost", 0)
         stats["servers_away"] = getattr(self._engine, "servers_away", 0)
@@ -229,99 +206,78 @@ class RolloutGenerator:
                 f"[admission] for {', '.join(self.config.tables)}: configure it there, or set max_concurrent_groups"
             )
         await self._supply.begin()
-        if (site := self._server.site) is not None:
-            await self._start_building(site, admission)
-            return
-        while (group := await self._next()) is not None:
-            await self._slots.acquire()
-            await self._stale.hold()
-            times = GroupTimes(permit=-time.monotonic())
-            lease = await self._server.acquire() if admission else None
-            self._start(group, lease, times)
+        self._spawn(self._site.keep())
+        await asyncio.gather(*(self._start_in_turn(admission) for _ in range(self._site.starts)))
 
-    def _start(self, group: _Work, lease: PermitLease | None, times: GroupTimes) -> None:
-        times.permit += time.monotonic()
-        # A partial, and not a coroutine: a task that is cancelled before it starts would never await that.
-        work = partial(self._make_group, group, lease, times)
-        task = self._spawn(tracing.in_span("replay.generate", work, prompt_id=group.prompt.prompt_id))
-        self._groups.add(task)
-        task.add_done_callback(self._groups.discard)
-        task.add_done_callback(lambda _: self._slots.release())
-
-    async def _start_building(self, site: BuildingSite, admission: bool) -> None:
-        """Start groups under construction, several at a time: their questions to the server take time, too."""
-        self._spawn(site.keep())
-        await asyncio.wait({self._spawn(self._start_handed(site, admission)) for _ in range(_STARTS)})
-
-    async def _start_handed(self, site: BuildingSite, admission: bool) -> None:
-        """Start a group when there is room: one that nobody works at, or a new one. Returns when all have ended."""
+    async def _start_in_turn(self, admission: bool) -> None:
         while True:
             await self._slots.acquire()
-            times = GroupTimes(permit=-time.monotonic())
-            if (group := await self._handed(site, admission)) is None:
+            times = GroupTimes()
+            if (group := await self._next(admission, times)) is None:
                 self._slots.release()
                 return
-            opening = group.opening
-            drawn = Drawn(opening.prompt, item=opening.item)
-            work = _Work(opening.prompt, opening.prompt_ids, opening.number, drawn, opening.again, group)
-            self._start(work, None, times)
+            # A partial, and not a coroutine: a task that is cancelled before it starts would never await that.
+            work = partial(self._make_group, group, times)
+            task = self._spawn(tracing.in_span("replay.generate", work, prompt_id=group.opening.prompt.prompt_id))
+            self._groups.add(task)
+            task.add_done_callback(self._groups.discard)
+            task.add_done_callback(lambda _: self._slots.release())
 
-    async def _handed(self, site: BuildingSite, admission: bool) -> UnderConstruction | None:
+    async def _next(self, admission: bool, times: GroupTimes) -> UnderConstruction | None:
         """The next group to work at; opens groups until there is one. None: all groups have ended."""
         opened = False
         while True:
-            await self._stale.hold()
-            if (group := await site.next(surely=opened)) is not None:
+            if not self._is_through:
+                await self._stale.hold()
+            if (group := await self._site.next(surely=opened)) is not None:
                 return group
             async with self._drawing:
-                work = await self._next(patient=False)
-            if work is None:
+                drawn = await self._draw()
+            if drawn is None:
                 if self._is_through:
-                    return await site.next(surely=True)
+                    return await self._site.next(surely=True)
                 continue
-            permit = await self._permit_or_group(site) if admission else None
+            times.permit -= time.monotonic()
+            permit = await self._permit_or_group() if admission else None
+            times.permit += time.monotonic()
             if isinstance(permit, UnderConstruction):
-                self._again.appendleft(work)
+                self._again.appendleft(drawn)
                 return permit
-            opened = await self._open(site, work, permit)
+            opened = await self._open(drawn, permit)
 
-    async def _permit_or_group(self, site: BuildingSite) -> PermitLease | UnderConstruction:
+    async def _permit_or_group(self) -> PermitLease | UnderConstruction:
         """Waits for a permit, or for a group that a dead generator has left: that may have the last permit."""
         permit = self._permits.pop() if self._permits else self._spawn(self._server.acquire())
         while not permit.done():
             await asyncio.wait({permit}, timeout=SECONDS_PER_LOOK)
-            if not permit.done() and (group := await site.next()) is not None:
+            if not permit.done() and (group := await self._site.next()) is not None:
                 self._permits.append(permit)
                 return group
         return permit.result()
 
-    async def _open(self, site: BuildingSite, work: _Work, lease: PermitLease | None) -> bool:
-        """Open a group, with its permit if it needs one. Returns whether the server has it."""
-        version, config = self._policy.version, self.config
-        opening = Opening(
-            *(site.new_key(), work.prompt, work.prompt_ids, work.number, config.group_size, config.sampling),
-            again=work.again,
-            item=work.drawn.item,
-        )
+    async def _open(self, group: UnderConstruction, permit: PermitLease | None) -> bool:
+        """Open a group, with its permit if it needs one. Returns whether the site has it."""
+        version = self._policy.version
         try:
-            await site.open(opening, lease, version, work.drawn.closes)
+            await self._site.open(group, permit, version)
         except (StaleItemError, PromptError, LeftOut, LeaseEndedError) as error:
-            if lease is not None:
-                await self._server.release(lease)
+            if permit is not None:
+                await self._server.release(permit)
             if isinstance(error, PromptError):
                 self._skip(error)
-                await self._supply.finished(work.drawn, None, inserted=False)
+                await self._supply.finished(group.drawn, None, inserted=False)
             elif isinstance(error, StaleItemError):
                 self._metrics.stats["stale_refused"] += 1
                 self._stale.refused(version, error)
-                self._again.appendleft(work)
+                self._again.appendleft(group)
             else:
                 self._metrics.stats["prompts_lost"] += isinstance(error, LeaseEndedError)
-                await self._supply.returned(work.drawn)
+                await self._supply.returned(group.drawn)
             return False
-        self._supply.opened(work.drawn)
-        if lease is not None:
-            self._server.used(lease)
+        if self._site.stores:
+            self._supply.opened(group.drawn)
+            if permit is not None:
+                self._server.used(permit)
         return True
 
     @property
@@ -330,61 +286,57 @@ class RolloutGenerator:
         no_prompts = self._supply.ended or self._started == self.config.max_groups
         return no_prompts and not self._again and not self._groups
 
-    async def _next(self, *, patient: bool = True) -> _Work | None:
-        """The next group to start: one that was given up, or that of the next prompt.
-
-        None: all groups have ended, or there is no prompt now, and it does not wait for one (`patient`).
-        """
-        while True:
-            if self._again:
-                return self._again.popleft()
-            if not self._supply.ended and self._started != self.config.max_groups:
-                while self._unfit and self._started:  # others fit: it is not this generator that is wrong
-                    await self._supply.set_aside(*self._unfit.pop())
-                if (drawn := await self._supply.next()) is None:
-                    if self._unfit:
-                        raise self._unfit[0][1]
-                    if patient:
-                        continue
-                    return None
-                try:
-                    prompt, prompt_ids = self._maker.tokenize(drawn.source)
-                except PromptError as error:
-                    if drawn.closes and self.config.on_prompt_error == "raise" and len(self._unfit) < _MOST_SKIPPED:
-                        self._unfit.append((drawn.closes[0], error))
-                        continue
-                    self._skip(error)
-                    await self._supply.finished(drawn, None, inserted=False)
-                    continue
-                self._started += 1
-                return _Work(prompt, prompt_ids, self._started - 1, drawn)
-            if not self._groups:
-                return None
-            await asyncio.wait(self._groups, return_when=asyncio.FIRST_COMPLETED)  # one of them may be given up
-
-    async def _make_group(self, work: _Work, lease: PermitLease | None, times: GroupTimes) -> None:
-        """Make and insert one group, in a span of its own."""
-        prompt, acquired = work.prompt, time.monotonic()
-        site, building = self._server.site, work.building
+    async def _draw(self) -> UnderConstruction | None:
+        """The next group to open: one that was given up, or that of the next prompt; None: there is none now."""
+        if self._again:
+            return self._again.popleft()
+        if self._supply.ended or self._started == self.config.max_groups:
+            if self._groups:
+                await asyncio.wait(self._groups, return_when=asyncio.FIRST_COMPLETED)  # one may be given up
+            return None
+        while self._unfit and self._started:  # others fit: it is not this generator that is wrong
+            await self._supply.set_aside(*self._unfit.pop())
+        if (drawn := await self._supply.next()) is None:
+            if self._unfit:
+                raise self._unfit[0][1]
+            return None
         try:
-            async with site.work(building) if site is not None and building is not None else contextlib.nullcontext():
-                group, by_function = await self._maker.make(prompt, work.prompt_ids, work.number, times, building)
+            prompt, prompt_ids = self._maker.tokenize(drawn.source)
+        except PromptError as error:
+            if drawn.closes and self.config.on_prompt_error == "raise" and len(self._unfit) < _MOST_SKIPPED:
+                self._unfit.append((drawn.closes[0], error))
+            else:
+                self._skip(error)
+                await self._supply.finished(drawn, None, inserted=False)
+            return None
+        number, config = self._started, self.config
+        self._started += 1
+        opening = Opening(
+            next(self._keys), prompt, prompt_ids, number, config.group_size, config.sampling, item=drawn.item
+        )
+        return UnderConstruction(opening, drawn)
+
+    async def _make_group(self, work: UnderConstruction, times: GroupTimes) -> None:
+        """Make and insert one group, in a span of its own."""
+        acquired = time.monotonic()
+        try:
+            async with self._site.work(work):
+                group, by_function = await self._maker.make(work, times)
                 group.meta |= tracing.carrier()
-                if lease is not None:
-                    self._check_permit(lease, time.monotonic() - acquired)
+                if work.permit is not None:
+                    self._check_permit(work.permit, time.monotonic() - acquired)
                 staleness = max(0, self._policy.newest_version - group.policy_version)
                 times.insert = -time.monotonic()
-                await self._server.insert(group, lease, prompt.tags, building, work.drawn.closes)
+                await self._server.insert(group, work)
                 times.insert += time.monotonic()
         except LeaseLostError:
             self._metrics.stats["leases_lost"] += 1
         except (LeftOut, PromptError, TooOldToFinish) as error:
             # First of all: another group may wait for this permit.
-            if lease is not None:
-                await self._server.release(lease)
+            if work.permit is not None:
+                await self._server.release(work.permit)
             await self._end_prompt(work, error)
-            if site is not None and building is not None:
-                await site.drop(building)
+            await self._site.drop(work)
             if isinstance(error, PromptError):
                 self._skip(error)
             elif isinstance(error, TooOldToFinish):
@@ -404,27 +356,30 @@ class RolloutGenerator:
         if self._on_group is not None:
             self._on_group(self.stats)
 
-    async def _end_prompt(self, work: _Work, error: Exception) -> None:
+    async def _end_prompt(self, work: UnderConstruction, error: Exception) -> None:
         """The group was not inserted. Its prompt is done if that was to blame for it, and otherwise goes back."""
         left_out = isinstance(error, LeftOut) and error.counts_as in ("skipped", "filtered", "set_aside")
         if left_out or (isinstance(error, PromptError) and self._may_skip(error)):
             rewards = error.rewards if isinstance(error, LeftOut) else None
             await self._supply.finished(work.drawn, rewards, inserted=False)
         elif not self._stays_here(work, error):
-            await self._supply.returned(work.drawn, None if work.building is None else work.building.sample)
+            await self._supply.returned(work.drawn, work.sample)
 
-    def _stays_here(self, work: _Work, error: Exception) -> bool:
+    def _stays_here(self, work: UnderConstruction, error: Exception) -> bool:
         """Whether this generator makes the group again: once, and only while it is known whose the prompt is."""
-        return isinstance(error, TooOldToFinish) and not work.again and (work.building is None or not work.drawn.item)
+        known = work.sample is None or work.drawn.item is None
+        return isinstance(error, TooOldToFinish) and not work.opening.again and known
 
-    def _give_up(self, work: _Work, error: TooOldToFinish, times: GroupTimes) -> None:
+    def _give_up(self, work: UnderConstruction, error: TooOldToFinish, times: GroupTimes) -> None:
         """Make a group again with newer weights, but once only: one that takes too long would begin for ever."""
         self._metrics.count_given_up(times)
         self._stale.given_up(error.version)
-        if work.again:
-            logger.warning("prompt %r: left out, because its group was too old twice", work.prompt.prompt_id)
+        opening = work.opening
+        if opening.again:
+            logger.warning("prompt %r: left out, because its group was too old twice", opening.prompt.prompt_id)
         elif self._stays_here(work, error):
-            self._again.append(replace(work, again=True, building=None))
+            opening = replace(opening, key=next(self._keys), again=True)
+            self._again.append(UnderConstruction(opening, work.drawn))
 
     def _check_permit(self, lease: PermitLease, seconds: float) -> None:
         """Count a permit that expired before its group was made; warn of the first."""

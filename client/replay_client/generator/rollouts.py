@@ -291,42 +291,31 @@ async def single_turn(task: Task, policy: RolloutPolicy) -> Rollout:
     return Rollout([sequence])
 
 
-@dataclass(frozen=True)
-class Played:
-    """How the rollouts of one group ended."""
-
-    rollouts: list[Rollout]
-    """Those that were finished."""
-    failures: list[Exception]
-    """Why others were not. What was given up for want of patience is in neither list."""
-
-
-Store = Callable[[int, Rollout], Awaitable[None]]
-
-
 async def play(
     hook: RolloutHook,
     tasks: Sequence[Task],
     engine: Engine,
     timeout: float | None,
     unanswered: Unanswered,
+    finished: Callable[[int, Rollout], Awaitable[None]],
     *,
-    store: Store | None = None,
+    early: bool = False,
     patience: Callable[[], float | None] = lambda: None,
-) -> Played:
+) -> list[Exception]:
     """Plays one rollout for each of `tasks`, all at the same time. `timeout`: seconds for each.
 
-    `store` is awaited with each rollout and its number as soon as it is finished. `patience`: seconds that the next
-    one may take; None: as long as it needs. `unanswered`: as of RolloutPolicy. Raises any error of the engine but
-    CompletionError, which is that of a rollout, and of `store`.
+    `finished` is awaited with each rollout and its number as soon as it is finished. Returns why others were not, but
+    for those that were given up for want of patience. `patience`: seconds that the next one may take; None: as long as
+    it needs. `early`, `unanswered`: as of RolloutPolicy. Raises any error of the engine but CompletionError, which is
+    that of a rollout, and of `finished`.
     """
-    policy = RolloutPolicy(engine, tasks[0].sampling, unanswered, early=store is not None or hook is not single_turn)
+    policy = RolloutPolicy(engine, tasks[0].sampling, unanswered, early=early)
 
-    async def one(task: Task) -> Rollout | Exception:
-        rollout = await attempt(task)
-        if store is not None and isinstance(rollout, Rollout):
-            await store(task.index, rollout)
-        return rollout
+    async def one(task: Task) -> Exception | None:
+        if isinstance(rollout := await attempt(task), Exception):
+            return rollout
+        await finished(task.index, rollout)
+        return None
 
     async def attempt(task: Task) -> Rollout | Exception:
         try:
@@ -353,11 +342,7 @@ async def play(
             each.cancel()
         await asyncio.gather(*playing, return_exceptions=True)  # the error of one is enough
         await policy.close()
-    results = [each.result() for each in playing if each not in running]
-    return Played(
-        [each for each in results if isinstance(each, Rollout)],
-        [each for each in results if isinstance(each, Exception)],
-    )
+    return [error for each in playing if each not in running and (error := each.result()) is not None]
 
 
 def checked(rollout: Any) -> Rollout:
@@ -381,8 +366,11 @@ def checked(rollout: Any) -> Rollout:
 def where(failure: Exception) -> str:
     """The line of the hook's own file from which a failure of `play` came; "" if it came from elsewhere."""
     frames = traceback.extract_tb(failure.__traceback__)[1:]  # the first is that of `play`
-    if not frames or frames[0].filename == __file__:
-        return ""
+    return own_line(frames) if frames and frames[0].filename != __file__ else ""
+
+
+def own_line(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The last line of the file that was called first. The error may be in a library, but this line is its user's."""
     last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
     return f" ({last.filename}, line {last.lineno})"
 

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from replay_client.errors import (
@@ -23,18 +22,16 @@ from replay_client.errors import (
     StorageError,
     TableFullError,
 )
-from replay_client.generator.building import BuildingSite, LeaseLostError, UnderConstruction
+from replay_client.generator.building import BuildingSite, LeaseLostError, Site, UnderConstruction
 from replay_client.generator.config import GeneratorConfig
 from replay_client.generator.group_maker import LeftOut
 from replay_client.generator.metrics import GeneratorStats
 from replay_client.generator.policy_follower import PolicyFollower
 from replay_client.generator.prompts import PromptError
 from replay_client.generator.rewards import load_priority
-from replay_client.records import PermitLease, Sample, ServerInfo, restarted
-from replay_client.requests import KeySequence
+from replay_client.records import PermitLease, ServerInfo, restarted
 from replay_client.rollout import RolloutGroup
 from replay_client.waits import LAST_WORD, Patience, WaitLog
-from replay_protos.labels import TagValue
 
 if TYPE_CHECKING:
     from replay_client import AsyncReplayClient
@@ -42,8 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-NO_TAGS: Mapping[str, TagValue] = MappingProxyType({})
-
 SECONDS_PER_LOOK = 5.0
 """Between two looks whether the server is there."""
 
@@ -64,7 +59,6 @@ class GeneratorServer:
         self._config = config
         self._stats = stats
         self._priority = load_priority(config.priority)
-        self._keys = KeySequence()
         self._seen: ServerInfo | None = None
         self._is_known = False
         """Whether the server knows the settings of this generator."""
@@ -73,8 +67,7 @@ class GeneratorServer:
         self._leases: set[PermitLease] = set()
         self._waiting = WaitLog()
         self._table_full = WaitLog()
-        self.site = None if config.building is None else BuildingSite(client, config, stats, self.answer)
-        """The table of groups under construction; None: this generator uses none."""
+        self.site = Site() if config.building is None else BuildingSite(client, config, stats, self.answer)
 
     async def begin(self) -> bool:
         """Asks the server what it is. Returns whether groups for the configured tables need permits.
@@ -86,8 +79,7 @@ class GeneratorServer:
         await self._see(info)
         self._tells_prompts = _index_prompts(info, self._config.tables)
         needs_permits = (admission := info.admission) is not None and admission.table in self._config.tables
-        if self.site is not None:
-            self.site.check(info, needs_permits)
+        self.site.check(info, needs_permits)
         return needs_permits
 
     async def acquire(self) -> PermitLease:
@@ -110,29 +102,19 @@ class GeneratorServer:
 
     async def release_all(self) -> None:
         """Gives back every permit, and every group under construction, that was neither used nor given back."""
-        if self.site is not None:
-            await self.site.let_go_of_all()
+        await self.site.let_go_of_all()
         await asyncio.gather(*map(self.release, [*self._leases]))
 
     async def leave(self) -> None:
         """Says that this generator ends on purpose, if the server can be reached soon."""
         await self._client.leave(timeout=LAST_WORD)
 
-    async def insert(
-        self,
-        group: RolloutGroup,
-        lease: PermitLease | None,
-        tags: Mapping[str, TagValue] = NO_TAGS,
-        building: UnderConstruction | None = None,
-        closes: Sequence[Sample] = (),
-    ) -> None:
-        """Returns when the group is in its tables, its permit is used up, and what it `closes` is taken.
+    async def insert(self, group: RolloutGroup, work: UnderConstruction) -> None:
+        """Returns when the group is in its tables, and its permit, its prompt and its item under construction are gone.
 
-        `tags` are those of its prompt. The group takes the place of `building`, the group under construction that it
-        was made of, if it was made of one. Raises LeaseLostError if another generator may have that by now.
-
+        Raises LeaseLostError if another generator may have the item by now.
         Raises LeftOut if the group will not get there: it is too old, its table is full and `when_full` is "drop", or
-        the lease of what it closes has ended.
+        the lease of its prompt has ended.
         Raises PromptError if the group is too large for the server, or its priority function fails.
         """
         try:
@@ -140,31 +122,34 @@ class GeneratorServer:
         except Exception as error:
             raise PromptError(f"prompt {group.prompt_id!r}: no priority: {type(error).__name__}: {error}") from error
         priorities = dict.fromkeys(self._config.tables, priority)
-        # One key for all attempts: if the answer to an earlier one was lost, the item is not inserted twice.
-        key = next(self._keys) if building is None else building.opening.key
-        timeout = self._config.insert_timeout
-        tags = {**self._config.tags, **tags}
+        tags = {**self._config.tags, **work.opening.prompt.tags}
         if self._tells_prompts:
             tags.setdefault("prompt_id", group.prompt_id)
-        attempt = partial(self._client.insert, group, priorities, key=key, permits=lease, timeout=timeout, tags=tags)
-        if closes := (*closes, *([building.sample] if building is not None else ())):
-            attempt = partial(attempt, closes=closes)
-        inserted = self.answer(attempt, counts_as="insert_waits")
+        attempt = partial(
+            self._client.insert,
+            group,
+            priorities,
+            # One key for all attempts: if the answer to an earlier one was lost, the item is not inserted twice.
+            key=work.opening.key,
+            permits=work.permit,
+            timeout=self._config.insert_timeout,
+            tags=tags,
+            closes=work.drawn.closes if work.sample is None else (work.sample,),
+        )
         try:
-            await (inserted if building is None else building.stored_during(inserted))
+            await work.stored_during(self.answer(attempt, counts_as="insert_waits"))
             self._table_full.go_on()
         except StaleItemError as error:
             raise LeftOut("stale_refused") from error
         except LeaseEndedError as error:
-            if building is not None:
+            if work.sample is not None:
                 raise LeaseLostError from error
             raise LeftOut("prompts_lost") from error
         except PayloadTooLargeError as error:
             raise PromptError(f"prompt {group.prompt_id!r}: its group cannot be inserted: {error}") from error
-        if lease is not None:
-            self.used(lease)
-        if building is not None and self.site is not None:
-            self.site.closed(building)
+        if work.permit is not None:
+            self.used(work.permit)
+        self.site.closed(work)
 
     async def answer(
         self,

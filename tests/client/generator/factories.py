@@ -20,7 +20,7 @@ from replay_client.columns.kept import KEPT
 from replay_client.generator import GeneratorConfig, RolloutGenerator
 from replay_client.generator.engines import Completion, Engine, SamplingConfig
 from replay_client.generator.prompts import Prompt
-from replay_client.records import AdmissionInfo, PermitLease, Policy
+from replay_client.records import AdmissionInfo, PermitLease, Policy, Sample
 from replay_client.rollout import RolloutGroup
 
 CHARACTERS = "0123456789+=? abcdefghij"
@@ -251,6 +251,7 @@ class RecordingClient:
         permits: PermitLease | None,
         timeout: float | None,
         tags: Mapping[str, str | int],
+        closes: Sequence[Sample],
     ) -> int:
         await asyncio.sleep(0)
         self.insert_keys.append(key)

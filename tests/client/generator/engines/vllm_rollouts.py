@@ -33,10 +33,16 @@ async def group_of(
         Task("p", list(prompt_ids), {}, None, index, sampling, engine.tokenizer, engine.max_length)
         for index in range(size)
     ]
-    played = await play(hook, [replace(task, **fields) for task in tasks], engine, None, [])
-    assert not played.failures, repr(played.failures[0])
-    rewards = np.arange(size, dtype=np.float32)
-    return group_of_rollouts(played.rollouts, 0, rewards=rewards, advantages=rewards, sampling=sampling.describe())
+    played: dict[int, Rollout] = {}
+
+    async def finished(index: int, rollout: Rollout) -> None:
+        played[index] = rollout
+
+    tasks = [replace(task, **fields) for task in tasks]
+    failures = await play(hook, tasks, engine, None, [], finished, early=True)
+    assert not failures, repr(failures[0])
+    rewards, rollouts = np.arange(size, dtype=np.float32), [played[index] for index in sorted(played)]
+    return group_of_rollouts(rollouts, 0, rewards=rewards, advantages=rewards, sampling=sampling.describe())
 
 
 def two_turns(
