@@ -454,7 +454,11 @@ def test_an_engine_that_dies_ends_the_command_with_one_sentence(
     tables = [TableConfig(name="rollouts", sampler="fifo", max_size=10)]
     with ReplayServer(tables, port=0) as server, ReplayClient(server.address) as client:
         process = subprocess.Popen(
-            [*command, "--address", server.address], stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+            [*command[:3], "--address", server.address, *command[3:]],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
         )
         try:
             if how == "kill":

@@ -351,7 +351,7 @@ class TestRealServers:
             command += [word for each in fresh for word in ("--base-url", each.url)]
             command += ["--reward", "exact_match", "--max-groups", "2", "--group-size", "2", "--max-tokens", "4"]
             done = subprocess.run(
-                [sys.executable, "-m", "replay_server.cli", "generate", "--address", server.address, *command],
+                [sys.executable, "-m", "replay_server.cli", "--address", server.address, "generate", *command],
                 capture_output=True,
                 text=True,
                 timeout=120,

@@ -275,7 +275,7 @@ def test_replay_generate_plays_the_environment_of_the_page(
     command += ["--group-size", "2", "--min-rollouts", "2", "--max-groups", "2", "--max-tokens", "4"]
     with ReplayServer(tables=[TableConfig(name="rollouts")], port=0) as server, ReplayClient(server.address) as client:
         # In this process: importing verifiers once more takes longer than all else.
-        done = CliRunner().invoke(app, [*command, "--address", server.address])
+        done = CliRunner().invoke(app, ["--address", server.address, *command])
         assert done.exit_code == 0, done.output
         items = client.list_items("rollouts").items
         groups = [item.group for item in client.get([item.key for item in items])]
