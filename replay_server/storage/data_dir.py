@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from lmdb import verify as lmdb_verify
 
-from replay_server.storage.records import Damaged, unseal
+from replay_server.storage.records import FORMAT, Damaged, of_another_version, unseal
 
 log = logging.getLogger("replay_server")
 
@@ -74,6 +74,7 @@ def why_not_openable(path: Path, key_sizes: dict[bytes, int]) -> str:
     with path.open("rb") as file:
         check = LmdbCheck(file, path.stat().st_size, {f"main/{name.decode()}": n for name, n in key_sizes.items()})
         try:
+            check.check_version(path.parent)
             check.verify()
             check.check_roots()
         except (lmdb_verify.VerifyError, struct.error, IndexError, OverflowError) as error:
@@ -149,12 +150,20 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
         if not (live ^ free == 1).all():
             super()._check_cover()
 
+    def check_version(self, directory: Path) -> None:
+        """Before `verify`, which knows the keys of this version. Raises UnusableDirectory."""
+        self.detect_engine()
+        self.load_metas()
+        commit = self._commit(self.meta.main.root)
+        if commit is not None and commit[0] != FORMAT:
+            raise UnusableDirectory(f"data_dir {directory} {of_another_version(f'with format {commit[0]}')}")
+
     def check_roots(self) -> None:
         """LMDB keeps the roots of its last two commits, and opens the one with the higher number. With a damaged number
         it opens the older state and does not notice. So each of our commits records its own number. After `verify`."""
         roots = [self._read_meta(0, 1), self._read_meta(1, self.psize)]
         old, new = sorted(roots, key=lambda root: int(root.txnid))
-        known_old, known_new = self._commit_number(old.main.root), self._commit_number(new.main.root)
+        known_old, known_new = [(self._commit(root.main.root) or (FORMAT, None))[1] for root in (old, new)]
         if known_new is None:
             return  # no commit yet, or what the start refuses
         is_new_file = not old.txnid and old.main.root == lmdb_verify.P_INVALID
@@ -164,8 +173,8 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
             if known is not None and known != root.txnid:
                 self.err(f"commit {known} says that it is {root.txnid}")
 
-    def _commit_number(self, root: int) -> int | None:
-        """The number in our own record in the main database, whose only page is `root`."""
+    def _commit(self, root: int) -> tuple[int, int] | None:
+        """Format and number in our own record in the main database, whose only page is `root`."""
         if (page := self.read_page(root)) is None:
             return None
         try:
@@ -174,7 +183,8 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
                 length, _, _, key_length = struct.unpack_from("<HHHH", page, node)
                 start = node + _NODE + key_length
                 if page[node + _NODE : start] == COMMIT:
-                    return int(COMMIT_RECORD.unpack(unseal(page[start : start + length]))[1])
+                    version, number = COMMIT_RECORD.unpack(unseal(page[start : start + length]))
+                    return version, number
         except (struct.error, Damaged):
             pass
         return None

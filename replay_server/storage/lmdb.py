@@ -59,7 +59,6 @@ from replay_server.storage.records import (
     State,
     boot_id,
     join_items,
-    of_another_version,
     pack_items,
     seal,
     unpack,
@@ -442,18 +441,13 @@ class LmdbStorage(LmdbFile):
         """As LmdbFile. Raises DamagedDirectory, and UnusableDirectory for what this version did not write."""
         with self._env.begin() as txn:
             if (commit := txn.get(COMMIT)) is not None:
-                self._check_format(commit)
+                try:
+                    unseal(commit)
+                except Damaged:
+                    raise DamagedDirectory(self.directory, "the record of the last commit is damaged") from None
             elif any(txn.stat(db)["entries"] for db in self._databases):
                 raise UnusableDirectory(f"data_dir {self.directory} holds data of something else; name another one")
         return super().load()
-
-    def _check_format(self, commit: bytes) -> None:
-        try:
-            version, _ = COMMIT_RECORD.unpack(unseal(commit))
-        except (Damaged, struct.error):
-            raise DamagedDirectory(self.directory, "the record of the last commit is damaged") from None
-        if version != FORMAT:
-            raise UnusableDirectory(f"data_dir {self.directory} {of_another_version(f'with format {version}')}")
 
     def adopt(self, path: Path, size: int) -> None:
         """Takes the first `size` bytes of a checkpoint in the place of its own file.

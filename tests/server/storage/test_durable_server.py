@@ -1,6 +1,7 @@
 """A server with a data_dir, over gRPC: what a restart brings back, what a start refuses, and a full disk."""
 
 import os
+import struct
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -118,6 +119,7 @@ def test_a_second_server_on_the_directory_is_refused(tmp_path):
 def test_a_format_of_another_version_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("replay_server.storage.lmdb.FORMAT", 99)
+        patch.setattr("replay_server.storage.lmdb.CHUNK_KEY", struct.Struct(">QI"))  # as format 3 had it
         with serving(tmp_path) as client:
             client.insert(b"x", {"pool": 1.0})
     with pytest.raises(UnusableDirectory, match=r"development version with format 99, .* `replay export`") as refusal:
