@@ -176,6 +176,10 @@ class FakeClient:
     def set_policy_version(self, version: int, weights: str = "", rollback: bool = False, **_: Any) -> None:
         self.version, self.weights = version, weights
 
+    def keep(self, *_: Any) -> Any:
+        """Nothing is leased here."""
+        return SimpleNamespace(add=lambda _: None, let_go=lambda _: None, close=lambda: None)
+
     def leave(self) -> None:
         """Nobody looks at this server."""
 

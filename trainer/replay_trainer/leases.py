@@ -7,8 +7,8 @@ A group that was drawn is gone from the queue, and the result of training on it 
 trainer dies in between, the group must come back; if it dies after, the group must not. So the server holds the group
 under the lease of its batch, and this file knows, of each lease, whether a full state contains its groups.
 
-* A thread renews the leases while steps run: a step may take longer than a lease. A dead trainer renews none, so its
-  groups go back by themselves.
+* `client.keep` renews the leases while steps run: a step may take longer than a lease. A dead trainer renews none, so
+  its groups go back by themselves.
 * Each full state names its groups. A resume takes those that went back although the state contains them: the trainer
   may have died between state and acknowledgement.
 * Each rank also writes its leases to `leases-RANK.json` in output_dir before they begin. With this list a resume gives
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from replay_client import ReplayClient, Sample, SampleInfo
+from replay_client.client import Keeper
 from replay_client.errors import ReplayError
 from replay_trainer.weights import write_whole
 
@@ -114,11 +115,12 @@ class GroupLeases:
         self._listed: set[Lease] = set()
         """The leases that the list file of this rank names."""
         self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._keeper: Keeper | None = None
+        """From `start` on."""
 
     def start(self) -> None:
         """Renew the leases from now on, until `give_back`."""
-        threading.Thread(target=self._renew, name="replay-leases", daemon=True).start()
+        self._keeper = self._client.keep(map(_stub, self._held), self.seconds, self._lost)
 
     def hold(self, batch: Sequence[Sample]) -> list[Sample]:
         """Hold the lease that a batch came under, from now until it is settled or given back.
@@ -132,6 +134,9 @@ class GroupLeases:
             # What was expected before this batch, and has not come, was revoked.
             self._coming.clear()
             self._list()
+        # Outside of the lock: the client's thread does it, and may be in `expect`, which waits for the lock.
+        if self._keeper is not None:
+            self._keeper.add(batch)
         known = self.unconfirmed.keys
         new = [sample for sample in batch if sample.info.key not in known]
         if len(new) < len(batch):
@@ -172,6 +177,8 @@ class GroupLeases:
             if settled is self._settling:
                 self._settling = None
             self._list()
+        if self._keeper is not None:
+            self._keeper.let_go(map(_stub, settled.whole))
 
     def acknowledge(self, groups: TrainedGroups) -> None:
         """Takes the groups of a full state for good: by their leases, or by their keys where that fails.
@@ -221,7 +228,8 @@ class GroupLeases:
 
     def give_back(self) -> list[int]:
         """Gives back all groups that no full state contains. Returns the keys of the returned groups."""
-        self._stop.set()
+        if self._keeper is not None:
+            self._keeper.close()
         with self._lock:
             held = dict(self._held)
         if not held:
@@ -248,30 +256,15 @@ class GroupLeases:
             write_whole(self._path, json.dumps(sorted(leases)))
         self._listed = leases
 
-    def _renew(self) -> None:
-        """In a thread of its own: a step may take longer than a lease."""
-        ended: set[Lease] = set()
-        while not self._stop.wait(self.seconds / 4):
-            with self._lock:
-                held = list(self._held)
-            if not held:
-                continue
-            try:
-                missing = self._client.renew(map(_stub, held), self.seconds, timeout=self.seconds / 4).missing
-            except ReplayError as error:
-                if not self._stop.is_set():
-                    logger.warning("the leases of fresh groups could not be renewed: %s", error)
-                continue
-            # All are renewed again the next time: a shard that was away may be back with its leases.
-            before, ended = ended, {lease for lease in held if lease[1] in missing}
-            if (new := ended - before) and not self._stop.is_set():
-                logger.warning(
-                    "the leases of %d batches could not be renewed: the server was out of reach for %g s, or was "
-                    "restarted without a data_dir, or it is away now. The trainer keeps their groups, and another "
-                    "reader may get them as well",
-                    len(new),
-                    self.seconds,
-                )
+    def _lost(self, lost: list[SampleInfo]) -> None:
+        """On the thread of the client."""
+        logger.warning(
+            "the leases of %d batches could not be renewed: the server was out of reach for %g s, or was restarted "
+            "without a data_dir, or it is away now. The trainer keeps their groups, and another reader may get them as "
+            "well",
+            len({info.lease for info in lost}),
+            self.seconds,
+        )
 
 
 def _stub(lease: Lease) -> Sample:
