@@ -33,7 +33,7 @@ from replay_server.storage.journal import Fsync, Journal
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
-from replay_server.tables.extensions.standard import replay_buffer
+from replay_server.tables.extensions import configured
 from replay_server.telemetry.blocked_log import BlockedLog
 
 if TYPE_CHECKING:
@@ -235,12 +235,11 @@ class ReplayServer:
                 if checkpoint is not None:
                     storage.adopt(checkpoint.path, checkpoint.size)
             ends.callback(self._log_end)
-            buffer = replay_buffer(
+            buffer = ReplayBuffer(
                 self.config.tables,
                 time.monotonic,
                 storage=storage,
-                admission=self.config.admission,
-                archive=self.config.archive,
+                extensions=configured(self.config.tables, time.monotonic, self.config.admission, self.config.archive),
                 max_bytes=section.max_bytes,
                 max_payload_bytes=section.max_payload_bytes,
             )

@@ -28,7 +28,10 @@ from prometheus_client.openmetrics import parser as openmetrics
 
 from replay_client import RolloutGroup
 from replay_client.scoring import group_advantages
+from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import Columns
+from replay_server.tables.config import TableConfig
+from replay_server.tables.extensions import configured
 from tests.commands import COMMAND, Running
 
 PATIENCE = 120.0
@@ -338,3 +341,15 @@ def slots_of(columns: Columns) -> dict[int, int]:
     """The slot of each key that is here."""
     slots = columns.occupied()
     return dict(zip(columns.key[slots].tolist(), slots.tolist(), strict=True))
+
+
+def replay_buffer(
+    tables: Sequence[TableConfig],
+    clock: Callable[[], float],
+    *,
+    admission: Any = None,
+    archive: Any = None,
+    **options: Any,
+) -> ReplayBuffer:
+    """A buffer with the extensions that these sections ask for."""
+    return ReplayBuffer(tables, clock, extensions=configured(tables, clock, admission, archive), **options)

@@ -47,12 +47,12 @@ from replay_server.errors import Refused, busy, invalid, try_again
 from replay_server.rpc.calls import Call, once, split_payloads
 from replay_server.rpc.clients import Seen, Side
 from replay_server.rpc.limits import Backend
+from replay_server.tables.balance import ValueRows
 from replay_server.tables.config import ARCHIVE
 from replay_server.tables.extensions.archive import Archiving
 from replay_server.tables.extensions.construction import Construction
 from replay_server.tables.items import DamagedPayloads, Payload
 from replay_server.tables.outstanding import MOST_ID, PendingSample, new_id
-from replay_server.tables.selecting.balance import ValueRows
 from replay_server.tables.table import SampleBatch, SampleRequest
 from replay_server.tables.waiting import deadline_at
 

@@ -32,7 +32,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from replay_protos.labels import labels_of
-from replay_server.errors import Refused, closed, deadline, invalid, listed_tables, not_found, try_again
+from replay_server.errors import Refused, busy, closed, deadline, invalid, listed_tables, not_found, try_again
 from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, KeyArray
 from replay_server.tables.config import TableConfig, explain
 from replay_server.tables.extensions.extension import Extension, PolicyChange, hooks
@@ -46,9 +46,8 @@ from replay_server.tables.rules import (
     Blocked,
     InsertRules,
     Known,
+    Outdated,
     PendingInsert,
-    TooStale,
-    Undone,
     are_priorities,
     bad_priority,
 )
@@ -73,22 +72,22 @@ def any_insert_waits(tables: Iterable[Table], lines: Mapping[str, Lines]) -> boo
 
 
 def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items, lines: Mapping[str, Lines]) -> int:
-    """How many of the first rows can be inserted together with the same outcome as one after the other, at least 1.
+    """How many of the first rows to insert together: with the same outcome as one after the other, at least 1.
 
     This is about order alone: what the rows change for each other. Whether they may enter, the insert rules say.
     """
     n, nbytes = len(batch), batch.nbytes
     if items.bytes + nbytes > items.max_bytes or len(set(batch.keys)) < n or any_insert_waits(tables, lines):
         return 1
-    at_once: float = n
     for table in tables:
-        at_once = min(at_once, table.insertable_at_once(nbytes))
+        # A waiting sample would be drawn between two rows. Only a fifo draws the same items after both rows, as long
+        # as nothing is evicted.
         if lines[table.name].samples:
-            # A waiting sample would be drawn between two rows. Only a fifo draws the same items after both rows, as
-            # long as nothing is evicted.
             fifo = table.config.sampler.type == "fifo" and table.balanced is None
-            at_once = min(at_once, table.config.max_size - table.size if fifo else 1)
-    return max(1, int(at_once))
+            n = min(n, table.config.max_size - table.size if fifo else 1)
+        while n > 1 and not table.fits_at_once(n, nbytes):
+            n //= 2
+    return max(1, n)
 
 
 def silence(pending: PendingInsert | PendingSample, now: float, extensions: Iterable[Extension]) -> str:
@@ -181,20 +180,21 @@ class ReplayBuffer:
         self._why_not, self._why_no_policy = hooks(extensions, "why_not"), hooks(extensions, "why_no_policy")
         self._on_insert, self._on_policy = hooks(extensions, "on_insert"), hooks(extensions, "on_policy")
         self._undo, self._serve = hooks(extensions, "undo"), hooks(extensions, "progress")
-        of_table = {
-            table.name: [each for each in extensions if each.concerns(table.config)] for table in self.tables.values()
-        }
-        self._on_leave, self._on_reset = (
-            {name: hooks(concerned, hook) for name, concerned in of_table.items()} for hook in ("on_leave", "on_reset")
-        )
+        self._on_leave, self._on_reset = self._hooks_of_tables("on_leave"), self._hooks_of_tables("on_reset")
         outstanding, items = self.outstanding, self.items
-        outstanding.on_take = {name: hooks(concerned, "on_take") for name, concerned in of_table.items()}
-        outstanding.on_lease = {name: hooks(concerned, "on_lease") for name, concerned in of_table.items()}
+        outstanding.on_take, outstanding.on_lease = self._hooks_of_tables("on_take"), self._hooks_of_tables("on_lease")
         outstanding.on_consumed = self._tell_left
         items.on_gone = hooks(extensions, "on_item_gone")
-        sparing = [each for each in extensions if any(each in concerned for concerned in of_table.values())]
+        sparing = [each for each in extensions if any(each.concerns(table.config) for table in self.trained)]
         items.spares, items.spare_keys = hooks(sparing, "spares"), hooks(sparing, "spare_keys")
         items.frees = hooks(sparing, "free")
+
+    def _hooks_of_tables(self, name: str) -> dict[str, tuple[Callable[..., Any], ...]]:
+        """The hooks of this name by table, of the extensions that concern it."""
+        return {
+            table.name: hooks([each for each in self.extensions if each.concerns(table.config)], name)
+            for table in self.tables.values()
+        }
 
     @property
     def bytes(self) -> int:
@@ -257,17 +257,17 @@ class ReplayBuffer:
         if isinstance(verdict, Known):
             for table in tables:
                 table.counters.duplicates += 1
-        elif isinstance(verdict, TooStale):
-            verdict.table.counters.stale_refused += 1
-        elif isinstance(verdict, Undone):
-            verdict.table.counters.undone += 1
+        elif isinstance(verdict, Outdated):
+            verdict.count()
 
     def _enter(self, insert: InsertBatch, tables: Sequence[Table]) -> Sequence[Table]:
         """Inserts rows that the rules allow, and takes the batches that they close. Returns the tables that changed.
 
         Raises Refused if the server is full, and cannot evict enough.
         """
-        self.items.check_room(insert.nbytes, tables)
+        if why := self.items.why_full(insert.nbytes, tables):
+            names = ", ".join(table.name for table in tables)
+            raise busy(f"the server is full: {why}, and {names} has too little to evict")
         self.items.free(insert.nbytes)
         before = [table.counters.evicted for table in tables]
         self.items.insert(insert, self.clock(), len(tables))

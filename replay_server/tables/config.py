@@ -12,11 +12,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic._internal._model_construction import ModelMetaclass  # pydantic has no public name for it
 
 from replay_protos.labels import MOST_COLUMN_BYTES
-from replay_server.tables import rate_limiters
+from replay_server.tables import limiter as limiters
+from replay_server.tables import selectors
 from replay_server.tables.columns import MAX_BALANCED, IntArray, RowFacts
-from replay_server.tables.rate_limiters import RateLimiter
-from replay_server.tables.selecting import selectors
-from replay_server.tables.selecting.selectors import Selector
+from replay_server.tables.limiter import RateLimiter
+from replay_server.tables.selectors import Selector
 
 MAX_PRIORITY = 3.4e38
 """The largest priority (about float32's). With the largest exponent, a sum of 10^9 weights stays finite in float64."""
@@ -122,7 +122,7 @@ class SelectorConfig(_Tagged):
 
 
 class RateLimiterConfig(_Tagged):
-    """When inserting and sampling wait for each other; formulas in rate_limiters.py."""
+    """When inserting and sampling wait for each other; formulas in limiter.py."""
 
     type: Literal["min_size", "sample_to_insert_ratio", "queue", "stack"]
     """What is kept: a least size, a ratio of samples to inserts, or that each item is sampled once, in order or the
@@ -157,11 +157,11 @@ class RateLimiterConfig(_Tagged):
         """A limiter that has seen nothing yet. Raises ValueError for bounds that nothing could satisfy."""
         if self.type == "sample_to_insert_ratio":
             assert self.samples_per_insert is not None
-            return rate_limiters.sample_to_insert_ratio(self.samples_per_insert, self.min_size, self.error_buffer)
+            return limiters.sample_to_insert_ratio(self.samples_per_insert, self.min_size, self.error_buffer)
         if self.type == "min_size":
-            return rate_limiters.min_size(self.min_size)
+            return limiters.min_size(self.min_size)
         assert self.max_size is not None
-        return rate_limiters.queue(self.max_size)
+        return limiters.queue(self.max_size)
 
 
 class BalanceConfig(Model):

@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Protocol
 
 from replay_protos.labels import NO_LABELS, Labels
-from replay_server.errors import busy
 from replay_server.tables.columns import FloatArray, IntArray, costs
 from replay_server.tables.leaving import ROWS_PER_SLICE, Leaving
 from replay_server.tables.table import Table
@@ -293,6 +292,7 @@ class Items(dict[int, Item]):
     def release(self, keys: Iterable[int]) -> None:
         """Removes a holder from each of `keys`; deletes the items that have none left."""
         gone, sizes, lost, nbytes = [], [], [], 0
+        looks = bool(self.declared or self.leaving)
         for key in keys:
             item = self[key]
             item.holders -= 1
@@ -301,7 +301,7 @@ class Items(dict[int, Item]):
                 nbytes += item.nbytes + item.labels.nbytes  # twice as fast as its cost
                 gone.append(key)
                 sizes.append(item.nbytes)
-            elif (self.declared or self.leaving) and self.lost(key):
+            elif looks and self.lost(key):
                 lost.append(key)
                 self.freed = True  # an insert that waits for these bytes lets go of the item
             elif self.spares and item.holders == self.spare(key):
@@ -312,7 +312,7 @@ class Items(dict[int, Item]):
         if self.closing:
             self.closing.difference_update(gone)
         self.storage.delete(gone, sizes)
-        if gone or lost:
+        if lost or (gone and self.on_gone):
             self.tell_gone([*gone, *lost])
 
     def lost(self, key: int) -> bool:
@@ -346,12 +346,6 @@ class Items(dict[int, Item]):
             return None
         return f"{self.bytes} bytes + {nbytes} > max_bytes {self.max_bytes}"
 
-    def check_room(self, nbytes: int, tables: Sequence[Table]) -> None:
-        """Raises Refused where `why_full` has a reason."""
-        if why := self.why_full(nbytes, tables):
-            names = ", ".join(table.name for table in tables)
-            raise busy(f"the server is full: {why}, and {names} has too little to evict")
-
     def free(self, nbytes: int) -> None:
         """Clears away what has left, then what extensions can spare, as far as `nbytes` more need the bytes."""
         while (needed := self.bytes + nbytes - self.max_bytes) > 0:
@@ -374,7 +368,10 @@ class Items(dict[int, Item]):
 
     def spare(self, key: int) -> int:
         """How many of its holders extensions would let go."""
-        return sum(spares(key) for spares in self.spares)
+        spare = 0
+        for spares in self.spares:  # a tenth of the time of sum() for one
+            spare += spares(key)
+        return spare
 
     def _can_free(self, needed: float, tables: Sequence[Table]) -> bool:
         """Whether letting go of all that `why_full` names frees `needed` bytes."""

@@ -82,8 +82,6 @@ class Rhythm:
         self._apart = apart
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
         self._begun: float | None = None
-        self._usual = 0.0
-        self._stale = False
 
     def beat(self, now: float) -> None:
         """It happens now."""
@@ -91,16 +89,15 @@ class Rhythm:
             self._begun = now
         elif (pause := now - self._begun) >= self._apart:
             self._pauses.append(pause)
-            self._begun, self._stale = now, True
+            self._begun = now
 
     @property
     def usual(self) -> float:
         """Seconds between two times; 0: unknown, for fewer than three pauses."""
-        if self._stale and len(self._pauses) >= _LONGEST:
-            third = sorted(self._pauses)[-_LONGEST]
-            self._usual = median(pause for pause in self._pauses if pause >= third / 2)
-            self._stale = False
-        return self._usual
+        if len(self._pauses) < _LONGEST:
+            return 0.0
+        third = sorted(self._pauses)[-_LONGEST]
+        return median(pause for pause in self._pauses if pause >= third / 2)
 
 
 class Activity(Meter):

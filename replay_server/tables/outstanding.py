@@ -111,7 +111,7 @@ class OutstandingBatches:
             changed += hook(table, batch)
         consumed = table.take(batch)
         self.on_consumed(table, consumed)
-        if consumed and (retained := table.columns.retained.keys() & consumed):
+        if consumed and (retained := table.columns.retained):
             keys = [key for key in keys if key not in retained]  # a retained row takes over the hold of the batch
         self._items.release(keys)
         return changed

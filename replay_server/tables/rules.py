@@ -42,26 +42,30 @@ class Blocked:
     why: str
 
 
-class TooStale(Refused):
-    def __init__(self, table: Table, version: int) -> None:
-        current = table.columns.current_version
-        super().__init__(
-            Code.FAILED_PRECONDITION,
-            f"item of policy version {version} lags {current - version} behind the current {current}; table "
-            f"{table.name!r} takes at most {table.config.max_staleness} (max_staleness)",
-        )
+class Outdated(Refused):
+    """An item is too stale for the table, or its policy version was undone."""
+
+    def __init__(self, table: Table, counter: str, why: str) -> None:
+        """`counter`: of the table, which counts such refusals."""
+        super().__init__(Code.FAILED_PRECONDITION, f"item of policy version {why}")
         self.table = table
+        self.counter = counter
+
+    def count(self) -> None:
+        counters = self.table.counters
+        setattr(counters, self.counter, getattr(counters, self.counter) + 1)
 
 
-class Undone(Refused):
-    def __init__(self, table: Table, version: int) -> None:
-        current = table.columns.current_version
-        super().__init__(
-            Code.FAILED_PRECONDITION,
-            f"item of policy version {version}, which a rollback to version {current} has undone: generate with the "
-            f"weights of version {current}",
-        )
-        self.table = table
+def why_outdated(table: Table, version: int) -> Outdated | None:
+    """Why an item of this version is too old for the table, or does not count any more; None: it is not."""
+    current = table.columns.current_version
+    if table.too_stale(version):
+        why = f"{version} lags {current - version} behind the current {current}; table {table.name!r} takes at most "
+        return Outdated(table, "stale_refused", f"{why}{table.config.max_staleness} (max_staleness)")
+    if table.is_undone(version):
+        why = f"{version}, which a rollback to version {current} has undone: generate with the weights of version "
+        return Outdated(table, "undone", f"{why}{current}")
+    return None
 
 
 class InsertRules:
@@ -125,11 +129,11 @@ class InsertRules:
         if why := self._items.storage.why_full(batch.nbytes):
             return storage_failed(why)
         for table in tables:
-            if table.too_stale(batch.oldest):
-                return TooStale(table, batch.oldest)
-            # Of several rows, the newest may be beyond all versions that were undone. Then they are decided one by one.
-            if table.is_undone(batch.newest if len(batch) == 1 else min(batch.newest, table.undone)):
-                return Undone(table, batch.newest)
+            if (refusal := why_outdated(table, batch.oldest)) is not None:
+                return refusal
+            # The newest of several rows may be beyond all versions that were undone. Then they are decided one by one.
+            if len(batch) > 1 and (refusal := why_outdated(table, min(batch.newest, table.undone))) is not None:
+                return refusal
             if table.config.when_full == "reject" and (why := table.why_full(len(batch), batch.nbytes)):
                 return full(f"table {table.name!r} is full: {why}, and when_full is 'reject'")
         return None

@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_protos.labels import Labels
+from replay_server.tables.balance import Balanced, ValueRows, ValueWeight
 from replay_server.tables.columns import (
     SELECTABLE,
     WAITING,
@@ -52,8 +53,7 @@ from replay_server.tables.columns import (
 from replay_server.tables.config import TableConfig
 from replay_server.tables.meters import Activity, BlockedTime, Counters, FlowMeter
 from replay_server.tables.remembered import Scopes
-from replay_server.tables.selecting.balance import Balanced, ValueRows, ValueWeight
-from replay_server.tables.selecting.selectors import effective_priorities
+from replay_server.tables.selectors import effective_priorities
 
 
 @dataclass
@@ -218,15 +218,15 @@ class Table:
         """Whether a rollback has undone the version, and the trainer has not come to it again."""
         return self.columns.current_version < version <= self.undone
 
-    def insertable_at_once(self, nbytes: int) -> float:
-        """How many items of `nbytes` together may be inserted now with the same outcome as one after the other."""
+    def fits_at_once(self, n: int, nbytes: int) -> bool:
+        """Whether n items of `nbytes` together may be inserted now with the same outcome as one after the other."""
         config = self.config
         if config.max_bytes is not None and self.bytes + nbytes > config.max_bytes:
-            return 1  # how many items have to be evicted for bytes depends on the size of each
+            return False  # how many items have to be evicted for bytes depends on the size of each
         room = config.max_size - self.size
         if config.when_full == "evict" and config.remover.type == "fifo":
             room = config.max_size  # the oldest go first, whatever is inserted; other removers choose anew each time
-        return min(self.limiter.most_inserts(), room)
+        return n <= room and self.limiter.can_insert(n)
 
     def insert(
         self,
@@ -533,10 +533,8 @@ class Table:
 
         Returns how many items were updated, and the keys that are missing.
         """
-        slots, missing = self.columns.find(keys), []
-        if (absent := slots < 0).any():
-            missing = list(dict.fromkeys(keys[absent].tolist()))
-            slots, priorities = slots[~absent], priorities[~absent]
+        there, slots, missing = self._found(keys)
+        priorities = priorities[there]
         last = self.columns.last_rows(slots)
         slots, priorities = slots[last], priorities[last]
         self.columns.priority[slots] = priorities
@@ -554,15 +552,15 @@ class Table:
 
     def delete(self, keys: Sequence[int]) -> list[int]:
         """Removes items. Returns missing keys."""
-        slots, missing = self._found(np.array(keys, dtype=np.uint64))
+        _, slots, missing = self._found(np.array(keys, dtype=np.uint64))
         self._drop(slots[self.columns.last_rows(slots)], "deleted")
         return missing
 
-    def _found(self, keys: KeyArray) -> tuple[IntArray, list[int]]:
-        """The slots (m,) of those of `keys` (n,) that are here, in order, and the other keys, each once."""
+    def _found(self, keys: KeyArray) -> tuple[npt.NDArray[np.bool_], IntArray, list[int]]:
+        """Which of `keys` (n,) are here, the slots (m,) of those, in order, and the other keys, each once."""
         slots = self.columns.find(keys)
-        absent = slots < 0
-        return slots[~absent], list(dict.fromkeys(keys[absent].tolist()))
+        there = slots >= 0
+        return there, slots[there], list(dict.fromkeys(keys[~there].tolist()))
 
     def set_policy_version(self, current: int) -> None:
         """From now on priorities age against `current`, where a selector has a half-life."""

@@ -21,7 +21,7 @@ class FakeServer:
 
     def __init__(self, sampler: str, priorities: dict[int, float]) -> None:
         config = TableConfig(name="pool", sampler=sampler, seed=len(priorities))
-        self.table = Table(config, time.monotonic, lambda columns, slots: columns.remove(slots))
+        self.table = Table(config, time.monotonic, lambda table, columns, slots, reason: columns.remove(slots))
         keys, ones = list(priorities), np.ones(len(priorities), dtype=np.int64)
         self.table.insert(keys, np.array(list(priorities.values())), ones * 0, ones)
         self.is_up = True

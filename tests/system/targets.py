@@ -18,7 +18,7 @@ from replay_protos.framing import frame_reader, write_frame
 from replay_server.config import LimitsSection
 from replay_server.rpc.service import ReplayService
 from replay_server.tables.config import AdmissionConfig, ArchiveConfig, TableConfig
-from replay_server.tables.extensions.standard import replay_buffer
+from tests.factories import replay_buffer
 
 METHODS = list(pb.DESCRIPTOR.services_by_name["Replay"].methods)
 TABLES = [

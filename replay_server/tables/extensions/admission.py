@@ -161,8 +161,7 @@ class Admission(Extension):
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
         """Accepts groups also if their grant has expired in the meantime."""
-        closed = (key for each in insert.closes for key in self.kernel.batches[each][1].keys.tolist())
-        if not insert.permits and not any(key in self.building for key in closed):
+        if not insert.permits and not self._closes_building(insert):
             return ()
         if (grant := self._grants.get(insert.permits)) is not None:
             self._use(grant, min(len(insert), grant.count))
@@ -170,6 +169,10 @@ class Admission(Extension):
             self.accepted += len(insert)
             self.marked.update(insert.keys)
         return ()
+
+    def _closes_building(self, insert: InsertBatch) -> bool:
+        closed = (key for each in insert.closes for key in self.kernel.batches[each][1].keys.tolist())
+        return any(key in self.building for key in closed)
 
     def on_take(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
         self.marked.difference_update(batch.keys.tolist())
@@ -228,6 +231,8 @@ class Admission(Extension):
 
     def progress(self) -> None:
         """Grants permits, first come first served. A request for more than `_most` does not hold up the others."""
+        if not len(self.line):  # the most frequent case
+            return
         for pending in self.line:
             if pending.count > self.capacity:
                 if pending.count > self._most:
@@ -271,9 +276,6 @@ class Admission(Extension):
         self._grants = {
             grant: Grant(grant, count, min(expires - offset, latest)) for grant, count, expires in state["leases"]
         }
-
-    def load_marked(self, keys: Sequence[int]) -> None:
-        self.marked.update(keys)
 
     def reconcile(self) -> None:
         self.expire()

@@ -142,6 +142,7 @@ class Extension:
 
     def load_marked(self, keys: Sequence[int]) -> None:
         """These items, which are loaded, had its mark."""
+        self.marked.update(keys)
 
     def reconcile(self) -> None:
         """Everything is loaded: makes it fit the configuration."""

@@ -13,6 +13,7 @@ import numpy as np
 from replay_server.tables.config import TableConfig
 from replay_server.tables.extensions.extension import Extension
 from replay_server.tables.items import Item
+from replay_server.tables.rules import why_outdated
 from replay_server.tables.table import SampleBatch, Table
 
 
@@ -44,11 +45,8 @@ class Forwarding(Extension):
         return not self.kernel.items[key].forwarded
 
     def _join(self, target: Table, key: int, item: Item, priority: float) -> bool:
-        if target.too_stale(item.policy_version):
-            target.counters.stale_refused += 1
-            return False
-        if target.is_undone(item.policy_version):
-            target.counters.undone += 1
+        if (outdated := why_outdated(target, item.policy_version)) is not None:
+            outdated.count()
             return False
         if (
             item.cost > (target.config.max_bytes or np.inf)
@@ -56,7 +54,8 @@ class Forwarding(Extension):
             or (target.balanced is not None and target.balanced.one_too_many([item.labels]) is not None)
         ):
             return False
-        self._let_go(target, [key])
+        if key in target.columns.retained:
+            self._let_go(target, [key])
         items = self.kernel.items
         items.hold([key])
         versions, sizes = np.array([item.policy_version]), np.array([item.nbytes])

@@ -14,7 +14,7 @@ from replay_client.shards.sharing import AT_ONCE, Weight, expected_rest, share_o
 from replay_protos import replay_pb2 as pb
 from replay_protos.labels import labels_of
 from replay_server import TableConfig
-from replay_server.tables.selecting.balance import ValueRows
+from replay_server.tables.balance import ValueRows
 from replay_server.tables.table import SampleRequest, Table
 
 SIZES = (8, 64, 128, 192, 256)
@@ -24,7 +24,7 @@ Z_LIMIT = 5.0
 
 def make_table(sampler: str, seed: int, priorities: dict[int, float], **options) -> Table:
     config = TableConfig(name="t", sampler=sampler, seed=seed, **options)
-    table = Table(config, time.monotonic, lambda columns, slots: columns.remove(slots))
+    table = Table(config, time.monotonic, lambda table, columns, slots, reason: columns.remove(slots))
     keys, values = list(priorities), np.array(list(priorities.values()))
     ones = np.ones(len(keys), dtype=np.int64)
     if keys:

@@ -14,8 +14,7 @@ from replay_server import LimitsSection, ReplayServer, TableConfig
 from replay_server.errors import Code
 from replay_server.rpc import sampling
 from replay_server.rpc.limits import Backend
-from replay_server.tables.extensions.standard import replay_buffer
-from tests.factories import turns, until
+from tests.factories import replay_buffer, turns, until
 from tests.server.rpc.calls import Requests, bystander
 
 TABLES = [

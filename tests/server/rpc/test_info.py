@@ -5,8 +5,8 @@ import pytest
 
 from replay_server.rpc.info import table_info
 from replay_server.tables.config import TableConfig
-from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.meters import MANY, Quantiles
+from tests.factories import replay_buffer
 
 
 @pytest.fixture

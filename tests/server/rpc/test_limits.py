@@ -18,8 +18,7 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import Config, LimitsSection, ReplayServer, ServerSection, TableConfig
 from replay_server.rpc import inserting, limits
 from replay_server.tables import remembered as tables
-from replay_server.tables.extensions.standard import replay_buffer
-from tests.factories import until
+from tests.factories import replay_buffer, until
 from tests.server.rpc.calls import Requests, bystander, connection
 
 MB = 1 << 20

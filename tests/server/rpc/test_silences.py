@@ -13,9 +13,9 @@ from replay_server.rpc.clients import Clients, Side
 from replay_server.rpc.info import FIRST_STEPS, LONG_WAIT, long_wait, silences
 from replay_server.tables.config import AdmissionConfig, ArchiveConfig, TableConfig
 from replay_server.tables.extensions.admission import Admission
-from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
+from tests.factories import replay_buffer
 
 
 def context(name: str) -> SimpleNamespace:

@@ -7,9 +7,9 @@ import numpy as np
 from replay_server.storage.records import State, pack_items, unpack_items
 from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.config import TableConfig
-from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
+from tests.factories import replay_buffer
 
 
 def test_what_could_not_be_written_comes_again():

@@ -21,9 +21,9 @@ from replay_server.tables.config import (
 from replay_server.tables.extensions import archive
 from replay_server.tables.extensions.admission import Admission
 from replay_server.tables.extensions.archive import Archiving, DepartureLog
-from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
+from tests.factories import replay_buffer
 
 QUEUE = TableConfig(name="rollouts", rate_limiter=RateLimiterConfig(type="queue", max_size=4), forward_to="replay")
 POOL = TableConfig(

@@ -12,11 +12,11 @@ import pytest
 from replay_protos.labels import Labels, labels_of
 from replay_server import TableConfig
 from replay_server.errors import Code, Refused
+from replay_server.tables.balance import ValueRows, choose
 from replay_server.tables.columns import MAX_BALANCED
-from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import InsertBatch
-from replay_server.tables.selecting.balance import ValueRows, choose
 from replay_server.tables.table import SampleRequest, Table
+from tests.factories import replay_buffer
 
 Z_LIMIT = 5.0
 """Standard deviations of a count that is nearly normal: chance goes beyond once in 1.7 million times."""

@@ -11,9 +11,9 @@ import pytest
 from replay_server.errors import Code, Refused
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.extensions.admission import Admission
-from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
+from tests.factories import replay_buffer
 
 
 class Bench:

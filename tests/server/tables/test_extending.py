@@ -11,9 +11,9 @@ from replay_server.storage.lmdb import LmdbStorage
 from replay_server.tables import items
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
-from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import InsertBatch, MemoryStorage
 from replay_server.tables.table import SampleRequest
+from tests.factories import replay_buffer
 
 
 def insert(

@@ -16,9 +16,9 @@ from replay_server.storage.state import ChangeCollector
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.extensions.admission import Admission
-from replay_server.tables.extensions.standard import replay_buffer
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
+from tests.factories import replay_buffer
 
 ROWS = 25
 IN_A_SLICE = 10

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from replay_server.tables.rate_limiters import RateLimiter, min_size, queue, sample_to_insert_ratio
+from replay_server.tables.limiter import RateLimiter, min_size, queue, sample_to_insert_ratio
 
 
 def after(limiter: RateLimiter, *, inserts: int = 0, samples: int = 0, deletes: int = 0) -> RateLimiter:

@@ -58,17 +58,6 @@ class RateLimiter:
         most = self.inserts * self.samples_per_insert - self.samples - self.min_diff
         return max(0, math.floor(most)) if math.isfinite(most) else most
 
-    def most_inserts(self) -> float:
-        """How many items may be inserted now, one after the other."""
-        by_size = self.min_size - self.size
-        by_difference = math.inf
-        if math.isfinite(self.max_diff):
-            by_difference = math.floor((self.max_diff + self.samples) / self.samples_per_insert - self.inserts)
-            # The division rounds, so check its result with the inequality.
-            while by_difference > 0 and not self.can_insert(by_difference):
-                by_difference -= 1
-        return max(0, by_size, by_difference)
-
     def largest_batch(self) -> float:
         """The largest batch that can be sampled at once. Inserting stops before a larger batch is complete."""
         return max(self.max_diff, self.samples_per_insert * self.min_size) - self.min_diff

@@ -30,7 +30,7 @@ import numpy as np
 
 from replay_protos.labels import Labels
 from replay_server.tables.columns import FREE, MAX_BALANCED, SELECTABLE, Columns, FloatArray, IntArray, RowFacts
-from replay_server.tables.selecting.selectors import NONE, Selector
+from replay_server.tables.selectors import NONE, Selector
 
 
 @dataclass(frozen=True)

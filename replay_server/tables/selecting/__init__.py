@@ -1,1 +1,0 @@
-"""Selecting: which item of a table comes next, and in which shares."""
