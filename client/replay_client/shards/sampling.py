@@ -231,15 +231,17 @@ class Drawer:
                 known.pop(shard, None)
         if unknown := [shard for shard in up if shard not in known]:
             # Without what this request leaves out: the answers serve other requests too.
-            plain = pb.SampleRequest(table=request.table, allow_repeats=request.allow_repeats)
-            for shard, weight in (await self._weigh(plain, unknown)).items():
-                known[shard] = _now(), weight
+            await self._weigh(pb.SampleRequest(table=request.table, allow_repeats=request.allow_repeats), unknown)
         return {shard: known[shard][1] for shard in up if shard in known}
 
     async def _weigh(self, request: pb.SampleRequest, shards: Iterable[Shard]) -> dict[Shard, Weight]:
         """What the shards that answer could be drawn for by this request."""
         answers = await self._ask({shard: _part(request, 0, 0.0, weigh=True) for shard in shards}, _WEIGH_SECONDS)
-        return {shard: answer.head.weight for shard, answer in answers.items()}
+        weights = {shard: answer.head.weight for shard, answer in answers.items()}
+        if _is_plain(request):
+            known = self._weights.setdefault(request.table, {})
+            known |= {shard: (_now(), weight) for shard, weight in weights.items()}
+        return weights
 
     async def _fill(
         self, request: pb.SampleRequest, least: int, weights: dict[Shard, Weight], lease: float
