@@ -55,7 +55,7 @@ test: setup-dev $(VERIFIERS)/.ready
 	$(BIN)/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
 	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m "not long" --numprocesses 0 $(VERIFIERS_TESTS))
 
-# What takes long: kills, cut connections, demos, adapters, ranks. Its last figures are in docs/reliability.md.
+# What takes long: kills, cut connections, demos, adapters, ranks. Its last figures are in docs/record/reliability.md.
 test-long: setup-dev $(VERIFIERS)/.ready
 	$(BIN)/python -m pytest -m long --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
 	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m long --numprocesses 0 $(VERIFIERS_TESTS))
@@ -93,7 +93,7 @@ bench-learning: setup-dev
 	$(BIN)/python -m experiments.learning.run $(BENCH_ARGS)
 	$(BIN)/python -m experiments.learning.report runs/learning/runs.jsonl --picture runs/learning/curves.png
 
-# Adds the runs in runs/ to the published ones, and renews the tables and the picture of the pages from them.
+# Adds the runs in runs/ to the published ones, and renews the tables of the record and the picture from them.
 learning-page: setup-dev
 	$(BIN)/python -m experiments.learning.report experiments/results/learning.json runs/learning/runs.jsonl \
 	  --json experiments/results/learning.json > /dev/null
@@ -103,7 +103,7 @@ learning-page: setup-dev
 	  --json experiments/results/learning_real_steps.json > /dev/null
 	$(BIN)/python -m experiments.learning.report experiments/results/learning.json experiments/results/learning_real.json \
 	  --arms plain half quarter small50-right small50-opsm --picture docs/images/learning.png > /dev/null
-	$(BIN)/python -m experiments.learning.page docs/learning.md docs/history/learning.md
+	$(BIN)/python -m experiments.learning.page docs/record/learning.md
 
 # For the tests and runs of the learning experiment on SmolLM2: 93 MB of weights, and the tasks of reasoning-gym.
 setup-real: setup-dev

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.tables`: prints the tables of docs/performance.md from the newest results.
+"""`python -m benchmarks.tables`: prints the tables of docs/record/performance.md from the newest results.
 
 It reads benchmark.json and gradient.json. A figure that was not measured is left empty.
 """

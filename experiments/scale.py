@@ -1,7 +1,7 @@
 """Scale: what one to eight shards cost on this machine, and how many shards, nodes and dollars a run of N GPUs needs.
 
     python -m experiments.scale measure [--rounds 3]   # writes experiments/results/scale.json
-    python -m experiments.scale plan                   # prints the tables of docs/performance.md from it
+    python -m experiments.scale plan                   # prints the tables of docs/record/performance.md from it
 
 `measure` gives every number of shards the same work for each shard, and counts the CPU time of every process. On a
 machine with few cores the wall clock says nothing about scale; CPU seconds for each group and byte do.

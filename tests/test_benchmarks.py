@@ -246,6 +246,15 @@ def interpreter(folder: Path, *options: str) -> None:
     (folder / "python3.11").chmod(0o755)
 
 
+def test_the_record_has_the_tables_of_the_published_results(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tables"])
+    tables.main()
+    printed = [each for each in capsys.readouterr().out.strip().split("\n\n") if each.startswith("|")]
+    page = (ROOT / "docs/record/performance.md").read_text()
+    assert len(printed) >= 6
+    assert [each for each in printed if each not in page] == [], "python -m benchmarks.tables prints them"
+
+
 def test_an_interpreter_with_optimisations_is_preferred_and_one_that_does_not_run_is_passed_over(tmp_path, monkeypatch):
     interpreter(tmp_path / "plain", "--enable-shared")
     interpreter(tmp_path / "optimised", "--enable-shared", "--enable-optimizations", "--with-lto")

@@ -209,10 +209,9 @@ def test_two_runs_of_one_arm_and_seed_are_not_compared_as_one():
         report.table([record([0.0, 0.1]), record([0.0, 0.2])])
 
 
-@pytest.mark.parametrize(("name", "tables"), [("docs/learning.md", 3), ("docs/history/learning.md", 7)])
-def test_the_published_tables_are_those_of_the_published_records(name, tables):
-    published = (ROOT / name).read_text()
-    assert published.count("<!-- table: ") == tables
+def test_the_published_tables_are_those_of_the_published_records():
+    published = (ROOT / "docs/record/learning.md").read_text()
+    assert published.count("<!-- table: ") == 9
     assert page.renewed(published, ROOT) == published
 
 

@@ -159,6 +159,53 @@ def test_every_path_that_a_page_names_exists():
             assert (ROOT / path).exists(), f"{page.relative_to(ROOT)} names {path}"
 
 
+# ---------------------------------------------------------------------------------------------------- how many words
+
+MAX_WORDS = 36_400
+"""Words of all pages but the record, which only get fewer."""
+MAX_RECORD = 7_000
+"""Words of the record beside its tables."""
+SHORT = {"README.md": 750, "docs/performance.md": 600, "docs/reliability.md": 600, "docs/learning.md": 600}
+MAX_HOW_TO = 900
+LONGER = {
+    "back-up.md": 950,
+    "deploy.md": 1300,
+    "own-trainer.md": 1000,
+    "teacher.md": 1150,
+    "trajectories.md": 1050,
+    "trl-async.md": 1200,
+}
+LONGER |= {"use-from-trl.md": 1200, "vllm-server.md": 1050}
+"""How-to pages that have not been shortened to 900 words, and what they may have until then."""
+
+
+def words(text: str) -> int:
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+def beside_tables(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+
+
+def test_the_words_of_the_documentation_only_get_fewer():
+    pages = {path.relative_to(ROOT / "docs"): path.read_text() for path in (ROOT / "docs").rglob("*.md")}
+    record = [text for path, text in pages.items() if path.parts[0] == "record"]
+    rest = [text for path, text in pages.items() if path.parts[0] != "record"]
+    assert words("one `two`\n| --- | three |") == 3
+    assert record
+    assert sum(words(beside_tables(text)) for text in record) <= MAX_RECORD, "data and a line of context, no history"
+    assert sum(map(words, rest)) <= MAX_WORDS, "shorten another page"
+
+
+def test_a_page_is_read_in_one_go():
+    limits = SHORT | {
+        str(path.relative_to(ROOT)): LONGER.get(path.name, MAX_HOW_TO) for path in (ROOT / "docs/how-to").glob("*.md")
+    }
+    long = {name: found for name, most in limits.items() if (found := words((ROOT / name).read_text())) > most}
+    assert len(limits) > len(SHORT)
+    assert long == {}, "one job a page; what looks like reference belongs to docs/reference, data to docs/record"
+
+
 # ---------------------------------------------------------------------------------------------------- cited sources
 
 HIDDEN = re.compile(r"\bfacts §|\bfacts\.md|\bdesign(?:\.md)? (?:§ ?)?\d|\brooms\.md|\bstyle\.md|\bfield\.md")

@@ -1,6 +1,6 @@
 """Renews the tables of a page from the results that they come from.
 
-    python -m experiments.learning.page docs/learning.md docs/history/learning.md
+    python -m experiments.learning.page docs/record/learning.md
 
 Above each table of the page stands what makes it, in a comment: `table: KIND FILE [ARGUMENTS]`.
 

@@ -1,6 +1,6 @@
 """Long work: for how long the event loop of a server stands still while it works on a million items.
 
-    python -m experiments.server.long_work [--items 1000000]   # prints the table of docs/performance.md
+    python -m experiments.server.long_work [--items 1000000]   # prints the table of docs/record/performance.md
 
 The server runs on the main thread, and its client on another one. Beside the server a ticker runs at every turn of the
 event loop, and remembers the longest turn. It counts CPU time of that thread: what else the machine does has no part

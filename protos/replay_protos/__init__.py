@@ -10,7 +10,7 @@ import sys
 
 NO_EVENT_ENGINE = "-event_engine_client,-event_engine_listener"
 """gRPC's event engine hands every message to one more thread, and a round trip takes up to a third longer
-(docs/performance.md)."""
+(docs/record/performance.md)."""
 
 REASON_KEY = "replay-reason"
 """Trailing metadata: why a call ends with RESOURCE_EXHAUSTED or UNAVAILABLE (as RowError.reason), or CLOSING."""

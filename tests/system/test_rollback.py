@@ -1,4 +1,4 @@
-"""A trainer goes back to an older state: what becomes of each group, line by line of the table in docs/reliability.md.
+"""A trainer goes back to an older state: what becomes of each group, line by line of docs/reference/failures.md.
 
 The lines are played on a server in this process, and on a durable one that is killed and started again after each line.
 """

@@ -5,7 +5,7 @@
 
 A file has the tensors "<parameter>/<entry>": the rows of that rank. `trainer.pt` has their full shapes, and the rest.
 FSDP2 gives rank r of n the rows from r * ceil(rows / n) on, ceil(rows / n) of them or what is left. So any number of
-ranks finds its rows in the files of any other number, and opens only the files that have them. docs/history/trainer.md
+ranks finds its rows in the files of any other number, and opens only the files that have them. docs/record/trainer.md
 says why torch.distributed.checkpoint does not do this here.
 """
 

@@ -119,7 +119,7 @@ class GeneratorConfig:
     solved_reward: float = 1.0
     """A completion with at least this reward counts in the metrics as solved."""
     metrics_path: str | Path | None = None
-    """File to which the generator appends a JSON line every `metrics_interval`; docs/how-to/generate.md lists the
+    """File to which the generator appends a JSON line every `metrics_interval`; docs/metrics.md lists the
     fields."""
     metrics_interval: float = bounded(10.0, above=0)
     """Seconds between two lines of metrics."""

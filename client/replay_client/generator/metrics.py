@@ -204,7 +204,7 @@ class GeneratorMetrics:
                 print(json.dumps(self._line(), allow_nan=False), file=file)
 
     def _line(self) -> dict[str, float | int | None]:
-        """The metrics since the line before; None where there is no value. docs/how-to/generate.md lists the fields."""
+        """The metrics since the line before; None where there is no value. docs/metrics.md lists the fields."""
         now = time.monotonic()
         seconds, self._since = max(now - self._since, 1e-9), now
         values, self._values = self._values, defaultdict(list, {name: [] for name in _MEANS})

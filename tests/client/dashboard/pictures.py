@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/how-to/dashboard.md: `python -m tests.client.dashboard.pictures`, about three minutes."""
+"""Takes the pictures of docs/how-to/look.md: `python -m tests.client.dashboard.pictures`, about three minutes."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_an_exported_pool_is_a_data_set_that_trl_trains_on_and_an_imported_one_g
         command = ("export", "replay", "replay.parquet", "--rows", "sequences", "--tokenizer", "MODEL")
         assert (done := run_replay(*command, address=server.address)).returncode == 0, done.stderr
 
-        (page,) = [each for each in blocks(ROOT / "docs/how-to/look.md") if "SFTTrainer(" in each.text]
+        (page,) = [each for each in blocks(ROOT / "docs/how-to/export.md") if "SFTTrainer(" in each.text]
         names: dict[str, Any] = {}
         exec(page.text.replace('report_to="none"', 'report_to="none", use_cpu=True, save_strategy="no"'), names)
         assert [(row["input_ids"], row["labels"]) for row in names["right"]] == [
