@@ -40,7 +40,8 @@ from replay_client.generator.openings import ROLLOUT, Opening, encode_rollout, s
 from replay_client.generator.prompts import PromptError
 from replay_client.generator.rollouts import Rollout
 from replay_client.generator.supply import Drawn
-from replay_client.records import PermitLease, Sample, ServerInfo
+from replay_client.keeping import AsyncKeeper
+from replay_client.records import PermitLease, Sample, SampleInfo, ServerInfo
 from replay_client.requests import KeySequence
 from replay_client.waits import LAST_WORD
 
@@ -53,10 +54,7 @@ T = TypeVar("T")
 SECONDS_PER_LOOK = 1.0
 """Between two questions for groups that a dead generator has left, if the first one found none."""
 TOGETHER = 0.1
-"""Seconds that a finished rollout waits for others of its group, or for the whole group, and a new lease for others:
-they share a request."""
-_RENEWALS = 3
-"""How often a lease is renewed in its time."""
+"""Seconds that a finished rollout waits for others of its group, or for the whole group: they share a request."""
 _MOST_TOGETHER = 1 << 20
 """Bytes of the rollouts that share a request; a larger one has its own."""
 
@@ -181,9 +179,6 @@ class Site:
     async def let_go_of_all(self) -> None:
         """Others may go on with all groups of this generator."""
 
-    async def keep(self) -> None:
-        """Keeps the groups for this generator, for as long as it likes."""
-
 
 class BuildingSite(Site):
     """Opens groups, hands out those that nobody works at, and keeps the leases of those that this generator has."""
@@ -209,7 +204,7 @@ class BuildingSite(Site):
         self._answer = answer
         self._keys = KeySequence()
         self._held: dict[UnderConstruction, Sample] = {}
-        self._new = asyncio.Event()  # set while the lease of one of them was not renewed yet
+        self._keeper = AsyncKeeper(client.renew, self._lease, self._lose)
         self._opened = set[int]()  # keys of groups that this generator has opened and not drawn
         self._looks_at = 0.0  # the moment from which on it looks for groups that others have left
         self._warned = False
@@ -279,7 +274,7 @@ class BuildingSite(Site):
             group.handed, group.store = bool(rollouts), partial(self._store, group, sample.info.key)
             group.opened -= sample.info.age
             self._held[group] = sample
-            self._new.set()
+            self._keeper.add([sample])
             if rollouts:
                 self._stats["taken_over"] += 1
                 self._stats["tokens_kept"] += sampled_tokens(rollouts)
@@ -302,14 +297,15 @@ class BuildingSite(Site):
             group.limit = None
 
     def closed(self, group: UnderConstruction) -> None:
-        self._held.pop(group, None)
+        self._let_go(group)
 
     async def drop(self, group: UnderConstruction) -> None:
         """The group will not be finished by anybody: it leaves, and its permit goes back."""
-        if (sample := self._held.pop(group, None)) is not None:
-            await self._end([sample], give_back=False)
+        if held := self._let_go(group):
+            await self._end(held, give_back=False)
 
     async def let_go_of_all(self) -> None:
+        await self._keeper.close()
         held, self._held = self._held, {}
         if held:
             with contextlib.suppress(TimeoutError):
@@ -317,28 +313,18 @@ class BuildingSite(Site):
                     await asyncio.gather(*(group.flush() for group in held), return_exceptions=True)
             await self._end([*held.values()], give_back=True)
 
-    async def keep(self) -> None:
-        """Renews the leases of all groups, and soon after there is a new one. Never returns.
+    def _lose(self, lost: list[SampleInfo]) -> None:
+        leases = {info.lease for info in lost}
+        for group in [group for group, sample in self._held.items() if sample.info.lease in leases]:
+            self._let_go(group)
+            if group.limit is not None:
+                group.limit.reschedule(0.0)
 
-        From its first renewal on, a durable server keeps a lease over a restart. Groups that begin at about the same
-        time share that renewal.
-        """
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._lease / _RENEWALS):
-                    await self._new.wait()
-                    await asyncio.sleep(TOGETHER)
-            self._new.clear()
-            if not (held := {sample.info.lease: group for group, sample in self._held.items()}):
-                continue
-            try:
-                renewed = await self._client.renew([*self._held.values()], self._lease, timeout=self._lease / _RENEWALS)
-            except ReplayError:
-                continue  # the server is away: when it answers, it says which leases have ended
-            for group in map(held.__getitem__, renewed.missing):
-                # Else it was closed meanwhile.
-                if self._held.pop(group, None) is not None and group.limit is not None:
-                    group.limit.reschedule(0.0)
+    def _let_go(self, group: UnderConstruction) -> list[Sample]:
+        """The item of a group that this generator works at no more; none if it did not."""
+        held = [self._held.pop(group)] if group in self._held else []
+        self._keeper.let_go(held)
+        return held
 
     async def _store(self, group: UnderConstruction, key: int, rollouts: Mapping[int, Rollout]) -> None:
         columns: dict[str, npt.NDArray[np.uint8]] = {}
@@ -367,9 +353,9 @@ class BuildingSite(Site):
             raise PromptError(f"prompt {prompt_id!r}: a rollout of its group cannot be stored: {error}") from error
         # The item of a whole group may be missing because our own insert has closed it: the insert tells.
         if result.present or (result.missing and group.missing):
-            if (sample := self._held.pop(group, None)) is not None:
+            if held := self._let_go(group):
                 self._looks_at = 0.0
-                await self._end([sample], give_back=True)
+                await self._end(held, give_back=True)
             raise LeaseLostError
         self._stats["rollouts_stored"] += len(result.added)
 

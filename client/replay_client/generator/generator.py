@@ -164,7 +164,6 @@ class RolloutGenerator:
         if self.config.follow_policy:
             self._spawn(self._policy.follow())
         self._spawn(self._server.watch())
-        self._spawn(self._supply.watch())
         self._spawn(self._maker.watch())
         await self._start_groups()
 
@@ -206,7 +205,6 @@ class RolloutGenerator:
                 f"[admission] for {', '.join(self.config.tables)}: configure it there, or set max_concurrent_groups"
             )
         await self._supply.begin()
-        self._spawn(self._site.keep())
         await asyncio.gather(*(self._start_in_turn(admission) for _ in range(self._site.starts)))
 
     async def _start_in_turn(self, admission: bool) -> None:

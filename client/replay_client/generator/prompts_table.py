@@ -49,7 +49,8 @@ from replay_client.generator.stored_prompts import (
     names_of,
 )
 from replay_client.generator.supply import Drawn, IteratedPrompts, PromptItem, PromptSupply
-from replay_client.records import Sample, ServerInfo
+from replay_client.keeping import AsyncKeeper
+from replay_client.records import Sample, SampleInfo, ServerInfo
 from replay_client.scoring import group_learnability
 from replay_client.waits import LAST_WORD, in_daemon_thread
 
@@ -106,6 +107,7 @@ class PromptsTable(PromptSupply):
         self._names = ""
         self._held: dict[int, Sample] = {}
         """What is drawn and neither closed nor returned, by lease."""
+        self._keeper = AsyncKeeper(client.renew, lease, self._lose)
 
     async def begin(self) -> None:
         """Loads the first prompts, if nobody has. Raises ReplayError for a table that cannot hold prompts."""
@@ -138,8 +140,9 @@ class PromptsTable(PromptSupply):
             self._held[sample.info.lease] = sample
             # From the renewal on the sample is in use: its lease goes on after a restart of the server.
             if (await self._answer(partial(self._client.renew, [sample], self._lease))).missing:
-                self._held.pop(sample.info.lease, None)
+                self._let_go([sample])
                 return None
+            self._keeper.add([sample])
             try:
                 item = decode_item(sample.payload)
                 break
@@ -162,8 +165,7 @@ class PromptsTable(PromptSupply):
             await self._answer(partial(self._client.acknowledge, drawn.closes))
 
     def opened(self, drawn: Drawn) -> None:
-        for sample in drawn.closes:
-            self._held.pop(sample.info.lease, None)
+        self._let_go(drawn.closes)
 
     async def returned(self, drawn: Drawn, building: Sample | None = None) -> None:
         await self._return(drawn.closes)
@@ -171,23 +173,24 @@ class PromptsTable(PromptSupply):
     async def set_aside(self, sample: Sample, why: Exception) -> None:
         logger.warning("item %d of table %r is set aside: %s", sample.info.key, self.table, why)
         self._stats["set_aside"] += 1
-        self._held.pop(sample.info.lease, None)
+        self._let_go([sample])
         await self._answer(partial(self._client.delete, self.table, [sample.info.key]))  # a curriculum keeps it
         await self._answer(partial(self._client.acknowledge, [sample]))
 
-    async def watch(self) -> None:
-        """Renews the leases. Never returns."""
-        while True:
-            await asyncio.sleep(self._lease / 4)
-            if not self._held:
-                continue
-            with contextlib.suppress(ReplayError):  # a server that is away keeps them, and is asked again
-                renewed = await self._client.renew([*self._held.values()], self._lease, timeout=self._lease / 4)
-                for lease in renewed.missing:
-                    if self._held.pop(lease, None) is not None:
-                        logger.warning("the lease of a prompt has ended: another generator gets it")
+    def _lose(self, lost: list[SampleInfo]) -> None:
+        for info in lost:
+            if (sample := self._held.get(info.lease)) is not None:
+                self._let_go([sample])
+                logger.warning("the lease of a prompt has ended: another generator gets it")
+
+    def _let_go(self, samples: Sequence[Sample]) -> None:
+        """These are closed, returned or lost."""
+        self._keeper.let_go(samples)
+        for sample in samples:
+            self._held.pop(sample.info.lease, None)
 
     async def close(self) -> None:
+        await self._keeper.close()
         with contextlib.suppress(ReplayError, TimeoutError):
             async with asyncio.timeout(LAST_WORD):
                 await self._return([*self._held.values()])
@@ -280,8 +283,7 @@ class PromptsTable(PromptSupply):
             )
 
     async def _return(self, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            self._held.pop(sample.info.lease, None)
+        self._let_go(samples)
         if samples:
             await self._answer(partial(self._client.acknowledge, samples, give_back=True))
 
@@ -355,7 +357,7 @@ class EpochPrompts(PromptsTable):
                 await self._insert_mark(replace(mark, epoch=epoch, position=position), key, closes=[sample])
         except (LeaseEndedError, TimeoutError):
             logger.warning("loading prompts took longer than their lease, and another generator does it")
-        self._held.pop(sample.info.lease, None)
+        self._let_go([sample])
 
     async def _wait_for_others(self) -> None:
         """All epochs are drawn. They are through when no prompt can come back, and no group is under construction."""

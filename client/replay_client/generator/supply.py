@@ -70,9 +70,6 @@ class PromptSupply:
     async def set_aside(self, sample: Sample, why: Exception) -> None:
         """The item is taken out: nobody can make a group of it."""
 
-    async def watch(self) -> None:
-        """Keeps the prompts that are under way, for as long as it likes."""
-
     async def close(self) -> None:
         """Returns all prompts that are under way, if the server can be reached soon."""
 
