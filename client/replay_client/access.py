@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -188,44 +188,21 @@ class Access:
         return {name: getattr(self, name) for name in names} | {"tls": self.tls or False}
 
     def channel(self, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
-        """A channel that sends name and token with every call. It belongs to the running event loop."""
+        """A channel that sends the name with every call. It belongs to the running event loop."""
         if name := own_name() if self.name is None else self.name:
             # The user agent goes with every call anyway, so that a name costs nothing.
             options = [*options, ("grpc.primary_user_agent", f"replay/{name}")]
         if self.tls is not None and self.tls.server_name:
             options = [*options, ("grpc.ssl_target_name_override", self.tls.server_name)]
         if self._credentials is None:
-            channel = grpc.aio.insecure_channel(self.address, options=options)
-        else:
-            channel = grpc.aio.secure_channel(self.address, self._credentials, options=options)
-        # gRPC's call credentials need TLS and use a thread for each call. Its interceptors slow streams down. This
-        # wrapper has only the methods of a channel that we use, hence the `type: ignore`.
-        return channel if self.token is None else _TokenChannel(channel, self.token)  # type: ignore[return-value]
+            return grpc.aio.insecure_channel(self.address, options=options)
+        return grpc.aio.secure_channel(self.address, self._credentials, options=options)
 
-
-class _TokenChannel:
-    """A channel that adds the token to every call. It has only the methods that stubs and Connection use."""
-
-    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
-        self._channel = channel
-        self._metadata = (("authorization", f"Bearer {token}"),)
-        self.close = channel.close
-        self.get_state = channel.get_state
-        self.wait_for_state_change = channel.wait_for_state_change
-
-    def __getattr__(self, kind: str) -> Callable[..., Callable[..., Any]]:
-        """The methods that make calls: `unary_unary`, `stream_stream` and the others."""
-        make, metadata = getattr(self._channel, kind), self._metadata
-
-        def make_with_token(*args: Any, **options: Any) -> Callable[..., Any]:
-            method = make(*args, **options)
-
-            def call(*args: Any, **options: Any) -> Any:
-                return method(*args, metadata=(*metadata, *options.pop("metadata", ())), **options)
-
-            return call
-
-        return make_with_token
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with every call: the token."""
+        # gRPC's call credentials need TLS and use a thread for each call. Its interceptors slow streams down.
+        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
 
 def check_address(address: str, source: str) -> str:

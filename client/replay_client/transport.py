@@ -195,9 +195,9 @@ class GrpcTransport:
     carries = "grpc: shared memory is turned off in this client (shared_memory=False)"
 
     def __init__(self, access: Access) -> None:
-        self._channel = access.channel(_OPTIONS)
+        self._channel, self._metadata = access.channel(_OPTIONS), access.metadata
         self._stub: Any = ReplayStub(self._channel)
-        self._open: dict[str, Any] = {
+        self._methods: dict[str, Any] = {
             method: getattr(self._channel, kind)(f"/{SERVICE}/{method}", write, read)
             for method, (kind, write, read) in _MESSAGES.items()
         }
@@ -208,11 +208,16 @@ class GrpcTransport:
     async def call(self, method: str, request: Message, timeout: float | None) -> Any:
         if method == "Get":
             return await self.stream(method, request, timeout).read()
-        return await getattr(self._stub, method)(request, timeout=timeout, metadata=tuple(tracing.carrier().items()))
+        metadata = (*self._metadata, *tracing.carrier().items())
+        return await getattr(self._stub, method)(request, timeout=timeout, metadata=metadata)
 
     def stream(self, method: str, request: Message | None = None, timeout: float | None = None) -> GrpcStream:
-        call = self._open[method]() if request is None else self._open[method](request, timeout=timeout)
+        call = self._open(method, request, timeout)
         return BatchStream(call) if method in ("Draw", "Get") else GrpcStream(call)
+
+    def _open(self, method: str, request: Message | None = None, timeout: float | None = None) -> Any:
+        requests = () if request is None else (request,)
+        return self._methods[method](*requests, timeout=timeout, metadata=self._metadata)
 
     def state(self) -> ChannelConnectivity:
         return self._channel.get_state(try_to_connect=True)

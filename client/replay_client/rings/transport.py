@@ -36,9 +36,9 @@ class RingTransport(GrpcTransport):
 
     def stream(self, method: str, request: Message | None = None, timeout: float | None = None) -> GrpcStream:
         if method == "InsertStream":
-            return RingInserts(self._open[method](), self._shared)
+            return RingInserts(self._open(method), self._shared)
         if method == "Draw":
-            return RingDraws(self._open[method](), self._shared)
+            return RingDraws(self._open(method), self._shared)
         return super().stream(method, request, timeout)
 
     async def close(self) -> None:
@@ -52,7 +52,7 @@ class RingTransport(GrpcTransport):
         request.ring = 0 if ring is None else ring.ring_id
         complete = False
         try:
-            answer = await RingAnswer(self._open["Get"](request, timeout=timeout), ring).read()
+            answer = await RingAnswer(self._open("Get", request, timeout), ring).read()
             complete = True
         finally:
             if ring is not None:
