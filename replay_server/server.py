@@ -31,6 +31,7 @@ from replay_server.storage.checkpoints import CheckpointDirectory, OpenCheckpoin
 from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.journal import Fsync, Journal
 from replay_server.storage.lmdb import LmdbStorage
+from replay_server.storage.memory import MemoryStorage
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.extensions import configured
@@ -238,7 +239,7 @@ class ReplayServer:
             buffer = ReplayBuffer(
                 self.config.tables,
                 time.monotonic,
-                storage=storage,
+                MemoryStorage() if storage is None else storage,
                 extensions=configured(self.config.tables, time.monotonic, self.config.admission, self.config.archive),
                 max_bytes=section.max_bytes,
                 max_payload_bytes=section.max_payload_bytes,

@@ -28,10 +28,12 @@ from prometheus_client.openmetrics import parser as openmetrics
 
 from replay_client import RolloutGroup
 from replay_client.scoring import group_advantages
+from replay_server.storage.memory import MemoryStorage
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import Columns
 from replay_server.tables.config import TableConfig
 from replay_server.tables.extensions import configured
+from replay_server.tables.items import Storage
 from tests.commands import COMMAND, Running
 
 PATIENCE = 120.0
@@ -349,7 +351,9 @@ def replay_buffer(
     *,
     admission: Any = None,
     archive: Any = None,
+    storage: Storage | None = None,
     **options: Any,
 ) -> ReplayBuffer:
     """A buffer with the extensions that these sections ask for."""
-    return ReplayBuffer(tables, clock, extensions=configured(tables, clock, admission, archive), **options)
+    extensions = configured(tables, clock, admission, archive)
+    return ReplayBuffer(tables, clock, storage or MemoryStorage(), extensions=extensions, **options)

@@ -16,10 +16,11 @@ from replay_server.config import MAX_KEYS, MAX_ROWS
 from replay_server.errors import invalid, try_again, unsupported
 from replay_server.rpc.calls import Call, once, split_payloads
 from replay_server.rpc.limits import Backend
+from replay_server.storage.memory import read_payloads, read_slices
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import ITEM_ORDERS, IntArray, list_slots
 from replay_server.tables.extensions.archive import Archiving
-from replay_server.tables.items import DamagedPayloads, read_slices
+from replay_server.tables.items import DamagedPayloads
 from replay_server.tables.table import Table
 
 ITEMS_PER_LOOK = 4096
@@ -64,7 +65,7 @@ class ItemMethods:
                 for key, item in zip(keys[part], items[part], strict=True):
                     if buffer.items.get(key) is not item:
                         raise try_again(f"item {key} left before its bytes were sent: ask again, for fewer at once")
-                for response in split_payloads(first, buffer.items.payloads(keys[part], sizes[part])):
+                for response in split_payloads(first, read_payloads(buffer.storage, keys[part], sizes[part])):
                     await call.write(response)
             except DamagedPayloads as damage:
                 raise buffer.refuse_damaged(damage) from None

@@ -47,6 +47,7 @@ from replay_server.errors import Refused, busy, invalid, try_again
 from replay_server.rpc.calls import Call, once, split_payloads
 from replay_server.rpc.clients import Seen, Side
 from replay_server.rpc.limits import Backend
+from replay_server.storage.memory import read_payloads
 from replay_server.tables.balance import ValueRows
 from replay_server.tables.config import ARCHIVE
 from replay_server.tables.extensions.archive import Archiving
@@ -249,9 +250,8 @@ class OpenDraws:
             draw.share.enter_context(self._backend.outstanding.held(draw.client, len(batch)))
         keys: list[int] = batch.keys.tolist()
         try:
-            payloads = self._buffer.items.payloads(
-                keys, batch.sizes.tolist()
-            )  # without what was appended since the draw
+            # Without what was appended since the draw.
+            payloads = read_payloads(self._buffer.storage, keys, batch.sizes.tolist())
         except DamagedPayloads as damage:
             draw.share.close()
             self._buffer.give_back(draw.wanted.id)

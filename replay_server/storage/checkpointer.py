@@ -33,10 +33,11 @@ from replay_server.storage.checkpoints import (
 )
 from replay_server.storage.data_dir import UnusableDirectory, sync_directory
 from replay_server.storage.lmdb import LmdbFile, LmdbStorage
+from replay_server.storage.memory import read_slices
 from replay_server.storage.records import Delta
 from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.items import Payload, read_slices
+from replay_server.tables.items import Payload
 
 T = TypeVar("T")
 log = logging.getLogger("replay_server")

@@ -49,6 +49,7 @@ from replay_server.storage.data_dir import (
     sync_directory,
     why_not_openable,
 )
+from replay_server.storage.memory import first_bytes
 from replay_server.storage.records import (
     FORMAT,
     ITEM,
@@ -65,7 +66,7 @@ from replay_server.storage.records import (
     unpack_items,
     unseal,
 )
-from replay_server.tables.items import DamagedPayloads, Payload, StorageFacts, first_bytes
+from replay_server.tables.items import DamagedPayloads, Payload, StorageFacts
 
 log = logging.getLogger("replay_server")
 

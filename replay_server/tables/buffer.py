@@ -36,7 +36,7 @@ from replay_server.errors import Refused, busy, closed, deadline, invalid, liste
 from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, KeyArray
 from replay_server.tables.config import TableConfig, explain
 from replay_server.tables.extensions.extension import Extension, PolicyChange, hooks
-from replay_server.tables.items import DamagedPayloads, InsertBatch, Items, MemoryStorage, Payload, Storage
+from replay_server.tables.items import DamagedPayloads, InsertBatch, Items, Payload, Storage
 from replay_server.tables.leaving import ROWS_PER_SLICE
 from replay_server.tables.meters import Rhythm
 from replay_server.tables.outstanding import OutstandingBatches, PendingSample, check_sample
@@ -135,8 +135,8 @@ class ReplayBuffer:
         self,
         tables: Iterable[TableConfig],
         clock: Callable[[], float],
+        storage: Storage,
         *,
-        storage: Storage | None = None,
         extensions: Sequence[Extension] = (),
         max_bytes: int | None = None,
         max_payload_bytes: int = 1 << 30,
@@ -144,7 +144,7 @@ class ReplayBuffer:
     ) -> None:
         """`rows_per_slice`: of a larger removal, so many rows are cleared away at once."""
         self.clock = clock
-        self.storage = MemoryStorage() if storage is None else storage
+        self.storage = storage
         self.max_payload_bytes = max_payload_bytes
         self.items = Items(self.storage, max_bytes, rows_per_slice)
         self.trained = [Table(config, clock, self.left, self.items.labels) for config in tables]

@@ -17,6 +17,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import frame_reader, write_frame
 from replay_server.config import LimitsSection
 from replay_server.rpc.service import ReplayService
+from replay_server.storage.memory import read_payloads
 from replay_server.tables.config import AdmissionConfig, ArchiveConfig, TableConfig
 from tests.factories import replay_buffer
 
@@ -152,7 +153,7 @@ class Service:
         backend = service.backend
         assert buffer.bytes == sum(item.cost for item in buffer.items.values())
         keys = list(buffer.items)
-        payloads = buffer.items.payloads(keys, [buffer.items[key].nbytes for key in keys])
+        payloads = read_payloads(buffer.storage, keys, [buffer.items[key].nbytes for key in keys])
         assert [sum(map(len, payload)) for payload in payloads] == [buffer.items[key].nbytes for key in keys]
         held = dict.fromkeys(buffer.items, 0)
         for table in buffer.tables.values():

@@ -27,6 +27,7 @@ from lmdb.verify import VerifyError, verify
 from replay_server.storage import lmdb
 from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.lmdb import LmdbStorage
+from replay_server.storage.memory import read_payloads
 from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
@@ -122,9 +123,9 @@ def examine(directory: Path, expected: dict[int, object]) -> str:
     assert lost == buffer.damaged <= 1, "items are missing"
     for key in list(found):
         try:
-            assert b"".join(next(buffer.items.payloads([key], [buffer.items[key].nbytes]))) == payload_of(key), (
-                "a wrong payload"
-            )
+            assert b"".join(next(read_payloads(buffer.storage, [key], [buffer.items[key].nbytes]))) == payload_of(
+                key
+            ), "a wrong payload"
         except DamagedPayloads:
             buffer.discard([key])
             lost += 1

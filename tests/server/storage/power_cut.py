@@ -27,6 +27,7 @@ import numpy as np
 from replay_server.storage import lmdb, records
 from replay_server.storage.data_dir import DamagedDirectory
 from replay_server.storage.lmdb import LmdbStorage
+from replay_server.storage.memory import read_payloads
 from tests.server.storage.damage import commit, in_child, insert, open_buffer, payload_of
 
 PAGE, SECTOR = 4096, 512
@@ -187,7 +188,7 @@ def examine(directory: Path, recording: Recording, moment: int, killed: bool) ->
     for key, item in buffer.items.items():
         columns = [column_of(key, place) for place in range(len(item.labels.columns))]
         expected = payload_of(key) + b"".join(columns)
-        assert b"".join(next(buffer.items.payloads([key], [item.nbytes]))) == expected, "a wrong payload"
+        assert b"".join(next(read_payloads(buffer.storage, [key], [item.nbytes]))) == expected, "a wrong payload"
     for keys in (range(100), range(100, 150)):  # and it goes on working
         for table in "ab":
             buffer.delete(table, list(buffer.items))

@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from replay_server.storage import lmdb
 from replay_server.storage.lmdb import LmdbStorage, Unwritten
+from replay_server.storage.memory import MemoryStorage, first_bytes
 from replay_server.storage.records import ITEM, ROW, Delta, ItemRecords
-from replay_server.tables.items import DamagedPayloads, MemoryStorage, first_bytes
+from replay_server.tables.items import DamagedPayloads
 from tests.server.tables.test_model import case_of
 
 CHUNK = 7

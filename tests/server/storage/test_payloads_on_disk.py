@@ -28,7 +28,7 @@ def damage(data_dir: Path, written: bytes) -> None:
 def damaged(tmp_path, request, monkeypatch, transport):
     """A server with items 0 to 5 in both tables, of which 2 is damaged."""
     if request.param == "found on the way":
-        monkeypatch.setattr("replay_server.tables.items.BYTES_PER_READ", 5000)
+        monkeypatch.setattr("replay_server.storage.memory.BYTES_PER_READ", 5000)
     payloads = [os.urandom(3000) for _ in range(6)]
     with ReplayServer([QUEUE, POOL], port=0, data_dir=tmp_path) as server, ReplayClient(server.address) as client:
         for key, payload in enumerate(payloads):

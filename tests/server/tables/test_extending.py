@@ -7,11 +7,12 @@ import pytest
 
 from replay_protos.labels import labels_of
 from replay_server.errors import Code, Refused
+from replay_server.storage import memory
 from replay_server.storage.lmdb import LmdbStorage
-from replay_server.tables import items
+from replay_server.storage.memory import MemoryStorage, read_payloads
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
-from replay_server.tables.items import InsertBatch, MemoryStorage
+from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
 from tests.factories import replay_buffer
 
@@ -41,11 +42,11 @@ def storage(request, tmp_path):
 
 
 def test_a_batch_whose_bytes_are_read_later_has_the_bytes_of_its_draw(storage, monkeypatch):
-    monkeypatch.setattr(items, "BYTES_PER_READ", 10)  # one payload at a time
+    monkeypatch.setattr(memory, "BYTES_PER_READ", 10)  # one payload at a time
     buffer = buffer_with(storage)
     insert(buffer, 1, 2, 3)
     _, batch = buffer.sample("pool", SampleRequest(3, 3)).result()
-    payloads = buffer.items.payloads(batch.keys.tolist(), batch.sizes.tolist())
+    payloads = read_payloads(storage, batch.keys.tolist(), batch.sizes.tolist())
     assert b"".join(next(payloads)) == b"B" * 10
     for key in (1, 2, 3):
         buffer.extend(key, ["value"], (b"later",))

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replay_protos.labels import NO_LABELS
 from replay_server.errors import Code, Refused
 from replay_server.rpc import info
+from replay_server.storage.memory import read_payloads
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.extensions.admission import Admission, PendingPermits
 from replay_server.tables.extensions.extension import PolicyChange
@@ -589,7 +590,8 @@ class ModelMachine(RuleBasedStateMachine):
         labels = buffer.items.labels(list(model.items)) or [NO_LABELS] * len(model.items)  # None: no item has any
         assert [of_item.pairs for of_item in labels] == [labels_for(key).pairs for key in model.items]
         assert [of_item.columns for of_item in labels] == [item.columns for item in model.items.values()]
-        payloads = list(buffer.items.payloads(list(model.items), [item.nbytes for item in model.items.values()]))
+        sizes = [item.nbytes for item in model.items.values()]
+        payloads = read_payloads(buffer.storage, list(model.items), sizes)
         assert [b"".join(payload) for payload in payloads] == [item.payload for item in model.items.values()]
         assert buffer.bytes == model.bytes + sum(buffer.items[key].cost for key in gone)
         assert buffer.bytes <= buffer.items.max_bytes
