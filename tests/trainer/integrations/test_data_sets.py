@@ -56,7 +56,7 @@ def test_an_exported_pool_is_a_data_set_that_trl_trains_on_and_an_imported_one_g
     with ReplayServer(tables=[TableConfig(name="replay")], port=0) as server, ReplayClient(server.address) as client:
         client.insert(agents(), {"replay": 1.0})
         client.insert(make_group(prompt=[12], completions=[[5, 6], [7]], rewards=[1.0, 0.0]), {"replay": 1.0})
-        command = ("export", "replay", "replay.parquet", "--rows", "sequences", "--tokenizer", "MODEL")
+        command = ("table", "export", "replay", "replay.parquet", "--rows", "sequences", "--tokenizer", "MODEL")
         assert (done := run_replay(*command, address=server.address)).returncode == 0, done.stderr
 
         (page,) = [each for each in blocks(ROOT / "docs/how-to/export.md") if "SFTTrainer(" in each.text]
