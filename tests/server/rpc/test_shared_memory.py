@@ -416,7 +416,9 @@ client = ReplayClient(sys.argv[1], timeout=60.0)
 client.insert(bytes(1 << 20), {{"pool": 1.0}})
 {SAY}
 with client.writer() as writer, client.sampler("pool", 2) as batches:
-    print(way, flush=True)
+    writer.insert(bytes(300_000), {{"pool": 1.0}})
+    next(batches)
+    print(way, flush=True)  # both streams have their rings: a kill finds no mailbox of one that is being handed over
     while True:
         writer.insert(bytes(300_000), {{"pool": 1.0}})
         next(batches)
