@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import re
 import sys
 import textwrap
@@ -27,7 +26,6 @@ from pydantic.fields import FieldInfo  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from replay_protos import replay_pb2 as pb  # noqa: E402
-from replay_protos.recipes import RECIPES, settings_of  # noqa: E402
 from replay_server.cli.app import app  # noqa: E402
 from replay_server.config import DEFAULT_TABLES, Config  # noqa: E402
 from replay_server.rpc.auth import ROLES  # noqa: E402
@@ -91,20 +89,15 @@ def configuration() -> Iterator[str]:
 
 
 def recipes() -> Iterator[str]:
-    """The settings of each recipe, as the module that declares them has them."""
-    yield "## `recipe`\n"
+    """The file of each recipe, as it stands."""
+    yield "## Recipes\n"
     yield (
-        '`recipe = "NAME"` at the head of the file, or `--recipe NAME` of `replay serve`, `replay generate` and '
-        "`replay train`, sets what is listed here. What is set beside it wins, field by field of `[admission]` and of "
-        "each table.\n"
+        "`--recipe NAME` of `replay serve`, `replay generate` and `replay train` takes the section of that command "
+        "from this file. What `--config` or the command line sets wins, field by field of `[admission]`, of each "
+        "table and of `[correction]`.\n"
     )
-    for name, recipe in RECIPES.items():
-        yield f'`recipe = "{name}"`: {recipe.about}\n'
-        yield "| part | setting | value |\n|---|---|---|"
-        for part in ("server", "generator", "trainer"):
-            for each in settings_of(getattr(recipe, part), {}):
-                yield f"| {part} | `{each.name}` | `{json.dumps(each.wanted)}` |"
-        yield ""
+    for path in sorted((ROOT / "replay_server/cli/recipes").glob("*.toml")):
+        yield f"`--recipe {path.stem}`:\n\n```toml\n{path.read_text()}```\n"
 
 
 def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from replay_protos.recipes import RecipeSetting, recipe_of, server_settings, settings_of
+from replay_protos.settings import explain
 from replay_server.errors import listed_tables
 from replay_server.tables.config import (
     ARCHIVE,
@@ -22,7 +23,6 @@ from replay_server.tables.config import (
     TableConfig,
     admitted_table,
     archived_table,
-    explain,
     with_building,
 )
 
@@ -180,23 +180,8 @@ class Config(Model):
     checkpoints: CheckpointsSection = CheckpointsSection()
     archive: ArchiveSection | None = None
     """Absent: nothing is archived, and nothing is spent on it."""
-    recipe: str | None = None
-    """A recipe of replay_protos.recipes, which declares `admission` and tables. What is set here as well wins, field by
-    field of `admission` and of each table. Absent: nothing is set but what stands here."""
     admission: AdmissionConfig | None = None
     tables: tuple[TableConfig, ...] = Field(default=(), validate_default=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_recipe(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or value.get("recipe") is None:
-            return value
-        if not isinstance(value.get("tables", ()), list | tuple):
-            return value  # a mistake, of which the field's own check says more
-        own = dict(value, tables=[_as_given(table) for table in value.get("tables", ())])
-        return server_settings(
-            recipe_of(value["recipe"]).server, own | {"admission": _as_given(value.get("admission"))}
-        )
 
     @field_validator("tables", mode="before")
     @classmethod
@@ -252,14 +237,6 @@ class Config(Model):
                 f"({self.server.max_bytes}), and the server holds so much until it is written: lower it"
             )
 
-    def recipe_settings(self) -> list[RecipeSetting]:
-        """Each setting that the recipe declares, beside the one that this server has; without a recipe none."""
-        if self.recipe is None:
-            return []
-        tables = {table.name: table.model_dump() for table in self.tables}
-        admission = {} if self.admission is None else self.admission.model_dump()
-        return list(settings_of(recipe_of(self.recipe).server, {"admission": admission, "tables": tables}))
-
     @property
     def checkpoint_dir(self) -> Path | None:
         """Folder of the checkpoints; None if the configuration names none."""
@@ -268,8 +245,8 @@ class Config(Model):
         return self.checkpoints.dir
 
     @classmethod
-    def load(cls, path: str | Path, recipe: str | None = None) -> Config:
-        """Reads a TOML file. `recipe` counts in place of the file's.
+    def load(cls, path: str | Path, defaults: Mapping[str, Any] | None = None) -> Config:
+        """Reads a TOML file. `defaults` are settings as in a file, which those of the file change: see `changed`.
 
         Raises ValueError that names the file, the place in it and the remedy.
         """
@@ -280,17 +257,28 @@ class Config(Model):
             raise ValueError(f"{path} cannot be read: {reason}") from None
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: {error}") from error
-        if recipe is not None:
-            data["recipe"] = recipe
         try:
-            return cls.model_validate(data)
+            return cls.model_validate(changed(defaults or {}, data))
         except ValidationError as error:
             raise ValueError(f"{path}: {explain(error)}") from error
 
 
-def _as_given(section: Any) -> Any:
-    """A table or [admission] as a file has it: only what was set. Anything else as it is."""
-    return section.model_dump(exclude_unset=True) if isinstance(section, Model) else section
+def changed(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as in a file with those in `own` in their place: field by field of each section, and of each table.
+
+    A choice that is a table of fields, such as a sampler, is replaced as a whole.
+    """
+    result = {**settings, **own}
+    for name in settings.keys() & own.keys():
+        before, after = settings[name], own[name]
+        if name == "tables" and all(isinstance(table, Mapping) for table in before) and isinstance(after, list):
+            given = {table.get("name"): table for table in after if isinstance(table, dict)}
+            names = [table["name"] for table in before]
+            others = [table for table in after if not isinstance(table, dict) or table.get("name") not in names]
+            result[name] = [{**table, **given.get(table["name"], {})} for table in before] + others
+        elif isinstance(before, Mapping) and isinstance(after, Mapping):
+            result[name] = {**before, **after}
+    return result
 
 
 DEFAULT_TABLES = (

@@ -49,8 +49,8 @@ class ReplayServer:
         with ReplayServer(tables=[TableConfig(name="replay", sampler="prioritized")], port=0) as server:
             client = ReplayClient(server.address)
 
-    `port=0` takes a free port. `recipe` is that of Config; `tables` and `admission` change it. Raises ValueError if
-    a file of `security` cannot be used. `start` raises OSError if the address cannot be had.
+    `port=0` takes a free port. Raises ValueError if a file of `security` cannot be used. `start` raises OSError if the
+    address cannot be had.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class ReplayServer:
         port: int = 7400,
         host: str = "127.0.0.1",
         *,
-        recipe: str | None = None,
         admission: AdmissionConfig | None = None,
         archive: ArchiveSection | None = None,
         max_bytes: int | str | None = None,
@@ -87,7 +86,6 @@ class ReplayServer:
             admission=admission,
             archive=archive,
             tables=tuple(tables),
-            recipe=recipe,
         )
         self._set_up(config, {})
 
@@ -283,7 +281,6 @@ class ReplayServer:
             journal,
             checkpointer,
             section.shared_memory or None,
-            config.recipe or "",
             None if metrics is None else metrics.latencies,
         )
         self._service.backend.draining = self._draining

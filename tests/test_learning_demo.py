@@ -10,7 +10,7 @@ import pytest
 from experiments.learning.arms import ARMS
 from experiments.learning.real import demo
 from replay_server.config import Config
-from replay_trainer.config import config_from
+from replay_trainer.config import GRPOConfig
 from tests.test_learning_real import tiny_llama, tiny_tokenizer
 
 
@@ -22,7 +22,7 @@ def published_run(arm, seed, end, *, learning_rate=5e-5):
 
 def test_the_demo_trains_as_the_recipe_of_the_experiment_does(tmp_path):
     arm = ARMS["small50-opsm"]
-    config = config_from({"output_dir": tmp_path, **tomllib.loads(demo.REAL.train_config)})
+    config = GRPOConfig(output_dir=tmp_path, **tomllib.loads(demo.REAL.train_config))
     assert config.correction == arm.correction
     assert (config.fresh_groups_per_step, config.replayed_groups_per_step) == (arm.fresh, arm.replay)
     (tmp_path / "replay.toml").write_text(demo.REAL.server_config)

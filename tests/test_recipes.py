@@ -1,28 +1,38 @@
-"""Recipes: one declaration, which the configurations of server, generator and trainer take, and users may change."""
+"""Recipes: the file of each has settings that server, generator and trainer take, and that agree with each other."""
 
 from __future__ import annotations
 
-import json
+import tomllib
 
 import pytest
 
+from examples.demo.run import SHARING
+from experiments.learning.arms import OPSM
 from replay_client.generator import GeneratorConfig
-from replay_protos.recipes import RECIPES, described, read_described, settings_of
-from replay_server import AdmissionConfig, Config, ReplayServer, TableConfig
-from replay_trainer import PRESETS, GRPOConfig
-from replay_trainer.config import config_from
+from replay_server import Config
+from replay_server.cli.recipes import RECIPES, recipe_of
+from replay_trainer import GRPOConfig
 
+OWN = """
+[admission]
+max_staleness = 3
 
-def changed(settings) -> dict:
-    return {each.name: each.actual for each in settings if not each.kept}
+[[tables]]
+name = "replay"
+max_size = 512
+sampler = "uniform"
+
+[[tables]]
+name = "more"
+"""
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_all_parts_of_a_recipe_have_its_settings_and_agree_with_each_other(name):
-    server, generator = Config(recipe=name), GeneratorConfig.recipe(name)
-    trainer = GRPOConfig.recipe(name, output_dir="runs/x")
-    parts = (server, generator, trainer)
-    assert all(len(part.recipe_settings()) > 1 and not changed(part.recipe_settings()) for part in parts)
+def test_the_parts_take_the_settings_of_a_recipe_which_agree(name):
+    recipe = recipe_of(name)
+    assert recipe.keys() == {"about", "serve", "generate", "train"}
+    server, generator = Config.model_validate(recipe["serve"]), GeneratorConfig(**recipe["generate"])
+    trainer = GRPOConfig(output_dir="runs/x", **recipe["train"])
     assert trainer.fresh_groups_per_step == server.admission.groups_per_step
     assert generator.tables == (trainer.rollouts_table,)
     tables = {table.name: table for table in server.tables}
@@ -30,73 +40,28 @@ def test_all_parts_of_a_recipe_have_its_settings_and_agree_with_each_other(name)
     assert tables[trainer.replay_table].sampler.type == "prioritized"
 
 
-def test_without_the_word_nothing_changes():
-    assert (GeneratorConfig().priority, GeneratorConfig().recipe_name) == ("advantage", "")
-    assert (GRPOConfig(output_dir="x").replay_share, GRPOConfig(output_dir="x").recipe_name) == (0.0, "")
-    plain = Config(tables=[TableConfig(name="replay")])
-    assert (plain.admission, len(plain.tables), plain.recipe_settings()) == (None, 1, [])
+def test_a_file_changes_a_recipe_field_by_field_of_a_section_and_of_a_table(tmp_path):
+    (tmp_path / "replay.toml").write_text(OWN)
+    config = Config.load(tmp_path / "replay.toml", recipe_of("replay")["serve"])
+    assert (config.admission.groups_per_step, config.admission.max_staleness) == (4, 3)
+    rollouts, replay, more = config.tables
+    assert (rollouts.forward_to, rollouts.rate_limiter.max_size, more.name) == ("replay", 16, "more")
+    assert (replay.max_size, replay.remover.type, replay.sampler.type) == (512, "min_heap", "uniform")
 
 
-@pytest.mark.parametrize(
-    ("own", "differs"),
-    [
-        ({"tables": [{"name": "replay", "max_size": 512}]}, {"tables.replay.max_size": 512}),
-        ({"tables": [TableConfig(name="replay", max_size=512)]}, {"tables.replay.max_size": 512}),
-        ({"tables": [{"name": "more"}], "admission": {"max_staleness": 3}}, {"admission.max_staleness": 3}),
-        (
-            {"admission": AdmissionConfig(groups_per_step=8, max_staleness=1, permit_ttl=9)},
-            {"admission.groups_per_step": 8},
-        ),
-        (
-            {"tables": [{"name": "replay", "sampler": "uniform"}]},
-            {"tables.replay.sampler.type": "uniform", "tables.replay.sampler.exponent": 1.0},
-        ),
-    ],
-    ids=["a table in a file", "a table in Python", "another table", "admission in Python", "a sampler as a whole"],
-)
-def test_what_the_user_sets_wins_field_by_field_in_the_server(own, differs):
-    config = Config(recipe="replay", **own)
-    assert changed(config.recipe_settings()) == differs
-    assert [table.name for table in config.tables][:2] == ["rollouts", "replay"]
-
-
-def test_what_the_user_sets_wins_in_generator_and_trainer():
-    generator = GeneratorConfig.recipe("replay", priority="advantage", group_size=4)
-    assert changed(generator.recipe_settings()) == {"priority": "advantage"}
-    options = {"recipe": "replay", "output_dir": "x", "groups_per_step": 16, "correction": {"clip_max": 2.0}}
-    trainer = config_from(options)
-    assert changed(trainer.recipe_settings()) == {"groups_per_step": 16, "correction.clip_max": 2.0}
-    assert trainer == GRPOConfig.recipe(
-        **{"name" if name == "recipe" else name: each for name, each in options.items()}
-    )
-    preset = GRPOConfig.recipe("replay", output_dir="x", correction="icepop")
-    assert preset.correction == PRESETS["icepop"]()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda name: Config(recipe=name),
-        lambda name: ReplayServer(recipe=name, port=0),
-        lambda name: GeneratorConfig.recipe(name),
-        lambda name: GeneratorConfig(recipe_name=name),
-        lambda name: GRPOConfig.recipe(name, output_dir="x"),
-        lambda name: config_from({"recipe": name, "output_dir": "x"}),
-    ],
-    ids=["Config", "ReplayServer", "GeneratorConfig", "its field", "GRPOConfig", "train.toml"],
-)
-def test_a_name_that_there_is_not_is_refused_with_those_that_there_are(make):
+def test_a_name_that_there_is_not_is_refused_with_those_that_there_are():
     with pytest.raises(ValueError, match="recipe must be one of replay, not 'repaly'"):
-        make("repaly")
+        recipe_of("repaly")
 
 
-def test_what_a_part_says_of_itself_can_be_read_and_fits_into_a_call():
-    config = GeneratorConfig.recipe("replay", tables=("rollouts", "eval"), priority=len, max_concurrent_groups=None)
-    said = {"recipe": "replay", "tables": ["rollouts", "eval"], "priority": "len", "max_concurrent_groups": None}
-    assert read_described(json.dumps(config.described())) == said | {"part": "generator"}
-    assert read_described("") == {}
-    assert read_described('{"mine": "no JSON"}') == {"mine": "no JSON"}
-    many = described("generator", {"tables": ["x" * 100] * 9}, {})
-    assert "tables" not in many  # too long: not said, rather than refused
-    trainer = GRPOConfig.recipe("replay", output_dir="x").described()
-    assert {each.name for each in settings_of(RECIPES["replay"].trainer, {})} <= trainer.keys()
+def test_the_demo_and_the_experiments_compare_what_the_recipe_is():
+    """They write its settings down, because neither knows of recipes."""
+    train, serve = recipe_of("replay")["train"], recipe_of("replay")["serve"]
+    assert GRPOConfig(output_dir="x", correction=train["correction"]).correction == OPSM
+    assert tomllib.loads(SHARING.correction) == train["correction"]
+    assert tomllib.loads(SHARING.pool).items() <= serve["tables"][1].items()
+    assert (SHARING.groups, tomllib.loads(SHARING.replay)) == (train["groups_per_step"], {"replay_share": 0.5})
+    assert (SHARING.fresh, SHARING.priority) == (
+        serve["admission"]["groups_per_step"],
+        recipe_of("replay")["generate"]["priority"],
+    )

@@ -17,9 +17,8 @@ from enum import StrEnum
 from typing import Any
 
 from replay_client.columns.kept import TRUNCATING, truncates
-from replay_client.records import ServerInfo, TableInfo, shards_of
+from replay_client.records import ServerInfo, TableInfo, read_described, shards_of
 from replay_client.units import byte_size, counted, duration, listed, waiting, waits_for
-from replay_protos.recipes import RECIPES, RecipeSetting, read_described, settings_of
 
 YOUNG = 60.0
 """Seconds after the start of a server in which an empty table is normal."""
@@ -93,7 +92,6 @@ def diagnose(
     yield _policy(info)
     yield from _sides(info)
     yield from _permits(info)
-    yield from _recipe(info)
     yield from _batches(info)
     yield from _kept(info)
     fed = info.uptime > YOUNG or any(table.inserts for table in info.tables.values())
@@ -359,57 +357,6 @@ def _building(name: str, info: ServerInfo) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------- what the parts say of themselves
 
 
-def _recipe(info: ServerInfo) -> Iterator[Finding]:
-    """Names the parts of the run that use the recipe, and those whose settings differ from it."""
-    parts: list[tuple[str, object, tuple[str, dict[str, Any]] | None]] = [("the server", info.recipe, None)]
-    for part in _PARTS:
-        parts += [(f"{part} {name}", said.get("recipe"), (part, said)) for name, said in info.said(part)]
-    if (recipe := next((name for _, name, _ in parts if isinstance(name, str) and name in RECIPES), None)) is None:
-        return
-    by_it = [who for who, name, _ in parts if name == recipe]
-    changed, others = [], False
-    for who, name, told in parts:
-        differing = [each for each in _settings(info, recipe, told) if not each.kept]
-        if name == recipe:
-            changed += [
-                f"{each.name} of {who} is {_toml(each.actual)} (recipe: {_toml(each.wanted)})" for each in differing
-            ]
-        elif differing:
-            others = True
-            settings = listed([f"{each.name} is {_toml(each.actual)}, not {_toml(each.wanted)}" for each in differing])
-            yield _warning(
-                "recipe",
-                f"{who} does not run by recipe {recipe!r}, as {listed(by_it)} {'does' if len(by_it) == 1 else 'do'}: "
-                f"{settings}",
-                f"start {'it' if told else 'the server'} with --recipe {recipe}, or set these",
-            )
-    if not others:
-        own = f"; changed on purpose: {'; '.join(changed)}" if changed else ""
-        yield _ok("recipe", f"{listed(by_it)} {'runs' if len(by_it) == 1 else 'run'} by recipe {recipe!r}{own}")
-
-
-_PARTS = ("generator", "trainer")
-
-
-def _settings(info: ServerInfo, recipe: str, told: tuple[str, dict[str, Any]] | None) -> list[RecipeSetting]:
-    """The settings of the recipe in one part: in the server, or in what a client told of itself."""
-    if told is not None:
-        part, said = told
-        wanted = settings_of(getattr(RECIPES[recipe], part), {})
-        return [RecipeSetting(each.name, each.wanted, said.get(each.name)) for each in wanted]
-    # Each of several servers has the tables as they are configured, and its part of groups_per_step.
-    one = next((shard for _, shard in shards_of(info) if shard is not None), info)
-    admission = info.admission and {
-        name: getattr(info.admission, name) for name in ("groups_per_step", "max_staleness")
-    }
-    tables = {name: json.loads(table.config) for name, table in one.tables.items()}
-    return list(settings_of(RECIPES[recipe].server, {"admission": admission, "tables": tables}))
-
-
-def _toml(value: Any) -> str:
-    return "not set" if value is None else json.dumps(value)
-
-
 def _batches(info: ServerInfo) -> Iterator[Finding]:
     """Trainers that take another number of groups than is admitted, or from another table than generators fill."""
     for name, said in info.said("trainer"):
@@ -448,7 +395,7 @@ def _kept(info: ServerInfo) -> Iterator[Finding]:
                 "sampling",
                 f"generator {name} draws with {how}, and stores no sampling masks: its log-probabilities are relative "
                 f"to the kept tokens, and those of the trainer to all, which is a bias at every staleness",
-                "let it store them (--sampling-masks), or draw from all tokens: top_p 1, top_k 0 and min_p 0",
+                "let it store them (sampling_masks), or draw from all tokens: top_p 1, top_k 0 and min_p 0",
             )
 
 

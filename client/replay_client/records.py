@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -13,7 +14,6 @@ from replay_client.rows import Buffer
 from replay_protos import replay_pb2 as pb
 from replay_protos.label_columns import labels_of_rows
 from replay_protos.labels import NO_LABELS, Labels
-from replay_protos.recipes import read_described
 
 TableInfo = pb.TableInfo
 """One table: its size, counters and waiting requests, as replay.proto documents them. `config` is the JSON of its
@@ -268,8 +268,6 @@ class ServerInfo:
     """The sides of the run that are gone."""
     clients: tuple[ClientInfo, ...]
     """The named clients that insert, sample or publish. The one that was seen last comes first."""
-    recipe: str
-    """The recipe by which the server is configured; empty: none."""
 
     def is_long(self, wait: Waiting) -> bool:
         """Whether requests wait, and none was served for longer than steps of this run usually take."""
@@ -341,6 +339,22 @@ def rates_between(last: ServerInfo | None, info: ServerInfo) -> dict[str, tuple[
         and table.inserts >= before.inserts
         and table.samples >= before.samples
     }
+
+
+def read_described(text: str) -> dict[str, Any]:
+    """What a client has said of itself, from the `settings` of its ClientInfo. What is no JSON is a text.
+
+    A client may say anything. `tables` is a list of names here, or nothing.
+    """
+    said: dict[str, Any] = {}
+    for name, value in json.loads(text or "{}").items():
+        try:
+            said[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            said[name] = value
+    if not (isinstance(tables := said.get("tables"), list) and all(isinstance(each, str) for each in tables)):
+        said.pop("tables", None)
+    return said
 
 
 def policy_of(message: pb.Policy) -> Policy:

@@ -1,93 +1,80 @@
-"""Settings: dataclasses whose fields have choices and bounds, and the names of settings and of functions."""
+"""Settings: frozen dataclasses whose fields pydantic checks, what a process says of its own, and functions by name.
+
+A module of settings imports nothing heavy, so that the command line makes its options of them.
+"""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
-import math
+import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import Field, field, fields
-from numbers import Integral, Real
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
-from replay_client.units import listed
-from replay_protos.recipes import RecipeSetting, described, recipe_of, settings_of, with_recipe
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from replay_protos.settings import explain, unknown_name
 
 __all__ = [
-    "RecipeSetting",
-    "bounded",
+    "Count",
+    "Finite",
+    "Names",
+    "Seconds",
+    "Share",
+    "Whole",
     "check_choice",
-    "check_fields",
     "described",
+    "explain",
     "load_function",
-    "recipe_of",
-    "settings_of",
-    "suggests_names",
+    "settings",
     "unknown_name",
-    "with_recipe",
 ]
 
 T = TypeVar("T")
 
-_MOST_NAMES = 12
-"""Names of settings in one error."""
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""From 0."""
+Share = Annotated[float, Field(ge=0, le=1)]
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+"""Also from a list, as files have it."""
+
+MOST_TEXT = 256
+"""Characters of one setting that a process describes itself with: the server takes 4 kB of all."""
 
 
-def bounded(
-    default: Any,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """A field of numbers from `least` or above `above`, to `most` or below `below`; inf: finite numbers."""
-    return field(default=default, metadata={"least": least, "above": above, "most": most, "below": below})
+@dataclass_transform(frozen_default=True)
+def settings(*, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
+    """Decorates a class: a frozen dataclass whose fields pydantic checks, each with its docstring as description.
 
+    A text is no number, and true is no 1; a list is a tuple where a field says so (`Names`). Its constructor raises
+    ValueError in one line for what pydantic refuses, and suggests the nearest name for one that
+    there is not.
+    """
 
-def check_fields(settings: Any) -> None:
-    """Raises ValueError for a field that is not one of the choices of its Literal, no bool, or out of its bounds."""
-    hints = _hints(settings.__class__)
-    for each in fields(settings):
-        _check(each, hints[each.name], getattr(settings, each.name))
+    def decorate(kind: type[T]) -> type[T]:
+        config = ConfigDict(strict=True, arbitrary_types_allowed=True, use_attribute_docstrings=True)
+        checked: type[Any] = dataclass(frozen=True, kw_only=kw_only, config=config)(kind)
+        construct, known = checked.__init__, [each.name for each in fields(checked)]
 
+        @functools.wraps(construct)
+        def __init__(self: Any, *values: Any, **named: Any) -> None:
+            for name in named:
+                if name not in known:
+                    raise ValueError(f"{kind.__name__}: {unknown_name(name, known)}")
+            try:
+                construct(self, *values, **named)
+            except ValidationError as error:
+                raise ValueError(explain(error)) from None
 
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+        checked.__init__ = __init__
+        return checked
 
-
-def _check(each: Field[Any], hint: Any, value: Any) -> None:
-    name, kinds = each.name, set(get_args(hint)) or {hint}
-    may_be_none = type(None) in kinds
-    if hint is bool and not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, not {value!r}")
-    choices = [choice for kind in {hint, *kinds} if get_origin(kind) is Literal for choice in get_args(kind)]
-    choices += [None] * (may_be_none and bool(choices))
-    if choices:
-        check_choice(name, value, choices)
-    if not each.metadata or (value is None and may_be_none):
-        return
-    whole = float not in kinds
-    if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
-        raise ValueError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}")
-    least, above, most, below = (each.metadata[bound] for bound in ("least", "above", "most", "below"))
-    if least is not None and not value >= least:
-        raise ValueError(f"{name} must be at least {least:g}, not {value}")
-    if above is not None and not value > above:
-        raise ValueError(f"{name} must be above {above:g}, not {value}")
-    if most is not None and value > most:
-        raise ValueError(f"{name} must be at most {most:g}, not {value}")
-    if below is not None and not value < below:
-        raise ValueError(f"{name} must be {'finite' if below == math.inf else f'below {below:g}'}, not {value}")
-
-
-def unknown_name(name: str, known: Collection[str]) -> str:
-    """The error for a name that is not in `known`: "there is no 'learning_rte'; did you mean 'learning_rate'?"."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {listed(list(known), _MOST_NAMES)}"
-    return f"there is no {name[:100]!r}; {hint}"
+    return decorate
 
 
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:
@@ -96,23 +83,18 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
 
 
-def suggests_names(kind: type[T]) -> type[T]:
-    """Decorates a dataclass: its constructor raises TypeError for an unknown argument, and suggests the nearest name.
+def described(part: str, own: Mapping[str, Any]) -> dict[str, str]:
+    """What a generator or trainer says of itself (`describe`): JSON by name.
 
-    Python's own error names the wrong argument and no other.
+    `records.read_described` is the opposite. Leaves out a value that is too long.
     """
-    construct = kind.__init__
-    known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
+    texts = {name: json.dumps(value, default=_name_of) for name, value in {"part": part, **own}.items()}
+    return {name: text for name, text in texts.items() if len(text) <= MOST_TEXT}
 
-    @functools.wraps(construct)
-    def __init__(self: Any, *values: Any, **named: Any) -> None:
-        for name in named:
-            if name not in known:
-                raise TypeError(f"{kind.__name__}: {unknown_name(name, known)}")
-        construct(self, *values, **named)
 
-    kind.__init__ = __init__  # type: ignore[method-assign]
-    return kind
+def _name_of(value: object) -> str:
+    """Of what JSON cannot have, such as a function."""
+    return str(getattr(value, "__qualname__", value))
 
 
 def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:

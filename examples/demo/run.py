@@ -25,7 +25,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
-from replay_client.settings import recipe_of
 from replay_trainer.metrics import read_metrics, summary
 
 PANELS = {
@@ -140,22 +139,16 @@ sample_timeout = {sample_timeout:g}
 TRUNCATE = """level = "token"
 action = "truncate"
 clip_max = 2.0"""
+RECIPE_CORRECTION = """objective = "bypass_reinforce"
+clip_min = 1.0
+clip_max = 1.0
+off_policy_mask_threshold = 0.1"""
+RECIPE_POOL = """sampler = { type = "prioritized", exponent = 0.6 }
+max_size = 256"""
 REPLACING_POOL = """sampler = "prioritized"
 max_size = 512
 max_times_sampled = 4
 max_staleness = 20"""
-RECIPE = recipe_of("replay")
-
-
-def as_toml(settings: Mapping[str, Any]) -> str:
-    """Settings of a recipe as the lines of a file; one that has several parts is a table in its line."""
-
-    def value(setting: Any) -> str:
-        if not isinstance(setting, Mapping):
-            return json.dumps(setting)
-        return f"{{ {', '.join(f'{name} = {value(part)}' for name, part in setting.items())} }}"
-
-    return "\n".join(f"{name} = {value(setting)}" for name, setting in settings.items())
 
 
 @dataclass(frozen=True)
@@ -211,13 +204,13 @@ class Variant:
 DEMO = Variant()
 WITHOUT_POOL = Variant(replay='zero_variance = "none"', learning_rate=1e-4, task="steps", max_tokens=9)
 SHARING = Variant(
-    groups=RECIPE.trainer["groups_per_step"],
-    fresh=RECIPE.server["admission"]["groups_per_step"],
-    replay=as_toml({"replay_share": RECIPE.trainer["replay_share"]}),
-    correction=as_toml(RECIPE.trainer["correction"]),
-    pool=as_toml({name: RECIPE.server["tables"]["replay"][name] for name in ("sampler", "max_size")}),
+    groups=8,
+    fresh=4,
+    replay="replay_share = 0.5",
+    correction=RECIPE_CORRECTION,
+    pool=RECIPE_POOL,
     learning_rate=1e-4,
-    priority=RECIPE.generator["priority"],
+    priority="learnability",
     task="steps",
     max_tokens=9,
 )
@@ -445,7 +438,7 @@ def run_parts(
     generate += ["--prompts", str(out / "prompts.jsonl"), "--reward", variant.reward, "--wait-for-policy"]
     generate += ["--group-size", str(GROUP_SIZE), "--max-tokens", str(variant.max_tokens), "--seed", str(seed)]
     generate += ["--priority", variant.priority, *variant.generate, "--json"]
-    generate += ["--metrics", str(out / "generator.jsonl"), "--metrics-interval", "0.5"]
+    generate += ["--metrics-path", str(out / "generator.jsonl"), "--set", "metrics_interval=0.5"]
     display.show("generator", f"loading {engine}")
     start("generator", [*replay, *generate])
 
@@ -454,7 +447,7 @@ def run_parts(
         until(warm_up.check, lambda: show_warm_up(display, warm_up, target))
 
     train = ["--address", address, "train", "--model", str(out / "warm"), "--config", str(out / "train.toml")]
-    train += ["--output-dir", str(out / "train"), "--steps", str(steps), "--seed", str(seed), "--quiet"]
+    train += ["--output-dir", str(out / "train"), "--max-steps", str(steps), "--seed", str(seed), "--quiet"]
     trainer = start("trainer", [*replay, *train])
     with ReplayClient(address, timeout=5.0) as client:
         until(trainer.check, lambda: show_training(display, client, out, steps, parts))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from replay_protos.recipes import RECIPES
 from replay_trainer.config import LossConfig
 from replay_trainer.correction import CorrectionConfig
 
@@ -58,7 +57,7 @@ WIDE = LossConfig(epsilon=0.2, epsilon_high=1.0)
 BYPASS = CorrectionConfig(objective="bypass")
 """The clip is on the ratio to the policy that wrote the tokens: a token that has moved that far gets no gradient."""
 
-OPSM = CorrectionConfig(**RECIPES["replay"].trainer["correction"])
+OPSM = CorrectionConfig(objective="bypass_reinforce", clip_min=1.0, clip_max=1.0, off_policy_mask_threshold=0.1)
 """The correction of the recipe. Every token has weight 1, and no ratio is clipped: a right answer counts in full,
 however old. A completion with A < 0 leaves the loss once its tokens are 0.1 nats less likely, on average, than when
 they were sampled (off-policy sequence mask, arXiv 2512.02556)."""

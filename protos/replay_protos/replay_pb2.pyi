@@ -1543,7 +1543,6 @@ class ServerInfo(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_AVAILABLE_FIELD_NUMBER: _builtins.int
     DISK_AVAILABLE_FIELD_NUMBER: _builtins.int
-    RECIPE_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """of the software"""
     server_id: _builtins.int
@@ -1574,8 +1573,6 @@ class ServerInfo(_message.Message):
     """What the machine, or the process's control group, has left."""
     disk_available: _builtins.int
     """Where data_dir lies."""
-    recipe: _builtins.str
-    """The recipe by which the server is configured; empty: none."""
     @_builtins.property
     def policy(self) -> Global___Policy: ...
     @_builtins.property
@@ -1619,11 +1616,10 @@ class ServerInfo(_message.Message):
         resident_bytes: _builtins.int = ...,
         memory_available: _builtins.int = ...,
         disk_available: _builtins.int = ...,
-        recipe: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "bytes", b"bytes", "clients", b"clients", "commit_error", b"commit_error", "commits", b"commits", "damaged", b"damaged", "disk_available", b"disk_available", "disk_bytes", b"disk_bytes", "fell_back", b"fell_back", "insert_streams", b"insert_streams", "items", b"items", "long_wait", b"long_wait", "max_bytes", b"max_bytes", "memory_available", b"memory_available", "policy", b"policy", "recipe", b"recipe", "resident_bytes", b"resident_bytes", "sample_streams", b"sample_streams", "server_id", b"server_id", "silences", b"silences", "storage", b"storage", "tables", b"tables", "time", b"time", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "bytes", b"bytes", "clients", b"clients", "commit_error", b"commit_error", "commits", b"commits", "damaged", b"damaged", "disk_available", b"disk_available", "disk_bytes", b"disk_bytes", "fell_back", b"fell_back", "insert_streams", b"insert_streams", "items", b"items", "long_wait", b"long_wait", "max_bytes", b"max_bytes", "memory_available", b"memory_available", "policy", b"policy", "resident_bytes", b"resident_bytes", "sample_streams", b"sample_streams", "server_id", b"server_id", "silences", b"silences", "storage", b"storage", "tables", b"tables", "time", b"time", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -19,41 +18,29 @@ from replay_server.cli.doctor import doctor
 from replay_server.cli.generate import generate
 from replay_server.cli.items import delete, items, show
 from replay_server.cli.keep import checkpoint, export, import_items
-from replay_server.cli.options import taking
+from replay_server.cli.options import Commands, taking
 from replay_server.cli.output import complain, say
 from replay_server.cli.servers import serve, shards
 from replay_server.cli.tables import dashboard, tables, top
 from replay_server.cli.train import demo, train
 
-app = typer.Typer(
-    help="A replay server for GRPO: rollout groups in rate-limited priority tables.",
+app = Commands(
+    "A replay server for GRPO: rollout groups in rate-limited priority tables.",
     epilog="Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTERM. After either signal "
     "`serve` and `generate` finish their work and end with 0.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
 )
 _INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 _UsageError: Any = typer.BadParameter.__bases__[0]
 """The class of the click that typer uses: its own, or the package's. typer does not export it."""
-Commands = tuple[Callable[..., None], ...]
-_LOOK: Commands = (tables, top, dashboard, items, show, doctor)
-_RUN: Commands = (demo, generate, train)
-_OF_TABLE: Commands = (update, delete, reset, export)
-
-table = typer.Typer(help="Change a table, or its items.", no_args_is_help=True, rich_markup_mode=None)
-for command in _OF_TABLE:
-    table.command()(command)
-table.command("import")(import_items)
-
-app.command()(serve)
-for command in _LOOK:
-    app.command()(command)
-for name, group in (("policy", policy), ("table", table), ("checkpoint", checkpoint)):
+table = Commands("Change a table, or its items.")
+table.add(update, delete, reset, export)
+table.add(import_items, name="import")
+app.add(serve, tables, top, dashboard, items, show, doctor)
+for name, group in {"policy": policy, "table": table, "checkpoint": checkpoint}.items():
     app.add_typer(group, name=name)
-for command in _RUN:
-    app.command()(command)
-for name, group in (("archive", archive), ("shards", shards)):
+app.add(demo, generate, train)
+for name, group in {"archive": archive, "shards": shards}.items():
     app.add_typer(group, name=name)
 
 
@@ -95,11 +82,9 @@ def run() -> NoReturn:
         status = 2
     except typer.Abort as error:
         # click makes an Abort of a question that was answered with no, and of some interrupts.
-        if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
-            status = _INTERRUPTED
-        else:
+        status = _INTERRUPTED if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt) else 1
+        if status == 1:
             complain("nothing was changed")
-            status = 1
     except KeyboardInterrupt:
         status = _INTERRUPTED
     except BrokenPipeError:  # whoever reads the output has seen enough; Python would complain once more at the end

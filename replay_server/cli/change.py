@@ -10,12 +10,13 @@ import typer
 from replay_protos import replay_pb2 as pb
 from replay_protos.state import Document, document
 from replay_server.cli.connection import TableName, ask, complete_table, connect
+from replay_server.cli.options import Commands, json_or_word
 from replay_server.cli.output import AsJson, Yes, confirm, fail, misuse, print_json, say
 
 if TYPE_CHECKING:
     from replay_client.records import Policy, TableInfo
 
-policy = typer.Typer(help="Show or set the trainer's current policy version.", rich_markup_mode=None)
+policy = Commands("Show or set the trainer's current policy version.", no_args_is_help=False)
 
 
 def update(
@@ -82,10 +83,7 @@ def _change(text: str) -> tuple[str, Any]:
         misuse(f"{text!r} is not FIELD=VALUE, for example max_size=8192")
     if name not in TableConfig.model_fields:
         misuse(f"a table has no field {name!r}; fields: {', '.join(TableConfig.model_fields)}")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+    return name, json_or_word(value)
 
 
 def _check(table: str, wanted: Document) -> None:
@@ -95,7 +93,8 @@ def _check(table: str, wanted: Document) -> None:
     """
     from pydantic import ValidationError
 
-    from replay_server.tables.config import TableConfig, explain
+    from replay_protos.settings import explain
+    from replay_server.tables.config import TableConfig
 
     try:
         TableConfig.model_validate({"name": table} | wanted)
@@ -134,19 +133,13 @@ def _number(value: object) -> float | None:
 
 
 @policy.callback(invoke_without_command=True)
-def _show_by_default(context: typer.Context, as_json: AsJson = False) -> None:
-    if context.invoked_subcommand is None:
-        _show_policy(context, as_json)
-
-
-@policy.command("show")
 def _show_policy(context: typer.Context, as_json: AsJson = False) -> None:
-    """Show the current version, the location of its weights, and its age."""
-    with connect(context) as client:
-        _print(ask(client.policy), as_json)
+    """Show the current version, the location of its weights and its age, or set it."""
+    if context.invoked_subcommand is None:
+        with connect(context) as client:
+            _print(ask(client.policy), as_json)
 
 
-@policy.command("set")
 def _set_policy(
     context: typer.Context,
     version: Annotated[int, typer.Argument(min=0, help="Number of finished updates.")],
@@ -169,6 +162,9 @@ def _set_policy(
         confirm(f"Go back to version {version}{more} and count permits anew?", yes)
     with connect(context) as client:
         _print(ask(lambda: client.set_policy_version(version, weights, rollback=rollback, state=state)), as_json)
+
+
+policy.add(_set_policy, name="set")
 
 
 def _print(current: Policy, as_json: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -24,20 +25,21 @@ _REACH = 5.0
 """Seconds in which a server must answer before a command lets it work for long."""
 ByShard = Annotated[bool, typer.Option("--shards", help="With each server of several beside the whole.")]
 
+_reaching = partial(option, rich_help_panel="Connection")
 CONNECTION = (
-    option("address", "host:port of the server, or several with commas. [env: REPLAY_ADDRESS; 127.0.0.1:7400]"),
-    option("token_file", "File that holds the token. [env: REPLAY_TOKEN_FILE, or REPLAY_TOKEN]"),
-    option("tls", "Use TLS, and trust the public authorities. [env: REPLAY_TLS]", bool),
-    option("tls_ca", "Use TLS, and trust the authorities in this PEM file. [env: REPLAY_TLS_CA]"),
-    option("tls_cert", "PEM file with this client's certificate. [env: REPLAY_TLS_CERT]"),
-    option("tls_key", "PEM file with its private key. [env: REPLAY_TLS_KEY]"),
-    option("tls_server_name", "Name in the server's certificate, if not the address. [env: REPLAY_TLS_SERVER_NAME]"),
-    option("allow_insecure_token", "Send the token without TLS. [env: REPLAY_ALLOW_INSECURE_TOKEN]", bool),
-    option("name", "Name of a generator, trainer or archiver. [env: REPLAY_NAME; host:pid]"),
-    option("client_config", "TOML file with the settings above. [env: REPLAY_CLIENT_CONFIG]"),
+    _reaching("address", "host:port of the server, or several with commas. [env: REPLAY_ADDRESS; 127.0.0.1:7400]"),
+    _reaching("token_file", "File that holds the token. [env: REPLAY_TOKEN_FILE, or REPLAY_TOKEN]"),
+    _reaching("tls", "Use TLS, and trust the public authorities. [env: REPLAY_TLS]", bool),
+    _reaching("tls_ca", "Use TLS, and trust the authorities in this PEM file. [env: REPLAY_TLS_CA]"),
+    _reaching("tls_cert", "PEM file with this client's certificate. [env: REPLAY_TLS_CERT]"),
+    _reaching("tls_key", "PEM file with its private key. [env: REPLAY_TLS_KEY]"),
+    _reaching("tls_server_name", "Name in the server's certificate, if not the address. [env: REPLAY_TLS_SERVER_NAME]"),
+    _reaching("allow_insecure_token", "Send the token without TLS. [env: REPLAY_ALLOW_INSECURE_TOKEN]", bool),
+    _reaching("name", "Name of a generator, trainer or archiver. [env: REPLAY_NAME; host:pid]"),
+    _reaching("client_config", "TOML file with the settings above. [env: REPLAY_CLIENT_CONFIG]"),
 )
 """How to reach the server. There is no option for a token, because other users of a machine can read command lines."""
-ROOT = (*CONNECTION, option("timeout", "Seconds to wait for the server. [as the command needs]", float, min=0))
+ROOT = (*CONNECTION, _reaching("timeout", "Seconds to wait for the server. [as the command needs]", float, min=0))
 """Options that stand before the command."""
 
 

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import math
 import os
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import fields
+from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replay_client.generator.config import GeneratorConfig
+from replay_client.generator.engines import SamplingConfig
 from replay_server.cli.connection import access_of, parse_tags, timeout_of
-from replay_server.cli.options import ConfigFile, RecipeOfOptions, in_flags, options_of, taking, typed
+from replay_server.cli.options import (
+    in_flags,
+    in_panel,
+    json_or_word,
+    option,
+    options_of,
+    settings_given,
+    settings_options,
+    taking,
+    typed,
+)
 from replay_server.cli.output import fail, in_words, need, print_json, say
 from replay_server.cli.process import (
     LogFormat,
@@ -25,8 +36,8 @@ from replay_server.cli.process import (
     loading,
     log_to_stderr,
     set_up_tracing,
-    show_recipe,
 )
+from replay_server.cli.recipes import show_recipe
 
 if TYPE_CHECKING:
     from replay_client.generator import GeneratorStats
@@ -34,93 +45,81 @@ if TYPE_CHECKING:
     from replay_client.generator.prompts import PromptRows, PromptSource
     from replay_client.generator.rollouts import RolloutHook
 
-_GENERATOR = options_of(
-    "replay_client/generator/config.py",
-    "GeneratorConfig",
-    without=(
-        # Only in Python:
-        *("sampling", "chat_template", "advantage_scale", "follow_policy", "solved_reward"),
-        *("insert_timeout", "permit_timeout", "stop_grace"),
-        # Options of another name or form, below:
-        *("tables", "tags", "max_concurrent_groups", "metrics_path", "recipe_name"),
-    ),
+
+_data = partial(in_panel, "Data")
+_of_engine = partial(in_panel, "Engine")
+_SETTINGS = settings_options("generate", GeneratorConfig, SamplingConfig, without=("sampling", "seed"))
+_SAMPLING = options_of(SamplingConfig, "Sampling", "temperature", "top_p", "top_k", "min_p", "max_tokens")
+_PROMPTS = options_of(GeneratorConfig, "Data", "prompts_table")
+_IN_GROUPS: dict[str, Any] = {"rich_help_panel": "Groups"}
+_GROUPS = (
+    *options_of(GeneratorConfig, "Groups", "group_size", "min_rollouts", "max_groups", "priority"),
+    option("tables", "Table to insert into; repeatable. [rollouts]", list[str], None, "--table", **_IN_GROUPS),
+    option("tags", "NAME=VALUE, a tag of each group; repeatable.", list[str], None, "--tag", **_IN_GROUPS),
+    *options_of(GeneratorConfig, "Groups", "building", "metrics_path"),
 )
-_SAMPLING = options_of("replay_client/generator/engines/__init__.py", "SamplingConfig", without=("seed",))
+_STALENESS = (
+    option(
+        "max_concurrent_groups",
+        "Groups generated at the same time; 0: as many as the server gives permits for. [16]",
+        int,
+        rich_help_panel="Staleness",
+    ),
+    *options_of(GeneratorConfig, "Staleness", "reload", "wait_for_policy", "weights_root"),
+)
 
 
-@taking(_GENERATOR, _SAMPLING)
+@taking(_SETTINGS, _PROMPTS, _SAMPLING, _GROUPS, _STALENESS)
 def generate(
-    generator: dict[str, Any],
+    source: dict[str, Any],
+    of_prompts: dict[str, Any],
     sampling: dict[str, Any],
+    groups: dict[str, Any],
+    staleness: dict[str, Any],
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     prompts: Annotated[
-        str | None,
-        typer.Option(
-            help="JSON lines, a folder saved by `datasets`, or a data set's name on the hub. Needed, unless "
-            "--environment brings them."
-        ),
+        str | None, _data("JSON lines, a folder saved by `datasets`, or a data set on the hub; or see --environment.")
     ] = None,
+    prompt_field: Annotated[str, _data("Field of a row that holds the text or the messages.")] = "prompt",
+    split: Annotated[str, _data("Split of the data set.")] = "train",
+    chat: Annotated[bool, _data("Make each text prompt a chat message of the user.", "--chat")] = False,
+    system: Annotated[str | None, _data("With --chat, the message of the system.")] = None,
     reward: Annotated[
         list[str] | None,
-        typer.Option(
-            help="`exact_match` (against the row's `answer`) or package.module:function, `=0.5` after it for a weight; "
-            "may be repeated. Needed, unless the rollouts of --rollout or --environment bring their rewards."
-        ),
+        _data("exact_match (a row's `answer`) or package.module:function, `=0.5` behind for a weight; repeatable."),
     ] = None,
-    rollout: Annotated[
-        str | None,
-        typer.Option(help="package.module:function that plays each rollout, for several turns. [one completion]"),
-    ] = None,
+    rollout: Annotated[str | None, _data("package.module:function that plays each rollout, of several turns.")] = None,
     environment: Annotated[
-        str | None,
-        typer.Option(help="verifiers:NAME, an environment of the package verifiers: it brings prompts and rewards."),
+        str | None, _data("verifiers:NAME, of the package verifiers: it brings prompts and rewards.")
     ] = None,
     environment_args: Annotated[
-        str | None, typer.Option(help='Its arguments, a JSON object like {"agent": {"max_turns": 4}}.')
+        str | None, _data('Its arguments, a JSON object like {"agent": {"max_turns": 4}}.')
     ] = None,
-    config: ConfigFile = None,
-    recipe: RecipeOfOptions = None,
-    engine: Annotated[str, typer.Option(help="vllm, vllm-server or transformers.")] = "vllm",
+    engine: Annotated[str, _of_engine("vllm, vllm-server or transformers.")] = "vllm",
     base_url: Annotated[
-        list[str] | None,
-        typer.Option(help="With vllm-server: http://host:port of a running `vllm serve`. May be repeated."),
+        list[str] | None, _of_engine("With vllm-server: http://host:port of a `vllm serve`; repeatable.")
     ] = None,
     engine_arg: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="name=value for the engine, like dtype=bfloat16; with vllm any of its engine arguments, like "
-            "tensor_parallel_size=2. May be repeated."
-        ),
+        list[str] | None, _of_engine("NAME=VALUE for the engine, like dtype=bfloat16; repeatable.")
     ] = None,
-    table: Annotated[list[str] | None, typer.Option(help="Table to insert into; may be repeated. [rollouts]")] = None,
-    tag: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Tag of each group, like environment=math; may be repeated."),
-    ] = None,
-    prompt_field: Annotated[str, typer.Option(help="Field of a row that holds the text or the messages.")] = "prompt",
-    split: Annotated[str, typer.Option(help="Split of the data set.")] = "train",
-    chat: Annotated[bool, typer.Option(help="Make each text prompt a chat message of the user.")] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat, the message of the system.")] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Most tokens of a prompt with its completion. [the model's limit]")
+        int | None, _of_engine("Most tokens of a prompt with its completion. [the model's limit]")
     ] = None,
-    max_concurrent_groups: Annotated[
-        int, typer.Option(help="Groups generated at the same time; 0: as many as the server gives permits for.")
-    ] = 16,
+    seed: Annotated[int, in_panel("Sampling", "Seed of the order of prompts and of sampling.")] = 0,
     drop_zero_variance: Annotated[
-        bool, typer.Option(help="Do not insert groups that carry no gradient: all rewards are equal.")
+        bool, in_panel("Groups", "Do not insert groups without variance.", "--drop-zero-variance")
     ] = False,
-    metrics: Annotated[Path | None, typer.Option(help="File to which metrics are appended, as JSON lines.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the order of prompts and of sampling.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON lines, once a second.")] = False,
     log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
-    """Complete prompts with the newest policy, score the completions and insert the groups."""
+    """Complete prompts with the newest policy, score the completions and insert the groups.
+
+    It ends when the server is away for 30 s, unless --timeout says how long.
+    """
     from replay_client import AsyncReplayClient
     from replay_client.errors import ReplayError
-    from replay_client.generator import GeneratorConfig, run_generator
-    from replay_client.generator.engines import SamplingConfig
+    from replay_client.generator import run_generator
     from replay_client.generator.environments import load_environment
     from replay_client.generator.rewards import load_reward
     from replay_client.generator.rollouts import single_turn
@@ -128,27 +127,20 @@ def generate(
     from replay_client.settings import load_function
     from replay_client.waits import beat
 
-    access = access_of(context)
     log_to_stderr("warning", log_format)
     set_up_tracing("replay-generator")
     check_model(model)
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
+    groups["tags"] = parse_tags(groups["tags"]) or None
+    given = settings_given(context, source, of_prompts, sampling, groups, staleness)
+    if source["recipe"] is not None:
+        show_recipe(source["recipe"], "generate", given)
     try:
         beat()  # now and not in the middle of the run: its file may be impossible to write
         check_source(prompts, rollout, environment, environment_args, chat, system)
-        if environment and generator["prompts_table"] is not None:
+        if environment and "prompts_table" in given:
             raise ValueError("--prompts-table needs --prompts: an environment gives its own prompts one by one")
-        settings = GeneratorConfig(
-            sampling=SamplingConfig(**sampling, seed=seed),
-            tables=tuple(table or ["rollouts"]),
-            tags=({"environment": environment.partition(":")[2]} if environment else {}) | parse_tags(tag),
-            max_concurrent_groups=max_concurrent_groups or None,
-            metrics_path=metrics,
-            recipe_name=recipe or "",
-            **generator,
-        )
-        if recipe is not None:
-            show_recipe(recipe, settings.recipe_settings())
+        settings = _settings_of(given, seed, environment)
         if environment:
             need("--environment", "verifiers", "verifiers")
             hook: RolloutHook = (played := load_environment(environment, environment_args))
@@ -160,7 +152,7 @@ def generate(
                 raise ValueError("--reward exact_match or --reward package.module:function is needed")
             hook = load_function("rollout", rollout, {}) if rollout else single_turn
         scorer = [load_reward(name) for name in reward] if reward else None
-        client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access)
+        client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
         args = {"max_length": max_length, "seed": seed, **engine_args(engine_arg or [])}
         if (engine == "vllm-server") != bool(base_url):
             raise ValueError("--engine vllm-server and --base-url http://host:port need each other")
@@ -169,7 +161,7 @@ def generate(
         with loading(model):
             running_engine = load_engine(engine, model, args)
     except (ValueError, OSError, ImportError, TypeError, ReplayError) as error:
-        fail(in_flags(in_words(error), {*inspect.signature(generate).parameters, *typed(access)}))
+        fail(in_flags(in_words(error), {*context.params, *typed(access_of(context))}))
     report = Report(as_json)
     keep = carries_gradient if drop_zero_variance else None
     try:
@@ -181,20 +173,32 @@ def generate(
     report.print(stats)
 
 
+def _settings_of(given: dict[str, Any], seed: int, environment: str | None) -> GeneratorConfig:
+    """The settings by name, checked. Those of sampling stand beside the others, as in the file."""
+    names = {each.name for each in fields(SamplingConfig)}
+    sampling = SamplingConfig(**{name: value for name, value in given.items() if name in names}, seed=seed)
+    others = {name: value for name, value in given.items() if name not in names}
+    if others.get("max_concurrent_groups") == 0:
+        others["max_concurrent_groups"] = None
+    if environment:
+        others["tags"] = {"environment": environment.partition(":")[2], **others.get("tags", {})}
+    return GeneratorConfig(sampling=sampling, **others)
+
+
 def check_source(
     prompts: str | None, rollout: str | None, environment: str | None, args: str | None, chat: bool, system: str | None
 ) -> None:
     """Raises ValueError unless the prompts come from one side, and what belongs to the other is not given."""
     if not (prompts or environment):
         raise ValueError("--prompts is needed, or --environment verifiers:NAME")
-    for option, given in {
+    for name, given in {
         "--prompts": prompts,
         "--rollout": rollout,
         "--chat": chat,
         "--system": system,
     }.items():
         if environment and given:
-            raise ValueError(f"{option} and --environment exclude each other: an environment brings its own")
+            raise ValueError(f"{name} and --environment exclude each other: an environment brings its own")
     if args and not environment:
         raise ValueError("--environment-args needs --environment verifiers:NAME")
 
@@ -242,14 +246,11 @@ def load_rows(
 def engine_args(given: list[str]) -> dict[str, Any]:
     """`name=value` options by name; values are JSON where they can be, and texts where they cannot."""
     args: dict[str, Any] = {}
-    for option in given:
-        name, equals, value = option.partition("=")
+    for text in given:
+        name, equals, value = text.partition("=")
         if not (name.isidentifier() and equals):
-            raise ValueError(f"--engine-arg must be name=value, not {option!r}")
-        try:
-            args[name] = json.loads(value)
-        except ValueError:
-            args[name] = value
+            raise ValueError(f"--engine-arg must be name=value, not {text!r}")
+        args[name] = json_or_word(value)
     return args
 
 

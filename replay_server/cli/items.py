@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,11 @@ import typer
 
 from replay_protos.state import Document, plain
 from replay_server.cli.connection import Key, MaybeKeys, TableName, TagTexts, ask, connect, parse_tags
+from replay_server.cli.options import option, taking
 from replay_server.cli.output import AsJson, Yes, confirm, console, fail, misuse, plain_table, print_json, say
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from rich.text import Text
 
     from replay_client import ReplayClient, RolloutGroup
@@ -43,15 +45,21 @@ class Order(StrEnum):
     SIZE = "size"
 
 
+_BOUNDS = (
+    option("min_priority", "Only items of at least this priority.", float),
+    option("max_priority", "Only items of at most this priority.", float),
+    option("min_staleness", "Only items of at least this staleness.", int),
+    option("max_staleness", "Only items of at most this staleness.", int),
+)
+
+
+@taking(_BOUNDS)
 def items(
+    bounds: dict[str, Any],
     context: typer.Context,
     table: TableName,
     order_by: Annotated[Order, typer.Option(help="Sort the items by this, the lowest first.")] = Order.AGE,
     descending: Annotated[bool, typer.Option("--descending", "-d", help="Sort the highest first.")] = False,
-    min_priority: Annotated[float | None, typer.Option(help="Only items of at least this priority.")] = None,
-    max_priority: Annotated[float | None, typer.Option(help="Only items of at most this priority.")] = None,
-    min_staleness: Annotated[int | None, typer.Option(help="Only items of at least this staleness.")] = None,
-    max_staleness: Annotated[int | None, typer.Option(help="Only items of at most this staleness.")] = None,
     tag: TagTexts = None,
     limit: Annotated[int, typer.Option(min=1, help="Most items on a page.")] = 20,
     page: Annotated[str, typer.Option(help="Show this page; the page before names it.")] = "",
@@ -60,61 +68,42 @@ def items(
     """List the items of a table, one page at a time."""
     from replay_client.units import counted
 
-    tags = parse_tags(tag)
+    wanted = {"order_by": order_by.value, "descending": descending, "tags": parse_tags(tag), **bounds}
     with connect(context) as client:
-        found = ask(
-            lambda: client.list_items(
-                table,
-                limit=limit,
-                order_by=order_by.value,
-                descending=descending,
-                page=page,
-                min_priority=min_priority,
-                max_priority=max_priority,
-                min_staleness=min_staleness,
-                max_staleness=max_staleness,
-                tags=tags,
-            )
-        )
+        found = ask(lambda: client.list_items(table, limit=limit, page=page, **wanted))
     if as_json:
-        print_json(
-            {
-                "table": table,
-                "matching": found.matching,
-                "next_page": found.next_page or None,
-                "items": [item_document(item) for item in found.items],
-            }
-        )
+        documents = [item_document(item) for item in found.items]
+        facts = {"table": table, "matching": found.matching, "next_page": found.next_page or None}
+        print_json(facts | {"items": documents})
         return
-    from replay_client.units import byte_size, duration
-
     out = console()
     if found.items:
-        # Most items have no tags and wait for nothing; then there is no column for it.
-        waiting, tagged = any(item.waits_for for item in found.items), any(item.tags for item in found.items)
-        columns = ["key", "priority", "effective", "age", "version", "staleness", "sampled", "bytes"]
-        columns += ["waits for"] if waiting else []
-        columns += ["tags"] if tagged else []
-        rows = (
-            (
-                str(item.key),
-                f"{item.priority:.4g}",
-                f"{item.effective_priority:.4g}",
-                duration(item.age),
-                str(item.policy_version),
-                str(item.staleness),
-                str(item.times_sampled),
-                byte_size(item.nbytes),
-                *([", ".join(item.waits_for)] if waiting else ()),
-                *([_tag_words(item.tags)] if tagged else ()),
-            )
-            for item in found.items
-        )
-        out.print(plain_table(columns, rows, left=("tags",)))
+        out.print(_items_table(found.items))
     out.print(
         f"{len(found.items)} of {counted(found.matching, 'item')}"
         + (f"; for the next ones add --page {shlex.quote(found.next_page)}" if found.next_page else "")
     )
+
+
+def _items_table(rows: Sequence[ItemInfo]) -> Table:
+    from replay_client.units import byte_size, duration
+
+    columns: dict[str, Callable[[ItemInfo], str]] = {
+        "key": lambda item: str(item.key),
+        "priority": lambda item: f"{item.priority:.4g}",
+        "effective": lambda item: f"{item.effective_priority:.4g}",
+        "age": lambda item: duration(item.age),
+        "version": lambda item: str(item.policy_version),
+        "staleness": lambda item: str(item.staleness),
+        "sampled": lambda item: str(item.times_sampled),
+        "bytes": lambda item: byte_size(item.nbytes),
+    }
+    # Most items wait for nothing and have no tags; then there is no column for it.
+    if any(item.waits_for for item in rows):
+        columns["waits for"] = lambda item: ", ".join(item.waits_for)
+    if any(item.tags for item in rows):
+        columns["tags"] = lambda item: _tag_words(item.tags)
+    return plain_table([*columns], ([cell(item) for cell in columns.values()] for item in rows), left=("tags",))
 
 
 def delete(
@@ -135,18 +124,13 @@ def delete(
     if bool(keys) == bool(tags):
         misuse("name the items to delete by their keys, or by --tag NAME=VALUE")
     with connect(context) as client:
-        chosen = list(keys or ())
-        if tags:
-            chosen = [item.key for item in ask(lambda: list(all_items(client, table, tags)))]
+        chosen = list(keys or [item.key for item in ask(lambda: list(all_items(client, table, tags)))])
         confirm(f"Delete {counted(len(set(chosen)), 'item')} from {table}?", yes)
-        deleted, missing = 0, list[int]()
-        for start in range(0, len(chosen), _KEYS_PER_CALL):
-            part = chosen[start : start + _KEYS_PER_CALL]
-            result = ask(partial(client.delete, table, part))
-            deleted += result.applied
-            missing += result.missing
-    if tags:
-        missing = []  # what has left since the list was made, has left
+        parts = [chosen[start : start + _KEYS_PER_CALL] for start in range(0, len(chosen), _KEYS_PER_CALL)]
+        results = [ask(partial(client.delete, table, part)) for part in parts]
+    deleted = sum(result.applied for result in results)
+    # What has left since a list by tags was made, has left.
+    missing = [] if tags else [key for result in results for key in result.missing]
     if as_json:
         print_json({"deleted": deleted, "missing": [str(key) for key in missing]})
     else:

@@ -26,6 +26,7 @@ import typer
 from replay_protos.state import document, plain
 from replay_server.cli.connection import TableName, TagTexts, ask, complete_table, connect, parse_tags, reach
 from replay_server.cli.items import all_items, item_document, load_tokenizer
+from replay_server.cli.options import Commands
 from replay_server.cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, say
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ FileNames = Annotated[
 ]
 
 
-checkpoint = typer.Typer(help="Copies of a whole server.", no_args_is_help=True, rich_markup_mode=None)
 _LONG = 600.0
 """Seconds in which the server writes or reads a checkpoint."""
 
@@ -69,7 +69,6 @@ WithPayloads = Annotated[
 ]
 
 
-@checkpoint.command("create")
 def create(
     context: typer.Context,
     name: Annotated[
@@ -87,7 +86,6 @@ def create(
         say(written)
 
 
-@checkpoint.command("list")
 def list_checkpoints(
     context: typer.Context,
     verify: Annotated[bool, typer.Option("--verify", help="Read and check every byte.")] = False,
@@ -114,6 +112,11 @@ def list_checkpoints(
         console().print(plain_table(columns, rows, left=("checkpoint", "made", "state")))
     if not all(entry.intact for entry in found):
         raise typer.Exit(1)
+
+
+checkpoint = Commands("Copies of a whole server.")
+checkpoint.add(create)
+checkpoint.add(list_checkpoints, name="list")
 
 
 def export(

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Annotated
 
 import typer
 
-from replay_protos.recipes import RecipeSetting, recipe_of
 from replay_server.cli.output import fail, misuse
 
 
@@ -107,24 +106,3 @@ def loading(model: str) -> Iterator[None]:
     except OSError as error:
         missing = "" if Path(model).exists() else "; there is no folder of this name here"
         raise ValueError(f"--model {model} cannot be loaded{missing}: {' '.join(str(error).split())}") from error
-
-
-def show_recipe(name: str, settings: Iterable[RecipeSetting]) -> None:
-    """Logs each setting of the recipe, with what the user has set in its place. Call it when the log is set up."""
-    lines = [f"recipe {name}: {recipe_of(name).about}"]
-    for setting in settings:
-        line = f"    {setting.name} = {_shown(setting.actual)}"
-        lines.append(line if setting.kept else f"{line}  (yours; the recipe has {_shown(setting.wanted)})")
-    log = logging.getLogger("replay_server.recipe")
-    log.setLevel(logging.INFO)  # a command whose log begins at warnings says this all the same
-    log.info("\n".join(lines))
-
-
-def _shown(value: object) -> str:
-    """As a file has it, on one line."""
-    return json.dumps(value, default=_named)
-
-
-def _named(value: object) -> str:
-    """What no file can have: a path, or a function."""
-    return str(value) if isinstance(value, Path) else getattr(value, "__name__", repr(value))

@@ -15,9 +15,10 @@ import typer
 
 from replay_server.cli.archive.child import ArchiverProcess
 from replay_server.cli.connection import access_of
-from replay_server.cli.options import RecipeOption, option, taking
+from replay_server.cli.options import ABOUT_RECIPE, Commands, option, taking
 from replay_server.cli.output import AsJson, Yes, confirm, console, fail, misuse, need, plain_table, print_json, say
-from replay_server.cli.process import LogFormat, LogFormatOption, log_to_stderr, set_up_tracing, show_recipe
+from replay_server.cli.process import LogFormat, LogFormatOption, log_to_stderr, set_up_tracing
+from replay_server.cli.recipes import recipe_of, show_recipe
 
 if TYPE_CHECKING:
     from replay_server.config import Config
@@ -30,7 +31,7 @@ def serve(
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="TOML file with the configuration of the server.")
     ] = None,
-    recipe: RecipeOption = None,
+    recipe: Annotated[str | None, typer.Option(help=ABOUT_RECIPE)] = None,
     address: Annotated[
         str | None,
         typer.Option("--address", help="host:port to listen on, instead of that of the file. Port 0: any free port."),
@@ -56,23 +57,24 @@ def serve(
     from pydantic import ValidationError
 
     from replay_protos import event_loop
+    from replay_protos.settings import explain
     from replay_server.config import DEFAULT_TABLES, Config, ServerSection
     from replay_server.server import ReplayServer
-    from replay_server.tables.config import explain
 
     if access_of(context)["address"] is not None:
         misuse("a server listens on the --address after the command: `replay serve --address HOST:PORT`")
     log_to_stderr(log_level, log_format)
     set_up_tracing("replay-server")
     try:
+        base = None if recipe is None else recipe_of(recipe)["serve"]
         if config is None:
-            loaded = Config(tables=DEFAULT_TABLES) if recipe is None else Config(recipe=recipe)
+            loaded = Config.model_validate(base or {"tables": DEFAULT_TABLES})
         else:
-            loaded = Config.load(config, recipe)
+            loaded = Config.load(config, base)
         if loaded.archive is not None and loaded.archive.run:
             need("[archive]", "parquet", "pyarrow")
-        if loaded.recipe is not None:
-            show_recipe(loaded.recipe, loaded.recipe_settings())
+        if recipe is not None:
+            show_recipe(recipe, "serve", loaded.model_dump(mode="json"))
         given = {"address": address, "metrics_address": metrics_address}
         if given := {name: value for name, value in given.items() if value is not None}:
             section = ServerSection.model_validate(loaded.server.model_dump() | given)
@@ -135,16 +137,27 @@ def _announce(server: ReplayServer, archiver: ArchiverProcess | None) -> None:
 
 # ------------------------------------------------------------------------------------------------ shards
 
-shards = typer.Typer(
-    help="Run several servers in a Ray cluster, as one service.", no_args_is_help=True, rich_markup_mode=None
-)
-
+shards = Commands("Run several servers in a Ray cluster, as one service.")
 _RAY = (
     option("name", "The shards are NAME-0, NAME-1, ...", default="replay"),
     option("namespace", "Ray's namespace of the shards.", default="replay"),
     option("ray_address", "host:port of the cluster; else the local one.", envvar="RAY_ADDRESS"),
 )
 """Which shards."""
+
+
+@shards.callback()
+@taking(_RAY)
+def _which(_: dict[str, Any]) -> None:
+    """Run several servers in a Ray cluster, as one service."""
+
+
+def _ray_of(context: typer.Context) -> dict[str, Any]:
+    """The options of the group."""
+    assert context.parent is not None
+    return context.parent.params
+
+
 _EACH = (
     option("data_dir", "Folder that all nodes share; each shard has its own folder in it.", Path),
     option("port", "Shard i listens on this port + i; 0: any free port.", int, 0, min=0, max=65535),
@@ -152,9 +165,8 @@ _EACH = (
 )
 
 
-@taking(_RAY, _EACH)
+@taking(_EACH)
 def _size(
-    ray: dict[str, Any],
     each: dict[str, Any],
     context: typer.Context,
     shards: Annotated[int, typer.Option("--shards", "-n", min=1, help="How many servers.")],
@@ -173,19 +185,14 @@ def _size(
     as_json: AsJson = False,
 ) -> None:
     """`up` and `resize`, which take the same options."""
+    ray = _ray_of(context)
     found = _of_ray(str(context.info_name), shards, _load(config), pin=pin, memory=_bytes(memory), **each, **ray)
     _show(found, ray, as_json)
 
 
-shards.command("up", help="Start the shards that do not run yet, and wait until all serve. They outlive this command.")(
-    _size
-)
-
-
-@shards.command()
-@taking(_RAY)
-def status(ray: dict[str, Any], as_json: AsJson = False) -> None:
+def status(context: typer.Context, as_json: AsJson = False) -> None:
     """Where each shard is and what it holds. Status 1 if one is away, or there is none."""
+    ray = _ray_of(context)
     found = _of_ray("status", **ray)
     _show(found, ray, as_json)
     if not found:
@@ -197,19 +204,19 @@ def status(ray: dict[str, Any], as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-@shards.command()
-@taking(_RAY)
-def down(ray: dict[str, Any], yes: Yes = False) -> None:
+def down(context: typer.Context, yes: Yes = False) -> None:
     """Stop all shards for good. What they hold in memory is lost; a --data-dir stays."""
+    ray = _ray_of(context)
     confirm(f"Stop all shards of {ray['namespace']}/{ray['name']}?", yes)
     stopped = _of_ray("down", **ray)
     say(f"stopped {', '.join(stopped)}" if stopped else "there were no shards")
 
 
-shards.command(
-    "resize",
-    help="Add shards, or empty the last ones and take them away. Status 1 with the reason while that is not safe.",
-)(_size)
+_UP = "Start the shards that do not run yet, and wait until all serve. They outlive this command."
+_RESIZE = "Add shards, or empty the last ones and take them away. Status 1 and why while that is unsafe."
+shards.add(_size, name="up", text=_UP)
+shards.add(status, down)
+shards.add(_size, name="resize", text=_RESIZE)
 
 
 def _of_ray(verb: str, *given: Any, **named: Any) -> Any:

@@ -61,21 +61,20 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document a line. Needs no terminal.")] = False,
 ) -> None:
     """Show all tables, live: keys sort and pause. With --json print a line for each look at the server."""
-    if as_json:
-        with connect(context, _ANSWER_SECONDS) as client:
-            _print_looks(client, interval, by_shard)
+    if not (as_json or (sys.stdin.isatty() and sys.stdout.isatty())):
+        misuse("top needs a terminal; use `replay top --json`, or `replay tables`")
+    with connect(context, _ANSWER_SECONDS) as client:
+        (_print_looks if as_json else _show_looks)(client, interval, by_shard)
+
+
+def _show_looks(client: ReplayClient, interval: float, by_shard: bool) -> None:
+    """On the whole terminal, until somebody presses q."""
     from rich.live import Live
 
     from replay_client.errors import ReplayError
     from replay_server.cli.screen import Screen
 
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        misuse("top needs a terminal; use `replay top --json`, or `replay tables`")
-    with (
-        connect(context, _ANSWER_SECONDS) as client,
-        Keyboard() as keyboard,
-        Live(console=console(), screen=True, auto_refresh=False) as live,
-    ):
+    with Keyboard() as keyboard, Live(console=console(), screen=True, auto_refresh=False) as live:
         screen = Screen(client.address, by_shard=by_shard)
         look_at = time.monotonic()
         while not screen.ended:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from replay_server.cli.connection import access_of, timeout_of
-from replay_server.cli.options import RecipeOption, in_flags, typed
+from replay_server.cli.options import in_flags, in_panel, options_of, settings_given, settings_options, taking, typed
 from replay_server.cli.output import complain, fail, in_words, need, say
 from replay_server.cli.process import (
     LogFormat,
@@ -20,43 +21,47 @@ from replay_server.cli.process import (
     loading,
     log_to_stderr,
     set_up_tracing,
-    show_recipe,
 )
+from replay_server.cli.recipes import show_recipe
+from replay_trainer.config import GRPOConfig
 
 if TYPE_CHECKING:
     from replay_trainer import PromptEvaluation
 
 EVAL_EVERY = 10
 """Steps between evaluations with --eval-prompts, unless the configuration has eval_every."""
+_evaluating = partial(in_panel, "Evaluation")
+_SETTINGS = settings_options("train", GRPOConfig, also=("lora",))
+_DATA = options_of(GRPOConfig, "Data", "rollouts_table", "replay_table", "groups_per_step")
+_REPLAY = options_of(GRPOConfig, "Replay", "zero_variance", "replay_share")
+_LEARNING = options_of(
+    GRPOConfig, "Learning", "max_steps", "learning_rate", "loss_type", "epsilon", "beta", "scale_rewards", "seed"
+)
+_MEMORY = options_of(GRPOConfig, "Memory", "max_tokens_per_micro_batch", "bf16", "gradient_checkpointing", "fsdp")
+_OUTPUT = options_of(GRPOConfig, "Output", "resume", "save_every", "weights_dir")
 
 
+@taking(_SETTINGS, _DATA, _LEARNING, _REPLAY, _MEMORY, _OUTPUT)
 def train(
+    source: dict[str, Any],
+    data: dict[str, Any],
+    learning: dict[str, Any],
+    replay: dict[str, Any],
+    memory: dict[str, Any],
+    output: dict[str, Any],
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     output_dir: Annotated[Path, typer.Option(help="Folder for weights and metrics.jsonl.")],
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="TOML file with fields of GRPOConfig, and [lora].")
-    ] = None,
-    recipe: RecipeOption = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Updates since the start of the run. [max_steps of the file, or 500]")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of torch's random numbers. [seed of the file, or 0]")] = None,
-    resume: Annotated[
-        bool, typer.Option(help="Continue from the last full state in --output-dir, if there is one.")
-    ] = False,
     eval_prompts: Annotated[
-        str | None,
-        typer.Option(
-            help="Held-out prompts, as --prompts of `replay generate`: the policy completes them now and then."
-        ),
+        str | None, _evaluating("Held-out prompts, as --prompts of `replay generate`: completed now and then.")
     ] = None,
     eval_reward: Annotated[
-        list[str] | None,
-        typer.Option(help="Reward of these completions, as --reward of `replay generate`; repeatable. [exact_match]"),
+        list[str] | None, _evaluating("Reward of these completions, as --reward there; repeatable. [exact_match]")
     ] = None,
-    eval_max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of these completions.")] = 256,
-    quiet: Annotated[bool, typer.Option(help="Show no progress and no summary; metrics.jsonl has it all.")] = False,
+    eval_max_tokens: Annotated[int, _evaluating("Most tokens of these completions.", min=1)] = 256,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Show no progress and no summary; metrics.jsonl has it all.")
+    ] = False,
     log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
     """Train a causal language model on the groups of the server, and publish each version.
@@ -68,9 +73,8 @@ def train(
     tracing = set_up_tracing("replay-trainer")
     need("replay train", "trainer", "torch", "transformers", "safetensors")
     check_model(model)
-    given = {"output_dir": output_dir, "resume": resume, "max_steps": steps, "seed": seed, "progress": not quiet}
-    given["recipe"] = recipe
-    options = _read(config) | {name: value for name, value in given.items() if value is not None}
+    given = {"output_dir": output_dir, "progress": False if quiet else None}
+    options = settings_given(context, source, given, data, learning, replay, memory, output)
     lora = options.pop("lora", None)
     if eval_prompts is not None:
         options.setdefault("eval_every", EVAL_EVERY)
@@ -80,15 +84,17 @@ def train(
     from replay_client import ReplayClient
     from replay_client.errors import ReplayError
     from replay_client.waits import beat
-    from replay_trainer.config import config_from
 
     try:
-        training = config_from(options)
+        training = GRPOConfig(**options)
     except ValueError as error:
-        message = _as_typed(str(error), typed(given | access))
+        message, config = (
+            _as_typed(str(error), typed(given | data | learning | replay | memory | output)),
+            source["config"],
+        )
         fail(message if config is None or message.startswith("--") else f"{config}: {message}")
-    if training.recipe_name and not quiet and os.environ.get("RANK", "0") == "0":
-        show_recipe(training.recipe_name, training.recipe_settings())
+    if (recipe := source["recipe"]) is not None and not quiet and os.environ.get("RANK", "0") == "0":
+        show_recipe(recipe, "train", options)
     try:
         beat()  # now and not in the middle of the run: its file may be impossible to write
         evaluation = None if eval_prompts is None else _evaluation(eval_prompts, eval_reward, eval_max_tokens)
@@ -112,23 +118,14 @@ def train(
             trainer = GRPOTrainer(loaded, client, training, tokenizer, callbacks, evaluate=evaluation)
             steps_made = trainer.train()
     except (ReplayError, ValueError, OSError, RuntimeError, ImportError, FloatingPointError) as error:
-        fail(_as_typed(in_words(error), typed(given | access)))
+        fail(_as_typed(in_words(error), typed(access)))
     except KeyboardInterrupt:
         complain("stopped; --resume continues from the last full state")
         raise
     if not quiet and trainer.ranks.is_first:
         if steps_made == 0:
-            say("nothing was trained, for the run has all its steps already: --steps makes it longer")
+            say("nothing was trained, for the run has all its steps already: --max-steps makes it longer")
         _sum_up(output_dir)
-
-
-def _read(config: Path | None) -> dict[str, Any]:
-    import tomllib
-
-    try:
-        return {} if config is None else tomllib.loads(config.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        fail(f"--config {config}: {error}")
 
 
 def _with_adapter(model: Any, lora: Any, seed: int) -> Any:
@@ -174,10 +171,8 @@ def _evaluation(prompts: str, rewards: list[str] | None, max_tokens: int) -> Pro
 
 
 def _as_typed(message: str, names: set[str]) -> str:
-    """`message`, with the settings in `names` as the person types them: `--steps`, not `max_steps`."""
+    """`message`, with the settings in `names` as the person types them: `--max-steps`, not `max_steps`."""
     message = message.replace("resume=True", "--resume").replace("output_dir", "--output-dir")
-    if "max_steps" in names and message.startswith("max_steps "):
-        message = message.replace("max_steps", "--steps", 1)
     return in_flags(message, names)
 
 

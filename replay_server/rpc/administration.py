@@ -21,14 +21,11 @@ _VERSION = version("replay-server")
 
 
 class AdministrationMethods:
-    def __init__(
-        self, backend: Backend, data_dir: Path | None, checkpointer: Checkpointer | None, recipe: str = ""
-    ) -> None:
+    def __init__(self, backend: Backend, data_dir: Path | None, checkpointer: Checkpointer | None) -> None:
         self.backend = backend
         self.buffer = backend.buffer
         self._data_dir = data_dir
         self._checkpointer = checkpointer
-        self._recipe = recipe
         self._server_id = secrets.randbits(63)
         self._started = self.buffer.clock()
 
@@ -39,7 +36,6 @@ class AdministrationMethods:
         """The whole ServerInfo, with the given tables; without any, with all tables."""
         server_info = info.server_info(self.buffer, tables)
         server_info.version = _VERSION
-        server_info.recipe = self._recipe
         server_info.server_id = self._server_id
         server_info.uptime = self.buffer.clock() - self._started
         server_info.insert_streams = self.backend.calls.open["InsertStream"]

@@ -51,16 +51,15 @@ class ReplayService:
         journal: Journal | None = None,
         checkpointer: Checkpointer | None = None,
         shared_folder: Path | None = None,
-        recipe: str = "",
         latencies: Latencies | None = None,
     ) -> None:
         """With a journal no client is told of a change before it is written. With `latencies` every call is timed.
 
-        `shared_folder` is that of SharedMemoryMethods, `recipe` the name that ServerInfo has.
+        `shared_folder` is that of SharedMemoryMethods.
         """
         self.backend = Backend(buffer, limits, None if journal is None else journal.durable)
         self.sampling = SampleMethods(self.backend)
-        self.administration = AdministrationMethods(self.backend, data_dir, checkpointer, recipe)
+        self.administration = AdministrationMethods(self.backend, data_dir, checkpointer)
         self.methods: dict[str, Method] = {}
         """All methods of replay.proto, by name."""
         rings = Rings()

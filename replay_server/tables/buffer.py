@@ -32,9 +32,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from replay_protos.labels import labels_of
+from replay_protos.settings import explain
 from replay_server.errors import Refused, busy, closed, deadline, invalid, listed_tables, not_found, try_again
 from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, KeyArray
-from replay_server.tables.config import TableConfig, explain
+from replay_server.tables.config import TableConfig
 from replay_server.tables.extensions.extension import Extension, PolicyChange, hooks
 from replay_server.tables.items import DamagedPayloads, InsertBatch, Items, Payload, Storage
 from replay_server.tables.leaving import ROWS_PER_SLICE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic._internal._model_construction import ModelMetaclass  # pydantic has no public name for it
 
 from replay_protos.labels import MOST_COLUMN_BYTES
+from replay_protos.settings import explain, unknown_name
 from replay_server.tables import limiter as limiters
 from replay_server.tables import selectors
 from replay_server.tables.columns import MAX_BALANCED, IntArray, RowFacts
@@ -74,9 +74,7 @@ class Model(BaseModel, metaclass=_OneLine):
     def _known(cls, value: Any) -> Any:
         """Names what there is beside what there is not, which pydantic's own message does not."""
         if isinstance(value, dict) and (unknown := [name for name in value if name not in cls.model_fields]):
-            near = difflib.get_close_matches(str(unknown[0]), cls.model_fields, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(cls.model_fields)}"
-            raise ValueError(f"there is no {str(unknown[0])[:100]!r}; {hint}")
+            raise ValueError(unknown_name(unknown[0], cls.model_fields))
         return value
 
 
@@ -420,24 +418,3 @@ def _one_table(section: str, what: str, given: str | None, tables: Sequence[Tabl
         f"[{section}] does not say which table is {what}, and {', '.join(table.name for table in tables)} could "
         f"be: name it, for example {example}"
     )
-
-
-def explain(error: ValidationError) -> str:
-    """All that is wrong, a clause each: `tables.1.max_size: Input should be greater than or equal to 1, not 0`."""
-    clauses = []
-    for problem in error.errors():
-        place = ".".join(str(part) for part in problem["loc"])
-        message = problem["msg"].removeprefix("Value error, ")
-        value = str(problem["input"])[:100] if isinstance(problem["input"], str | float) else problem["input"]
-        shown = isinstance(value, str | float) or _is_small(value)
-        # A secret written where the name of its file belongs must not come out in a log.
-        given = f", not {value!r}" if shown and "security" not in problem["loc"] else ""
-        if repr(value) in message:
-            given = ""
-        clauses.append(f"{place}: {message}{given}" if place else f"{message}{given}")
-    return "; ".join(clauses)
-
-
-def _is_small(value: object) -> bool:
-    """Whether a value is a number that is worth showing (Python refuses to print very long ones)."""
-    return isinstance(value, int) and abs(value) < 10**20

@@ -16,8 +16,8 @@ from replay_client.generator.engines import SamplingConfig
 from replay_client.records import ServerInfo, TableInfo, server_info_of
 from replay_client.shards.merging import merge_infos
 from replay_protos import replay_pb2 as pb
-from replay_protos.recipes import RECIPES, settings_of
-from replay_server import Config, TableConfig
+from replay_server import TableConfig
+from replay_trainer import GRPOConfig
 
 VERSION = "0.1.0"
 NOW = 1000.0
@@ -384,32 +384,26 @@ def test_each_table_is_parsed_once_however_many_there_are(monkeypatch):
     assert len(parsed) == 300
 
 
-# ------------------------------------------------------------------------------------------- recipe and staleness
+# ---------------------------------------------------------------------------------------- what the parts say
 
 
-def by_recipe(**changes: Any) -> ServerInfo:
-    """A server, a generator and a trainer by the recipe; `changes` are clients in the place of theirs, or fields."""
-    config = Config(recipe="replay")
-    people = {
-        "gen": ("generator", GeneratorConfig.recipe("replay").described()),
-        "tr": ("trainer", trainer_says(recipe="replay")),
-    }
+def described(**changes: Any) -> ServerInfo:
+    """A server, a generator and a trainer that agree; `changes` are clients in the place of theirs, or fields."""
+    people = {"gen": ("generator", GeneratorConfig().described()), "tr": ("trainer", trainer_says())}
     people |= {name: changes.pop(name) for name in ("gen", "tr") if name in changes}
     clients = [
         pb.ClientInfo(name=name, role=role, open=1, age=1.0, settings=json.dumps(settings))
         for name, (role, settings) in people.items()
     ]
-    tables = [pb.TableInfo(name=each.name, config=each.model_dump_json(), inserts=9) for each in config.tables]
-    tables[1].priority.max = 1.0
+    tables = table("rollouts", QUEUE), table("replay", POOL)
     permits = admission(groups_per_step=4, max_staleness=1, table="rollouts")
-    return server(*tables, **{"recipe": "replay", "clients": clients, "admission": permits} | changes)
+    return server(*tables, **{"clients": clients, "admission": permits} | changes)
 
 
 def trainer_says(**own: Any) -> dict[str, str]:
-    """What a GRPOConfig of the recipe says of itself (tests/test_recipes.py compares it), but for `own`."""
-    wanted = {each.name: each.wanted for each in settings_of(RECIPES["replay"].trainer, {})}
-    said = {"part": "trainer", "recipe": "", "fresh_groups_per_step": 4, "zero_variance": "replace"} | wanted | own
-    return {name: json.dumps(value) for name, value in said.items()}
+    """What a GRPOConfig says of itself, but for `own`."""
+    config = GRPOConfig(output_dir="x", groups_per_step=8, replay_share=0.5)
+    return config.described() | {name: json.dumps(value) for name, value in own.items()}
 
 
 def said_of(info: ServerInfo, check: str, **options: Any) -> list[tuple[Level, str, str]]:
@@ -417,42 +411,8 @@ def said_of(info: ServerInfo, check: str, **options: Any) -> list[tuple[Level, s
     return [(each.level, each.message, each.remedy) for each in found if each.check == check]
 
 
-def test_parts_that_run_by_one_recipe_agree_and_what_is_changed_on_purpose_is_listed():
-    ok = "the server, generator gen, trainer tr run by recipe 'replay'"
-    assert said_of(by_recipe(), "recipe") == [(Level.OK, ok, "")]
-    own = by_recipe(tr=("trainer", trainer_says(recipe="replay") | {"correction.clip_max": "2.0"}))
-    changed = f"{ok}; changed on purpose: correction.clip_max of trainer tr is 2.0 (recipe: 1.0)"
-    assert said_of(own, "recipe") == [(Level.OK, changed, "")]
-    assert troubles(own) == []
-    assert said_of(tutorial(), "recipe") == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "message", "remedy"),
-    [
-        (
-            {"gen": ("generator", GeneratorConfig().described())},
-            "generator gen does not run by recipe 'replay', as the server, trainer tr do: "
-            'priority is "advantage", not "learnability"',
-            "start it with --recipe replay, or set these",
-        ),
-        (
-            {"recipe": "", "admission": None},
-            "the server does not run by recipe 'replay', as generator gen, trainer tr do: admission.groups_per_step is "
-            "not set, not 4, admission.max_staleness is not set, not 1",
-            "start the server with --recipe replay, or set these",
-        ),
-        (
-            {"tr": ("trainer", trainer_says(replay_share=0.0, groups_per_step=4))},
-            "trainer tr does not run by recipe 'replay', as the server, generator gen do: groups_per_step is 4, not 8, "
-            "replay_share is 0.0, not 0.5",
-            "start it with --recipe replay, or set these",
-        ),
-    ],
-    ids=["the generator", "the server", "the trainer"],
-)
-def test_who_does_not_run_by_the_recipe_of_the_others_is_named_with_what_differs(changes, message, remedy):
-    assert said_of(by_recipe(**changes), "recipe") == [(Level.WARNING, message, remedy)]
+def test_parts_that_agree_are_no_finding():
+    assert troubles(described()) == []
 
 
 @pytest.mark.parametrize(
@@ -468,13 +428,9 @@ def test_who_does_not_run_by_the_recipe_of_the_others_is_named_with_what_differs
 )
 def test_a_generator_that_draws_from_a_part_of_the_vocabulary_is_named_if_it_does_not_say_which(sampling, level, words):
     says = GeneratorConfig(sampling=SamplingConfig(**sampling)).described()
-    found = said_of(by_recipe(recipe="", gen=("generator", says)), "sampling")
+    found = said_of(described(gen=("generator", says)), "sampling")
     assert [each[0] for each in found] == ([level] if level else [])
     assert all(words in message for _, message, _ in found)
-
-
-def test_who_has_the_settings_of_the_recipe_without_its_name_agrees():
-    assert troubles(by_recipe(tr=("trainer", trainer_says()))) == []
 
 
 @pytest.mark.parametrize(
@@ -486,9 +442,9 @@ def test_who_has_the_settings_of_the_recipe_without_its_name_agrees():
     ],
     ids=["more than is admitted", "less than is admitted", "another table"],
 )
-def test_a_trainer_that_takes_other_groups_than_are_made_is_named_without_a_recipe_too(said, check, words):
-    info = by_recipe(recipe="", tr=("trainer", trainer_says(**said)))
-    [(level, message, remedy)] = said_of(replace(info, recipe=""), check)
+def test_a_trainer_that_takes_other_groups_than_are_made_is_named(said, check, words):
+    info = described(tr=("trainer", trainer_says(**said)))
+    [(level, message, remedy)] = said_of(info, check)
     assert level is Level.WARNING
     assert words in message
     assert remedy
@@ -496,24 +452,23 @@ def test_a_trainer_that_takes_other_groups_than_are_made_is_named_without_a_reci
 
 @pytest.mark.parametrize("junk", ["[]", "{}", "null", "-1", "1e999", '"x"', "not JSON", "[[[[", ""])
 def test_a_client_that_says_nonsense_of_itself_stops_no_diagnosis(junk):
-    names = [*trainer_says(), "recipe", "tables", "max_concurrent_groups", "priority"]
+    names = [*trainer_says(), "tables", "max_concurrent_groups", "priority"]
     said = dict.fromkeys(names, junk) | {"part": '"generator"'}
     odd = {"gen": ("generator", said), "tr": ("trainer", said | {"part": '"trainer"'})}
-    for info in (by_recipe(**odd), by_recipe(recipe="", **odd)):
-        assert {each.check for each in diagnose(info, VERSION, NOW)} >= {"rollouts", "replay"}
+    assert {each.check for each in diagnose(described(**odd), VERSION, NOW)} >= {"rollouts", "replay"}
 
 
 def test_who_was_killed_some_time_ago_is_not_compared():
-    info = by_recipe(gen=("generator", GeneratorConfig().described()))
-    assert said_of(info, "recipe")[0][0] is Level.WARNING
+    info = described(tr=("trainer", trainer_says(fresh_groups_per_step=8)))
+    assert said_of(info, "permits")[0][0] is Level.WARNING
     for client in info.clients:
         client.open, client.age = 0, 2 * LONG
-    assert [level for level, _, _ in said_of(info, "recipe")] == [Level.OK]
+    assert said_of(info, "permits") == []
 
 
 def test_dynamic_sampling_takes_more_groups_than_a_step_trains_on():
     said = trainer_says(fresh_groups_per_step=2, zero_variance="dynamic")
-    assert said_of(by_recipe(tr=("trainer", said)), "permits") == []
+    assert said_of(described(tr=("trainer", said)), "permits") == []
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.long
 
 SHORTER = {
     "examples.demo.prepare run": "examples.demo.prepare run 0 0.005",
-    "--steps 100": "--steps 3",
-    "--steps 150": "--steps 4",
+    "--max-steps 100": "--max-steps 3",
+    "--max-steps 150": "--max-steps 4",
     "step-100": "step-3",
 }
 """What the test does less of than the reader."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import ExitStack
 
@@ -12,8 +11,8 @@ import pytest
 from replay_client import ReplayClient
 from replay_client.diagnosis import Level, diagnose
 from replay_client.errors import AuthenticationError, InvalidRequestError
+from replay_client.records import read_described
 from replay_protos import replay_pb2 as pb
-from replay_protos.recipes import read_described
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import ReplayServer, SecuritySection, TableConfig
 from tests.commands import run_replay
@@ -161,12 +160,3 @@ def test_doctor_and_metrics_say_how_old_groups_are_when_they_are_drawn():
         assert "drawn 0.9 versions old in the mean, and 0.5 is the bound" in done.stdout
         measured = scrape(server.metrics_address)[sample_of("replay_table_flow_staleness_versions", table="rollouts")]
         assert measured == pytest.approx(11 / 12)
-
-
-def test_the_name_of_the_recipe_stands_in_the_info_of_the_server():
-    with ReplayServer(recipe="replay", port=0) as server, ReplayClient(server.address) as client:
-        info = client.server_info()
-        assert (info.recipe, list(info.tables)) == ("replay", ["rollouts", "replay"])
-        assert json.loads(info.tables["replay"].config)["max_size"] == 256
-    with ReplayServer([POOL], port=0) as server, ReplayClient(server.address) as client:
-        assert client.server_info().recipe == ""

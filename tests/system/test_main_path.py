@@ -137,7 +137,7 @@ def train(replay, model_folder, tmp_path):
                 "--output-dir",
                 str(tmp_path / "train"),
             ),
-            *("--config", str(tmp_path / "train.toml"), "--steps", str(steps), *more),
+            *("--config", str(tmp_path / "train.toml"), "--max-steps", str(steps), *more),
         )
 
     return start
@@ -167,7 +167,10 @@ def test_generator_and_trainer_may_be_killed_and_started_again(tmp_path, generat
         assert client.policy().version == steps
         nothing = train(server.address, steps, "--resume")
         assert nothing.wait(timeout=200) == 0, nothing.output()
-        assert "nothing was trained, for the run has all its steps already: --steps makes it longer" in nothing.output()
+        assert (
+            "nothing was trained, for the run has all its steps already: --max-steps makes it longer"
+            in nothing.output()
+        )
 
 
 @pytest.mark.long

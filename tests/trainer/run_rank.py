@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from replay_client import RolloutGroup, Sample
 from replay_trainer import GRPOTrainer, background, partitions, publication
-from replay_trainer.config import config_from
+from replay_trainer.config import GRPOConfig
 from replay_trainer.weights import saved, version_of
 from tests.trainer.factories import (
     FakeClient,
@@ -101,7 +101,7 @@ def main(folder: Path) -> None:
     sgd, broken, pool_size = (options.pop(name) for name in ("sgd", "zero_variance_groups", "pool_groups"))
     if options.pop("count_bytes", False):
         count_bytes(folder)
-    config = config_from(options | {"output_dir": folder / "out", "progress": False, "report_to": []})
+    config = GRPOConfig(**(options | {"output_dir": folder / "out", "progress": False, "report_to": []}))
     batches = make_batches(config.max_steps, groups=4, zero_variance=broken)
     if effect:
         batches[1][3] = poisoned_sample()

@@ -64,7 +64,7 @@ def test_a_run_on_a_full_disk_says_which_version_it_could_not_write(tmp_path: Pa
 
 
 def test_without_torch_the_import_says_what_to_install() -> None:
-    code = "import sys; sys.modules['torch'] = None; import replay_trainer"
+    code = "import sys; sys.modules['torch'] = None; from replay_trainer import GRPOTrainer"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].startswith(

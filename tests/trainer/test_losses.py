@@ -250,10 +250,13 @@ def test_the_masks_of_correction_see_the_current_policy() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss_type": "ppo"}, "loss_type must be one of grpo, bnpo"),
+        ({"loss_type": "ppo"}, "loss_type: Input should be 'grpo', 'bnpo'"),
         ({"loss_type": "cispo"}, "needs epsilon_high"),
         ({"loss_type": "dr_grpo"}, "needs max_completion_length"),
-        ({"clip_ratio_c": 1.0}, "clip_ratio_c bounds a ratio and must be above 1"),
+        (
+            {"clip_ratio_c": 1.0},
+            "clip_ratio_c bounds a ratio and must be above 1|clip_ratio_c: Input should be greater than 1",
+        ),
         ({"normalizer": 0}, "normalizer must be positive"),
         ({"weights": torch.ones(2, 1)}, r"weights must have the shape of logprobs, \(2, 2\), not \(2, 1\)"),
         ({"keep": torch.ones(2, 3)}, "keep must have the shape"),

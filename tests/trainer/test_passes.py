@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from replay_trainer import GRPOTrainer
-from replay_trainer.config import config_from
+from replay_trainer.config import GRPOConfig
 from replay_trainer.weights import published
 from tests.factories import make_group
 from tests.trainer.factories import (
@@ -53,7 +53,7 @@ def trainer_of(client: FakeClient, output_dir: Path, effect: str = "", **options
 def test_a_group_that_makes_a_step_fail_is_put_aside_and_the_step_is_made_without_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, effect: str, options: dict[str, Any]
 ) -> None:
-    options = {name: getattr(config_from({"output_dir": tmp_path} | options), name) for name in options}
+    options = {name: getattr(GRPOConfig(**({"output_dir": tmp_path} | options)), name) for name in options}
     batches, sound = make_batches(3), make_batches(3)
     batches[1][1], sound[1] = poisoned_sample(), [sound[1][0], sound[1][2]]
     client = FakeClient(batches, pool=[poisoned_sample()])

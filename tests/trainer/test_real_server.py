@@ -20,8 +20,8 @@ from examples.demo.task import make_tokenizer
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import DeadlineExceededError
 from replay_client.generator import GeneratorConfig, RolloutGenerator
+from replay_client.records import read_described
 from replay_client.scoring import group_priority
-from replay_protos.recipes import read_described
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import Config
 from replay_trainer import TableEvaluation

@@ -5,14 +5,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import replay_client  # noqa: F401, before `grpc` is imported
-
-if missing := [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]:
-    raise ModuleNotFoundError(
-        f"replay_trainer needs {' and '.join(missing)}: install this package with its extra 'trainer', such as "
-        f"pip install '.[trainer]' in a clone of the repository",
-        name=missing[0],
-    )
-
 from replay_trainer.config import GRPOConfig, LossConfig
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
 
@@ -56,6 +48,12 @@ def __getattr__(name: str) -> Any:
     """The names above that need torch, when somebody asks for them. torch and transformers take seconds to import, and
     a run whose options cannot work is refused before."""
     if name in __all__:
+        if missing := [package for package in ("torch", "transformers", "safetensors") if find_spec(package) is None]:
+            raise ModuleNotFoundError(
+                f"replay_trainer needs {' and '.join(missing)}: install this package with its extra 'trainer', such as "
+                f"pip install '.[trainer]' in a clone of the repository",
+                name=missing[0],
+            )
         for module in map(import_module, _MODULES):
             if hasattr(module, name):
                 return getattr(module, name)

@@ -6,20 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from replay_client.scoring import Scale
-from replay_client.settings import (
-    RecipeSetting,
-    bounded,
-    check_fields,
-    described,
-    recipe_of,
-    settings_of,
-    suggests_names,
-    with_recipe,
-)
-from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
+from replay_client.settings import Count, Finite, Share, Whole, described, settings
+from replay_trainer.correction import PRESETS, CorrectionConfig
 
 ZeroVariance = Literal["replace", "none", "dynamic"]
 """What happens to groups that carry no gradient, because all their rewards are equal.
@@ -37,8 +30,7 @@ Reporter = Literal["tensorboard", "wandb"]
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"]
 
 
-@suggests_names
-@dataclass(frozen=True)
+@settings()
 class LossConfig:
     """Which loss, and its constants; `replay_trainer.losses` has the formulas.
 
@@ -59,7 +51,6 @@ class LossConfig:
     its rollout is, or on how it is cut into sequences."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise ValueError("loss_type='cispo' needs epsilon_high, the cap of the ratio itself, such as 5.0")
         if self.clip_ratio_c is not None and not self.clip_ratio_c > 1:
@@ -87,8 +78,16 @@ class Teacher:
     """Of log teacher - log policy in the advantage of a token; above 0."""
 
 
-@suggests_names
-@dataclass(frozen=True, kw_only=True)
+def _correction_of(given: Any) -> Any:
+    """The preset of a name, or a table of a file, as a CorrectionConfig."""
+    if isinstance(given, str):
+        if given not in PRESETS:
+            raise ValueError(f"there is no preset {given!r} of correction; there are {', '.join(PRESETS)}")
+        return PRESETS[given]()
+    return CorrectionConfig(**given) if isinstance(given, Mapping) else given
+
+
+@settings(kw_only=True)
 class GRPOConfig:
     """The options of GRPOTrainer. A name is TRL's if the meaning is TRL's. Raises ValueError for bad values."""
 
@@ -96,73 +95,73 @@ class GRPOConfig:
     """Folder for weights (step-N), metrics.jsonl and completions.jsonl; the same for all ranks."""
     resume: bool = False
     """Continue from the last full state in output_dir, if there is one."""
-    max_steps: int = bounded(500, least=1)
+    max_steps: Count = 500
     """Steps of the whole run, including those before a resume."""
 
     rollouts_table: str = "rollouts"
     """Table that fresh groups are taken from."""
     replay_table: str = "replay"
     """Table that holds the replay pool."""
-    groups_per_step: int = bounded(16, least=1)
+    groups_per_step: Count = 16
     """Groups that one step trains on, over all ranks; every rank takes an equal part."""
-    prefetch: int = bounded(1, least=0)
+    prefetch: Whole = 1
     """Batches of groups to draw ahead while a step computes."""
-    lease: float = bounded(300.0, least=1)
+    lease: Annotated[float, Field(ge=1)] = 300.0
     """Seconds after which the server takes back the groups of a trainer that has died, where no resume gives them back
     before. The trainer renews the leases while it runs, and ends them when a full state contains its steps."""
-    sample_timeout: float | None = bounded(300.0, least=0)
+    sample_timeout: Annotated[float, Field(ge=0)] | None = 300.0
     """Seconds to wait for a batch of fresh groups, and for the pool with on_empty="wait"; None: without limit."""
     zero_variance: ZeroVariance = "replace"
     """What happens to groups without variance: see ZeroVariance."""
     on_empty: OnEmpty = "keep"
     """With "replace": what happens to such a group if the pool has no replacement. See OnEmpty."""
-    max_replay_staleness: int | None = bounded(None, least=0)
+    max_replay_staleness: Whole | None = None
     """The most policy versions that a group from the pool may lag; None: as many as the table allows."""
-    max_dynamic_batches: int = bounded(10, least=1)
+    max_dynamic_batches: Count = 10
     """With "dynamic": the most fresh batches that one step may take; after that it trains on the groups it has. The
     [admission] groups_per_step of the server must then be larger than the groups_per_step here."""
-    max_bad_share: float = bounded(0.1, least=0, most=1)
+    max_bad_share: Share = 0.1
     """Groups that cannot be trained on (token ids beyond the vocabulary, bytes that do not decode, a loss that is not
     finite, too little memory) are left out, deleted and counted (train/groups_skipped). The run stops if they are more
     than this share of the last 100 groups; 0: at the first one."""
-    max_group_tokens: int | None = bounded(None, least=1)
+    max_group_tokens: Count | None = None
     """The most tokens of a group, prompt and sequences together; a larger one cannot be trained on. None: no limit
     but the model's, where it has an embedding for each position, and memory."""
-    replay_share: float = bounded(0.0, least=0, most=0.9)
+    replay_share: Annotated[float, Field(ge=0, le=0.9)] = 0.0
     """The share of groups_per_step that comes from the pool, from 0 to 0.9, rounded to whole groups. The other groups
     are fresh; zero_variance treats those of them without variance. If the pool has fewer groups, the step is smaller.
     [admission] groups_per_step of the server counts the fresh groups alone: fresh_groups_per_step."""
     replay_rollouts: ReplayRollouts = "all"
     """Which rollouts of the groups of the pool are trained on: see ReplayRollouts."""
-    replay_start_step: int = bounded(0, least=0)
+    replay_start_step: Whole = 0
     """The steps up to this one take nothing from the pool. See also min_size of the table's rate limiter."""
-    replay_max_drift: float | None = bounded(None, least=0)
+    replay_max_drift: Annotated[float, Field(ge=0)] | None = None
     """Leave groups of the pool out if |mean over their tokens of log(π/b)| is above this many nats, where π is the
     current policy and b wrote the tokens. It costs a forward pass over these groups. None: leave none out."""
     update_priorities: bool = False
     """After each step, set the priorities of its groups in the replay table to their score times the mean of min(w, 1)
     over their tokens. The pool then gives groups less often that the correction no longer trusts."""
 
-    learning_rate: float = bounded(1e-6, least=0, below=math.inf)
+    learning_rate: Finite = 1e-6
     """Of AdamW, its highest value."""
     lr_scheduler_type: Schedule = "constant"
     """The learning rate after the warm-up: constant, or falling to 0 at max_steps."""
-    warmup_steps: int = bounded(0, least=0)
+    warmup_steps: Whole = 0
     """Steps in which the learning rate rises from 0."""
-    weight_decay: float = bounded(0.0, least=0, below=math.inf)
+    weight_decay: Finite = 0.0
     """Of AdamW."""
-    adam_beta1: float = bounded(0.9, least=0, below=1)
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Of AdamW."""
-    adam_beta2: float = bounded(0.999, least=0, below=1)
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Of AdamW."""
-    adam_epsilon: float = bounded(1e-8, least=0, below=math.inf)
+    adam_epsilon: Finite = 1e-8
     """Of AdamW."""
-    max_grad_norm: float = bounded(1.0, least=0)
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm; inf: no scaling."""
-    num_iterations: int = bounded(1, least=1)
+    num_iterations: Count = 1
     """Updates on each batch (μ of the GRPO paper), all of them one step and one policy version."""
 
-    max_tokens_per_micro_batch: int = bounded(16384, least=1)
+    max_tokens_per_micro_batch: Count = 16384
     """Tokens of one forward and backward pass. It bounds memory and does not change the gradient."""
     packing: bool = True
     """Pack micro-batches into one row without padding, if the model can take it (metric train/packed)."""
@@ -176,28 +175,28 @@ class GRPOConfig:
 
     loss_type: LossType = "dapo"
     """See replay_trainer.losses."""
-    epsilon: float = bounded(0.2, least=0, below=math.inf)
+    epsilon: Finite = 0.2
     """The ratio is clipped below 1 - epsilon."""
-    epsilon_high: float | None = bounded(None, least=0)
+    epsilon_high: Annotated[float, Field(ge=0)] | None = None
     """The ratio is clipped above 1 + epsilon_high (DAPO: 0.28); None: epsilon. For cispo: the cap itself."""
-    beta: float = bounded(0.0, least=0, below=math.inf)
+    beta: Finite = 0.0
     """Weight of the KL to the initial model; above 0, the trainer keeps a copy of that model. With an adapter, the KL
     is to the base model without it, which needs no copy."""
     scale_rewards: Scale | None = None
     """Compute advantages from the rewards: (r - mean of the group) / (std + 1e-4), with the std of the "group" or of
     the whole "batch", or without division ("none"). None: use the advantages in the groups. Groups with
     `token_advantages` keep those."""
-    teacher_weight: float = bounded(0.0, least=0, below=math.inf)
+    teacher_weight: Finite = 0.0
     """On-policy distillation: add this times (log teacher - log policy) to the advantage of each token. That is the
     reverse KL to the teacher, token by token. Every group then needs `teacher_column`; 0: off."""
     teacher_column: str = "teacher_logprobs"
     """With teacher_weight: the column of log-probabilities that a teacher brings, with the axis "token"."""
-    max_completion_length: int | None = bounded(None, least=1)
+    max_completion_length: Count | None = None
     """The generator's limit in tokens of a rollout, over all its turns and sequences; dr_grpo divides by it."""
     mask_truncated_completions: bool = False
     """Leave rollouts out of the loss that the length limit ended. A denominator that counts tokens does not count
     theirs; one that counts rollouts still counts them, as in TRL."""
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    correction: Annotated[CorrectionConfig, BeforeValidator(_correction_of)] = field(default_factory=CorrectionConfig)
     """Off-policy correction of fresh and replayed groups. In a file: a table, or the name of a preset."""
 
     merge_adapter: bool = False
@@ -209,88 +208,52 @@ class GRPOConfig:
     publish_in_background: bool = True
     """Write and announce a version while the next step runs. False: the next step waits. Either way the trainer keeps a
     copy of the weights in host memory, and one of the optimizer state after the first full state."""
-    publish_every: int = bounded(1, least=1)
+    publish_every: Count = 1
     """Steps between publications of weights; the last step always publishes."""
-    save_every: int = bounded(1, least=1)
+    save_every: Count = 1
     """Least number of steps between full states (weights, optimizer, random state). A full state is part of a
     publication: at 1, of every one; always of the first and the last. A resume starts at the last full state, so the
     server keeps the fresh groups of all steps since then."""
-    keep_weights: int = bounded(3, least=2)
+    keep_weights: Annotated[int, Field(ge=2)] = 3
     """Published versions to keep. A generator may still be reading the one before the newest."""
     checkpoint_server: bool = False
     """Let the server make a checkpoint with each full state; the state holds its name. `[checkpoints]` in the
     configuration of the server sets the folder and the number of checkpoints."""
-    eval_every: int = bounded(0, least=0)
+    eval_every: Whole = 0
     """Steps between evaluations; 0: never. See `evaluate` of GRPOTrainer."""
 
     progress: bool = True
     """Show a bar on a terminal; elsewhere print a line for each step."""
     log_completions: bool = False
     """Write some completions of each step to completions.jsonl and, with progress, show them in a table."""
-    num_completions_to_print: int = bounded(8, least=1)
+    num_completions_to_print: Count = 8
     """How many; half of them from replayed groups, if there are any."""
-    report_to: tuple[Reporter, ...] | None = None
+    report_to: Annotated[tuple[Reporter, ...], Field(strict=False)] | None = None
     """Where metrics go besides metrics.jsonl. None: to TensorBoard if it is installed, and to Weights & Biases if it is
     installed and WANDB_API_KEY or WANDB_MODE is set."""
 
-    seed: int = bounded(0, least=0)
+    seed: Whole = 0
     """Seed of torch's random numbers."""
     device: str = "auto"
     """A torch device; auto: the cuda device of this rank if there is one, else cpu."""
-    recipe_name: str = ""
-    """The recipe that settings come from, for people who read it. `recipe` sets it, and the settings with it."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be above 0 (inf: no scaling), not {self.max_grad_norm}")
-        if isinstance(self.report_to, str):
-            raise ValueError(f"report_to takes several names, such as ({self.report_to!r},), not a text")
-        if unknown := set(self.report_to or ()) - set(get_args(Reporter)):
-            raise ValueError(f"report_to takes {', '.join(get_args(Reporter))}, not {', '.join(map(str, unknown))}")
         if self.fresh_groups_per_step < 1:
             raise ValueError(
                 f"groups_per_step={self.groups_per_step} with replay_share={self.replay_share} leaves no fresh group: "
                 f"raise groups_per_step or lower replay_share"
             )
-        if not isinstance(self.correction, CorrectionConfig):
-            raise ValueError(
-                f"correction must be a CorrectionConfig, such as PRESETS['icepop'](), not {self.correction!r}"
-            )
         _ = self.loss  # LossConfig checks its options
         if not self.teacher_column:
             raise ValueError("teacher_column is empty: name the column that the teacher brings, or leave it out")
-        if self.recipe_name:
-            recipe_of(self.recipe_name)
-
-    @classmethod
-    def recipe(cls, name: str, **own: Any) -> GRPOConfig:
-        """The settings of the recipe of this name, such as "replay". Fields in `own` win; `output_dir` is needed.
-
-        A mapping as `correction` changes the recipe's correction field by field. Raises ValueError for a name that
-        there is not.
-        """
-        return config_from({"recipe": name, **own})
-
-    def recipe_settings(self) -> list[RecipeSetting]:
-        """Each setting that the recipe declares, beside the one that is here; without a recipe none."""
-        return list(settings_of(recipe_of(self.recipe_name).trainer, self._plain)) if self.recipe_name else []
 
     def described(self) -> dict[str, str]:
         """What the trainer says of itself to the server (`describe`)."""
-        own = {
-            "recipe": self.recipe_name,
-            "fresh_groups_per_step": self.fresh_groups_per_step,
-            "prefetch": self.prefetch,
-            "publish_every": self.publish_every,
-            "zero_variance": self.zero_variance,
-        }
-        return described("trainer", self._plain, own)
-
-    @property
-    def _plain(self) -> dict[str, Any]:
-        """The fields by name, those of `correction` too."""
-        return vars(self) | {"correction": vars(self.correction)}
+        names = (
+            *("rollouts_table", "replay_table", "groups_per_step", "fresh_groups_per_step", "replay_share"),
+            *("prefetch", "publish_every", "zero_variance"),
+        )
+        return described("trainer", {name: getattr(self, name) for name in names})
 
     @property
     def replayed_groups_per_step(self) -> int:
@@ -345,36 +308,3 @@ class GRPOConfig:
         done = (step - 1 - self.warmup_steps) / max(self.max_steps - self.warmup_steps, 1)
         factor = 1 - done if self.lr_scheduler_type == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.learning_rate * max(factor, 0.0)
-
-
-def config_from(options: Mapping[str, Any]) -> GRPOConfig:
-    """A GRPOConfig from plain data, such as a TOML file's.
-
-    `correction` is a table or the name of a preset; its `rejection` is one table or several. `recipe` names the recipe
-    that sets what is not given.
-    Raises ValueError for an unknown name; it suggests the nearest one.
-    """
-    values = dict(options)
-    if (recipe := values.pop("recipe", None)) is not None:
-        wanted, own = recipe_of(recipe).trainer, values.get("correction")
-        values = with_recipe(wanted, values) | {"recipe_name": recipe}
-        if isinstance(own, Mapping):
-            values["correction"] = with_recipe(wanted["correction"], own)
-    correction = values.get("correction")
-    try:
-        if isinstance(correction, str):
-            if correction not in PRESETS:
-                raise ValueError(f"there is no preset {correction!r} of correction; there are {', '.join(PRESETS)}")
-            values["correction"] = PRESETS[correction]()
-        elif isinstance(correction, Mapping):
-            rejection = correction.get("rejection")
-            if isinstance(rejection, Mapping):
-                rejection = Rejection(**rejection)
-            elif isinstance(rejection, list):
-                rejection = tuple(Rejection(**each) for each in rejection)
-            values["correction"] = CorrectionConfig(**(dict(correction) | {"rejection": rejection}))
-        if isinstance(values.get("report_to"), list):
-            values["report_to"] = tuple(values["report_to"])
-        return GRPOConfig(**values)
-    except TypeError as error:  # names the class, and the name that it does not have or lacks
-        raise ValueError(str(error)) from error

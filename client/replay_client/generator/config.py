@@ -2,53 +2,52 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from replay_client.columns.kept import TRUNCATING, truncates
 from replay_client.generator.engines import SamplingConfig
 from replay_client.generator.rewards import Priority, load_priority
-from replay_client.settings import bounded, check_fields, suggests_names
+from replay_client.settings import Count, Names, Seconds, described, settings
 from replay_protos.labels import labels_of
-from replay_protos.recipes import RecipeSetting, described, recipe_of, settings_of, with_recipe
 
 MOST_ROLLOUTS = 16_384
 """Of one group."""
 
 
-@suggests_names
-@dataclass(frozen=True)
+@settings()
 class GeneratorConfig:
     """The settings of a RolloutGenerator, checked at construction. All times are in seconds. Raises ValueError."""
 
-    group_size: int = bounded(8, least=1, most=MOST_ROLLOUTS)
+    group_size: Annotated[Count, Field(le=MOST_ROLLOUTS)] = 8
     """Completions of each prompt, G."""
-    min_rollouts: int | None = bounded(None, least=1)
+    min_rollouts: Count | None = None
     """Rollouts that a group needs if others failed; otherwise all, G. Advantages are those over the finished ones."""
     # Nothing else ends a completion of an engine that hangs and still answers for its health. An hour is several times
     # what 32,000 tokens take, and the patience with servers that are away.
-    rollout_timeout: float | None = bounded(3600.0, above=0)
+    rollout_timeout: Seconds | None = 3600.0
     """Seconds after which a rollout has failed. None: it may take any time."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How completions are drawn. With a seed, each group has a seed of its own that is derived from it."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the tokenizer's chat template for prompts that are messages, like {"enable_thinking": False}."""
-    tables: tuple[str, ...] = ("rollouts",)
+    tables: Names = ("rollouts",)
     """Tables of each group."""
-    tags: Mapping[str, str | int] = field(default_factory=dict)
+    tags: Mapping[str, Any] = field(default_factory=dict)
     """Tags of each group, like {"environment": "math"}. The `tags` of a prompt's row come beside them, and count where
     both name the same one. `prompt_id` becomes a tag by itself where a table of the group indexes it."""
     priority: str | Priority = "advantage"
-    """The priority of each group in its tables: advantage, learnability, or package.module:function.
+    """The priority of each group: advantage, learnability, or package.module:function.
 
     advantage: `scoring.group_priority`, TRL's score. learnability: `scoring.group_learnability`, p (1 - p). Both are 0
     if all rewards are equal. In Python also a function of the group itself."""
     advantage_scale: Literal["group", "none"] = "group"
     """The `scale` of `scoring.group_advantages`."""
-    max_concurrent_groups: int | None = bounded(16, least=1)
+    max_concurrent_groups: Count | None = 16
     """Groups that are generated or wait for their table at the same time. When all wait for a full queue, the generator
     waits too. None: as many as there are permits; the server must then have [admission]."""
     building: str | None = None
@@ -56,30 +55,31 @@ class GeneratorConfig:
 
     With it, each rollout is stored in this table as soon as it is finished. If a generator dies or ends, another one
     goes on with its groups, and plays only the rollouts that are missing."""
-    building_lease: float = bounded(30.0, above=0)
+    building_lease: Seconds = 30.0
     """Seconds after which another generator is handed the groups of one that has died. A generator that lives renews
     its leases all the time."""
-    group_timeout: float | None = bounded(None, above=0)
+    group_timeout: Seconds | None = None
     """Seconds after which a group under construction is inserted with the rollouts that are finished, once these are
     `min_rollouts`; otherwise it waits for all. It needs `building` and `min_rollouts`."""
     max_groups: int | None = None
     """Start this many groups and then finish; otherwise one for each prompt."""
     prompts_table: str | None = None
-    """Table that all generators draw their prompts from, so that each is done once; otherwise each has its own order.
+    """Table that all generators draw their prompts from, so that each is done once.
 
-    The prompts are then all rows, in the order of their file: docs/how-to/prompts.md."""
+    Otherwise each has its own order. The prompts are then all rows, in the order of their file:
+    docs/how-to/prompts.md."""
     prompts_mode: Literal["epoch", "curriculum"] = "epoch"
     """Order in which prompts of a table come: epoch, each once an epoch, or curriculum, by how much they teach.
 
     epoch: in an order that follows from the seed of `sampling`. curriculum: by p (1 - p), again and again."""
-    prompts_epochs: int | None = bounded(None, least=1)
+    prompts_epochs: Count | None = None
     """Epochs after which a generator with a table of prompts ends; otherwise it goes on for ever."""
-    prompts_lease: float = bounded(60.0, above=0)
+    prompts_lease: Seconds = 60.0
     """Seconds after which the prompts of a generator that died go to others. It renews them while it lives."""
     follow_policy: bool = True
     """Reload the engine's weights whenever the trainer publishes new ones."""
     reload: Literal["between_groups", "at_once"] = "between_groups"
-    """When new weights are loaded: between_groups, or at_once, in the middle of completions.
+    """When new weights are loaded: between_groups, or at_once, amid completions.
 
     between_groups: complete the groups under way and start none, then reload. Every group has one version. at_once:
     reload now; completions under way go on with the new weights and span versions. `extras["policy_versions"]` then has
@@ -88,11 +88,11 @@ class GeneratorConfig:
     wait_for_policy: bool = False
     """Start only when the trainer has published weights. Otherwise, without published weights, start with the engine's
     own as version 0."""
-    weights_root: str | os.PathLike[str] | None = None
-    """Load weights only from this folder and its subfolders; otherwise from any folder that the policy names.
+    weights_root: str | Path | None = None
+    """Load weights only from this folder and its subfolders. Otherwise from any folder that the policy names.
 
     Any client that may write to the server can set that folder. Weights are only read, never executed."""
-    probe_tolerance: float = bounded(0.02, above=0)
+    probe_tolerance: Annotated[float, Field(gt=0)] = 0.02
     """Largest difference, in nats, between the trainer's and the engine's log-probability of any token of the probe.
 
     The default is for float32 on both sides; with bfloat16 on either, single tokens differ by some tenths: use 0.5."""
@@ -110,34 +110,30 @@ class GeneratorConfig:
     """When a full table refuses a group, for its own `when_full` is "reject": wait, or drop the group.
 
     wait: try again. drop: leave the group out. A busy server and failing storage are always waited for."""
-    reward_threads: int | None = bounded(None, least=1)
+    reward_threads: Count | None = None
     """Groups that reward functions without async score at the same time; otherwise 1, and 8 for thread_safe ones.
 
     Above 1 all functions must be thread-safe."""
-    reward_timeout: float | None = bounded(300.0, above=0)
+    reward_timeout: Seconds | None = 300.0
     """Most seconds for one reward function and one group, from the call on. Then the function has failed."""
     solved_reward: float = 1.0
     """A completion with at least this reward counts in the metrics as solved."""
     metrics_path: str | Path | None = None
-    """File to which the generator appends a JSON line every `metrics_interval`; docs/metrics.md lists the
-    fields."""
-    metrics_interval: float = bounded(10.0, above=0)
+    """File to which metrics are appended, as JSON lines. docs/metrics.md lists their fields."""
+    metrics_interval: Seconds = 10.0
     """Seconds between two lines of metrics."""
-    insert_timeout: float = bounded(30.0, above=0)
+    insert_timeout: Seconds = 30.0
     """A group that waits this long for a full queue is counted in `insert_waits`, and tries again."""
-    permit_timeout: float = bounded(30.0, above=0)
+    permit_timeout: Seconds = 30.0
     """A wait of this length for a permit is counted in `permit_waits`, and goes on."""
-    stale_timeout: float | None = bounded(600.0, above=0)
+    stale_timeout: Seconds | None = 600.0
     """Seconds to wait for newer weights when the server refuses all groups as too old. Then the run ends.
 
     None: for ever."""
     stop_grace: float = 2.0
     """How long groups that are being generated may go on after `stop`."""
-    recipe_name: str = ""
-    """The recipe that settings come from, for people who read it. `recipe` sets it, and the settings with it."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.min_rollouts is not None and self.min_rollouts > self.group_size:
             raise ValueError(f"min_rollouts {self.min_rollouts} is more than group_size {self.group_size}")
         if self.group_timeout is not None and (self.building is None or self.min_rollouts is None):
@@ -153,29 +149,18 @@ class GeneratorConfig:
             raise ValueError("tables must name at least one table")
         labels_of((), self.tags)
         load_priority(self.priority)
-        if self.recipe_name:
-            recipe_of(self.recipe_name)
-
-    @classmethod
-    def recipe(cls, name: str, **own: Any) -> GeneratorConfig:
-        """The settings of the recipe of this name, such as "replay". Fields in `own` win.
-
-        Raises ValueError for a name that there is not.
-        """
-        values = with_recipe(recipe_of(name).generator, own)
-        return cls(**values | {"tables": tuple(values["tables"]), "recipe_name": name})
-
-    def recipe_settings(self) -> list[RecipeSetting]:
-        """Each setting that the recipe declares, beside the one that is here; without a recipe none."""
-        return list(settings_of(recipe_of(self.recipe_name).generator, vars(self))) if self.recipe_name else []
 
     def described(self) -> dict[str, str]:
         """What the generator says of itself to the server (`describe`)."""
-        own: dict[str, Any] = {"recipe": self.recipe_name, "max_concurrent_groups": self.max_concurrent_groups}
+        own: dict[str, Any] = {
+            "tables": self.tables,
+            "priority": self.priority,
+            "max_concurrent_groups": self.max_concurrent_groups,
+        }
         sampling = self.sampling.describe()
         if truncates(sampling):
             own |= {name: sampling[name] for name in TRUNCATING if name in sampling}
             own["sampling_masks"] = self.sampling.sampling_masks
         if self.prompts_table is not None:
             own["prompts_table"] = self.prompts_table
-        return described("generator", vars(self), own)
+        return described("generator", own)

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from replay_client.errors import ReplayError
-from replay_client.records import ClientInfo
-from replay_protos.recipes import read_described
+from replay_client.records import ClientInfo, read_described
 
 _CHUNK = 1 << 22  # bytes; what fits a processor's cache is checked several times faster
 _MOST_HEADER = 100_000_000  # bytes; the format has the same limit

@@ -20,17 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.demo.run import (
-    RECIPE,
-    SHARING,
-    Curve,
-    DemoError,
-    as_toml,
-    check_folder,
-    curve,
-    draw_comparison,
-    run,
-)
+from examples.demo.run import SHARING, Curve, DemoError, check_folder, curve, draw_comparison, run
 from experiments.learning import statistics as s
 from experiments.learning.real.gym import GYM_TASKS, GymProblems, gym_problems
 from experiments.learning.real.smollm2 import smollm2
@@ -50,14 +40,8 @@ EACH = 1000
 """Generated tokens between two lines of the table."""
 REAL = replace(
     SHARING,
-    replay=as_toml(
-        {
-            "replay_share": RECIPE.trainer["replay_share"],
-            "save_every": 10**6,  # a full state is 1.6 GB, and nobody resumes a demo
-            "max_tokens_per_micro_batch": 1024,
-            "bf16": True,  # half of a step, where the CPU knows bfloat16
-        }
-    ),
+    # A full state is 1.6 GB, and nobody resumes a demo; bfloat16 halves a step, where the CPU knows it.
+    replay=f"{SHARING.replay}\nsave_every = 1_000_000\nmax_tokens_per_micro_batch = 1024\nbf16 = true",
     learning_rate=usual_rate(TASK.name, PRETRAINED),
     task=TASK.name,
     max_tokens=TASK.max_tokens,

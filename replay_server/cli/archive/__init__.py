@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import typer
-
 from replay_server.cli.archive.look import export_archive, list_groups, show_step
 from replay_server.cli.archive.run import run_archiver
+from replay_server.cli.options import Commands
 
-archive = typer.Typer(
-    help="Keep every group that passed, and see what became of it.", no_args_is_help=True, rich_markup_mode=None
-)
-archive.command("list")(list_groups)
-archive.command("step")(show_step)
-archive.command("export")(export_archive)
-archive.command("run")(run_archiver)
+archive = Commands("Keep every group that passed, and see what became of it.")
+archive.add(list_groups, name="list")
+archive.add(show_step, name="step")
+archive.add(export_archive, name="export")
+archive.add(run_archiver, name="run")
 
 __all__ = ["archive"]

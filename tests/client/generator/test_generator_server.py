@@ -20,8 +20,8 @@ from replay_client import AsyncReplayClient
 from replay_client.errors import ServerUnavailableError
 from replay_client.generator import GeneratorConfig, RolloutGenerator, StaleWeightsError
 from replay_client.generator.weights import model_facts
+from replay_client.records import read_described
 from replay_client.waits import WaitLog
-from replay_protos.recipes import read_described
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.client.generator.factories import ScriptedEngine, make_prompts
 from tests.factories import async_until, free_port, server_process, turns

@@ -65,7 +65,8 @@ def test_a_signal_ends_a_command_with_its_status_and_without_a_traceback(silent,
     [
         ("typer", "replay: interrupted\n"),
         ("replay_server.cli.generate", "replay: interrupted\n"),
-        ("grpc", ""),  # within the command
+        ("grpc", "replay: interrupted\n"),
+        ("replay_client.diagnosis", ""),  # within the command
     ],
 )
 def test_ctrl_c_in_the_middle_of_the_imports_ends_a_command_without_a_traceback(module, line):
@@ -80,7 +81,7 @@ def test_ctrl_c_in_the_middle_of_the_imports_ends_a_command_without_a_traceback(
         "main()"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program, "--address", "127.0.0.1:1", "tables"],
+        [sys.executable, "-c", program, "--address", "127.0.0.1:1", "doctor"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -139,14 +140,17 @@ GENERATE = "generate --model m --prompts p --reward exact_match"
             (f"--timeout 600 --address {address} tables", "--address must be host:port with a port from 1 to 65535")
             for address in ("http://127.0.0.1:7400", "127.0.0.1:99999", "127.0.0.1:0", "127.0.0.1", "127.0.0.1:7400/x")
         ),
-        (f"{GENERATE} --group-size=0", "--group-size must be at least 1, not 0"),
-        (f"{GENERATE} --reload=now", "--reload must be one of between_groups, at_once, not 'now'"),
-        (f"{GENERATE} --reward-timeout=-1", "--reward-timeout must be above 0"),
+        (f"{GENERATE} --group-size=0", "--group-size: Input should be greater than or equal to 1, not 0"),
+        (f"{GENERATE} --reload=now", "--reload: Input should be 'between_groups' or 'at_once', not 'now'"),
+        (f"{GENERATE} --set reward_timeout=-1", "reward_timeout: Input should be greater than 0"),
         (f"{GENERATE} --system=Add.", "--system needs --chat"),
         ("generate --model m --reward exact_match", "--prompts is needed, or --environment verifiers:NAME"),
         (f"{GENERATE} --environment verifiers:sums", "--prompts and --environment exclude each other"),
         (f"{GENERATE} --environment-args {{}}", "--environment-args needs --environment verifiers:NAME"),
-        ("train --model m --output-dir o --steps -1", "--steps must be at least 1, not -1"),
+        (
+            "train --model m --output-dir o --max-steps -1",
+            "--max-steps: Input should be greater than or equal to 1, not -1",
+        ),
     ],
 )
 def test_an_option_that_cannot_work_is_named_as_it_was_typed_in_one_line(tmp_path, monkeypatch, command, words):
@@ -163,9 +167,12 @@ def test_options_of_train_are_checked_before_torch_is_imported(tmp_path):
         "try: main()\n"
         "finally: print({'torch', 'transformers'} & sys.modules.keys())"
     )
-    command = [sys.executable, "-c", code, "train", "--model", "m", "--output-dir", str(tmp_path), "--steps", "-1"]
+    command = [sys.executable, "-c", code, "train", "--model", "m", "--output-dir", str(tmp_path), "--max-steps", "-1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert (done.stdout, done.stderr) == ("set()\n", "replay: --steps must be at least 1, not -1\n")
+    assert (done.stdout, done.stderr) == (
+        "set()\n",
+        "replay: --max-steps: Input should be greater than or equal to 1, not -1\n",
+    )
 
 
 def test_a_bad_address_in_the_environment_is_named_by_its_variable():
@@ -243,9 +250,8 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_reason(tmp_path):
 def test_a_misspelt_field_of_the_trainer_gets_a_suggestion(tmp_path):
     file = tmp_path / "train.toml"
     file.write_text("learning_rte = 1e-4\n")
-    said = fails("train", "--model", "m", "--output-dir", str(tmp_path / "o"), "--config", str(file))
-    assert said.startswith(f"replay: {file}: ")
-    assert "there is no 'learning_rte'; did you mean 'learning_rate'?" in said
+    said = fails("train", "--model", "m", "--output-dir", str(tmp_path / "o"), "--config", str(file), status=2)
+    assert f"{file}: there is no 'learning_rte'; did you mean 'learning_rate'?" in said
 
 
 def save_model(folder: Path) -> None:

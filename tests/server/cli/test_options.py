@@ -1,8 +1,6 @@
-"""The options of `replay generate`: those that dataclasses declare, and their defaults, as people type them."""
+"""The options of all commands: few, on one screen, in groups; and where their values come from."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 import typer
@@ -10,99 +8,111 @@ import typer
 from replay_client.generator import GeneratorConfig
 from replay_client.generator.engines import SamplingConfig
 from replay_server.cli.app import app
+from replay_server.cli.options import HELP_WIDTH, settings_given
+from replay_trainer import GRPOConfig
+from tests.commands import fails, run_replay
 
-OPTIONS = {option.opts[0]: option for option in typer.main.get_command(app).commands["generate"].params}
-DEFAULTS = {
-    "--model": None,
-    "--prompts": None,
-    "--reward": None,
-    "--rollout": None,
-    "--environment": None,
-    "--environment-args": None,
-    "--config": None,
-    "--recipe": None,
-    "--engine": "vllm",
-    "--base-url": None,
-    "--engine-arg": None,
-    "--table": None,
-    "--tag": None,
-    "--prompt-field": "prompt",
-    "--split": "train",
-    "--chat": False,
-    "--system": None,
-    "--group-size": 8,
-    "--min-rollouts": None,
-    "--rollout-timeout": 3600.0,
-    "--temperature": 1.0,
-    "--top-p": 1.0,
-    "--top-k": 0,
-    "--min-p": 0.0,
-    "--sampling-masks": 512,
-    "--max-tokens": 256,
-    "--max-length": None,
-    "--max-concurrent-groups": 16,
-    "--building": None,
-    "--building-lease": 30.0,
-    "--group-timeout": None,
-    "--max-groups": None,
-    "--prompts-table": None,
-    "--prompts-mode": "epoch",
-    "--prompts-epochs": None,
-    "--prompts-lease": 60.0,
-    "--wait-for-policy": False,
-    "--weights-root": None,
-    "--reload": "between_groups",
-    "--probe-tolerance": 0.02,
-    "--truncated": "keep",
-    "--priority": "advantage",
-    "--drop-zero-variance": False,
-    "--on-prompt-error": "raise",
-    "--when-full": "wait",
-    "--reward-threads": None,
-    "--reward-timeout": 300.0,
-    "--stale-timeout": 600.0,
-    "--metrics": None,
-    "--metrics-interval": 10.0,
-    "--seed": 0,
-    "--json": False,
-    "--log-format": "text",
-}
+ROOT = typer.main.get_command(app)
+MOST_LINES = 60
+"""Of a screen."""
 
 
-def test_generate_has_these_options_with_these_defaults():
-    assert {name: option.default for name, option in OPTIONS.items()} == DEFAULTS
-    assert {name for name, option in OPTIONS.items() if option.required} == {"--model"}
-    switches = {name: option.secondary_opts for name, option in OPTIONS.items() if option.secondary_opts}
-    assert switches == {name: [f"--no-{name[2:]}"] for name in ("--chat", "--wait-for-policy", "--drop-zero-variance")}
+def walk(command, name="replay"):
+    yield name, command
+    for part, inner in getattr(command, "commands", {}).items():
+        yield from walk(inner, f"{name} {part}")
 
 
-@pytest.mark.parametrize("kind", [GeneratorConfig, SamplingConfig], ids=lambda kind: kind.__name__)
-def test_an_option_that_passes_a_field_on_has_the_default_and_the_first_sentence_of_the_field(kind):
-    options = {option.name: option for option in OPTIONS.values()}
-    shared = [field for field in dataclasses.fields(kind) if field.name in options and field.name != "seed"]
-    assert len(shared) > 3
-    for field in shared:
-        assert options[field.name].default == field.default
-        assert options[field.name].help.endswith(".")
+COMMANDS = dict(walk(ROOT))
+
+
+def options_of(name):
+    return {each.name: each for each in COMMANDS[name].params if each.param_type_name == "option"}
+
+
+def test_there_are_fewer_than_two_hundred_options_and_those_of_a_connection_stand_before_the_command():
+    assert sum(len(options_of(name)) for name in COMMANDS) < 200
+    assert {"address", "token_file", "tls_ca", "client_config", "timeout", "name"} <= options_of("replay").keys()
+    assert [name for name in COMMANDS if "tls_ca" in options_of(name)] == ["replay"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_fits_on_a_screen(name):
+    shown = run_replay(*name.split()[1:], "--help", COLUMNS=str(HELP_WIDTH + 2)).stdout
+    assert shown.count("\n") <= MOST_LINES
 
 
 @pytest.mark.parametrize(
-    ("file", "typed", "priority", "recipe"),
+    ("command", "groups"),
     [
-        ("", (), "advantage", None),
-        ("", ("--recipe", "replay"), "learnability", "replay"),
-        ("", ("--recipe", "replay", "--priority", "advantage"), "advantage", "replay"),
-        ('recipe = "replay"', (), "learnability", "replay"),
-        ('recipe = "replay"\npriority = "advantage"', (), "advantage", "replay"),
-        ('priority = "advantage"', ("--recipe", "replay"), "advantage", "replay"),
+        ("", ["Options", "Connection", "Commands"]),
+        ("generate", ["Options", "Data", "Engine", "Sampling", "Groups", "Staleness"]),
+        ("train", ["Options", "Evaluation", "Data", "Learning", "Replay", "Memory", "Output"]),
     ],
-    ids=["none", "typed", "an option wins", "in the file", "the file wins", "the file wins over what is typed"],
 )
-def test_a_recipe_gives_generate_its_settings_and_what_the_user_sets_wins(tmp_path, file, typed, priority, recipe):
+def test_the_help_has_the_options_in_groups(command, groups):
+    lines = run_replay(*command.split(), "--help").stdout.splitlines()
+    assert [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")] == groups
+
+
+@pytest.mark.parametrize(
+    ("command", "kinds"), [("generate", (GeneratorConfig, SamplingConfig)), ("train", (GRPOConfig,))]
+)
+def test_an_option_that_passes_a_field_on_has_its_name_and_the_first_sentence_of_its_docstring(command, kinds):
+    options, found = options_of(f"replay {command}"), 0
+    for kind in kinds:
+        for name, field in kind.__pydantic_fields__.items():
+            if name in options and name not in ("seed", "tables", "tags", "max_concurrent_groups", "output_dir"):
+                assert options[name].default is None
+                assert " ".join(field.description.split()).startswith(options[name].help.rpartition(" [")[0])
+                found += 1
+    assert found > 10
+
+
+@pytest.mark.parametrize(
+    ("file", "given", "priority", "tables"),
+    [
+        ("", (), None, None),
+        ("", ("--recipe", "replay"), "learnability", ["rollouts"]),
+        ("", ("--recipe", "replay", "--priority", "advantage"), "advantage", ["rollouts"]),
+        ('priority = "a:b"', ("--recipe", "replay"), "a:b", ["rollouts"]),
+        ('priority = "a:b"\ntables = ["c"]', ("--priority", "d:e", "--recipe", "replay"), "d:e", ["c"]),
+        ('priority = "a:b"', ("--set", "priority=d:e", "--table", "c", "--table", "f"), "d:e", ["c", "f"]),
+    ],
+    ids=["nothing", "a recipe", "an option wins", "the file wins over the recipe", "and an option over it", "--set"],
+)
+def test_a_setting_comes_from_the_command_line_else_from_the_file_else_from_the_recipe(
+    tmp_path, file, given, priority, tables
+):
     path = tmp_path / "generate.toml"
     path.write_text(file)
-    for config in (("--config", str(path), *typed), (*typed, "--config", str(path))):
-        command = typer.main.get_command(app).commands["generate"]
-        given = command.make_context("generate", ["--model", "m", "--prompts", "p.jsonl", *config]).params
-        assert (given["priority"], given["recipe"]) == (priority, recipe)
-        assert list(given["table"]) == (["rollouts"] if recipe else [])
+    for words in (("--config", str(path), *given), (*given, "--config", str(path))):
+        context = COMMANDS["replay generate"].make_context("generate", ["--model", "m", *words])
+        said = {name: context.params[name] for name in ("priority", "tables") if context.params[name]}
+        found = settings_given(context, context.params, said)
+        assert (found.get("priority"), found.get("tables") and list(found["tables"])) == (priority, tables)
+
+
+def test_a_file_of_train_has_the_fields_of_the_trainer_the_options_of_the_command_and_lora(tmp_path):
+    path = tmp_path / "train.toml"
+    path.write_text(
+        'model = "m"\nlearning_rate = 1e-5\neval_max_tokens = 7\n[correction]\nclip_max = 3.0\n[lora]\nr = 8\n'
+    )
+    words = ["--output-dir", "o", "--config", str(path), "--recipe", "replay", "--set", "prefetch=2"]
+    context = COMMANDS["replay train"].make_context("train", words)
+    assert (context.params["model"], context.params["eval_max_tokens"]) == ("m", 7)
+    found = settings_given(context, context.params)
+    assert (found["learning_rate"], found["prefetch"], found["lora"]) == (1e-5, 2, {"r": 8})
+    assert (found["correction"]["clip_max"], found["correction"]["clip_min"]) == (3.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("generate --model m --set gruop_size=3", "--set: there is no 'gruop_size'; did you mean 'group_size'?"),
+        ("generate --model m --set group_size", "--set: 'group_size' is not NAME=VALUE"),
+        ("train --model m --output-dir o --recipe repaly", "recipe must be one of replay, not 'repaly'"),
+    ],
+)
+def test_a_setting_that_there_is_not_is_one_line(command, words):
+    assert words in fails(*command.split(), status=2)

@@ -72,7 +72,7 @@ def test_tables_names_a_server_of_several_that(two, number):
     "command", [("up", "--shards", "2"), ("status",), ("down", "--yes"), ("resize", "--shards", "2")]
 )
 def test_without_a_cluster_shards_says_so_in_one_line(command):
-    said = fails("shards", *command, "--ray-address", "127.0.0.1:1")
+    said = fails("shards", "--ray-address", "127.0.0.1:1", *command)
     assert said.startswith("replay: no Ray cluster answers at 127.0.0.1:1")
 
 

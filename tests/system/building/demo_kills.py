@@ -105,7 +105,7 @@ def kill_in_demo(warm: Path, out: Path, kills: int, every: float, building: bool
     generator += ["--group-size", str(GROUP_SIZE), "--wait-for-policy"]
     if building:
         config = config.replace(admission, f'{admission}\nbuilding = "building"')
-        generator += ["--building", "building", "--building-lease", str(LEASE)]
+        generator += ["--building", "building", "--set", f"building_lease={LEASE}"]
     (out / "logs").mkdir(parents=True)
     (out / "replay.toml").write_text(config)
     (out / "train.toml").write_text(dataclasses.replace(DEMO, sample_timeout=PATIENCE).train_config)
@@ -125,7 +125,7 @@ def kill_in_demo(warm: Path, out: Path, kills: int, every: float, building: bool
         until(lambda: "listening on " in server.log.read_text(), "the server does not listen", PATIENCE)
         address = server.log.read_text().split("listening on ")[1].split()[0]
         trainer = ["--address", address, "train", "--model", str(warm / "warm"), "--config", str(out / "train.toml")]
-        run("trainer", [*replay, *trainer, "--output-dir", str(out / "train"), "--steps", "1000000", "--quiet"])
+        run("trainer", [*replay, *trainer, "--output-dir", str(out / "train"), "--max-steps", "1000000", "--quiet"])
         with ReplayClient(address, timeout=PATIENCE) as client:
             for number in range(kills):
                 living, before, deadline = run_generator(number), read_count(count), time.monotonic() + every

@@ -16,8 +16,8 @@ def test_options_reach_the_groups_and_the_metrics(tmp_path, generate, model_fold
         generator = generate(
             server.address,
             "transformers",
-            *("--reward", "tests.rewards:is_long=0.5", "--truncated", "mask", "--reload", "at_once"),
-            *("--drop-zero-variance", "--metrics", str(metrics), "--metrics-interval", "0.5"),
+            *("--reward", "tests.rewards:is_long=0.5", "--set", "truncated=mask", "--reload", "at_once"),
+            *("--drop-zero-variance", "--metrics-path", str(metrics), "--set", "metrics_interval=0.5"),
         )
         first = client.sample("rollouts", 4)
         client.set_policy_version(3, weights=str(model_folder))

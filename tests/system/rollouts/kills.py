@@ -128,7 +128,7 @@ def kill_generators(kills: int, folder: Path, rng: random.Random, generators: in
             command = ["--address", server.address, "generate", "--engine", "transformers", "--model", str(model)]
             command += ["--prompts", str(folder / "prompts.jsonl"), "--seed", str(rng.randrange(1 << 20))]
             command += ["--rollout", "tests.system.rollouts.hooks:several_turns", "--max-tokens", "6"]
-            command += ["--group-size", str(GROUP_SIZE), "--min-rollouts", str(LEAST), "--on-prompt-error", "skip"]
+            command += ["--group-size", str(GROUP_SIZE), "--min-rollouts", str(LEAST), "--set", "on_prompt_error=skip"]
             command += ["--max-concurrent-groups", "4", "--reload", "at_once"]
             return start(run_command, folder / "generators.log", *command)
 

@@ -43,7 +43,7 @@ def test_a_run_over_three_shards_goes_on_when_one_is_killed(tmp_path, replay, ge
         generator = generate(every, "transformers", "--wait-for-policy")
         trainer = replay(
             *("--address", every, "train", "--model", str(model_folder), "--config", str(tmp_path / "train.toml")),
-            *("--output-dir", str(tmp_path / "run"), "--steps", str(STEPS)),
+            *("--output-dir", str(tmp_path / "run"), "--max-steps", str(STEPS)),
         )
         metrics = tmp_path / "run/metrics.jsonl"
         until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 4, trainer.output(), seconds=600)

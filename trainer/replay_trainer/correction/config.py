@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from replay_client.settings import check_fields, suggests_names
+from pydantic import BeforeValidator, Field
+
+from replay_client.settings import Finite, settings
 
 Level = Literal["token", "sequence", "geometric"]
 Action = Literal["truncate", "mask", "none"]
@@ -19,10 +21,11 @@ bypass_reinforce: -E[sg(w) A log θ], w from θ/b. No clipping."""
 
 LOG_RATIO_LIMIT = 20.0
 """Bound of the log-ratio of one token, in nats."""
+Change = Annotated[float, Field(gt=0, lt=1)]
+"""Of a probability."""
 
 
-@suggests_names
-@dataclass(frozen=True)
+@settings()
 class Rejection:
     """Removes tokens or sequences from the loss whose divergence lies outside [low, high] (inclusive).
 
@@ -38,20 +41,25 @@ class Rejection:
     aggregate: Aggregate = "token"
     """token: judge each token by itself. sum, mean, max: judge a whole sequence by this value of its tokens. A
     sequence is a whole rollout."""
-    low: float | None = None
+    low: Finite | None = None
     """Smallest value that is kept; None: no bound."""
-    high: float | None = None
+    high: Finite | None = None
     """Largest value that is kept; None: no bound."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         _check_bounds("low", self.low, "high", self.high)
         if self.low is None and self.high is None:
             raise ValueError("Rejection() keeps everything: set low, high or both")
 
 
-@suggests_names
-@dataclass(frozen=True)
+def _rejections_of(given: Any) -> Any:
+    """A table of a file as a Rejection, and a list of them as several."""
+    if isinstance(given, Mapping):
+        return Rejection(**given)
+    return tuple(map(_rejections_of, given)) if isinstance(given, list | tuple) else given
+
+
+@settings()
 class CorrectionConfig:
     """How `correct` computes weights, and which tokens it removes. PRESETS holds the settings of other projects.
 
@@ -64,50 +72,35 @@ class CorrectionConfig:
     sequence is a whole rollout here, whatever its `sequence_counts`."""
     action: Action = "truncate"
     """What happens to a ratio outside the bounds."""
-    clip_min: float | None = None
+    clip_min: Finite | None = None
     """Lower bound of the ratio; None: no bound."""
-    clip_max: float | None = 2.0
+    clip_max: Finite | None = 2.0
     """Upper bound of the ratio; None: no bound."""
     batch_normalize: bool = False
     """Divide by the mean weight: over the tokens, or over the sequences where one ratio covers a sequence. A mean of at
     most 1e-8 is not divided by, as in verl."""
-    rejection: Rejection | tuple[Rejection, ...] | None = None
+    rejection: Annotated[Rejection | tuple[Rejection, ...] | None, BeforeValidator(_rejections_of)] = None
     """Which tokens or sequences leave the loss. Each of several rejections removes its own. None: no rejection."""
-    veto: float | None = None
+    veto: Annotated[float, Field(gt=math.exp(-LOG_RATIO_LIMIT), lt=1)] | None = None
     """A token with a ratio below this (such as 1e-4) rejects its whole sequence; None: no veto."""
-    off_policy_mask_threshold: float | None = None
+    off_policy_mask_threshold: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """δ: sequences with A < 0 and a mean of log b - log θ above this many nats leave the loss (0.5); None: off."""
-    dppo_mask_low: float | None = None
+    dppo_mask_low: Change | None = None
     """Tokens with A <= 0 whose probability has fallen by more than this since b leave the loss (0.2); None: off."""
-    dppo_mask_high: float | None = None
+    dppo_mask_high: Change | None = None
     """Tokens with A > 0 whose probability has risen by more than this since b leave the loss (0.2); None: off."""
-    clip_ratio_c: float | None = None
+    clip_ratio_c: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Dual clip: bounds the ratio r of the clipped objectives where A < 0 (verl: 3.0). See LossConfig. None: off."""
-    rollout_penalty: float = 0.0
+    rollout_penalty: Finite = 0.0
     """τ: adds τ (log θ - log b)² to the loss of every token, rejected or not, so that θ stays near b (prime-rl:
     kl_tau = 1e-3); 0: off."""
     objective: Objective = "decoupled"
     """Which policies the loss compares."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         _check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
         if self.action != "none" and self.clip_min is None and self.clip_max is None:
             raise ValueError(f"action={self.action!r} needs a bound: set clip_min, clip_max, or action='none'")
-        smallest = math.exp(-LOG_RATIO_LIMIT)
-        if self.veto is not None and not smallest < self.veto < 1:
-            raise ValueError(f"veto is a ratio between {smallest:.1e} and 1, such as 1e-4, not {self.veto}")
-        if self.off_policy_mask_threshold is not None and not 0 < self.off_policy_mask_threshold < math.inf:
-            raise ValueError(
-                f"off_policy_mask_threshold must be above 0 nats, such as 0.5, not {self.off_policy_mask_threshold}"
-            )
-        for name, bound in (("dppo_mask_low", self.dppo_mask_low), ("dppo_mask_high", self.dppo_mask_high)):
-            if bound is not None and not 0 < bound < 1:
-                raise ValueError(f"{name} is a difference of probabilities between 0 and 1, such as 0.2, not {bound}")
-        if self.clip_ratio_c is not None and not 1 < self.clip_ratio_c < math.inf:
-            raise ValueError(f"clip_ratio_c bounds a ratio and must be above 1, such as 3.0, not {self.clip_ratio_c}")
-        if not 0 <= self.rollout_penalty < math.inf:
-            raise ValueError(f"rollout_penalty must be finite and at least 0, not {self.rollout_penalty}")
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:
@@ -134,8 +127,5 @@ class CorrectionConfig:
 
 
 def _check_bounds(low_name: str, low: float | None, high_name: str, high: float | None) -> None:
-    for name, bound in ((low_name, low), (high_name, high)):
-        if bound is not None and not (math.isfinite(bound) and bound >= 0):
-            raise ValueError(f"{name} must be finite and not negative, or None for no bound, not {bound}")
     if low is not None and high is not None and low > high:
         raise ValueError(f"{low_name}={low} must not exceed {high_name}={high}")

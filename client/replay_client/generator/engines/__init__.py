@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from replay_client.columns.kept import CUT_OFF, truncates
 from replay_client.errors import ReplayError
 from replay_client.rollout import MAX_LOGPROB
-from replay_client.settings import bounded, check_fields, suggests_names
+from replay_client.settings import Count, Share, settings
 
 LOGPROBS_MODE = "processed_logprobs"
 """`Completion.logprobs` are of the distribution that tokens are drawn from: after temperature, min_p, top_k, top_p."""
@@ -26,8 +27,7 @@ class CompletionError(EngineError):
     """An engine answered, and with a completion that no policy can have drawn. The rollout that asked for it fails."""
 
 
-@suggests_names
-@dataclass(frozen=True)
+@settings()
 class SamplingConfig:
     """How completions are drawn.
 
@@ -36,25 +36,22 @@ class SamplingConfig:
     (`sampling_masks`), and the trainer divides by their probability too.
     """
 
-    temperature: float = bounded(1.0, above=0, most=2)
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Divides the logits; above 0 and at most 2. A greedy choice has no log-probability to correct with."""
-    top_p: float = bounded(1.0, above=0, most=1)
-    """Keeps the smallest set of most likely tokens whose probabilities reach this sum; 1: all."""
-    top_k: int = bounded(0, least=0, most=2**31 - 1)
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Keeps the fewest tokens whose probabilities reach this sum, the most likely ones; 1: all."""
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Keeps this many of the most likely tokens; 0: all."""
-    min_p: float = bounded(0.0, least=0, most=1)
-    """Keeps tokens at least this many times as likely as the most likely one, before top_k and top_p; 0: all."""
-    sampling_masks: int = bounded(512, least=0, most=2**31 - 2)
+    min_p: Share = 0.0
+    """Keeps tokens at least this many times as likely as the most likely one; 0: all. Comes before top_k and top_p."""
+    sampling_masks: Annotated[int, Field(ge=0, lt=2**31 - 1)] = 512
     """With top_p, top_k or min_p, store the tokens that these kept, 4 bytes each, up to this many a token; 0: none.
 
     A larger set is left out and counted: the trainer takes all tokens there."""
-    max_tokens: int = bounded(256, least=1, most=2**31 - 1)
+    max_tokens: Annotated[Count, Field(lt=2**31)] = 256
     """Longest completion, in tokens; one that reaches it ends with finish reason "length"."""
     seed: int | None = None
     """Makes the completions of a request repeatable; None draws from the engine's own stream."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def most_kept(self) -> int:
