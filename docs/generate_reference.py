@@ -25,6 +25,7 @@ from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
+from replay_client.diagnosis import RULES  # noqa: E402
 from replay_protos import replay_pb2 as pb  # noqa: E402
 from replay_server.cli.app import app  # noqa: E402
 from replay_server.config import DEFAULT_TABLES, Config  # noqa: E402
@@ -62,6 +63,7 @@ def pages() -> dict[str, str]:
         "command-line": "\n".join(command_line()),
         "protocol": "\n".join(protocol()),
         "metrics": "\n".join(metrics()),
+        "doctor": "\n".join(doctor()),
     }
 
 
@@ -214,6 +216,23 @@ def leaves(command: Any, words: list[str]) -> Iterator[list[str]]:
         yield words
     for name, below in getattr(command, "commands", {}).items():
         yield from leaves(below, [*words, name])
+
+
+# ---------------------------------------------------------------------------------------------------- doctor
+
+
+def doctor() -> Iterator[str]:
+    """Every rule of the diagnosis, as its table has them."""
+    yield "# What the doctor finds\n"
+    yield (
+        "`replay doctor`, the page and `replay_client.diagnosis` know these rules. Names in braces stand for what was "
+        "found. With `--json` a finding has its rule.\n"
+    )
+    yield "| rule | level | finding | remedy |\n|---|---|---|---|"
+    for name, rule in RULES.items():
+        cells = (f"`{name}`", rule["level"], rule["sentence"], rule["remedy"])
+        yield "| " + " | ".join(re.sub(r"![rs]\}|:[.0-9%gf]+\}", "}", cell) for cell in cells) + " |"
+    yield ""
 
 
 # ---------------------------------------------------------------------------------------------------- protocol

@@ -1,7 +1,8 @@
 """Finds what is wrong with a server, or soon will be, and names the remedy.
 
-The rules are pure functions of one `ServerInfo`. `replay doctor` prints their findings, and any other client may. The
-cost is linear in the number of tables.
+diagnosis.toml is the table of all rules: what each says, and the remedy. Here is when: pure functions of one
+`ServerInfo`. `replay doctor` prints their findings, and any other client may. The cost is linear in the number of
+tables.
 
 A finding is a warning when a person should look, and a failure when the run loses data or cannot go on. What a person
 does on purpose, such as ending a part of the run, is neither. The first remedy never weakens a bound.
@@ -10,10 +11,12 @@ does on purpose, such as ending a part of the run, is neither. The first remedy 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from replay_client.columns.kept import TRUNCATING, truncates
@@ -61,18 +64,24 @@ class Finding:
     """What to do about it; empty where nothing is wrong."""
     headline: str = ""
     """Why the run does not go on, in a few words; empty: it goes on all the same."""
+    rule: str = ""
+    """Its name in RULES; empty where nothing is wrong."""
+
+
+RULES: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+"""`level`, `sentence`, `remedy` and perhaps `headline` of each rule, in which names of facts stand in braces."""
+
+
+def found(rule: str, check: str, level: Level | None = None, **facts: Any) -> Finding:
+    """The finding of a rule, with these facts in its sentences."""
+    texts = {name: text.format(**facts) for name, text in RULES[rule].items()}
+    return Finding(
+        check, level or Level(texts["level"]), texts["sentence"], texts["remedy"], texts.get("headline", ""), rule
+    )
 
 
 def _ok(check: str, message: str) -> Finding:
     return Finding(check, Level.OK, message)
-
-
-def _warning(check: str, message: str, remedy: str, headline: str = "") -> Finding:
-    return Finding(check, Level.WARNING, message, remedy, headline)
-
-
-def _failure(check: str, message: str, remedy: str, headline: str = "") -> Finding:
-    return Finding(check, Level.FAILURE, message, remedy, headline)
 
 
 def diagnose(
@@ -96,10 +105,10 @@ def diagnose(
     yield from _kept(info)
     fed = info.uptime > YOUNG or any(table.inserts for table in info.tables.values())
     for table in tables:
-        found = list(_table_findings(info, table, fed))
+        troubles = list(_table_findings(info, table, fed))
         yield from _age_of_draws(info, table, max_staleness)
         ok = _ok(table.name, f"{counted(table.info.size, 'item')}, {table.info.inserts_per_second:.1f} in/s")
-        yield from found or [ok]
+        yield from troubles or [ok]
 
 
 @dataclass
@@ -142,11 +151,7 @@ def _tables(info: ServerInfo) -> list[_Table]:
 
 def _version(info: ServerInfo, client_version: str) -> Finding:
     if info.version != client_version:
-        return _warning(
-            "version",
-            f"the server is {info.version}, this client is {client_version}",
-            "install the same version on both sides",
-        )
+        return found("version-differs", "version", server=info.version, client=client_version)
     return _ok("version", info.version)
 
 
@@ -154,11 +159,7 @@ def _clock(info: ServerInfo, now: float) -> Finding:
     skew = info.time - now
     if abs(skew) > CLOCK_SKEW:
         ahead = "ahead of" if skew > 0 else "behind"
-        return _warning(
-            "clock",
-            f"the server's clock is {duration(abs(skew))} {ahead} this machine's",
-            "synchronise both (NTP), or logs and certificates disagree; ages and staleness do not depend on it",
-        )
+        return found("clock-skew", "clock", skew=duration(abs(skew)), ahead=ahead)
     return _ok("clock", f"{abs(skew):.1f} s apart")
 
 
@@ -167,68 +168,37 @@ def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
     if kept := sum(table.info.kept_bytes for table in tables):
         held += f", {byte_size(kept)} of them kept for a rollback"
     if lost := sum(table.info.kept_dropped for table in tables):
-        yield _warning(
-            "memory",
-            f"{counted(lost, 'item')} kept for a rollback made room for others: no rollback brings them back",
-            "lower keep_consumed of the table, or raise [server] max_bytes",
-        )
+        yield found("kept-dropped", "memory", items=counted(lost, "item"))
     unbounded = [table.name for table in tables if table.config["max_bytes"] is None]
     if not info.max_bytes and unbounded:
-        yield _warning(
-            "memory",
-            f"{held}, and nothing bounds the bytes of {listed(unbounded)}",
-            "set [server] max_bytes, or max_bytes of each table: large groups would take all memory",
-        )
+        yield found("memory-unbounded", "memory", held=held, tables=listed(unbounded))
     elif info.max_bytes and info.bytes > NEARLY_FULL * info.max_bytes:
-        yield _warning(
-            "memory",
-            f"{held}, {info.bytes / info.max_bytes:.0%} of max_bytes {byte_size(info.max_bytes)}",
-            "lower max_size of a table, or raise [server] max_bytes: beyond it items are evicted or inserts wait",
-        )
+        share, bound = info.bytes / info.max_bytes, byte_size(info.max_bytes)
+        yield found("memory-nearly-full", "memory", held=held, share=share, bound=bound)
     else:
         yield _ok("memory", held)
     if not info.memory_available:
         return
     room = info.max_bytes - info.bytes if info.max_bytes else 0
     if info.memory_available < max(room, FEW_BYTES):
-        yield _warning(
-            "memory",
-            f"the server's machine has {byte_size(info.memory_available)} left"
-            + (f", and its tables may grow by {byte_size(room)}" if room else ""),
-            "lower [server] max_bytes, or give the machine (or container) more memory",
-        )
+        growth = f", and its tables may grow by {byte_size(room)}" if room else ""
+        yield found("machine-nearly-full", "memory", left=byte_size(info.memory_available), growth=growth)
 
 
 def _disk(info: ServerInfo) -> Iterator[Finding]:
     if info.commit_error:
-        yield _failure(
-            "disk",
-            f"the server cannot write to data_dir and refuses inserts: {info.commit_error}",
-            "make room on that disk, or repair it; the server goes on by itself",
-        )
+        yield found("disk-fails", "disk", reason=info.commit_error)
     if info.fell_back:
-        yield _failure(
-            "disk",
-            info.fell_back,
-            "compare the items and the policy version with what the run expects; this is said until the next start; "
-            'fsync = "always" keeps every commit through a crash of the machine, and checkpoints bound what is lost',
-        )
+        yield found("fell-back", "disk", reason=info.fell_back)
     if info.damaged:
-        yield _warning(
-            "disk",
-            f"{counted(info.damaged, 'item')} lost, because bytes on disk are damaged",
-            "check the disk, and move data_dir away from it",
-        )
+        yield found("disk-damaged", "disk", items=counted(info.damaged, "item"))
     if not info.disk_available:
         return
+    left = byte_size(info.disk_available)
     if info.disk_available < max(info.bytes, FEW_BYTES):
-        yield _warning(
-            "disk",
-            f"{byte_size(info.disk_available)} left on the disk of data_dir, with {byte_size(info.bytes)} of items",
-            "make room there, or move data_dir: the server refuses inserts when the disk is full",
-        )
+        yield found("disk-nearly-full", "disk", left=left, held=byte_size(info.bytes))
     else:
-        yield _ok("disk", f"{byte_size(info.disk_available)} left on the disk of data_dir")
+        yield _ok("disk", f"{left} left on the disk of data_dir")
 
 
 def _policy(info: ServerInfo) -> Finding:
@@ -236,11 +206,7 @@ def _policy(info: ServerInfo) -> Finding:
     building = "" if info.admission is None else info.admission.building_table
     sampled = any(table.samples for table in info.tables.values() if table.name != building)
     if info.policy.version == 0 and not info.policy.weights and sampled:
-        return _warning(
-            "policy",
-            "items are sampled, yet no policy version was ever published: staleness stays 0",
-            "let the trainer call set_policy_version after each update (`replay train` does)",
-        )
+        return found("no-version", "policy")
     usual = f"; usual: every {duration(info.policy.usual)}" if info.policy.usual else ""
     return _ok("policy", f"version {info.policy.version}, set {duration(info.policy.age)} ago{usual}")
 
@@ -249,12 +215,7 @@ def _shards(info: ServerInfo) -> Iterator[Finding]:
     """The servers of several that do not answer."""
     for name, shard in shards_of(info):
         if shard is None:
-            yield _failure(
-                f"shard {name}",
-                "does not answer",
-                "see whether its process is stopped, and start it again, or see with `replay shards status` whether "
-                "Ray does; the others go on meanwhile",
-            )
+            yield found("shard-away", f"shard {name}")
 
 
 def _sides(info: ServerInfo) -> Iterator[Finding]:
@@ -269,14 +230,9 @@ def _sides(info: ServerInfo) -> Iterator[Finding]:
         else "The generators are"
     )
     connected = any(client.open for side in sides for client in info.clients_of(side.removesuffix("s")))
+    silent = f"{who} {'silent' if connected else 'gone'}"
     for silence in info.silences:
-        yield _failure(
-            silence.side,
-            silence.reason,
-            "see why it ended or hangs, and start it again: the run goes on where it stopped; a program that ends on "
-            "purpose says so with client.leave()",
-            f"{who} {'silent' if connected else 'gone'}",
-        )
+        yield found("side-gone", silence.side, reason=silence.reason, who=silent)
     if info.silences:
         return
     if there:
@@ -287,21 +243,19 @@ def _sides(info: ServerInfo) -> Iterator[Finding]:
         part = read_described(client.settings).get("part")  # others come and go
         others = [each.name for each in info.clients_of(str(part)) if each.open]
         if others and not client.open and not client.ended and info.long_wait <= client.age < RECENT:
-            yield _warning(
-                "clients",
-                f"{part} {client.name} is not connected, seen {duration(client.age)} ago; others: {listed(others)}",
-                "see why it ended, and start it again; a program that ends on purpose says so with client.leave()",
-            )
+            age = duration(client.age)
+            yield found("one-gone", "clients", part=part, client=client.name, age=age, others=listed(others))
 
 
-def _why_nobody(info: ServerInfo, role: str) -> tuple[str, str, str] | None:
+def _why_nobody(info: ServerInfo, role: str) -> dict[str, Any] | None:
     """Why what waits for this side waits in vain, with a remedy and a headline; None: somebody may serve it."""
     if who := info.ended(role):
         other = "generators" if role == "trainer" else "the trainer"
-        return f"{who} has ended", f"end {other} too, or start a {role}", f"The {role} has ended"
+        end = f"end {other} too, or start a {role}"
+        return {"why": f"{who} has ended", "what": end, "blocked": f"The {role} has ended"}
     came = any(table.inserts if role == "generator" else table.samples for table in info.tables.values())
     if info.clients and not came and not info.clients_of(role):
-        return f"no {role} has come yet", f"start a {role}", f"No {role} has come yet"
+        return {"why": f"no {role} has come yet", "what": f"start a {role}", "blocked": f"No {role} has come yet"}
     return None
 
 
@@ -309,11 +263,7 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
     if (admission := info.admission) is None:
         return
     if admission.expired:
-        yield _warning(
-            "permits",
-            f"{counted(admission.expired, 'permit')} expired unused",
-            "see whether generators die; if they live, raise [admission] permit_ttl above the time a group takes",
-        )
+        yield found("permits-expired", "permits", permits=counted(admission.expired, "permit"))
     yield from _building(admission.building_table, info)
     wait = admission.acquiring
     if not info.is_long(wait):
@@ -321,37 +271,22 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
     starved = [table.name for table in info.tables.values() if info.is_long(table.sampling)]
     message = f"{waiting(wait.count, 'permit request', wait.seconds)}: {wait.reason}"
     if not starved and (nobody := _why_nobody(info, "trainer")):
-        why, remedy, headline = nobody
-        yield _warning("permits", f"{message}; {why}", remedy, headline)
+        yield found("nobody-serves", "permits", wait=message, **nobody)
         return
-    headline = _blocked("Generators", "no policy version was published", info.policy.age, info)
+    blocked = _blocked("Generators", "no policy version was published", info.policy.age, info)
     if starved:
-        yield _failure(
-            "permits",
-            f"{message}; and a trainer waits for groups of {listed(starved)}: neither can move",
-            "insert what is trained on with permits, and nothing else; "
-            f"`replay policy set {info.policy.version} --rollback` counts permits anew",
-            headline,
-        )
+        tables, version = listed(starved), info.policy.version
+        yield found("permits-stuck", "permits", wait=message, blocked=blocked, tables=tables, version=version)
     else:
-        yield _warning(
-            "permits",
-            message,
-            "see whether the trainer goes on and publishes versions",
-            headline,
-        )
+        yield found("permits-awaited", "permits", wait=message, blocked=blocked)
 
 
 def _building(name: str, info: ServerInfo) -> Iterator[Finding]:
     """Groups under construction that wait for a generator hold permits, and nobody else can use these."""
     table = info.tables.get(name)
     if table is not None and table.size and table.age.max > info.long_wait and table.sampled.age > info.long_wait:
-        yield _warning(
-            name,
-            f"{counted(table.size, 'group')} under construction, the oldest for {duration(table.age.max)}, and no "
-            f"generator takes them: each holds a permit",
-            f"start a generator with building = {name!r} (--building {name}), or delete them",
-        )
+        groups, age = counted(table.size, "group"), duration(table.age.max)
+        yield found("construction-idle", name, table=name, groups=groups, age=age)
 
 
 # ------------------------------------------------------------------------------------- what the parts say of themselves
@@ -365,21 +300,18 @@ def _batches(info: ServerInfo) -> Iterator[Finding]:
             continue
         dynamic = said.get("zero_variance") == "dynamic"  # it takes more, and how many depends on the groups
         if admission is not None and admission.table == table and not dynamic and fresh != admission.groups_per_step:
-            outcome = "it will wait for ever" if fresh > admission.groups_per_step else "generators run ahead of it"
-            yield _warning(
-                "permits",
-                f"trainer {name} takes {fresh} fresh groups a step, and [admission] lets {admission.groups_per_step} "
-                f"be generated: {outcome}",
-                f"set [admission] groups_per_step = {fresh}, or groups_per_step and replay_share of the trainer",
-            )
+            admitted = admission.groups_per_step
+            outcome = "it will wait for ever" if fresh > admitted else "generators run ahead of it"
+            yield found("batch-not-admitted", "permits", trainer=name, fresh=fresh, admitted=admitted, outcome=outcome)
         for generator, told in info.said("generator"):
             if (tables := told.get("tables")) and table not in (filled := _fed_from(info, tables)):
-                yield _warning(
-                    "tables",
-                    f"trainer {name} takes fresh groups from {table}, and generator {generator} inserts into "
-                    f"{listed(filled)}",
-                    f"start the generator with --table {table}, or set rollouts_table of the trainer",
-                )
+                facts: dict[str, Any] = {
+                    "trainer": name,
+                    "table": table,
+                    "generator": generator,
+                    "filled": listed(filled),
+                }
+                yield found("tables-differ", "tables", **facts)
 
 
 def _kept(info: ServerInfo) -> Iterator[Finding]:
@@ -391,21 +323,19 @@ def _kept(info: ServerInfo) -> Iterator[Finding]:
         if said.get("sampling_masks"):
             yield _ok("sampling", f"generator {name} draws with {how}, and stores what that keeps")
         else:
-            yield _warning(
-                "sampling",
-                f"generator {name} draws with {how}, and stores no sampling masks: its log-probabilities are relative "
-                f"to the kept tokens, and those of the trainer to all, which is a bias at every staleness",
-                "let it store them (sampling_masks), or draw from all tokens: top_p 1, top_k 0 and min_p 0",
-            )
+            yield found("no-masks", "sampling", generator=name, how=how)
 
 
 def _fed_from(info: ServerInfo, names: Sequence[str]) -> list[str]:
     """These tables, and those that get their items from them."""
-    found = list(names)
-    for name in found:
-        if name in info.tables and (target := json.loads(info.tables[name].config)["forward_to"]) not in (None, *found):
-            found.append(target)
-    return found
+    tables = list(names)
+    for name in tables:
+        if name in info.tables and (target := json.loads(info.tables[name].config)["forward_to"]) not in (
+            None,
+            *tables,
+        ):
+            tables.append(target)
+    return tables
 
 
 # ---------------------------------------------------------------------------------------------------------- one table
@@ -435,15 +365,15 @@ def _lacking(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
         return
     teachers = [f"{each.name} ({duration(each.age)} ago)" for each in info.clients if "teacher" in each.role]
     seen = f"; last seen: {listed(teachers)}" if teachers else ""
-    message = f"{waits_for(table.lacking)}; nobody has extended one for {duration(table.waiting_seconds)}{seen}"
-    remedy = (
-        "see whether the process that extends these items is alive, and start it again: what it had drawn comes back "
-        "when its lease ends; or take the column out of requires (`replay table update`)"
+    blocks = info.is_long(table.sampling) or info.is_long(table.inserting)
+    yield found(
+        "columns-block" if blocks else "columns-awaited",
+        table.name,
+        table=table.name,
+        waits=waits_for(table.lacking),
+        age=duration(table.waiting_seconds),
+        seen=seen,
     )
-    if info.is_long(table.sampling) or info.is_long(table.inserting):
-        yield _failure(table.name, message, remedy, f"{table.name} is blocked: nobody extends its items")
-    else:
-        yield _warning(table.name, message, remedy)
 
 
 def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
@@ -451,80 +381,42 @@ def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
     no_sample = _blocked(f"Inserts into {table.name}", "nobody samples it", table.sampled.age, info)
     no_insert = _blocked(f"Samples of {table.name}", "nobody inserts into it", table.inserted.age, info)
     if info.is_long(inserting) and info.is_long(sampling):
-        yield _failure(
-            table.name,
-            f"inserts ({inserting.count}) and sample requests ({sampling.count}) wait for each other: "
-            f"{inserting.reason}; {sampling.reason}",
-            "ask for fewer samples at a time, or widen the rate limiter (`replay table update`)",
-            no_sample,
-        )
+        counts: dict[str, Any] = {"inserts": inserting.count, "samples": sampling.count}
+        reasons: dict[str, Any] = {"insert_reason": inserting.reason, "sample_reason": sampling.reason}
+        yield found("both-wait", table.name, blocked=no_sample, **counts, **reasons)
         return
-    for request, wait, other, headline in (
-        ("insert", inserting, "trainer", no_sample),
-        ("sample request", sampling, "generator", no_insert),
+    for_insert = "limiter-waits" if "max_diff" in inserting.reason else "inserts-wait"
+    for rule, request, wait, other, blocked in (
+        (for_insert, "insert", inserting, "trainer", no_sample),
+        ("samples-wait", "sample request", sampling, "generator", no_insert),
     ):
-        if info.is_long(wait):
-            message = f"{waiting(wait.count, request, wait.seconds)}: {wait.reason}"
-            remedy = _remedy_for_wait(request, wait.reason)
-            if nobody := _why_nobody(info, other):
-                message, remedy, headline = f"{message}; {nobody[0]}", *nobody[1:]
-            yield _warning(table.name, message, remedy, headline)
-
-
-def _remedy_for_wait(request: str, reason: str) -> str:
-    if request == "sample request":
-        return "see whether a generator runs and inserts into this table; or lower min_size, or ask for fewer samples"
-    if "max_diff" in reason:
-        return "see whether a trainer runs and samples this table; or widen the rate limiter (`replay table update`)"
-    return "sample or delete items, or raise the bound (`replay table update`), or set when_full = 'evict'"
+        if not info.is_long(wait):
+            continue
+        message = f"{waiting(wait.count, request, wait.seconds)}: {wait.reason}"
+        if nobody := _why_nobody(info, other):
+            yield found("nobody-serves", table.name, wait=message, **nobody)
+        else:
+            yield found(rule, table.name, wait=message, blocked=blocked)
 
 
 def _limiter(table: _Table) -> Iterator[Finding]:
     """Combinations of settings that block for ever, or lose items, whatever clients do."""
-    info, config = table.info, table.config
-    limiter, uses = config["rate_limiter"], config["max_times_sampled"]
-    ratio = limiter["samples_per_insert"]
+    info, config, name = table.info, table.config, table.name
+    limiter, uses, evicts = config["rate_limiter"], config["max_times_sampled"], config["when_full"] == "evict"
+    ratio, min_size, admitted = limiter["samples_per_insert"], limiter["min_size"], limiter["max_size"]
     if ratio is not None and uses and uses < ratio:
-        yield _failure(
-            table.name,
-            f"samples_per_insert {ratio:g} wants each item sampled {ratio:g} times, and max_times_sampled {uses} "
-            f"takes it away before: inserting will block for ever",
-            f"set max_times_sampled to 0 or at least {-(-ratio // 1):.0f}",
-        )
-    mean = info.bytes / info.size if info.size else 0.0
-    if config["max_bytes"] is not None and mean * limiter["min_size"] > config["max_bytes"]:
-        yield _failure(
-            table.name,
-            f"min_size {limiter['min_size']} items of {byte_size(int(mean))} never fit into max_bytes "
-            f"{byte_size(config['max_bytes'])}: sampling will block for ever",
-            "lower min_size or raise max_bytes",
-        )
+        yield found("ratio-above-uses", name, ratio=ratio, uses=uses, needed=-(-ratio // 1))
+    mean, bound = info.bytes / info.size if info.size else 0.0, config["max_bytes"]
+    if bound is not None and mean * min_size > bound:
+        yield found("min-size-never", name, min_size=min_size, mean=byte_size(int(mean)), bound=byte_size(bound))
     if config["when_full"] == "block" and not uses and config["max_staleness"] is None:
-        yield _warning(
-            table.name,
-            "when_full = 'block', and nothing ever leaves this table by itself: full, it blocks inserting for ever",
-            "set max_times_sampled or max_staleness, or when_full = 'evict'",
-        )
-    if limiter["max_size"] is not None and limiter["max_size"] > config["max_size"] and config["when_full"] == "evict":
-        yield _warning(
-            table.name,
-            f"the {limiter['type']} admits {limiter['max_size']} items, and the table evicts beyond max_size "
-            f"{config['max_size']}: items are lost before anybody samples them",
-            f"set max_size to at least {limiter['max_size']}",
-        )
-    if config["requires"] and config["max_bytes"] is not None and config["when_full"] == "evict":
-        yield _warning(
-            table.name,
-            f"it requires {listed(config['requires'])} and evicts beyond max_bytes: while it is full, what its items "
-            f"wait for is refused, and they are evicted",
-            "bound it by max_size or by a queue instead of max_bytes",
-        )
+        yield found("fills-once", name)
+    if admitted is not None and admitted > config["max_size"] and evicts:
+        yield found("admits-too-many", name, limiter=limiter["type"], admitted=admitted, max_size=config["max_size"])
+    if config["requires"] and bound is not None and evicts:
+        yield found("no-room-for-columns", name, columns=listed(config["requires"]))
     if info.size and not info.priority.max and config["sampler"]["type"] == "prioritized":
-        yield _warning(
-            table.name,
-            "every item has priority 0, which `prioritized` never samples",
-            "insert with priorities above 0, or use another sampler",
-        )
+        yield found("priorities-zero", name)
 
 
 def _balance(table: _Table) -> Iterator[Finding]:
@@ -533,36 +425,18 @@ def _balance(table: _Table) -> Iterator[Finding]:
         return
     names, tag = [value.name for value in table.info.values], balance["tag"]
     if not any(value.weight for value in table.info.values):
-        yield _warning(
-            table.name,
-            f"balance gives weight 0 to every value of {tag!r} that its items have: nothing is ever drawn",
-            f"give {listed([name or 'items without the tag' for name in names])} a weight above 0 "
-            "(`replay table update`)",
-        )
+        given = listed([name or "items without the tag" for name in names])
+        yield found("weights-zero", table.name, tag=tag, names=given)
     elif names == [""]:
-        yield _warning(
-            table.name,
-            f"it balances {tag!r}, and no item has this tag: its draws are as without balance",
-            "insert with this tag (`tags`, `replay generate --tag`), or correct its name (`replay table update`)",
-        )
+        yield found("tag-unknown", table.name, tag=tag)
 
 
 def _never_fed(table: _Table) -> Finding:
-    names = listed([feeder.name for feeder in table.feeders])
     if not table.feeders:
-        return _warning(
-            table.name,
-            "no client has ever inserted into it",
-            f"name it in insert's priorities (`replay generate --table {table.name}`), or take it out of the "
-            f"configuration",
-        )
-    if any(feeder.samples for feeder in table.feeders):
-        return _warning(
-            table.name,
-            f"empty: {names} was sampled and has forwarded nothing",
-            f"insert into {names} with priorities above 0 (group_priority): items of priority 0 are not forwarded",
-        )
-    return _warning(table.name, f"empty: nobody has sampled {names}, which feeds it", "start the trainer")
+        return found("never-fed", table.name, table=table.name)
+    sampled = any(feeder.samples for feeder in table.feeders)
+    names = listed([feeder.name for feeder in table.feeders])
+    return found("nothing-forwarded" if sampled else "feeder-not-sampled", table.name, feeders=names)
 
 
 def _age_of_draws(info: ServerInfo, table: _Table, max_staleness: float | None) -> Iterator[Finding]:
@@ -573,16 +447,10 @@ def _age_of_draws(info: ServerInfo, table: _Table, max_staleness: float | None) 
     admitted = admission.max_staleness if admission is not None and admission.table == table.name else None
     limits = [table.config["max_staleness"], admitted] if max_staleness is None else [max_staleness]
     bound = min((limit for limit in limits if limit is not None), default=None)
-    message = f"drawn {flow.staleness:.1f} versions old in the mean"
     if bound is None or flow.staleness <= bound:
-        yield _ok(table.name, message)
+        yield _ok(table.name, f"drawn {flow.staleness:.1f} versions old in the mean")
     else:
-        yield _warning(
-            table.name,
-            f"{message}, and {bound:g} is the bound",
-            "make fewer groups at a time (max_concurrent_groups), shorten the queue (rate_limiter max_size), train on "
-            "more fresh groups a step, or let [admission] max_staleness pace generators",
-        )
+        yield found("draws-old", table.name, staleness=flow.staleness, bound=bound)
 
 
 def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
@@ -598,50 +466,26 @@ def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
     lost, offered = max(0, counts.stale - used) + refused, table.direct_inserts + refused
     if not offered or lost < MUCH_STALE * offered:
         return
-    limit = table.config["max_staleness"]
-    if info.admission is not None and limit is not None and info.admission.max_staleness > limit:
-        remedy = (
-            f"set [admission] max_staleness ({info.admission.max_staleness}) to at most that of this table ({limit})"
-        )
-    elif info.admission is not None:
-        remedy = "see whether every generator asks for permits, or raise max_staleness of this table"
-    else:
-        remedy = (
-            "hold fewer groups ahead (a smaller queue), use [admission], which starts fewer, or raise max_staleness"
-        )
-    told = _failure if lost > MOST_STALE * offered else _warning
-    yield told(
-        table.name,
-        f"{lost / offered:.0%} of what was generated was dropped unused: it was older than max_staleness {limit}",
-        remedy,
-    )
+    limit, admission = table.config["max_staleness"], info.admission
+    rule = "stale" if admission is None else "stale-though-admitted"
+    if admission is not None and limit is not None and admission.max_staleness > limit:
+        rule = "stale-by-admission"
+    facts: dict[str, Any] = {"share": lost / offered, "limit": limit, "admitted": admission and admission.max_staleness}
+    yield found(rule, table.name, Level.FAILURE if lost > MOST_STALE * offered else None, **facts)
 
 
 def _losses(table: _Table) -> Iterator[Finding]:
     counts, config = table.info, table.config
     if counts.archive_of:
-        if counts.evicted_unsampled:
-            yield _warning(
-                table.name,
-                f"{counted(counts.evicted_unsampled, 'item')} of {counts.archive_of} "
-                f"({counts.evicted_unsampled / max(1, counts.inserts):.0%} of all) were not archived: they were let go "
-                f"before the archiver took them",
-                "see in the log whether `replay archive run` runs; give it a faster disk, or raise max_size and "
-                "max_bytes of [archive]",
-            )
+        if lost := counts.evicted_unsampled:
+            facts: dict[str, Any] = {"table": counts.archive_of, "share": lost / max(1, counts.inserts)}
+            yield found("not-archived", table.name, items=counted(lost, "item"), **facts)
         return
     # A forwarded item was sampled where it came from; it may leave the pool without being sampled again.
     lost = max(0, counts.evicted_unsampled - table.forwarded_in)
     if lost > MUCH_LOST * table.direct_inserts:
-        yield _warning(
-            table.name,
-            f"{counted(lost, 'item')} ({lost / max(1, table.direct_inserts):.0%} of all) evicted before anybody sampled"
-            " them",
-            "make inserts wait (rate_limiter 'queue' or when_full = 'block'), sample faster, or raise max_size",
-        )
+        share = lost / max(1, table.direct_inserts)
+        yield found("evicted-unsampled", table.name, items=counted(lost, "item"), share=share)
     if counts.forward_refused:
-        yield _warning(
-            table.name,
-            f"{counted(counts.forward_refused, 'item')} could not join {config['forward_to']}",
-            f"set when_full = 'evict' for {config['forward_to']}, or raise its max_size or max_staleness",
-        )
+        refused = counted(counts.forward_refused, "item")
+        yield found("forward-refused", table.name, items=refused, target=config["forward_to"])

@@ -58,15 +58,14 @@ def doctor(
 def _access(given: dict[str, Any]) -> Finding:
     """Whether tokens and data are encrypted on their way to another machine."""
     from replay_client.access import Access, split_addresses
-    from replay_client.diagnosis import Finding, Level
+    from replay_client.diagnosis import Finding, Level, found
     from replay_protos.transport import is_loopback
 
     access = Access.find(**given)
     token = "no token" if access.token is None else "a token"
     hosts = [address.rpartition(":")[0] for address in split_addresses(access.address).values()] or [""]
     if access.tls is None and not all(map(is_loopback, hosts)):
-        remedy = "let the server use TLS ([security] tls_cert), and name its authority here: --tls-ca or REPLAY_TLS_CA"
-        return Finding("access", Level.WARNING, f"{token}, not encrypted, to another machine", remedy)
+        return found("not-encrypted", "access", token=token)
     return Finding("access", Level.OK, f"{token}, {'not encrypted' if access.tls is None else 'encrypted'}")
 
 
@@ -88,7 +87,7 @@ def examine(client: ReplayClient, by_shard: bool = False, max_staleness: float |
 
     If the server does not answer, only that of the connection.
     """
-    from replay_client.diagnosis import Finding, Level, diagnose
+    from replay_client.diagnosis import Finding, Level, diagnose, found
     from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
     from replay_client.records import shards_of
 
@@ -101,21 +100,14 @@ def examine(client: ReplayClient, by_shard: bool = False, max_staleness: float |
             trips.append(time.perf_counter() - begin)
         info, transport = client.server_info(), client.transport
     except ReplayError as error:
-        remedy = ""
-        if isinstance(error, ServerUnavailableError):
-            remedy = "start it with `replay serve`, or give --address HOST:PORT"
-        elif isinstance(error, DeadlineExceededError):
-            remedy = "see whether its process is stopped or its machine overloaded, or wait longer (--timeout)"
-        yield Finding("connection", Level.FAILURE, str(error), remedy)
+        away, hangs = isinstance(error, ServerUnavailableError), isinstance(error, DeadlineExceededError)
+        yield found("no-server" if away else "server-hangs" if hangs else "refused", "connection", error=error)
         return
     trip = sorted(trips)[_ROUND_TRIPS // 2]
-    slow = trip > _SLOW
-    yield Finding(
-        "connection",
-        Level.WARNING if slow else Level.OK,
-        f"{client.address} answers in {1000 * trip:.1f} ms",
-        "bring client and server closer, or insert with client.writer() and draw with client.sampler()" if slow else "",
-    )
+    if trip > _SLOW:
+        yield found("slow", "connection", address=client.address, milliseconds=1000 * trip)
+    else:
+        yield Finding("connection", Level.OK, f"{client.address} answers in {1000 * trip:.1f} ms")
     yield Finding("payloads", Level.OK, f"travel over {transport}")
     yield from diagnose(info, version("replay-server"), time.time(), max_staleness)
     for name, shard in shards_of(info):

@@ -127,12 +127,12 @@ class _Source:
         more = "Another setting as in the file; may be repeated."
         flags: Any = ("--config", "-c")
         return (
-            option("config", about, Path, None, *flags, callback=self.load, is_eager=True),
+            option("config", about, Path, None, *flags, callback=self.read_file, is_eager=True),
             option("set", more, list[str], metavar="NAME=VALUE", callback=self.check),
-            option("recipe", ABOUT_RECIPE, callback=self.take, is_eager=True),
+            option("recipe", ABOUT_RECIPE, callback=self.read_recipe, is_eager=True),
         )
 
-    def load(self, context: typer.Context, path: Path | None) -> Path | None:
+    def read_file(self, context: typer.Context, path: Path | None) -> Path | None:
         """Keeps the settings of the file, and makes its other values the defaults of the command's options."""
         if path is None:
             return None
@@ -154,7 +154,7 @@ class _Source:
         }
         return path
 
-    def take(self, context: typer.Context, name: str | None) -> str | None:
+    def read_recipe(self, context: typer.Context, name: str | None) -> str | None:
         """Keeps the settings of the recipe."""
         if name is not None:
             try:

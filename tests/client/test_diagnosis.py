@@ -351,10 +351,46 @@ def test_a_sick_server_has_one_trouble_with_its_remedy(situation):
     assert found[0].remedy
 
 
-@pytest.mark.parametrize("situation", WARNINGS | FAILURES)
-def test_the_first_remedy_weakens_no_bound(situation):
-    for found in troubles((WARNINGS | FAILURES)[situation][0]):
-        assert not found.remedy.startswith(("raise", "widen"))
+OF_THE_COMMAND = {"not-encrypted", "no-server", "server-hangs", "refused", "slow"}
+"""Rules about the connection: tests/server/cli/test_doctor.py."""
+
+
+def generator(name: str, **facts: Any) -> pb.ClientInfo:
+    return pb.ClientInfo(name=name, role="generator", settings=json.dumps(GeneratorConfig().described()), **facts)
+
+
+def test_the_situations_of_this_file_meet_every_rule_of_the_table():
+    stale = table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)
+    more = [
+        *(server(stale, admission=admission(max_staleness=most)) for most in (1, 2)),
+        server(table("pool", kept_dropped=3)),
+        tutorial({"inserting": waiting()}),
+        server(
+            table("building", size=1, age=pb.Quantiles(max=2 * LONG), sampled=pb.Rhythm(age=2 * LONG)),
+            admission=admission(building_table="building"),
+        ),
+        server(table("rollouts", QUEUE | {"max_staleness": 1}, flow=pb.Flow(versions=9, staleness=1.5))),
+        described(tr=("trainer", trainer_says(fresh_groups_per_step=8))),
+        described(tr=("trainer", trainer_says(rollouts_table="other"))),
+        described(gen=("generator", GeneratorConfig(sampling=SamplingConfig(top_p=0.9, sampling_masks=0)).described())),
+        tutorial({"sampling": waiting()}, clients=[pb.ClientInfo(name="gen", role="generator", ended=True)]),
+        server(clients=[generator("a", open=1), generator("b", age=2 * LONG)]),
+    ]
+    infos = [*(info for info, _, _ in (WARNINGS | FAILURES).values()), *more]
+    assert {finding.rule for info in infos for finding in troubles(info)} == set(diagnosis.RULES) - OF_THE_COMMAND
+
+
+@pytest.mark.parametrize("name", diagnosis.RULES)
+def test_a_rule_has_a_level_a_sentence_and_unless_the_server_refused_a_remedy(name):
+    rule = diagnosis.RULES[name]
+    assert rule.keys() - {"headline"} == {"level", "sentence", "remedy"}
+    assert Level(rule["level"]) is not Level.OK
+    assert bool(rule["remedy"]) == (name != "refused")
+
+
+@pytest.mark.parametrize("name", diagnosis.RULES)
+def test_the_first_remedy_weakens_no_bound(name):
+    assert not diagnosis.RULES[name]["remedy"].startswith(("raise", "widen"))
 
 
 def test_the_remedy_for_staleness_depends_on_the_admission():
