@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0)
     options = parser.parse_args()
     with Run(options.folder, options.situation, options.rate, options.port) as run:
-        print(f"replay dashboard --address {run.server.address} --runs {options.folder / 'runs'}", flush=True)
+        print(f"replay --address {run.server.address} dashboard --runs {options.folder / 'runs'}", flush=True)
         time.sleep(options.seconds)
 
 

@@ -301,14 +301,15 @@ def test_the_page_parses_no_html_and_asks_no_other_host():
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def command(*arguments: str) -> Running:
-    return Running("dashboard", "--no-browser", *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def command(address: str, *arguments: str) -> Running:
+    words = ("--address", address, "dashboard", "--no-browser", *arguments)
+    return Running(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_command_prints_its_address_and_ends_well(tmp_path, number, status):
     with ReplayServer(tables=[TableConfig(name="pool")], port=0) as server:
-        process = command("--address", server.address, "--port", "0", "--runs", str(tmp_path))
+        process = command(server.address, "--port", "0", "--runs", str(tmp_path))
         address = process.stdout.readline().removeprefix("dashboard at ").strip()
         assert b"<title>replay</title>" in urllib.request.urlopen(address).read()
         process.send_signal(number)
@@ -317,7 +318,7 @@ def test_the_command_prints_its_address_and_ends_well(tmp_path, number, status):
 
 
 def test_beyond_loopback_the_address_holds_a_token():
-    process = command("--address", "127.0.0.1:1", "--host", "0.0.0.0", "--port", "0")
+    process = command("127.0.0.1:1", "--host", "0.0.0.0", "--port", "0")
     address = process.stdout.readline().removeprefix("dashboard at ").strip()
     page, _, token = address.partition("#token=")
     assert len(token) >= 32
@@ -341,7 +342,6 @@ def test_without_its_extra_the_command_names_it():
     [
         (("--tokenizer", "/nothing"), "has no tokenizer.json"),
         (("--runs", "/nothing"), "there is no folder /nothing"),
-        (("--address", "nonsense"), "address must be host:port"),
         (("--host", "192.0.2.1"), "cannot listen on 192.0.2.1"),
     ],
 )
