@@ -346,15 +346,17 @@ def read_described(text: str) -> dict[str, Any]:
 
     A client may say anything. `tables` is a list of names here, or nothing.
     """
-    said: dict[str, Any] = {}
-    for name, value in json.loads(text or "{}").items():
-        try:
-            said[name] = json.loads(value)
-        except (ValueError, RecursionError):
-            said[name] = value
+    said = {name: _parsed(value) for name, value in json.loads(text or "{}").items()}
     if not (isinstance(tables := said.get("tables"), list) and all(isinstance(each, str) for each in tables)):
         said.pop("tables", None)
     return said
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def policy_of(message: pb.Policy) -> Policy:
