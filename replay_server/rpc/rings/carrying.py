@@ -81,6 +81,7 @@ class Carrier:
             self._rings.put_down(self._client, self._reader.ring_id, self._reader)
         if self._writer is not None and reuse_writer:
             self._rings.put_down(self._client, self._writer.segment.ring_id, self._writer)
+        self._reader = self._writer = None  # its memory goes now, whoever still refers to the call
 
     def _reader_of(self, ring_id: int) -> RingReader | None:
         if self._reader is not None and self._reader.ring_id == ring_id:
@@ -89,7 +90,6 @@ class Carrier:
             return None
         if isinstance(ring, Segment):
             ring = RingReader(ring)
-        self._reader = (
-            ring if isinstance(ring, RingReader) else None
-        )  # a stream reads one ring; another one replaces it
+        # A stream reads one ring; another one replaces it.
+        self._reader = ring if isinstance(ring, RingReader) else None
         return self._reader
