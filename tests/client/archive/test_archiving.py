@@ -51,7 +51,7 @@ def config(folder: Path, archive: str = "", server: str = "") -> str:
 
 def archiver(address: str, folder: Path, *options: str) -> subprocess.Popen[str]:
     """`replay archive run`, when it archives."""
-    command = [*COMMAND, "archive", "run", "--address", address, "--dir", str(folder), *options]
+    command = [*COMMAND, "--address", address, "archive", "run", "--dir", str(folder), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     STARTED.append(process)
     assert process.stdout is not None
@@ -271,7 +271,7 @@ def test_what_an_archive_exports_is_imported_bit_by_bit(stored, tmp_path, rows, 
     done = run_replay("archive", "export", str(folder), "--rows", rows, "--out", str(file))
     assert (done.returncode, done.stdout[:8]) == (0, "7 items "), done.stderr
     with server_process(tmp_path) as server, ReplayClient(server.address) as client:
-        done = run_replay("import", str(file), address=server.address)
+        done = run_replay("table", "import", str(file), address=server.address)
         assert done.returncode == 0, done.stderr
         items = {item.key: item for item in client.get(keys)}
         assert items.keys() == set(keys)
