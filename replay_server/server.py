@@ -27,7 +27,7 @@ from replay_server.errors import Refused
 from replay_server.rpc.auth import Authorizer, ServerCertificates
 from replay_server.rpc.service import Listener, ReplayService
 from replay_server.storage.checkpointer import Checkpointer, restore_into_memory
-from replay_server.storage.checkpoints import CheckpointDirectory, OpenCheckpoint
+from replay_server.storage.checkpoints import Checkpoint, CheckpointDirectory
 from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
 from replay_server.storage.journal import Fsync, Journal
 from replay_server.storage.lmdb import LmdbStorage
@@ -204,11 +204,11 @@ class ReplayServer:
             if checkpoint is not None:
                 raise
             checkpoint = self._last_resort(damage)
-            said = f"{damage.what}: the start fell back to checkpoint {checkpoint.summary.name}"
+            said = f"{damage.what}: the start fell back to checkpoint {checkpoint.name}"
             log.error("%s; all later changes are lost", said)
             await self._serve(checkpoint, True, said, on_started)
 
-    def _last_resort(self, damage: DamagedDirectory) -> OpenCheckpoint:
+    def _last_resort(self, damage: DamagedDirectory) -> Checkpoint:
         """The newest whole checkpoint. Raises the damage if there is none."""
         directory = self.config.checkpoint_dir
         try:
@@ -218,7 +218,7 @@ class ReplayServer:
             raise damage from None
 
     async def _serve(
-        self, checkpoint: OpenCheckpoint | None, replace: bool, fell_back: str, on_started: Callable[[], None]
+        self, checkpoint: Checkpoint | None, replace: bool, fell_back: str, on_started: Callable[[], None]
     ) -> None:
         section, checkpoints, directory = self.config.server, self.config.checkpoints, self.config.checkpoint_dir
         # Without a schedule the folder may be read-only: a server that only restores from it writes nothing there.

@@ -71,7 +71,7 @@ class AdministrationMethods:
 
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, call: Call) -> pb.ListCheckpointsResponse:
         listed = await self._checkpoints().listed(request.verify)
-        return pb.ListCheckpointsResponse(checkpoints=[info.listed_checkpoint(entry) for entry in listed])
+        return pb.ListCheckpointsResponse(checkpoints=[*map(info.checkpoint, listed)])
 
     def _checkpoints(self) -> Checkpointer:
         if self._checkpointer is None:

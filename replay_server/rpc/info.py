@@ -14,8 +14,7 @@ less often than once a step, so generators have three of the trainer's intervals
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -23,7 +22,7 @@ import numpy as np
 
 from replay_protos import replay_pb2 as pb
 from replay_server.rpc.clients import Client, Clients, Side
-from replay_server.storage.checkpoints import Listed, Summary
+from replay_server.storage.checkpoints import Checkpoint
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import FloatArray, IntArray
 from replay_server.tables.extensions.admission import Admission
@@ -50,22 +49,16 @@ def policy(buffer: ReplayBuffer) -> pb.Policy:
 def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
     """The buffer's part of ServerInfo, with the tables of `names`; without names, with all tables."""
     tables = [buffer.table(name) for name in dict.fromkeys(names)] or list(buffer.tables.values())
-    storage = buffer.storage.facts()
     info = pb.ServerInfo(
         policy=policy(buffer),
         tables=[table_info(buffer, table) for table in tables],
         items=len(buffer.items),
         bytes=buffer.bytes,
         max_bytes=int(buffer.items.max_bytes) if buffer.items.max_bytes < float("inf") else 0,
-        storage=storage.name,
         damaged=buffer.damaged,
-        disk_bytes=storage.disk_bytes,
-        commits=storage.commits,
-        commit_error=storage.error,
-        fell_back=storage.fell_back,
+        **vars(buffer.storage.facts()),
     )
     if (admission := Admission.of(buffer)) is not None:
-        head = admission.line.head
         info.admission.CopyFrom(
             pb.AdmissionInfo(
                 groups_per_step=admission.config.groups_per_step,
@@ -73,7 +66,7 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
                 accepted=admission.accepted,
                 running=admission.running,
                 capacity=admission.capacity,
-                acquiring=_waiting(admission.line, None if head is None else admission.why_no_permits(head.count)),
+                acquiring=_waiting(admission.line, lambda pending: admission.why_no_permits(pending.count)),
                 expired=admission.expired,
                 table=admission.table,
                 building=len(admission.building),
@@ -89,15 +82,18 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
     kept = np.array(list(columns.retained.values()), dtype=np.int64)
     staleness = buffer.policy.version - columns.policy_version[slots]
     np.maximum(staleness, 0, out=staleness)
-    insert, limiter, flow = lines.inserts.head, table.limiter, table.flow.measured()
+    limiter, flow, archive = table.limiter, table.flow.measured(), Archiving.of(buffer)
+    source = archive.source if archive is not None and archive.table is table else ""
+    # The archiver waits for the next item; that is no standstill.
+    idle = pb.Waiting(count=len(lines.samples)) if source else None
     return pb.TableInfo(
         name=table.name,
         config=table.config.model_dump_json(),
         size=table.size,
         bytes=table.bytes,
         reserved=table.outstanding,
-        inserting=_waiting(lines.inserts, None if insert is None else buffer.why_waiting(insert)),
-        sampling=_samples_waiting(buffer, table),
+        inserting=_waiting(lines.inserts, buffer.why_waiting),
+        sampling=idle or _waiting(lines.samples, buffer.why_waiting),
         age=_quantiles(now - columns.inserted_at[slots]),
         staleness=_quantiles(staleness),
         priority=_quantiles(columns.priority[slots]),
@@ -123,26 +119,14 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         flow=None if flow is None else pb.Flow(**vars(flow)),
         kept=kept.size,
         kept_bytes=int(columns.cost[kept].sum()),
-        archive_of=archive.source if (archive := _archive(buffer, table)) is not None else "",
+        archive_of=source,
         **table.counts(),
     )
 
 
-def _archive(buffer: ReplayBuffer, table: Table) -> Archiving | None:
-    """The archive, if the table is its own."""
-    archive = Archiving.of(buffer)
-    return archive if archive is not None and archive.table is table else None
-
-
-def _waiting(line: Line[Any], reason: str | None) -> pb.Waiting:
-    return pb.Waiting(count=line.awaited, reason=(line.awaited and reason) or "", seconds=line.standstill)
-
-
-def _samples_waiting(buffer: ReplayBuffer, table: Table) -> pb.Waiting:
-    line = buffer.lines[table.name].samples
-    if _archive(buffer, table) is not None:  # the archiver waits for the next item; that is no standstill
-        return pb.Waiting(count=len(line))
-    return _waiting(line, None if line.head is None else buffer.why_waiting(line.head))
+def _waiting(line: Line[Any], why_waiting: Callable[[Any], str]) -> pb.Waiting:
+    reason = why_waiting(line.head) if line.awaited and line.head is not None else ""
+    return pb.Waiting(count=line.awaited, reason=reason, seconds=line.standstill)
 
 
 def _rhythm(activity: Activity, now: float) -> pb.Rhythm:
@@ -169,21 +153,16 @@ def _quantiles(values: FloatArray | IntArray) -> pb.Quantiles | None:
     return pb.Quantiles(**vars(Quantiles.of(values))) if values.size else None
 
 
-def checkpoint(summary: Summary) -> pb.CheckpointInfo:
+def checkpoint(found: Checkpoint) -> pb.CheckpointInfo:
     return pb.CheckpointInfo(
-        name=summary.name,
-        created=summary.created,
-        items=summary.items,
-        bytes=summary.bytes,
-        intact=True,
-        policy_version=summary.policy_version,
+        name=found.name,
+        created=found.created,
+        items=found.items,
+        bytes=found.bytes,
+        intact=not found.problem,
+        policy_version=found.policy_version,
+        problem=found.problem,
     )
-
-
-def listed_checkpoint(entry: Listed) -> pb.CheckpointInfo:
-    if entry.summary is None:
-        return pb.CheckpointInfo(name=entry.name, created=entry.created, problem=entry.problem)
-    return checkpoint(replace(entry.summary, name=entry.name))
 
 
 # ---------------------------------------------------------------------------------------------------- who is gone

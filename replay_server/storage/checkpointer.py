@@ -22,16 +22,8 @@ import lmdb
 import numpy as np
 
 from replay_server.errors import Refused, storage_failed
-from replay_server.storage.checkpoints import (
-    PARTIAL,
-    CheckpointDirectory,
-    Listed,
-    OpenCheckpoint,
-    Summary,
-    own_name,
-    seal,
-)
-from replay_server.storage.data_dir import UnusableDirectory, sync_directory
+from replay_server.storage.checkpoints import PARTIAL, Checkpoint, CheckpointDirectory, own_name, seal
+from replay_server.storage.data_dir import UnusableDirectory
 from replay_server.storage.lmdb import LmdbFile, LmdbStorage
 from replay_server.storage.memory import read_slices
 from replay_server.storage.records import Delta
@@ -70,9 +62,9 @@ class Checkpointer:
         self._copy = copy
         self._unsynced = 0
         self._turn = asyncio.Lock()
-        self._task: asyncio.Task[Summary] | None = None
+        self._task: asyncio.Task[Checkpoint] | None = None
         self._thread = ThreadPoolExecutor(1, "replay-checkpoint")
-        self._verifying = ThreadPoolExecutor(1, "replay-verify")
+        self._verifying = asyncio.Lock()
 
     async def run(self, every: float) -> None:
         """Writes one every so many seconds, until it is cancelled."""
@@ -87,18 +79,17 @@ class Checkpointer:
         """Waits for the checkpoint that is being written."""
         async with self._turn:
             self._thread.shutdown()
-            self._verifying.shutdown(cancel_futures=True)
 
-    async def listed(self, verify: bool = False) -> list[Listed]:
+    async def listed(self, verify: bool = False) -> list[Checkpoint]:
         """All checkpoints, the newest first. `verify` reads every byte of them, one file at a time for all clients."""
         listed = await asyncio.to_thread(self.directory.list)
         if not verify:
             return listed
-        loop = asyncio.get_running_loop()
-        found = [await loop.run_in_executor(self._verifying, self.directory.verify, entry.name) for entry in listed]
+        async with self._verifying:
+            found = [await asyncio.to_thread(self.directory.verify, entry.name) for entry in listed]
         return [entry for entry in found if entry is not None]
 
-    async def write(self, name: str = "") -> Summary:
+    async def write(self, name: str = "") -> Checkpoint:
         """Writes a checkpoint, named by the time if it has no `name`; one of the same name is replaced.
 
         A checkpoint that has begun is finished even if its client goes away. A client that leaves earlier gets none.
@@ -111,7 +102,7 @@ class Checkpointer:
         self._task.add_done_callback(lambda _: self._turn.release())
         return await asyncio.shield(self._task)
 
-    async def _make(self, name: str) -> Summary:
+    async def _make(self, name: str) -> Checkpoint:
         began = time.monotonic()
         try:
             created = await asyncio.to_thread(self._time)
@@ -123,27 +114,21 @@ class Checkpointer:
             try:
                 partial = folder / "data.mdb"
                 await (self._copy_memory(folder) if self._copy is None else self._copy(partial))
-                summary = await self._in_thread(seal, partial, name, created)
-                await asyncio.to_thread(_put_in_place, partial, path)
+                checkpoint = await self._in_thread(seal, partial, path, created)
             finally:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             await asyncio.to_thread(self.directory.prune, self._keep)
         except (OSError, lmdb.Error, UnusableDirectory) as error:
             why = f"checkpoint {name} could not be written: {error}; make room if its disk is full"
             raise storage_failed(why) from error
-        log.info(
-            "checkpoint %s: %d items with %d bytes in %.2f s",
-            path,
-            summary.items,
-            summary.bytes,
-            time.monotonic() - began,
-        )
-        return summary
+        seconds = time.monotonic() - began
+        log.info("checkpoint %s: %d items with %d bytes in %.2f s", path, checkpoint.items, checkpoint.bytes, seconds)
+        return checkpoint
 
     def _time(self) -> float:
         """Now, but after all checkpoints that there are: where the clock was set back the newest would be the first to
         be removed, and `latest` another one."""
-        latest = max((entry.created for entry in self.directory.list() if entry.summary is not None), default=0.0)
+        latest = max((entry.created for entry in self.directory.list() if not entry.problem), default=0.0)
         return max(time.time(), latest + _APART)
 
     async def _copy_memory(self, folder: Path) -> None:
@@ -156,7 +141,7 @@ class Checkpointer:
             known = list(buffer.known_keys)
             for start in range(0, len(known), _KEYS_PER_YIELD):
                 entry = collector.remembered_ids(buffer.known_keys.kind, known[start : start + _KEYS_PER_YIELD])
-                await self._commit(copy, Delta(state_records=[entry.record()]))
+                await self._commit(copy, Delta(remembered=[entry]))
             keys = np.fromiter(buffer.items, np.uint64, len(buffer.items))
             await self._in_thread(keys.sort)  # LMDB fills its pages in order
             collector.changed(keys)
@@ -191,8 +176,7 @@ class Checkpointer:
 def _write(
     copy: LmdbStorage, delta: Delta, keys: Sequence[int], sizes: Sequence[int], payloads: Sequence[Payload]
 ) -> None:
-    gone = copy.sizes(delta.removed)
-    copy.delete(list(gone), list(gone.values()))
+    copy.delete(delta.removed, [])
     there = copy.sizes(keys)
     missing = [place for place, key in enumerate(keys) if there.get(key) != sizes[place]] if there else range(len(keys))
     copy.put([keys[place] for place in missing], [payloads[place] for place in missing])
@@ -200,7 +184,7 @@ def _write(
     copy.end_commit(None)
 
 
-def restore_into_memory(buffer: ReplayBuffer, checkpoint: OpenCheckpoint) -> None:
+def restore_into_memory(buffer: ReplayBuffer, checkpoint: Checkpoint) -> None:
     """Fills a new buffer, whose storage keeps payloads in memory."""
     file = LmdbFile(checkpoint.path, subdir=False, readonly=True, lock=False)
     state = file.load()
@@ -212,12 +196,5 @@ def restore_into_memory(buffer: ReplayBuffer, checkpoint: OpenCheckpoint) -> Non
         buffer.storage.put(keys[part], [payload or () for payload in payloads])
     file.close()
     restore(buffer, state)
-    buffer.damaged += len(state.skipped)
     buffer.discard([key for key in damaged if key in buffer.items])
     log.info("restored %d items from checkpoint %s", len(buffer.items), checkpoint.path)
-
-
-def _put_in_place(partial: Path, path: Path) -> None:
-    """Renames a file and syncs the name to the disk."""
-    partial.rename(path)
-    sync_directory(path.parent)

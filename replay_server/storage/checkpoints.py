@@ -20,12 +20,13 @@ import stat
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from xxhash import xxh3_64
 
 from replay_server.errors import invalid
+from replay_server.storage.data_dir import sync_directory
 from replay_server.storage.lmdb import LmdbFile
 from replay_server.storage.records import FORMAT, Damaged, of_another_version, pack, unpack
 
@@ -43,24 +44,26 @@ _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Listed:
-    """One file of the directory."""
-
-    name: str
-    created: float
-    summary: Summary | None
-    """None: the file is not a whole checkpoint."""
-    problem: str = ""
-
-
-@dataclass(frozen=True)
-class OpenCheckpoint:
-    """A checkpoint that has been verified as a whole."""
+class Checkpoint:
+    """What the seal of a file says."""
 
     path: Path
-    summary: Summary
-    size: int
+    created: float
+    """Seconds since the epoch."""
+    size: int = 0
     """Bytes of its LMDB file."""
+    checksum: int = 0
+    """Of those bytes."""
+    items: int = 0
+    bytes: int = 0
+    """Of all payloads."""
+    policy_version: int = 0
+    problem: str = ""
+    """Why it is not whole; "": it is, as far as was read."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name.removesuffix(SUFFIX)
 
 
 class CheckpointDirectory:
@@ -86,47 +89,32 @@ class CheckpointDirectory:
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise ValueError(f"[checkpoints] dir {self.path} cannot be written: Permission denied")
 
-    def list(self) -> list[Listed]:
+    def list(self) -> list[Checkpoint]:
         """All checkpoints, the newest first. Reads only their last bytes."""
-        found = [self._look(path, summary_of) for path in self.path.glob(f"*{SUFFIX}")]
+        found = [_look(path, sealed) for path in self.path.glob(f"*{SUFFIX}")]
         return sorted(filter(None, found), key=lambda entry: entry.created, reverse=True)
 
-    def verify(self, name: str) -> Listed | None:
+    def verify(self, name: str) -> Checkpoint | None:
         """Reads every byte of a checkpoint; None: it is gone."""
-        return self._look(self.file(name), lambda path: verified(path).summary)
+        return _look(self.file(name), verified)
 
-    def _look(self, path: Path, read: Callable[[Path], Summary]) -> Listed | None:
-        name = path.name.removesuffix(SUFFIX)
-        try:
-            status = path.stat()
-            if not _NAME.match(name) or not stat.S_ISREG(status.st_mode):
-                return None
-            summary = read(path)
-        except FileNotFoundError:
-            return None  # removed meanwhile
-        except (DamagedCheckpoint, OSError) as error:
-            return Listed(name, status.st_mtime, None, str(error))
-        return Listed(name, summary.created, summary)
-
-    def open(self, name: str) -> OpenCheckpoint:
+    def open(self, name: str) -> Checkpoint:
         """The checkpoint `name`, or "latest", or the newest whole one if that is damaged. Raises ValueError."""
         order = [entry.name for entry in self.list()]
         if name != "latest":
-            if not _NAME.match(name) or name not in order:
+            if name not in order:
                 raise ValueError(f"no checkpoint {name!r} in {self.path}; there are: {', '.join(order) or 'none'}")
             order = [name, *(other for other in order if other != name)]
         problem = ""
         for other in order:
-            path = self.path / (other + SUFFIX)
-            try:
-                checkpoint = verified(path)
-            except (DamagedCheckpoint, OSError) as error:
-                log.error("checkpoint %s cannot be restored: %s", path, error)
-                problem = problem or f": {other} {error}"
+            if (found := self.verify(other)) is None:
                 continue
-            if other != order[0]:
-                log.warning("falling back to checkpoint %s, the newest that is whole", other)
-            return checkpoint
+            if not found.problem:
+                if other != order[0]:
+                    log.warning("falling back to checkpoint %s, the newest that is whole", other)
+                return found
+            log.error("checkpoint %s cannot be restored: %s", found.path, found.problem)
+            problem = problem or f": {other} {found.problem}"
         raise ValueError(f"no checkpoint that can be restored in {self.path}{problem}")
 
     def prune(self, keep: int) -> None:
@@ -134,7 +122,7 @@ class CheckpointDirectory:
         for partial in self.path.glob(f"auto-*{SUFFIX}{PARTIAL}"):
             if _OWN_NAME.match(partial.name.removesuffix(SUFFIX + PARTIAL)):
                 shutil.rmtree(partial, ignore_errors=True)
-        own = [entry for entry in self.list() if _OWN_NAME.match(entry.name) and entry.summary is not None]
+        own = [entry for entry in self.list() if _OWN_NAME.match(entry.name) and not entry.problem]
         for entry in own[keep:]:
             self.file(entry.name).unlink(missing_ok=True)
             log.info("removed checkpoint %s: the last %d are kept", entry.name, keep)
@@ -149,48 +137,25 @@ class DamagedCheckpoint(ValueError):
     """A file that is not a whole checkpoint of this version, with the reason."""
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What the seal says of the contents."""
-
-    name: str
-    created: float
-    """Seconds since the epoch."""
-    items: int
-    bytes: int
-    """Of all payloads."""
-    policy_version: int
-
-
-def seal(path: Path, name: str, created: float) -> Summary:
-    """Completes a file that this process wrote, and syncs it to the disk."""
-    file = LmdbFile(path, subdir=False, readonly=True, lock=False)
-    summary = Summary(name, created, *file.totals())
+def seal(partial: Path, path: Path, created: float) -> Checkpoint:
+    """Completes a file that this process wrote, syncs it to the disk, and gives it its name."""
+    file = LmdbFile(partial, subdir=False, readonly=True, lock=False)
+    totals = file.totals()
     file.close()
-    size = path.stat().st_size
-    record = pack([FORMAT, size, _checksum(path, size), *astuple(summary)])
-    with path.open("ab") as end:
+    size = partial.stat().st_size
+    checksum = _checksum(partial, size)
+    record = pack([FORMAT, size, checksum, created, *totals])
+    with partial.open("ab") as end:
         end.write(record + _END.pack(len(record), _MARK))
         end.flush()
         os.fsync(end.fileno())
-    return summary
+    partial.rename(path)
+    sync_directory(path.parent)
+    return Checkpoint(path, created, size, checksum, *totals)
 
 
-def summary_of(path: Path) -> Summary:
+def sealed(path: Path) -> Checkpoint:
     """What a checkpoint holds, by its last bytes only. Raises DamagedCheckpoint."""
-    return _opened(path)[0].summary
-
-
-def verified(path: Path) -> OpenCheckpoint:
-    """A checkpoint of which every byte was read. Raises DamagedCheckpoint."""
-    checkpoint, expected = _opened(path)
-    if _checksum(path, checkpoint.size) != expected:
-        raise DamagedCheckpoint("its bytes are not what was written")
-    return checkpoint
-
-
-def _opened(path: Path) -> tuple[OpenCheckpoint, int]:
-    """A checkpoint of which only the seal was read, and the checksum of its pages."""
     size = path.stat().st_size
     with path.open("rb") as file:
         file.seek(max(0, size - _END.size))
@@ -202,14 +167,36 @@ def _opened(path: Path) -> tuple[OpenCheckpoint, int]:
             raise DamagedCheckpoint("its end is missing")
         file.seek(size - _END.size - length)
         try:
-            version, pages, checksum, *summary = unpack(file.read(length))
+            version, pages, checksum, *rest = unpack(file.read(length))
         except Damaged:
             raise DamagedCheckpoint("its end is damaged") from None
     if version != FORMAT:
         raise DamagedCheckpoint(of_another_version(f"with format {version}"))
     if pages != size - _END.size - length:
         raise DamagedCheckpoint("its bytes are not what was written")
-    return OpenCheckpoint(path, Summary(*summary), pages), checksum
+    created, *totals = rest
+    return Checkpoint(path, created, pages, checksum, *totals)
+
+
+def verified(path: Path) -> Checkpoint:
+    """A checkpoint of which every byte was read. Raises DamagedCheckpoint."""
+    checkpoint = sealed(path)
+    if _checksum(path, checkpoint.size) != checkpoint.checksum:
+        raise DamagedCheckpoint("its bytes are not what was written")
+    return checkpoint
+
+
+def _look(path: Path, read: Callable[[Path], Checkpoint]) -> Checkpoint | None:
+    """None: it is gone, or no file of ours."""
+    try:
+        status = path.stat()
+        if not _NAME.match(path.name.removesuffix(SUFFIX)) or not stat.S_ISREG(status.st_mode):
+            return None
+        return read(path)
+    except FileNotFoundError:
+        return None
+    except (DamagedCheckpoint, OSError) as error:
+        return Checkpoint(path, status.st_mtime, problem=str(error))
 
 
 def _checksum(path: Path, size: int) -> int:

@@ -26,6 +26,7 @@ from replay_server.storage.records import FORMAT, Damaged, of_another_version, u
 log = logging.getLogger("replay_server")
 
 KEY = struct.Struct(">Q")
+CHUNK_KEY = struct.Struct(">QQ")
 COMMIT = b"commit"
 COMMIT_RECORD = struct.Struct("<QQ")
 """FORMAT, number of the transaction."""
@@ -66,13 +67,10 @@ def put_aside(directory: Path) -> None:
         log.warning("what was in %s is in %s now; remove it when nothing of it is needed", directory, aside)
 
 
-def why_not_openable(path: Path, key_sizes: dict[bytes, int]) -> str:
-    """Why LMDB could crash on the file, or open another commit than the last one; "": it can open it.
-
-    `key_sizes`: the databases to check at once, with the bytes of their keys (8 or 16), which are in order as numbers.
-    """
+def why_not_openable(path: Path) -> str:
+    """Why LMDB could crash on the file, or open another commit than the last one; "": it can open it."""
     with path.open("rb") as file:
-        check = LmdbCheck(file, path.stat().st_size, {f"main/{name.decode()}": n for name, n in key_sizes.items()})
+        check = LmdbCheck(file, path.stat().st_size)
         try:
             check.check_version(path.parent)
             check.verify()
@@ -104,16 +102,17 @@ _BIG = 1
 _OVERFLOW = 4
 """Flag of such pages."""
 _PAGES_AT_ONCE = 4096
+_KEY_SIZES = {"main/items": KEY.size, "main/payloads": CHUNK_KEY.size}
+"""The large databases, with the bytes of their keys, whose order is that of the bytes."""
 
 
 class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
-    def __init__(self, file: BinaryIO, size: int, key_sizes: dict[str, int]) -> None:
+    def __init__(self, file: BinaryIO, size: int) -> None:
         super().__init__(file, size)
-        self._key_sizes = key_sizes
         self._unchecked: dict[int, bytes] = {}
         """Leaf pages of the database that is being walked, in order, by their numbers."""
-        self._last: npt.NDArray[np.void] | None = None
-        """The last key of the pages that were checked; None: none was."""
+        self._last = np.empty(0, np.bytes_)
+        """The last key of the pages that were checked; empty: none was."""
 
     def err(self, msg: str) -> None:
         raise lmdb_verify.VerifyError(msg)  # one problem is enough to refuse a file
@@ -128,21 +127,17 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
         return super()._verify_tree(name, db, *rest, is_free=is_free)
 
     def _walk_leaf(self, ctx: dict[str, Any], pgno: int, buf: bytes) -> None:
-        if ctx["name"] not in self._key_sizes:
+        if ctx["name"] not in _KEY_SIZES:
             super()._walk_leaf(ctx, pgno, buf)
             return
         self._unchecked[pgno] = buf
         if len(self._unchecked) == _PAGES_AT_ONCE:
-            self._check_walked(ctx)
-
-    def _check_walked(self, ctx: dict[str, Any]) -> None:
-        pages, self._unchecked = self._unchecked, {}
-        if pages:
-            self._last = self._check_leaves(ctx, pages, self._last)
+            self._check_leaves(ctx)
 
     def _check_counts(self, name: str, db: Any, ctx: dict[str, Any]) -> None:
-        self._check_walked(ctx)
-        self._last = None
+        if self._unchecked:
+            self._check_leaves(ctx)
+        self._last = self._last[:0]
         super()._check_counts(name, db, ctx)
 
     def _check_cover(self) -> None:
@@ -189,12 +184,11 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
             pass
         return None
 
-    def _check_leaves(
-        self, ctx: dict[str, Any], pages: dict[int, bytes], last: npt.NDArray[np.void] | None
-    ) -> npt.NDArray[np.void]:
-        """Checks leaf pages, in order, by their numbers, after the key `last`. Returns their last key."""
+    def _check_leaves(self, ctx: dict[str, Any]) -> None:
+        """Checks the leaf pages that were walked since the last time, and that their keys follow the last one."""
+        pages, self._unchecked = self._unchecked, {}
         numbers = list(pages)
-        name, psize, key_size = ctx["name"], self.psize, self._key_sizes[ctx["name"]]
+        name, psize, key_size = ctx["name"], self.psize, _KEY_SIZES[ctx["name"]]
 
         def refuse(bad: npt.NDArray[np.bool_], page: Words, what: str) -> None:
             if bad.any():
@@ -220,21 +214,13 @@ class LmdbCheck(_Verifier):  # type: ignore[misc]  # its type is not known
         order = np.lexsort((node, page))
         page_by, start_by, end_by = page[order], node[order], end[order]
         refuse((page_by[1:] == page_by[:-1]) & (start_by[1:] < end_by[:-1]), page_by[1:], "nodes that overlap")
-        # Each key as numbers of 8 bytes that have its order.
-        parts = [words[at + _NODE // 2 + place].byteswap().astype(np.uint64) for place in range(key_size // 2)]
-        keys = np.zeros(page.size + 1, dtype=[("high", np.uint64), ("low", np.uint64)])
-        for column, of_it in zip(("high", "low"), (parts[:4], parts[4:]), strict=True):
-            for part in of_it:
-                keys[column][1:] = keys[column][1:] << np.uint64(16) | part
-        keys[:1] = keys[1:2] if last is None else last
-        before, after = keys[:-1], keys[1:]
-        rising = (before["high"] < after["high"]) | ((before["high"] == after["high"]) & (before["low"] < after["low"]))
-        rising[:1] |= last is None
-        refuse(~rising, page, "keys out of order")
+        found = words[(at + _NODE // 2)[:, None] + np.arange(key_size // 2)].view(f"S{key_size}")[:, 0]
+        keys = np.concatenate([self._last.astype(found.dtype), found])
+        refuse(keys[1:] <= keys[:-1], page[found.size + 1 - keys.size :], "keys out of order")
+        self._last = keys[-1:]
         ctx["entries"] += page.size
         if big.any():
             self._check_overflow(ctx, words, at[big] + (_NODE + key_size) // 2, size[big])
-        return keys[-1:]
 
     def _check_overflow(self, ctx: dict[str, Any], words: npt.NDArray[np.uint16], at: Words, size: Words) -> None:
         """Checks the overflow pages of large values; `at` is where the nodes name the first page."""

@@ -35,7 +35,7 @@ from typing import Literal
 import lmdb
 
 from replay_server.errors import Refused, broken, try_again
-from replay_server.storage.data_dir import DamagedDirectory, UnusableDirectory
+from replay_server.storage.data_dir import DamagedDirectory
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import MAX_KNOWN_KEYS, ReplayBuffer
@@ -69,34 +69,21 @@ class Journal:
     def start(cls, buffer: ReplayBuffer, storage: LmdbStorage) -> Journal:
         """Fills the buffer from its storage, and keeps that up to date from then on. Raises UnusableDirectory."""
         began = time.monotonic()
+        state = storage.load()
+        # Without this a killed restore would be followed by an empty server.
+        if storage.was_written and not state.state_records:
+            raise DamagedDirectory(storage.directory, "a checkpoint was not restored into it to the end")
         try:
-            state = storage.load()
-            # Without this a killed restore would be followed by an empty server.
-            if storage.was_written and not state.state_records:
-                raise DamagedDirectory(storage.directory, "a checkpoint was not restored into it to the end")
             collector = ChangeCollector(buffer, state)
             buffer.watchers.append(collector)
             restore(buffer, state)
-        except UnusableDirectory:
-            raise
         except ValueError as error:
             raise DamagedDirectory(storage.directory, str(error)) from error
-        buffer.damaged += len(state.skipped)
-        log.info(
-            "%s: %d items with %d bytes, loaded in %.2f s",
-            storage.directory,
-            len(buffer.items),
-            buffer.bytes,
-            time.monotonic() - began,
-        )
+        seconds, of = time.monotonic() - began, storage.directory
+        log.info("%s: %d items with %d bytes, loaded in %.2f s", of, len(buffer.items), buffer.bytes, seconds)
         if state.skipped or state.damaged:
-            log.error(
-                "%s: %d items and %d other records are damaged and were left out; the first items are %s",
-                storage.directory,
-                len(state.skipped),
-                state.damaged,
-                state.skipped[:10],
-            )
+            lost = f"{len(state.skipped)} items and {len(state.damaged)} other records"
+            log.error("%s: %s are damaged and were left out; the first items are %s", of, lost, state.skipped[:10])
         return cls(buffer, storage, collector)
 
     @property
@@ -177,10 +164,12 @@ class Journal:
         except lmdb.Error as error:
             if not storage.error:
                 log.error("cannot write to %s, inserts are refused until it can be: %s", storage.directory, error)
-            unwritten = storage.end_commit(error)
             for some in (*slices, delta):
                 self._collector.not_written(some)
-            self._roll_back(unwritten)
+            gone = self._buffer.roll_back(storage.end_commit(error))
+            for key in gone:
+                self._rolled_back.forget(key)  # to the end
+            self._rolled_back.remember(gone)
             why = f"data_dir {storage.directory} cannot be written: {error}; make room, and ask again"
             raise try_again(why) from error
         if storage.error:
@@ -190,12 +179,6 @@ class Journal:
         while slices:  # to free the records of a million items at once takes 50 ms
             slices.pop()
             await asyncio.sleep(0)
-
-    def _roll_back(self, unwritten: list[int]) -> None:
-        gone = self._buffer.roll_back(unwritten)
-        for key in gone:
-            self._rolled_back.forget(key)  # to the end
-        self._rolled_back.remember(gone)
 
 
 def _fail(ticket: asyncio.Future[None], error: Exception) -> None:

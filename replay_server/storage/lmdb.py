@@ -39,6 +39,7 @@ from xxhash import xxh3_64, xxh3_64_digest
 
 from replay_protos.framing import cut
 from replay_server.storage.data_dir import (
+    CHUNK_KEY,
     COMMIT,
     COMMIT_RECORD,
     KEY,
@@ -83,7 +84,6 @@ MAP_SIZE = 1 << 42
 LOCK_BYTES = 8192
 """Of LMDB's lock file with its default of 126 readers."""
 _RECORDS_AT_ONCE = 1 << 16
-CHUNK_KEY = struct.Struct(">QQ")
 CHUNK_BYTES = 256 * 1024 - 16 - 8
 """Payload bytes in one value. With LMDB's page header and the checksum it fills its pages to the last byte. Small
 chunks reuse the space of deleted ones: whole values of up to 5 MB would need half as much space again."""
@@ -117,6 +117,8 @@ class Unwritten:
     """By key."""
     gone: list[int] = field(default_factory=list)
     """Keys of payloads to delete from the file."""
+    nbytes: int = 0
+    """Of the parts."""
 
 
 class LmdbFile:
@@ -205,10 +207,6 @@ class LmdbStorage(LmdbFile):
         """What the next commit writes."""
         self._taken = Unwritten()
         """What the running commit writes."""
-        self._taken_bytes = 0
-        """Payload bytes of that."""
-        self.unwritten = 0
-        """Payload bytes that no commit has written yet."""
         self.commits = 0
         self.error = ""
         """Why the last commit failed, if it did."""
@@ -222,6 +220,11 @@ class LmdbStorage(LmdbFile):
         """Whether a commit has ended in this directory, now or in a file that was put aside since."""
         return os.fstat(self._lock).st_size > 0
 
+    @property
+    def unwritten(self) -> int:
+        """Payload bytes that no commit has written yet."""
+        return self._taken.nbytes + self._next.nbytes
+
     def _check_openable(self) -> None:
         path = self.directory / "data.mdb"
         if not path.exists() or not path.stat().st_size:
@@ -229,7 +232,7 @@ class LmdbStorage(LmdbFile):
                 raise DamagedDirectory(self.directory, "data.mdb is gone or empty")
         elif self._unsynced.exists() and self._unsynced.read_text() != boot_id():
             raise DamagedDirectory(self.directory, 'the machine stopped while a server with fsync = "never" wrote')
-        elif problem := why_not_openable(path, {b"items": KEY.size, b"payloads": CHUNK_KEY.size}):
+        elif problem := why_not_openable(path):
             raise DamagedDirectory(self.directory, problem)
 
     def _open(self) -> None:
@@ -252,11 +255,11 @@ class LmdbStorage(LmdbFile):
     def put(self, keys: Sequence[int], payloads: Sequence[Payload]) -> None:
         parts = [Part(0, payload, True) for payload in payloads]
         self._next.parts.update(zip(keys, parts, strict=True))
-        self.unwritten += sum(part.size for part in parts)
+        self._next.nbytes += sum(part.size for part in parts)
 
     def extend(self, key: int, size: int, segment: Payload) -> None:
         self._next.parts[key] = self._next.parts.get(key, Part(size, (), False)).extended(segment)
-        self.unwritten += sum(map(len, segment))
+        self._next.nbytes += sum(map(len, segment))
 
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
         if self._next.parts or self._taken.parts:
@@ -288,7 +291,7 @@ class LmdbStorage(LmdbFile):
         following = self._next
         for key in keys:
             if (part := following.parts.pop(key, None)) is not None:
-                self.unwritten -= part.size
+                following.nbytes -= part.size
             following.gone.append(key)  # also a new one: a commit that failed may have left chunks of it in the file
 
     def why_full(self, nbytes: int) -> str | None:
@@ -329,16 +332,13 @@ class LmdbStorage(LmdbFile):
         blocks, error = (self.directory / "data.mdb").stat().st_blocks, self.error
         if not error and self._lacking:  # nobody may insert any more, so look whether there is room now
             error = self.why_full(self._lacking) or ""
-        return StorageFacts(
-            "lmdb", disk_bytes=blocks * 512, commits=self.commits, error=error, fell_back=self.fell_back
-        )
+        return StorageFacts("lmdb", blocks * 512, self.commits, error, self.fell_back)
 
     # ------------------------------------------------------------------------------------------------ commits
 
     def begin_commit(self) -> Unwritten:
         """The payloads to write and to delete in the next commit. They can be read until it has ended."""
         self._taken, self._next = self._next, Unwritten()
-        self._taken_bytes = self.unwritten
         return self._taken
 
     def commit(self, delta: Delta, payloads: Unwritten, slices: Sequence[Delta] = ()) -> None:
@@ -380,11 +380,11 @@ class LmdbStorage(LmdbFile):
         for key in delta.removed:
             txn.delete(KEY.pack(key), db=self._items)
         txn.cursor(self._items).putmulti([(KEY.pack(key), record) for key, record in records])
-        for piece in delta.state_records:
-            if piece.record is None:
-                txn.delete(piece.name, db=self._pieces)
+        for name, piece in delta.named_records().items():
+            if piece is None:
+                txn.delete(name, db=self._pieces)
             else:
-                txn.put(piece.name, piece.record, db=self._pieces)
+                txn.put(name, piece, db=self._pieces)
 
     @property
     def changed(self) -> bool:
@@ -404,14 +404,13 @@ class LmdbStorage(LmdbFile):
             self._mark_used()
             self.error = ""
             self.commits += 1
-            self.unwritten -= self._taken_bytes
             return []
         self.error = f"the last commit failed ({error})"
-        deleted = taken.parts.keys() & set(following.gone)
-        self.unwritten -= sum(taken.parts[key].size for key in deleted)
+        deleted = set(following.gone)
         following.gone = taken.gone + following.gone
         kept = {key: part for key, part in taken.parts.items() if key not in deleted}
         for key, part in kept.items():
+            following.nbytes += part.size
             later = following.parts.get(key)
             following.parts[key] = part if later is None else part.extended(later.pieces)
         return [key for key, part in kept.items() if part.is_new]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from xxhash import xxh3_64_digest
 from replay_protos.labels import NO_LABELS, Labels, unpack_labels
 from replay_server.tables.columns import IntArray
 
-FORMAT = 4
+FORMAT = 5
 """Version of this layout. A server reads its own version only."""
 
 ITEM = np.dtype(
@@ -52,15 +53,11 @@ it and keeps it for a rollback, without or with the permit that it used."""
 
 _CHECKSUM = 8
 
-TABLE, SCOPE, LEASE, REMEMBERED, POLICY, CLOCK = (
-    b"table/",
-    b"scope/",
-    b"lease/",
-    b"remembered/",
-    b"policy",
-    b"clock",
-)
-"""Names of state records, or how they begin. Extensions name theirs themselves."""
+TABLE, SCOPE, LEASE, REMEMBERED = b"table/", b"scope/", b"lease/", b"remembered/"
+POLICY, CLOCK = b"policy", b"clock"
+"""Names of state records, or how they begin. Extensions name theirs themselves. Scopes and remembered ids end with a
+number of NUMBER, in the order in which they have to be restored."""
+NUMBER = b"%020d"
 
 
 def of_another_version(which: str) -> str:
@@ -79,9 +76,9 @@ class Damaged(Exception):
 class ItemRecords:
     """Records of items (n,) and of their rows in tables (m,). `owners` (m,), ascending: the index of its item."""
 
-    items: npt.NDArray[np.void]
-    rows: npt.NDArray[np.void]
-    owners: IntArray
+    items: npt.NDArray[np.void] = field(default_factory=lambda: np.empty(0, ITEM))
+    rows: npt.NDArray[np.void] = field(default_factory=lambda: np.empty(0, ROW))
+    owners: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     labels: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     """Packed labels of all items, one after the other."""
 
@@ -100,22 +97,13 @@ class ItemRecords:
         ]
 
 
-class StateRecord(NamedTuple):
-    """A named record of a table, scope, lease, remembered ids, the policy or admission; None: delete it."""
-
-    name: bytes
-    record: bytes | None
-
-
 class RememberedIds(NamedTuple):
     """Ids that one commit writes into one record, from the oldest to the newest."""
 
     name: bytes
     """Of the record."""
     kind: str
-    """Of Remembered; "": the record is damaged."""
-    stamp: int
-    """Ascends from record to record."""
+    """Of Remembered."""
     ids: list[int]
     answers: list[Any] | None
     """Of each id, where answers are durable."""
@@ -123,20 +111,11 @@ class RememberedIds(NamedTuple):
     @classmethod
     def all_of(cls, state: State) -> list[RememberedIds]:
         """Everything that a state remembers, in order."""
-        found = []
-        for name, record in state.state_records.items():
-            if name.startswith(REMEMBERED):
-                try:
-                    kind, stamp, ids, answers = unpack(record)
-                except Damaged:
-                    found.append(cls(name, "", 0, [], None))
-                else:
-                    found.append(cls(name, kind, stamp, np.frombuffer(ids, "<u8").tolist(), answers))
-        return sorted(found, key=lambda entry: entry.stamp)
+        found = state.named(REMEMBERED).items()
+        return [cls(name, kind, np.frombuffer(ids, "<u8").tolist(), answers) for name, (kind, ids, answers) in found]
 
-    def record(self) -> StateRecord:
-        ids = np.array(self.ids, "<u8").tobytes()
-        return StateRecord(self.name, pack([self.kind, self.stamp, ids, self.answers]))
+    def record(self) -> bytes:
+        return pack([self.kind, np.array(self.ids, "<u8").tobytes(), self.answers])
 
 
 def pack_items(items: ItemRecords) -> list[tuple[int, bytes]]:
@@ -178,15 +157,13 @@ def unpack_items(keys: Sequence[int], records: Sequence[bytes]) -> ItemRecords:
 
 def join_items(parts: Iterable[ItemRecords]) -> ItemRecords:
     """Joins the records of different items."""
-    parts = list(parts)
-    shifts = np.cumsum([0, *(len(part) for part in parts)])[:-1]
+    parts = [ItemRecords(), *parts]
+    ends = np.cumsum(list(map(len, parts)))
     return ItemRecords(
-        np.concatenate([np.empty(0, dtype=ITEM), *(part.items for part in parts)]),
-        np.concatenate([np.empty(0, dtype=ROW), *(part.rows for part in parts)]),
-        np.concatenate(
-            [np.empty(0, np.int64), *(part.owners + shift for part, shift in zip(parts, shifts, strict=True))]
-        ),
-        np.concatenate([np.empty(0, np.uint8), *(part.labels for part in parts)]),
+        np.concatenate([part.items for part in parts]),
+        np.concatenate([part.rows for part in parts]),
+        np.concatenate([part.owners + end - len(part) for part, end in zip(parts, ends, strict=True)]),
+        np.concatenate([part.labels for part in parts]),
     )
 
 
@@ -214,16 +191,20 @@ def unseal(record: bytes | memoryview) -> bytes | memoryview:
 class Delta:
     """All changes since the Delta before."""
 
-    items: ItemRecords = field(default_factory=lambda: join_items([]))
+    items: ItemRecords = field(default_factory=ItemRecords)
     """By ascending key."""
     removed: list[int] = field(default_factory=list)
     """Keys of items that are gone. Some were perhaps never written."""
-    state_records: list[StateRecord] = field(default_factory=list)
+    state_records: dict[bytes, bytes | None] = field(default_factory=dict)
+    """Of tables, scopes, leases, the policy and extensions, by name; None: delete it."""
     remembered: list[RememberedIds] = field(default_factory=list)
-    """What the records of remembered ids among `state_records` hold."""
 
     def __bool__(self) -> bool:
-        return bool(len(self.items) or self.removed or self.state_records)
+        return bool(len(self.items) or self.removed or self.state_records or self.remembered)
+
+    def named_records(self) -> dict[bytes, bytes | None]:
+        """All but those of items."""
+        return self.state_records | {entry.name: entry.record() for entry in self.remembered}
 
 
 @dataclass
@@ -231,27 +212,33 @@ class State:
     """The state of a whole buffer, without its payloads."""
 
     state_records: dict[bytes, bytes] = field(default_factory=dict)
-    items: ItemRecords = field(default_factory=lambda: join_items([]))
+    items: ItemRecords = field(default_factory=ItemRecords)
     skipped: list[int] = field(default_factory=list)
     """Keys of items that are left out because they are damaged."""
-    damaged: int = 0
-    """How many other records are damaged, and left out."""
+    damaged: list[bytes] = field(default_factory=list)
+    """Names of other records that are left out because they are damaged."""
 
+    @cached_property
+    def values(self) -> dict[bytes, Any]:
+        """What the records hold, in the order of their names. Raises ValueError if one that is needed is damaged."""
+        values = {}
+        for name, record in sorted(self.state_records.items()):
+            try:
+                values[name] = unpack(record)
+            except Damaged:
+                if not name.startswith((SCOPE, LEASE, REMEMBERED)):
+                    raise ValueError(f"the record {name.decode(errors='replace')!r} is damaged") from None
+                self.damaged.append(name)
+        return values
 
-def table_numbers(state: State) -> dict[int, str]:
-    """The tables by the numbers that rows use. Raises ValueError if the record of a table is damaged."""
-    return {
-        int(name.removeprefix(TABLE)): unpack_named(name, record)["name"]
-        for name, record in state.state_records.items()
-        if name.startswith(TABLE)
-    }
+    def named(self, start: bytes) -> dict[bytes, Any]:
+        """Those of the values whose names begin so."""
+        return {name: value for name, value in self.values.items() if name.startswith(start)}
 
-
-def unpack_named(name: bytes, record: bytes) -> Any:
-    try:
-        return unpack(record)
-    except Damaged:
-        raise ValueError(f"the record {name.decode(errors='replace')!r} is damaged") from None
+    @property
+    def tables(self) -> dict[int, str]:
+        """Their names by the numbers that rows use."""
+        return {int(name.removeprefix(TABLE)): value["name"] for name, value in self.named(TABLE).items()}
 
 
 def boot_id() -> str:
@@ -262,18 +249,15 @@ def boot_id() -> str:
         return ""
 
 
-def time_offset(state_records: Mapping[bytes, bytes], clock: float) -> float:
-    """What has to be added to the server's clock, which now shows `clock`, for the times of these records.
+def time_offset(values: Mapping[bytes, Any], clock: float) -> float:
+    """What has to be added to the server's clock, which now shows `clock`, for the times of these values of a State.
 
     The server's clock is monotonic, and the same for all processes of one boot. A server that is started again in the
     same boot keeps the offset of the one before, so that setting the wall clock changes no age and no lease. Only after
     a reboot does the wall clock say how much time has passed.
     """
-    if (record := state_records.get(CLOCK)) is not None:
-        booted, offset = unpack_named(CLOCK, record)
-        if booted and booted == boot_id():
-            return float(offset)
-    return wall_offset(clock)
+    booted, offset = values.get(CLOCK, ("", 0.0))
+    return float(offset) if booted and booted == boot_id() else wall_offset(clock)
 
 
 def wall_offset(clock: float) -> float:

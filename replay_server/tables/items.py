@@ -93,12 +93,13 @@ class DamagedPayloads(Exception):
 class StorageFacts:
     """What operators are told of a storage."""
 
-    name: str
+    storage: str
+    """Its name."""
     disk_bytes: int = 0
     """What its file occupies."""
     commits: int = 0
     """Transactions since the start."""
-    error: str = ""
+    commit_error: str = ""
     """Why the last commit failed; "": it did not."""
     fell_back: str = ""
     """Why the start went back to an older state, and to which; "": it did not."""

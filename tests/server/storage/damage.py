@@ -55,7 +55,6 @@ def open_buffer(directory: Path, fsync: bool = True) -> tuple[ReplayBuffer, Lmdb
         restore(buffer, state)
     except ValueError as error:
         raise DamagedDirectory(directory, str(error)) from error
-    buffer.damaged += len(state.skipped)
     return buffer, storage, collector
 
 

@@ -298,7 +298,7 @@ def test_any_flip_and_any_cut_of_a_checkpoint_is_noticed(tmp_path):
         client.checkpoint("whole")
     path = tmp_path / "checkpoints" / "whole.checkpoint"
     data = path.read_bytes()
-    assert verified(path).summary.items == 40
+    assert verified(path).items == 40
     rng, copy = random.Random(0), tmp_path / "copy"
     for _ in range(500):
         damaged = bytearray(data)
@@ -324,7 +324,7 @@ def test_a_checkpoint_whose_seal_has_another_length_does_not_hide_the_others(tmp
         path.write_bytes(data[:-16] + length.to_bytes(8, "little") + data[-8:])
         directory = CheckpointDirectory(path.parent)
         if length != right:
-            assert [(entry.name, entry.summary is None) for entry in directory.list()] == [
+            assert [(entry.name, bool(entry.problem)) for entry in directory.list()] == [
                 ("bad", True),
                 ("whole", False),
             ]
@@ -347,18 +347,18 @@ def test_what_is_named_like_a_checkpoint_and_is_no_file_is_in_nobodys_way(tmp_pa
 
 def test_a_checkpoint_that_nobody_waits_for_any_more_is_not_begun(tmp_path, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
-    put_in_place, make_calls, calls = checkpointer._put_in_place, OpenCalls.__init__, []
+    seal, make_calls, calls = checkpointer.seal, OpenCalls.__init__, []
 
-    def slowly(*paths):
+    def slowly(*arguments):
         begun.set()
         assert go_on.wait(200)
-        put_in_place(*paths)
+        return seal(*arguments)
 
     def make_known(open_calls, limits):
         make_calls(open_calls, limits)
         calls.append(open_calls)
 
-    monkeypatch.setattr(checkpointer, "_put_in_place", slowly)
+    monkeypatch.setattr(checkpointer, "seal", slowly)
     monkeypatch.setattr(OpenCalls, "__init__", make_known)
     with serving(tmp_path) as client:
         (open_calls,) = calls

@@ -13,7 +13,7 @@ from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
 from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, TableConfig
 from replay_server.rpc import administration
-from replay_server.storage import checkpointer, data_dir, records, state
+from replay_server.storage import checkpointer, data_dir, records
 
 HOURS = 5 * 3600.0
 TABLES = [TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}), TableConfig(name="pool")]
@@ -31,7 +31,7 @@ class Wall:
         clock = SimpleNamespace(**vars(time))
         clock.time = lambda: time.time() + self.ahead
         clock.time_ns = lambda: time.time_ns() + int(self.ahead * 1e9)
-        for module in (administration, checkpointer, data_dir, records, state):
+        for module in (administration, checkpointer, data_dir, records):
             monkeypatch.setattr(module, "time", clock)
 
 
@@ -41,7 +41,7 @@ def test_no_other_module_of_the_server_reads_the_wall_clock():
         for path in Path(replay_server.__file__).parent.rglob("*.py")
         if re.search(r"time\.time(_ns)?\(|datetime", path.read_text()) and path.parent.name != "cli"
     }
-    assert readers == {"administration", "checkpointer", "data_dir", "records", "state"}
+    assert readers == {"administration", "checkpointer", "data_dir", "records"}
 
 
 @pytest.fixture

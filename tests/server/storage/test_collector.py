@@ -26,7 +26,7 @@ def test_what_could_not_be_written_comes_again():
     delta = collector.collect()
     collector.written(delta)
     assert not collector.collect()
-    state = State({name: record for name, record in delta.state_records if record is not None}, delta.items)
+    state = State({name: record for name, record in delta.named_records().items() if record is not None}, delta.items)
     again = replay_buffer(tables, time.monotonic)
     again.storage.put([7, 8], [(b"x",), (b"y",)])
     restore(again, state)
@@ -71,7 +71,7 @@ def test_what_a_restart_finds_damaged_gives_its_place_in_a_queue_back():
     assert insert(buffer, 7, 8) == 2
     delta = collector.collect()
     second = unpack_items([8], [dict(pack_items(delta.items))[8]])
-    state = State(dict(delta.state_records), second)
+    state = State(delta.named_records(), second)
     again = replay_buffer(tables, time.monotonic)
     restore(again, state)
     assert (insert(again, 9), insert(again, 10)) == (1, 0)

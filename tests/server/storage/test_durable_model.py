@@ -51,8 +51,8 @@ class DurableMachine(test_model.ModelMachine):
             tables, lambda: self.now, storage=self.storage, rows_per_slice=test_model.ROWS_PER_SLICE, **self.rest
         )
         recorded = self.storage.load()
-        assert (recorded.skipped, recorded.damaged) == ([], 0)
         self.collector = ChangeCollector(buffer, recorded)
+        assert (recorded.skipped, recorded.damaged) == ([], [])
         buffer.watchers.append(self.collector)
         self.loading = buffer, recorded
         self.slices = []
@@ -94,9 +94,9 @@ class DurableMachine(test_model.ModelMachine):
 
         if copy_file:
             self.commit()
-            directory.file("here").unlink(missing_ok=True)
-            self.storage.copy_to(directory.file("here"))
-            seal(directory.file("here"), "here", 0.0)
+            partial = directory.path / "partial"
+            self.storage.copy_to(partial)
+            seal(partial, directory.file("here"), 0.0)
         else:
             asyncio.run(write())
         checkpoint = directory.open("here")

@@ -40,10 +40,10 @@ def records_of(payloads: dict[int, bytes]) -> ItemRecords:
     return ItemRecords(items, np.empty(0, dtype=ROW), np.empty(0, dtype=np.int64))
 
 
-class Failing(list):
+class Failing(dict):
     """Records of which none can be written."""
 
-    def __iter__(self):
+    def __or__(self, others):
         raise lmdb_library.DiskError("full")
 
 

@@ -190,7 +190,7 @@ def test_a_kill_between_two_slices_leaves_the_whole_change_and_no_payload(tmp_pa
     storage.close()
     again = LmdbStorage(tmp_path)
     state = again.load()
-    assert (state.items.items["key"].tolist(), state.skipped, state.damaged) == ([ROWS], [], 0)
+    assert (state.items.items["key"].tolist(), state.skipped, state.damaged) == ([ROWS], [], [])
     assert again.changed  # payloads without an item are to be deleted
     commit(again, ChangeCollector(replay_buffer([TableConfig(name="t")], lambda: 0.0), state))
     assert not again.changed
