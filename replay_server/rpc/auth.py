@@ -14,8 +14,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import grpc
 from grpc_reflection.v1alpha import reflection
@@ -24,6 +25,7 @@ from replay_protos.framing import SERVICE
 from replay_protos.transport import PemFiles, readable_by_others
 from replay_server.config import SecuritySection
 
+T = TypeVar("T")
 log = logging.getLogger("replay_server")
 
 
@@ -135,17 +137,16 @@ class Authorizer(grpc.aio.ServerInterceptor):
 
         Raises ValueError that names the file or the variable.
         """
-        path = section.tokens_file or environment.get("REPLAY_TOKENS_FILE") or None
-        self._path = None if path is None else Path(path)
-        self._watch = FileWatch(self._path)
-        self.tokens: Tokens | None = None
+        path = section.tokens_file or environment.get("REPLAY_TOKENS_FILE")
+        self.tokens: Reread[Tokens] | None = None
         """None: calls need no token."""
-        if self._path is not None:
-            self.tokens = Tokens.read(self._path)
-            if readable_by_others(self._path):
-                log.warning("tokens_file %s can be read by every user of this machine: chmod 600 it", self._path)
-        elif environment.get("REPLAY_TOKENS"):
-            self.tokens = Tokens(environment["REPLAY_TOKENS"], "REPLAY_TOKENS")
+        if path:
+            self.tokens = Reread("tokens_file", partial(Tokens.read, Path(path)), Path(path))
+            if readable_by_others(path):
+                log.warning("tokens_file %s can be read by every user of this machine: chmod 600 it", path)
+        elif text := environment.get("REPLAY_TOKENS"):
+            known = Tokens(text, "REPLAY_TOKENS")  # and not the text, which would stay in memory
+            self.tokens = Reread("REPLAY_TOKENS", lambda: known)
         self._calls: dict[asyncio.Task[Any], tuple[str, Role]] = {}
         """Open calls: the token of each, and the role that it needs."""
         self._refused, self._logged = 0, float("-inf")
@@ -208,13 +209,8 @@ class Authorizer(grpc.aio.ServerInterceptor):
 
     def _role_of(self, token: str) -> Role | None:
         assert self.tokens is not None
-        if self._path is not None and self._watch.has_changed():
-            try:
-                self.tokens = Tokens.read(self._path)
-                log.info("tokens_file %s was read again", self._path)
-            except ValueError as error:
-                log.error("%s; the tokens read before stay in force", error)
-        return self.tokens.role_of(token)
+        self.tokens.look()
+        return self.tokens.value.role_of(token)
 
     def _remember_call(self, token: str, needed: Role) -> None:
         """Lets `end_revoked` find the call that the current task answers."""
@@ -240,25 +236,36 @@ SECONDS_PER_LOOK = 1.0
 """Seconds between two looks at the files."""
 
 
-class FileWatch:
-    """Notices that files of tokens or certificates have changed."""
+class Reread(Generic[T]):
+    """What some files hold. They are read again when they change; while they cannot be used, the old value stands."""
 
-    def __init__(self, *files: Path | None) -> None:
-        """Files that are None are left out."""
+    def __init__(self, name: str, read: Callable[[], T], *files: Path | None) -> None:
+        """`name` is that of the option. `read` raises ValueError. Files that are None are left out."""
+        self._name = name
+        self._read = read
         self._files = [path for path in files if path is not None]
-        self._seen = self._look()
+        self._seen = self._state()
         self._looked = float("-inf")
+        self.value = read()
 
-    def has_changed(self) -> bool:
-        """Whether a file has changed since the last call that returned True. Looks at most once a second."""
+    def look(self) -> bool:
+        """Reads the files if they have changed. Returns whether there is a new value. Looks at most once a second."""
         now = time.monotonic()
         if now - self._looked < SECONDS_PER_LOOK:
             return False
         self._looked = now
-        before, self._seen = self._seen, self._look()
-        return self._seen != before
+        before, self._seen = self._seen, self._state()
+        if self._seen == before:
+            return False
+        try:
+            self.value = self._read()
+        except ValueError as error:
+            log.error("%s; what was read before stays in force", error)
+            return False
+        log.info("%s %s was read again", self._name, self._files[0])
+        return True
 
-    def _look(self) -> list[tuple[int, int, int]]:
+    def _state(self) -> list[tuple[int, int, int]]:
         # The clock of a file system moves every few milliseconds: who sees a file that was emptied, and is written in
         # the same moment, finds the same time again.
         try:
@@ -268,19 +275,16 @@ class FileWatch:
 
 
 class ServerCertificates:
-    """The server's TLS certificate, private key and client authority. They may change while it runs.
-
-    Reads changed files again. If the new files cannot be used, the certificates read before stay in
-    force.
-    """
+    """The server's TLS certificate, private key and client authority. They may change while it runs."""
 
     def __init__(self, section: SecuritySection) -> None:
         """Raises ValueError that names the file and the remedy."""
         self._section = section
-        self._watch = FileWatch(section.tls_cert, section.tls_key, section.tls_client_ca)
-        self._pem = self._read()
-        if section.tls_key is not None and readable_by_others(section.tls_key):
-            log.warning("tls_key %s can be read by every user of this machine: chmod 600 it", section.tls_key)
+        cert, key, ca = section.tls_cert, section.tls_key, section.tls_client_ca
+        read = partial(PemFiles.read, cert=cert, key=key, ca=ca, ca_name="tls_client_ca")
+        self._files = Reread("tls_cert", read, cert, key, ca)
+        if key is not None and readable_by_others(key):
+            log.warning("tls_key %s can be read by every user of this machine: chmod 600 it", key)
 
     def credentials(self) -> grpc.ServerCredentials | None:
         """The credentials for gRPC's port; None if the configuration does not ask for TLS."""
@@ -293,24 +297,11 @@ class ServerCertificates:
         )
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        assert self._pem.key is not None
-        assert self._pem.cert is not None
-        return grpc.ssl_server_certificate_configuration([(self._pem.key, self._pem.cert)], self._pem.ca)
+        pem = self._files.value
+        assert pem.key is not None
+        assert pem.cert is not None
+        return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
 
     def _changed_configuration(self) -> grpc.ServerCertificateConfiguration | None:
         """gRPC calls this for each handshake, on a thread of its own. None means: as before."""
-        if not self._watch.has_changed():
-            return None
-        try:
-            self._pem = self._read()
-        except ValueError as error:
-            log.error("%s; the certificates read before stay in force", error)
-            return None
-        log.info("tls_cert %s was read again", self._section.tls_cert)
-        return self._configuration()
-
-    def _read(self) -> PemFiles:
-        section = self._section
-        return PemFiles.read(
-            cert=section.tls_cert, key=section.tls_key, ca=section.tls_client_ca, ca_name="tls_client_ca"
-        )
+        return self._configuration() if self._files.look() else None

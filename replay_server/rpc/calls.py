@@ -69,24 +69,18 @@ class Call:
 
         The client of a stream may read slowly: the server holds little for it meanwhile.
         """
-        if (stall := self._method.stall_timeout) is None:
-            await self._write(response)
-            return
-        try:
-            async with asyncio.timeout(stall):
-                await self._write(response)
-        except TimeoutError:
-            raise deadline(
-                f"the answer was not read: the client took none of it for {stall:g} s (stall_timeout)"
-            ) from None
-
-    async def _write(self, response: Any) -> None:
         if (latencies := self._method.latencies) is not None:
             seconds = None if self._came is None else time.perf_counter() - self._came
             latencies.responded(self._method.name, response, seconds)
             self._came = None
-        if self.carrier is None or (response := await self.carrier.place(response)) is not None:
-            await self.context.write(response)
+        stall = self._method.stall_timeout
+        try:
+            async with asyncio.timeout(stall):
+                if self.carrier is None or (response := await self.carrier.place(response)) is not None:
+                    await self.context.write(response)
+        except TimeoutError:
+            why = f"the answer was not read: the client took none of it for {stall:g} s (stall_timeout)"
+            raise deadline(why) from None
 
 
 class Method:

@@ -140,16 +140,12 @@ class Clients:
         if client is not None and client.connection == context.peer():
             client.ended = True
 
-    def of(self, role: Side) -> Sequence[Client]:
-        """The clients with this role, the one seen last first."""
-        return [client for client in self if role in client.roles]
-
     def missed(self, role: Side) -> Sequence[Client]:
         """Those of whom something is expected: all that have not ended. Nobody if the one seen last has.
 
         One that was killed long ago, and replaced, is not waited for after its successor has ended.
         """
-        known = self.of(role)
+        known = [client for client in self if role in client.roles]
         return [] if known and known[0].ended else [client for client in known if not client.ended]
 
     def _see(self, name: str, connection: str, role: Side | None) -> Client:

@@ -185,10 +185,8 @@ class Inserts:
                 await self._extend(request, payloads)
             else:
                 self._seen(Side.GENERATOR)
-                first = True
-                for batch in batches_of(request, sizes, payloads):
-                    await self._insert(batch, first)
-                    first = False
+                for number, batch in enumerate(batches_of(request, sizes, payloads)):
+                    await self._insert(batch, number == 0)
             await self.answer(self._decided)
 
     async def _chunks(self, frame: Request, total: int) -> Sequence[bytes | memoryview] | None:

@@ -167,7 +167,8 @@ class OpenCalls:
             raise busy(f"{self.count} calls are open, which is as many as this server takes (max_calls); try later")
         self.open[method] += 1
         task = asyncio.current_task()
-        if endless and task is not None:
+        assert task is not None
+        if endless:
             self._endless.add(task)
         try:
             yield
@@ -180,5 +181,4 @@ class OpenCalls:
             raise
         finally:
             self.open[method] -= 1
-            if task is not None:
-                self._endless.discard(task)
+            self._endless.discard(task)

@@ -30,19 +30,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeVar
+from typing import Any
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame
 from replay_protos.label_columns import tags_message
-from replay_server.config import (
-    MAX_DRAWS,
-    MAX_EXCLUDE,
-    MAX_KEYS,
-    MAX_LEASE,
-    MAX_ROWS,
-    MAX_SCOPE,
-)
+from replay_server.config import MAX_DRAWS, MAX_EXCLUDE, MAX_KEYS, MAX_LEASE, MAX_ROWS, MAX_SCOPE
 from replay_server.errors import Refused, busy, invalid, try_again
 from replay_server.rpc.calls import Call, once, split_payloads
 from replay_server.rpc.clients import Seen, Side
@@ -57,7 +50,6 @@ from replay_server.tables.outstanding import MOST_ID, PendingSample, new_id
 from replay_server.tables.table import SampleBatch, SampleRequest
 from replay_server.tables.waiting import deadline_at
 
-T = TypeVar("T")
 Response = Frame[pb.SampleResponse]
 
 _LEAST_ID = 1 << 32
@@ -96,9 +88,6 @@ class SampleMethods:
                     draws.lease(draw, request.lease)
                 else:
                     draws.take(draw)
-            except DamagedPayloads as damage:
-                draws.drop(draw)
-                raise backend.buffer.refuse_damaged(damage) from None
             finally:
                 if not leased:
                     draws.drop(draw)
@@ -172,8 +161,6 @@ class OpenDraw:
     """Called when its batch is drawn, or cannot be. It must not change anything at once."""
     stream: DrawResponder | None
     """The stream with which the draw ends; None: it is leased, or a call of its own."""
-    in_use: bool
-    """Whether its reader uses the batch. It may then grow stale."""
     pending: PendingSample | None = None
     """Its place in the line of its table, and then its batch; None: it is leased since before a restart."""
     share: ExitStack = field(default_factory=ExitStack)
@@ -181,6 +168,11 @@ class OpenDraw:
     timer: asyncio.TimerHandle | None = None
     """Ends the wait at its deadline and, later, the lease."""
     ended: bool = False
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its reader uses the batch. It may then grow stale."""
+        return self.stream is None or self.request.lease > 0
 
 
 class OpenDraws:
@@ -193,12 +185,9 @@ class OpenDraws:
         self._buffer.outstanding.on_closed = self._closed
         for batch_id, seconds in self._buffer.outstanding.leased.items():  # of before a restart
             wanted = SampleRequest(1, 1, id=batch_id)
-            draw = OpenDraw(pb.SampleRequest(), wanted, "", 0.0, lambda _: None, None, in_use=True)
+            draw = OpenDraw(pb.SampleRequest(), wanted, "", 0.0, lambda _: None, None)
             self._by_id[batch_id] = draw
             self.lease(draw, seconds)
-
-    def __len__(self) -> int:
-        return len(self._by_id)
 
     def begin(
         self,
@@ -215,8 +204,7 @@ class OpenDraws:
             raise invalid(f"draw {wanted.id} has ended: choose a new id for each draw")
         if (attempt_before := self._by_id.get(wanted.id)) is not None:
             self.drop(attempt_before)  # its reader did not get the end of the answer
-        in_use = stream is None or request.lease > 0
-        draw = OpenDraw(request, wanted, client, ends_at, on_ready, stream, in_use)
+        draw = OpenDraw(request, wanted, client, ends_at, on_ready, stream)
         self._wait(draw)
         self._by_id[wanted.id] = draw
         return draw
@@ -224,7 +212,7 @@ class OpenDraws:
     def responses(self, draw: OpenDraw) -> Iterator[Response] | None:
         """The messages of the batch. None: it waits, or waits again because an item was damaged.
 
-        Raises Refused, which ends the draw, if there will be no batch. The messages raise DamagedPayloads.
+        Raises Refused, which ends the draw, if there will be no batch. So do the messages if an item is damaged.
         """
         if draw.ended:
             raise try_again("the same draw was asked for again, and the new request gets the batch")
@@ -275,7 +263,7 @@ class OpenDraws:
         pending.on_done = lambda: draw.on_ready(draw)
         self._set_timer(draw, left, buffer.time_out, pending)
 
-    def _set_timer(self, draw: OpenDraw, seconds: float, act: Callable[[T], None], of: T) -> None:
+    def _set_timer(self, draw: OpenDraw, seconds: float, act: Callable[[Any], None], of: object) -> None:
         """Calls `act(of)` after so many seconds, in place of what was to be called before."""
         if draw.timer is not None:
             draw.timer.cancel()
@@ -304,6 +292,9 @@ class OpenDraws:
         self._buffer.items.hold(held)
         try:
             yield from split_payloads(first, payloads)
+        except DamagedPayloads as damage:  # a part of it may be sent, so that its call cannot go on
+            self.drop(draw)
+            raise self._buffer.refuse_damaged(damage) from None
         finally:
             self._buffer.release(held)
 
@@ -350,7 +341,6 @@ class OpenDraws:
         if not self._buffer.take(draw_id, sent=draw.in_use, lease=seconds):
             self._remove(draw)
             return False
-        draw.in_use = True
         self.lease(draw, seconds)
         return True
 
@@ -501,11 +491,7 @@ class DrawResponder:
         except Refused as refusal:
             yield Frame(_refused(refusal, draw.request.id), ())
             return
-        try:
-            yield from responses
-        except DamagedPayloads as damage:  # a part of it may be sent, so that the stream cannot go on
-            self._draws.drop(draw)
-            raise self._buffer.refuse_damaged(damage) from None
+        yield from responses
         if draw.request.lease:
             self._draws.lease(draw, draw.request.lease)
 
