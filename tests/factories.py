@@ -30,10 +30,11 @@ from replay_client import RolloutGroup
 from replay_client.scoring import group_advantages
 from replay_server.storage.memory import MemoryStorage
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.columns import Columns
+from replay_server.tables.columns import Columns, IntArray
 from replay_server.tables.config import TableConfig
 from replay_server.tables.extensions import configured
 from replay_server.tables.items import Storage
+from replay_server.tables.table import Table
 from tests.commands import COMMAND, Running
 
 PATIENCE = 120.0
@@ -343,6 +344,12 @@ def slots_of(columns: Columns) -> dict[int, int]:
     """The slot of each key that is here."""
     slots = columns.occupied()
     return dict(zip(columns.key[slots].tolist(), slots.tolist(), strict=True))
+
+
+def remove_rows(table: Table, columns: Columns, slots: IntArray, reason: str) -> None:
+    """What becomes of the rows that leave a table which no buffer has."""
+    columns.leave(slots)
+    columns.free(slots)
 
 
 def replay_buffer(

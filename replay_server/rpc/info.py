@@ -29,7 +29,7 @@ from replay_server.tables.extensions.admission import Admission
 from replay_server.tables.extensions.archive import Archiving
 from replay_server.tables.extensions.construction import Construction
 from replay_server.tables.extensions.history import History
-from replay_server.tables.meters import Activity, Quantiles
+from replay_server.tables.meters import Meter, quantiles
 from replay_server.tables.table import Table
 from replay_server.tables.waiting import Line
 
@@ -100,8 +100,8 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         effective_priority=_quantiles(table.effective_priorities(slots)),
         inserts_per_second=table.inserted.per_second(now),
         samples_per_second=table.sampled.per_second(now),
-        insert_blocked_share=table.insert_blocked.share(now),
-        sample_blocked_share=table.sample_blocked.share(now),
+        insert_blocked_share=lines.inserts.blocked.share(now),
+        sample_blocked_share=lines.samples.blocked.share(now),
         limiter=pb.Limiter(
             samples_per_insert=limiter.samples_per_insert,
             min_size=limiter.min_size,
@@ -112,11 +112,11 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         ),
         inserted=_rhythm(table.inserted, now),
         sampled=_rhythm(table.sampled, now),
-        values=[pb.ValueInfo(**vars(value)) for value in table.balanced.values()] if table.balanced else [],
+        values=[pb.ValueInfo(**value) for value in table.balanced.values()] if table.balanced else [],
         waiting_rows=table.waiting.count,
         lacking=[pb.Lacking(name=name, items=items) for name, items in table.waiting.lacking().items()],
         waiting_seconds=max(0.0, now - table.waits_since) if table.waiting.count else 0.0,
-        flow=None if flow is None else pb.Flow(**vars(flow)),
+        flow=None if flow is None else pb.Flow(**flow),
         kept=kept.size,
         kept_bytes=int(columns.cost[kept].sum()),
         archive_of=source,
@@ -129,7 +129,7 @@ def _waiting(line: Line[Any], why_waiting: Callable[[Any], str]) -> pb.Waiting:
     return pb.Waiting(count=line.awaited, reason=reason, seconds=line.standstill)
 
 
-def _rhythm(activity: Activity, now: float) -> pb.Rhythm:
+def _rhythm(activity: Meter, now: float) -> pb.Rhythm:
     return pb.Rhythm(age=max(0.0, now - activity.last), usual=activity.rhythm.usual)
 
 
@@ -150,7 +150,7 @@ def clients(buffer: ReplayBuffer, known: Clients) -> list[pb.ClientInfo]:
 
 def _quantiles(values: FloatArray | IntArray) -> pb.Quantiles | None:
     """None of no values: then the message is absent, and its metrics are."""
-    return pb.Quantiles(**vars(Quantiles.of(values))) if values.size else None
+    return pb.Quantiles(**quantiles(values)) if values.size else None
 
 
 def checkpoint(found: Checkpoint) -> pb.CheckpointInfo:

@@ -32,6 +32,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame
 from replay_protos.label_columns import tags_message
@@ -102,10 +104,11 @@ class SampleMethods:
             raise invalid(f"{len(request.keys)} keys: at most {MAX_KEYS} in one request")
         buffer = self.backend.buffer
         buffer.check_open()
-        batch_id, missing = buffer.outstanding.draw_keys(buffer.table(request.table), request.keys)
-        if batch_id is not None:
+        keys, table = list(dict.fromkeys(request.keys)), buffer.table(request.table)
+        missing = table.columns.absent(keys)
+        if batch_id := buffer.outstanding.draw_keys(table, np.array(keys, dtype=np.uint64)):
             buffer.take(batch_id, sent=True)
-        return pb.MutationResponse(applied=len(set(request.keys)) - len(missing), missing=missing)
+        return pb.MutationResponse(applied=len(keys) - len(missing), missing=missing)
 
 
 def _side(backend: Backend, table: str) -> Side:
@@ -230,7 +233,6 @@ class OpenDraws:
         if (pending := draw.pending) is not None:
             for line in pending.lines:
                 line.set_ahead(pending, ahead)
-            self._buffer.mark_blocked(pending.tables)
 
     def _read(self, draw: OpenDraw, batch: SampleBatch) -> Iterator[Response] | None:
         """The messages of a batch; None: an item was damaged, so the draw waits again."""
@@ -302,9 +304,7 @@ class OpenDraws:
         """Adds the weight of the table, if the draw asks for it. Raises Refused."""
         if request.weigh:
             wanted = SampleRequest(1, 1, scope=request.scope, exclude=frozenset(request.exclude))
-            weight = self._buffer.table(request.table).weigh(wanted)
-            values = [pb.ValueWeight(**vars(value)) for value in weight.values]
-            response.weight.CopyFrom(pb.Weight(**vars(weight) | {"values": values}))
+            response.weight.CopyFrom(pb.Weight(**self._buffer.table(request.table).weigh(wanted)))
 
     # ------------------------------------------------------------------------------------------ how a draw ends
 

@@ -329,7 +329,7 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     # Before the tables drop what is stale or too much: these items are in their readers' hands.
     for batch_id, table_name, scope, seconds, keys in state.named(LEASE).values():
         leased = np.frombuffer(keys, dtype="<u8").astype(np.uint64)
-        buffer.outstanding.restore_lease(batch_id, table_name, leased, scope, seconds)
+        buffer.outstanding.restore_lease(batch_id, buffer.tables.get(table_name), leased, scope, seconds)
     # Makes all that was loaded fit the configuration. What that costs is logged.
     for extension in buffer.extensions:
         extension.reconcile()

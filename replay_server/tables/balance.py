@@ -24,25 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
 from replay_protos.labels import Labels
-from replay_server.tables.columns import FREE, MAX_BALANCED, SELECTABLE, Columns, FloatArray, IntArray, RowFacts
+from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, RowFacts
 from replay_server.tables.selectors import NONE, Selector
-
-
-@dataclass(frozen=True)
-class ValueWeight:
-    """What one value of a balanced table could be drawn for: the message ValueWeight of replay.proto."""
-
-    value: str
-    weight: float
-    """Of the value, as the table's `balance` says."""
-    total: float
-    squares: float
-    items: int
 
 
 @dataclass(frozen=True)
@@ -53,15 +42,6 @@ class ValueRows:
     rows: int
     share: float
     """The probability of each of these rows is multiplied by it."""
-
-
-@dataclass(frozen=True)
-class ValueItems:
-    """One value that items of a balanced table have: the message ValueInfo of replay.proto."""
-
-    name: str
-    items: int
-    weight: float
 
 
 class Balanced(Selector):
@@ -149,56 +129,71 @@ class Balanced(Selector):
         position = self._position.item(slot)
         return position < part.slots.size and part.slots[position] == slot and part.selector.holds(position)
 
-    def weigh_values(self, excluded: IntArray = NONE) -> list[ValueWeight]:
-        """What each value could be drawn for, of those that have something to give; O(size)."""
+    def weigh_values(self, excluded: IntArray = NONE) -> list[dict[str, Any]]:
+        """What each value could be drawn for, of those that have something to give; O(size).
+
+        The fields of the message ValueWeight of replay.proto.
+        """
         left_out = self._positions_by_code(excluded)
         found = []
         for code, part in self._parts.items():
             without = left_out.get(code, NONE)
             if (items := int(self._left[code]) - without.size) > 0:
                 total, squares = part.selector.weigh(without)
-                found.append(ValueWeight(self._tag.values[code], float(self._weights[code]), total, squares, items))
+                value, weight = self._tag.values[code], float(self._weights[code])
+                found.append({"value": value, "weight": weight, "total": total, "squares": squares, "items": items})
         return found
 
     def _positions_by_code(self, slots: IntArray) -> dict[int, IntArray]:
         return {code: self._position[of_value] for code, of_value in self._by_value(slots)}
 
-    def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
-        left_out = self._positions_by_code(excluded)
+    def _left_without(self, left_out: dict[int, IntArray]) -> IntArray:
+        """By code: how many items can be drawn without these positions."""
         left = self._left.copy()
         for code, positions in left_out.items():
             left[code] -= positions.size
-        values = choose(self._weights, left, min(n, int(left.sum())), rng)
+        return left
+
+    def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
+        left_out = self._positions_by_code(excluded)
+        left = self._left_without(left_out)
+        codes = choose(self._weights, left, min(n, int(left.sum())), rng)
+        return self._select_each(codes, self._shares(left), rng, left_out)
+
+    def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        shares = self._shares(self._left)
+        return self._select_each(_draw(shares, n, rng) if shares.any() else NONE, shares, rng, None)
+
+    def _shares(self, left: IntArray) -> FloatArray:
+        """By code: the probability that a draw chooses this value first."""
         shares = np.where(left > 0, self._weights, 0.0)
-        shares /= shares.sum() or 1.0
-        slots, probabilities = np.zeros(values.size, dtype=np.int64), np.zeros(values.size)
-        for code, rows in _groups(values):
+        return np.asarray(shares / (shares.sum() or 1.0))
+
+    def _select_each(
+        self, codes: IntArray, shares: FloatArray, rng: np.random.Generator, left_out: dict[int, IntArray] | None
+    ) -> tuple[IntArray, FloatArray]:
+        """A slot of each value of `codes` (n,), and its probability. `left_out`: positions by code; None: repeats."""
+        slots, probabilities = np.zeros(codes.size, dtype=np.int64), np.zeros(codes.size)
+        for code, rows in _groups(codes):
             part = self._parts[code]
-            positions, within = part.selector.select(rows.size, rng, left_out.get(code, NONE))
+            if left_out is None:
+                positions, within = part.selector.select_repeated(rows.size, rng)
+            else:
+                positions, within = part.selector.select(rows.size, rng, left_out.get(code, NONE))
             slots[rows] = part.slots[positions]
             probabilities[rows] = shares[code] * within
         return slots, probabilities
 
-    def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
-        shares = np.where(self._left > 0, self._weights, 0.0)
-        if not (total := shares.sum()):
-            return NONE, np.zeros(0)
-        values = _draw(shares, n, rng)
-        slots, probabilities = np.zeros(n, dtype=np.int64), np.zeros(n)
-        for code, rows in _groups(values):
-            part = self._parts[code]
-            positions, within = part.selector.select_repeated(rows.size, rng)
-            slots[rows] = part.slots[positions]
-            probabilities[rows] = shares[code] / total * within
-        return slots, probabilities
+    def values(self) -> list[dict[str, Any]]:
+        """The values by name, with all their items but those that wait for columns.
 
-    def values(self) -> list[ValueItems]:
-        """The values by name, with all their items but those that wait for columns."""
+        The fields of the message ValueInfo of replay.proto.
+        """
         found = [
-            ValueItems(self._tag.values[code], part.size, float(self._weights[code]))
+            {"name": self._tag.values[code], "items": part.size, "weight": float(self._weights[code])}
             for code, part in self._parts.items()
         ]
-        return sorted(found, key=attrgetter("name"))
+        return sorted(found, key=itemgetter("name"))
 
     def one_too_many(self, labels: Sequence[Labels] | None) -> str | None:
         """Which value of new items (n,) is one more than can be balanced; None: they fit."""
@@ -208,39 +203,31 @@ class Balanced(Selector):
         new = {text for of_item in labels if tag.code(text := of_item.text(tag.name)) is None}
         return max(new) if new and len(tag) + len(new) > MAX_BALANCED else None
 
-    def available(self, wanted: Sequence[ValueRows], excluded: IntArray = NONE, *, distinct: bool) -> int:
-        """How many rows `select_values` would return, without the excluded slots, which the selector holds."""
-        left_out = self._positions_by_code(excluded)
-        rows = 0
+    def rows_of(
+        self, wanted: Sequence[ValueRows], excluded: IntArray = NONE, *, distinct: bool
+    ) -> tuple[IntArray, FloatArray]:
+        """The codes (n,) of so many rows of each value as there are, one value after the other; and the shares by code.
+
+        Of a value that has too few distinct rows come all of them. The selector holds the excluded slots.
+        """
+        left = self._left_without(self._positions_by_code(excluded))
+        codes, shares = [NONE], np.zeros(left.size)
         for each in wanted:
             code = self._tag.code(each.value)
-            if code is not None and code in self._parts and self._left[code]:
-                left = int(self._left[code]) - left_out.get(code, NONE).size
-                rows += min(each.rows, left) if distinct else each.rows
-        return rows
+            if code is not None and code in self._parts and left[code]:
+                codes.append(np.full(min(each.rows, left[code]) if distinct else each.rows, code))
+                shares[code] = each.share
+        return np.concatenate(codes), shares
 
     def select_values(
         self, wanted: Sequence[ValueRows], rng: np.random.Generator, excluded: IntArray = NONE, *, distinct: bool
     ) -> tuple[IntArray, FloatArray]:
-        """As `select` or `select_repeated`, with so many rows of each value, one value after the other.
+        """As `select` or `select_repeated`, the rows of `rows_of`.
 
-        The probability of a row is that within its value, times the share that is `wanted`. Of a value that has too few
-        distinct rows come all of them.
+        The probability of a row is that within its value, times the share that is `wanted`.
         """
-        left_out = self._positions_by_code(excluded)
-        slots, probabilities = [NONE], [np.zeros(0)]
-        for each in wanted:
-            code = self._tag.code(each.value)
-            if code is None or code not in self._parts or not self._left[code]:
-                continue
-            part = self._parts[code]
-            if distinct:
-                positions, within = part.selector.select(each.rows, rng, left_out.get(code, NONE))
-            else:
-                positions, within = part.selector.select_repeated(each.rows, rng)
-            slots.append(part.slots[positions])
-            probabilities.append(each.share * within)
-        return np.concatenate(slots), np.concatenate(probabilities)
+        codes, shares = self.rows_of(wanted, excluded, distinct=distinct)
+        return self._select_each(codes, shares, rng, self._positions_by_code(excluded) if distinct else None)
 
 
 class _Part(RowFacts):
@@ -252,21 +239,14 @@ class _Part(RowFacts):
         self.slots = np.zeros(0, dtype=np.int64)
         """By position: the slot in the table; -1 where the position is free."""
         self.size = 0
-        self._free: list[int] = []
         self.selector = build(self)
 
     def add(self, slots: IntArray, columns: Columns) -> IntArray:
         """Gives each of `slots` (n,) a position. Returns the positions (n,)."""
         n = slots.size
-        if len(self._free) < n:
-            old = self.slots.size
-            self._lengthen(max(16, 1 << (old + max(n - len(self._free), old) - 1).bit_length()))
-            self._free.extend(range(self.slots.size - 1, old - 1, -1))
-        positions = np.array(self._free[-n:], dtype=np.int64)
-        del self._free[-n:]
+        positions = np.array(self._claim(n), dtype=np.int64)
         self.size += n
         self.slots[positions] = slots
-        self.state[positions] = SELECTABLE
         self.priority[positions] = columns.priority[slots]
         self.policy_version[positions] = columns.policy_version[slots]
         self.order[positions] = columns.order[slots]
@@ -275,7 +255,6 @@ class _Part(RowFacts):
     def free(self, positions: IntArray) -> None:
         self.size -= positions.size
         self.slots[positions] = -1
-        self.state[positions] = FREE
         self._free.extend(positions.tolist())
 
 

@@ -40,7 +40,7 @@ from replay_server.tables.extensions.extension import Extension, PolicyChange, h
 from replay_server.tables.items import DamagedPayloads, InsertBatch, Items, Payload, Storage
 from replay_server.tables.leaving import ROWS_PER_SLICE
 from replay_server.tables.meters import Rhythm
-from replay_server.tables.outstanding import OutstandingBatches, PendingSample, check_sample
+from replay_server.tables.outstanding import OutstandingBatches, PendingSample, why_never
 from replay_server.tables.remembered import Remembered, Watcher
 from replay_server.tables.rules import (
     MAX_VERSION,
@@ -158,7 +158,7 @@ class ReplayBuffer:
         self.on_policy: set[Callable[[], None]] = set()
         """Called after every change of the policy."""
         self.watchers: list[Watcher] = []
-        self.outstanding = OutstandingBatches(self.tables, self.items, self.watchers)
+        self.outstanding = OutstandingBatches(self.items, self.watchers)
         self.known_keys: Remembered[frozenset[str]] = Remembered("keys", MAX_KNOWN_KEYS, self.watchers)
         """Of items: for which tables each was inserted. An insert is known as a retry also when its item is gone."""
         self.answers: Remembered[tuple[bytes, bytes]] = Remembered(
@@ -178,24 +178,16 @@ class ReplayBuffer:
         """Finds the hooks of extensions; those about a table are called for the tables that they concern."""
         for extension in extensions:
             extension.attach(self)
-        self._why_not, self._why_no_policy = hooks(extensions, "why_not"), hooks(extensions, "why_no_policy")
-        self._on_insert, self._on_policy = hooks(extensions, "on_insert"), hooks(extensions, "on_policy")
-        self._undo, self._serve = hooks(extensions, "undo"), hooks(extensions, "progress")
-        self._on_leave, self._on_reset = self._hooks_of_tables("on_leave"), self._hooks_of_tables("on_reset")
-        outstanding, items = self.outstanding, self.items
-        outstanding.on_take, outstanding.on_lease = self._hooks_of_tables("on_take"), self._hooks_of_tables("on_lease")
-        outstanding.on_consumed = self._tell_left
-        items.on_gone = hooks(extensions, "on_item_gone")
-        sparing = [each for each in extensions if any(each.concerns(table.config) for table in self.trained)]
+        self._why_not, self._on_insert = hooks(extensions, "why_not"), hooks(extensions, "on_insert")
+        self._serve, self.items.on_gone = hooks(extensions, "progress"), hooks(extensions, "on_item_gone")
+        for table in self.tables.values():
+            concerned = [each for each in extensions if each.concerns(table.config)]
+            table.on_take, table.on_lease = hooks(concerned, "on_take"), hooks(concerned, "on_lease")
+            table.on_left = hooks(concerned, "on_leave")
+        items, trained = self.items, [table.config for table in self.trained]
+        sparing = [each for each in extensions if any(map(each.concerns, trained))]
         items.spares, items.spare_keys = hooks(sparing, "spares"), hooks(sparing, "spare_keys")
         items.frees = hooks(sparing, "free")
-
-    def _hooks_of_tables(self, name: str) -> dict[str, tuple[Callable[..., Any], ...]]:
-        """The hooks of this name by table, of the extensions that concern it."""
-        return {
-            table.name: hooks([each for each in self.extensions if each.concerns(table.config)], name)
-            for table in self.tables.values()
-        }
 
     @property
     def bytes(self) -> int:
@@ -249,7 +241,6 @@ class ReplayBuffer:
             pending = PendingInsert(insert, tables, self.clock(), deadline_at)
             for table in tables:
                 self.lines[table.name].inserts.join(pending)
-            self.mark_blocked(tables)
             return 0, pending
         self._progress(self._enter(insert, tables))
         return n, None
@@ -331,7 +322,8 @@ class ReplayBuffer:
         """Draws a batch, now or as soon as it may be drawn. The result is its id, and the batch."""
         self.check_open()
         table = self.table(table_name)
-        check_sample(table, request)
+        if (refusal := why_never(table, request)) is not None:
+            raise refusal
         pending = PendingSample(table, request, self.clock(), deadline_at)
         self.lines[table.name].samples.join(pending)
         self._progress([table])
@@ -367,8 +359,7 @@ class ReplayBuffer:
     def clear_slice(self) -> None:
         """Clears away a slice of the rows that have left in a large change, and serves who waits for their bytes."""
         self.items.leaving.clear_slice()
-        if self.items.freed:
-            self._progress(self.tables.values())
+        self._progress(())
 
     def refuse_damaged(self, damage: DamagedPayloads) -> Refused:
         """Removes the damaged items. Returns the error for a client that has received a part of the response."""
@@ -378,30 +369,24 @@ class ReplayBuffer:
     def release(self, keys: Sequence[int]) -> None:
         """As `items.release`, and serves who waits for the bytes."""
         self.items.release(keys)
-        if self.items.freed:
-            self._progress(self.tables.values())
+        self._progress(())
 
     def left(self, table: Table, columns: Columns, slots: IntArray, reason: str) -> None:
         """These rows leave a table. Many are cleared away later."""
         items, later = self.items, slots.size > self.items.leaving.rows_per_slice
-        keys: list[int] = columns.key[slots].tolist() if reason and self._on_leave[table.name] else []
-        if later:
-            columns.leave(slots)
-        of_rows: KeyArray | list[int] = columns.key[slots] if later else columns.remove(slots)
+        told = table.on_left if reason else ()
+        keys: list[int] = columns.key[slots].tolist() if told or not later else []
+        columns.leave(slots)
         for watcher in self.watchers:
-            watcher.changed(of_rows)
+            watcher.changed(columns.key[slots] if later else keys)
         if later:
             items.leaving.add(columns, slots)
             items.freed = True  # an insert that waits for these bytes clears as many rows away as it needs
             items.tell_gone([key for each in self.extensions for key in each.marked if items.lost(key)])
         else:
-            items.release(of_rows)
-        if keys:
-            self._tell_left(table, keys, reason)
-
-    def _tell_left(self, table: Table, keys: Sequence[int], reason: str = "consumed") -> None:
-        for hook in self._on_leave[table.name]:
-            hook(table, reason, keys)
+            items.release(columns.free(slots))
+        for tell in told:
+            tell(table, reason, keys)
 
     # ------------------------------------------------------------------------------------------------ waiting
 
@@ -409,30 +394,27 @@ class ReplayBuffer:
         """Ends `pending` at its deadline. A sample gets min_samples or more, if available; else the reason."""
         if pending.done:
             return
-        n = 0
-        if isinstance(pending, PendingSample) and self.lines[pending.tables[0].name].samples.head is pending:
-            n = pending.tables[0].most_available(pending.request)
+        table, n = pending.tables[0], 0
+        if isinstance(pending, PendingSample) and self.lines[table.name].samples.head is pending:
+            n = table.most_available(pending.request)
         if isinstance(pending, PendingSample) and n >= pending.request.min_samples:
-            pending.finish(self.outstanding.draw(pending.tables[0], pending.request, n))
+            pending.finish(self.outstanding.draw(table, pending.request, n))
         else:
             pending.fail(deadline(self.why_waiting(pending)))
         self._progress(pending.tables)
 
     def why_waiting(self, pending: PendingInsert | PendingSample) -> str:
         """In words: "replay: sampling blocked: items there: 3, wanted: 5 (size 3 < min_size 5)"."""
-        tables = pending.tables
+        table = pending.tables[0]
         if isinstance(pending, PendingSample):
             # A sample for which min_samples are available still waits for num_samples until its deadline.
-            why = tables[0].why_no_sample(pending.request, pending.request.num_samples)
-            why = f"{tables[0].name}: sampling blocked: {why}" if why else None
+            what, why = "sampling", table.why_no_sample(pending.request, pending.request.num_samples)
+            why = f"{table.name}: sampling blocked: {why}" if why else None
         else:
-            why = self._rules.why_blocked(pending.insert, tables)
+            what, why = "inserting", self._rules.why_blocked(pending.insert, pending.tables)
         if why:
             return why + silence(pending, self.clock(), self.extensions)
-        lines, name = self.lines[tables[0].name], tables[0].name
-        if isinstance(pending, PendingSample):
-            return f"{name}: sampling blocked: {lines.samples.ahead_of(pending)} requests came first"
-        return f"{name}: inserting blocked: {lines.inserts.ahead_of(pending)} requests came first"
+        return f"{table.name}: {what} blocked: {pending.lines[0].ahead_of(pending)} requests came first"
 
     def abandon(self, pending: PendingInsert | PendingSample) -> None:
         """The client of `pending` went away."""
@@ -443,11 +425,13 @@ class ReplayBuffer:
     def _progress(self, tables: Iterable[Table]) -> None:
         """Serves the lines of `tables`, and of every table that this changes, until nothing more can proceed."""
         dirty = dict.fromkeys(table.name for table in tables)
-        served = dict(dirty)
-        while dirty:
+        while dirty or self.items.freed:
+            if self.items.freed:  # inserts into any table may have waited for the bytes
+                self.items.freed = False
+                dirty.update(dict.fromkeys(name for name, lines in self.lines.items() if lines.inserts))
+                continue
             name = next(iter(dirty))
             del dirty[name]
-            served[name] = None
             table, lines = self.tables[name], self.lines[name]
             changed = False
             while (sample := lines.samples.head) is not None:
@@ -460,10 +444,6 @@ class ReplayBuffer:
                 changed = True
             if changed:
                 dirty[name] = None
-            if self.items.freed:  # inserts into any table may have waited for the bytes
-                self.items.freed = False
-                dirty.update(dict.fromkeys(other for other, lines in self.lines.items() if lines.inserts))
-        self.mark_blocked([self.tables[name] for name in served])
         for serve in self._serve:
             serve()
 
@@ -490,14 +470,6 @@ class ReplayBuffer:
             pending.finish(None)
         dirty.update(dict.fromkeys(pending.insert.priorities))
         return True
-
-    def mark_blocked(self, tables: Iterable[Table]) -> None:
-        for table in tables:
-            lines = self.lines[table.name]
-            if table.insert_blocked.blocked != bool(lines.inserts):
-                table.insert_blocked.set(bool(lines.inserts), self.clock())
-            if table.sample_blocked.blocked != bool(lines.samples.awaited):
-                table.sample_blocked.set(bool(lines.samples.awaited), self.clock())
 
     def close(self) -> None:
         """Refuses everything from now on and ends every wait."""
@@ -545,7 +517,7 @@ class ReplayBuffer:
             holding = [table for table in self.tables.values() if key in table]
             if item is None or item.holders > len(holding) or key in self.items.closing:
                 continue
-            if not all(undo(key) for undo in self._undo):
+            if not all(each.undo(key) for each in self.extensions):
                 continue
             if any(table.columns.times_sampled[table.columns.slot(key)] for table in holding):
                 continue
@@ -564,8 +536,8 @@ class ReplayBuffer:
                 watcher.changed(list(table.columns.reserved))
                 watcher.scope_changed(table.name, "")
         for table in tables:
-            for hook in self._on_reset[table.name]:
-                hook(table)
+            for each in self.extensions:
+                each.on_reset(table)
         removed = sum(table.reset() for table in tables)
         self._progress(tables)
         return removed
@@ -591,9 +563,7 @@ class ReplayBuffer:
             if (refusal := self._rules.why_invalid(insert.insert, insert.tables)) is not None:
                 insert.fail(refusal)
         for sample in self.lines[table.name].samples:
-            try:
-                check_sample(table, sample.request)
-            except Refused as refusal:
+            if (refusal := why_never(table, sample.request)) is not None:
                 sample.fail(refusal)
         table.drop_stale()
         self._progress(self.tables.values())  # the ended waits may have stood first in the lines of other tables, too
@@ -616,8 +586,8 @@ class ReplayBuffer:
                 f"policy version {version} is below the current {change.before}; pass rollback=True (--rollback) "
                 f"if the trainer really went back"
             )
-        for why_not in self._why_no_policy:
-            if (refusal := why_not(change)) is not None:
+        for each in self.extensions:
+            if (refusal := each.why_no_policy(change)) is not None:
                 raise refusal
         if not (state and version == change.before):  # a state is named after its version, which is not set once more
             self.versions.beat(self.clock())
@@ -626,8 +596,8 @@ class ReplayBuffer:
             table.set_policy_version(version)
             table.flow.move(-1 if rollback else version - change.before)
             table.drop_stale()
-        for hook in self._on_policy:
-            hook(change)
+        for each in self.extensions:
+            each.on_policy(change)
         for table in self.tables.values():
             for pending in self.lines[table.name].inserts:
                 if (refused := self._rules.why_refused(pending.insert, [table])) is not None:

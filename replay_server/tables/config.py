@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic._internal._model_construction import ModelMetaclass  # pydantic has no public name for it
 
 from replay_protos.labels import MOST_COLUMN_BYTES
 from replay_protos.settings import explain, unknown_name
 from replay_server.tables import limiter as limiters
 from replay_server.tables import selectors
-from replay_server.tables.columns import MAX_BALANCED, IntArray, RowFacts
+from replay_server.tables.columns import MAX_BALANCED, RowFacts
 from replay_server.tables.limiter import RateLimiter
 from replay_server.tables.selectors import Selector
 
@@ -28,7 +28,7 @@ MAX_COUNT = 2**53
 MAX_INDEXED = 4
 """Tags that one table may index: each costs 4 bytes an item, and some work at each insert."""
 MAX_TAG_NAME, MAX_TAG_TEXT = 64, 256
-"""Bytes of the name and of the value of a tag."""
+"""Bytes of the name and of the value of a tag. Here characters are counted: what has more of them no item has."""
 MAX_KEPT_STATES = 1024
 """States of a trainer that a server remembers."""
 MOST_REQUIRED = 16
@@ -49,6 +49,8 @@ def parse_bytes(value: Any) -> Any:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+TagName = Annotated[str, Field(min_length=1, max_length=MAX_TAG_NAME)]
+ColumnName = Annotated[str, Field(min_length=1, max_length=MOST_COLUMN_BYTES)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**53)]
 
 
@@ -106,17 +108,17 @@ class SelectorConfig(_Tagged):
             raise ValueError(f"half_life belongs to 'prioritized', 'min_heap' or 'max_heap', not to {self.type!r}")
         return self
 
-    def build(self, columns: RowFacts, rows: Callable[[], IntArray] | None = None) -> Selector:
-        """A selector over the items of `columns`. `rows`: the slots of all items that it may hold; None: of all."""
+    def build(self, columns: RowFacts) -> Selector:
+        """A selector over items of `columns`."""
         match self.type:
             case "fifo" | "lifo":
                 return selectors.Fifo(columns, newest_first=self.type == "lifo")
             case "min_heap" | "max_heap":
-                return selectors.Heap(columns, self.type == "max_heap", self.half_life, rows)
+                return selectors.Heap(columns, self.type == "max_heap", self.half_life)
             case "uniform":
                 return selectors.Uniform(columns)
             case "prioritized":
-                return selectors.Prioritized(columns, self.exponent, self.half_life, rows)
+                return selectors.Prioritized(columns, self.exponent, self.half_life)
 
 
 class RateLimiterConfig(_Tagged):
@@ -165,34 +167,18 @@ class RateLimiterConfig(_Tagged):
 class BalanceConfig(Model):
     """Draws choose a value of a tag first, and then an item that has it; formulas in balance.py."""
 
-    tag: str
+    tag: TagName
     """The name of the tag. It is indexed without being named in `index`."""
-    weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]] = Field(default_factory=dict, max_length=MAX_BALANCED)
+    weights: dict[Annotated[str, Field(max_length=MAX_TAG_TEXT)], Annotated[float, Field(ge=0, le=1e9)]] = Field(
+        default_factory=dict, max_length=MAX_BALANCED
+    )
     """By value, relative to each other. A value that is not named has 1, and an item of a value with 0 is never drawn.
     An integer is named by its digits. The empty name `""` is that of items without the tag, which are one value
     together. Where a value has no item that can be drawn, its share goes to the others."""
 
-    @model_validator(mode="after")
-    def _checked(self) -> Self:
-        check_tag_name("tag", self.tag)
-        for value in self.weights:
-            if len(value.encode(errors="replace")) > MAX_TAG_TEXT:
-                raise ValueError(
-                    f"weights name a value of more than {MAX_TAG_TEXT} bytes, which no item has: {value[:40]!r}"
-                )
-        return self
-
     def weight(self, value: str) -> float:
         """The weight of a value, as text."""
         return self.weights.get(value, 1.0)
-
-
-def check_tag_name(field: str, name: str) -> None:
-    """Raises ValueError for what cannot be the name of a tag."""
-    if not 1 <= len(name.encode(errors="replace")) <= MAX_TAG_NAME:
-        raise ValueError(
-            f"{field} {name[:40]!r} cannot name a tag: write 1 to {MAX_TAG_NAME} bytes, as the items have it"
-        )
 
 
 class TableConfig(Model):
@@ -222,7 +208,7 @@ class TableConfig(Model):
     """What an insert into a full table does: let the remover make room, wait, or fail."""
     forward_to: str | None = None
     """The table that an item joins when it has been sampled here for the first time, unless its priority is 0."""
-    requires: tuple[str, ...] = Field((), max_length=MOST_REQUIRED)
+    requires: tuple[ColumnName, ...] = Field((), max_length=MOST_REQUIRED)
     """Columns without which no item is sampled here. It waits until `extend` has brought them. It counts for the size
     and for the bound of a queue meanwhile, and not for `min_size`."""
     seed: int | None = Field(None, ge=0)
@@ -230,17 +216,10 @@ class TableConfig(Model):
     keep_consumed: int = Field(0, ge=0, le=MAX_KEPT_STATES)
     """How many states a trainer can go back: what was consumed since the n-th last state that it named is kept. 0:
     nothing is kept. For a queue or stack."""
-    index: tuple[str, ...] = Field((), max_length=MAX_INDEXED)
+    index: tuple[TagName, ...] = Field((), max_length=MAX_INDEXED)
     """Names of tags by which items are found in one pass over an array, without looking at each item."""
     balance: BalanceConfig | None = None
     """Draws have fixed shares of the values of a tag; absent: the sampler alone chooses. Not for a queue or stack."""
-
-    @field_validator("requires", mode="before")
-    @classmethod
-    def _is_a_list(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            raise ValueError(f"{value!r} is not a list of names: write [{value!r}]")
-        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -258,20 +237,12 @@ class TableConfig(Model):
     def _checked(self) -> Self:
         if not TABLE_NAME.match(self.name):
             raise ValueError(f"table name {self.name!r}: letters, digits, '_', '-' and '.', at most 128 of them")
-        if len(set(self.requires)) < len(self.requires) or not all(self.requires):
-            raise ValueError(f"table {self.name!r} requires {list(self.requires)}: name each column once")
-        for name in self.requires:
-            if len(name.encode(errors="replace")) > MOST_COLUMN_BYTES:
-                raise ValueError(
-                    f"table {self.name!r} requires a column of more than {MOST_COLUMN_BYTES} bytes, which no item has: "
-                    f"{name[:40]!r}"
-                )
+        for field in ("requires", "index"):
+            names = getattr(self, field)
+            if len(set(names)) < len(names):
+                raise ValueError(f"table {self.name!r}: {field} names one twice: {', '.join(names)}")
         if self.forward_to == self.name:
             raise ValueError(f"table {self.name!r} cannot forward to itself")
-        for name in self.index:
-            check_tag_name("index", name)
-        if len(set(self.index)) < len(self.index):
-            raise ValueError(f"table {self.name!r}: index names a tag twice: {', '.join(self.index)}")
         if self.balance is not None and self.rate_limiter.type in ("queue", "stack"):
             raise ValueError(
                 f"table {self.name!r}: balance is not for a {self.rate_limiter.type}: a full {self.rate_limiter.type} "
@@ -407,12 +378,9 @@ def _one_table(section: str, what: str, given: str | None, tables: Sequence[Tabl
             raise ValueError(f"[{section}] table = {given!r}: there is no such table; tables: {names}")
         return given
     queues = [table for table in tables if table.rate_limiter.type in ("queue", "stack")]
-    for candidates in ([table for table in queues if table.forward_to is not None], queues, tables):
-        if len(candidates) == 1:
-            return candidates[0].name
-        if candidates:
-            tables = candidates
-            break
+    tables = [table for table in queues if table.forward_to is not None] or queues or tables
+    if len(tables) == 1:
+        return tables[0].name
     example = f"[{section}] table = {tables[0].name!r}" if tables else "[[tables]]"
     raise ValueError(
         f"[{section}] does not say which table is {what}, and {', '.join(table.name for table in tables)} could "

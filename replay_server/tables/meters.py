@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -42,33 +43,6 @@ class Counters:
     undone: int = 0
 
 
-class Meter:
-    """A sum over the last minute, in buckets of a second."""
-
-    def __init__(self, now: float) -> None:
-        self._started = now
-        self._second = int(now)
-        self._buckets = [0.0] * WINDOW
-        self.last = now
-        """When something was last added, or the start."""
-
-    def add(self, amount: float, now: float) -> None:
-        self._advance(now)
-        self._buckets[self._second % WINDOW] += amount
-        self.last = now
-
-    def per_second(self, now: float) -> float:
-        """The mean over the last minute, or over the time since the start if that is less."""
-        self._advance(now)
-        return sum(self._buckets) / min(WINDOW, max(1.0, now - self._started))
-
-    def _advance(self, now: float) -> None:
-        second = int(now)
-        for passed in range(self._second + 1, min(second, self._second + WINDOW) + 1):
-            self._buckets[passed % WINDOW] = 0.0
-        self._second = max(self._second, second)
-
-
 class Rhythm:
     """How often something usually happens.
 
@@ -100,16 +74,33 @@ class Rhythm:
         return median(pause for pause in self._pauses if pause >= third / 2)
 
 
-class Activity(Meter):
-    """A meter that also knows how often it usually moves."""
+class Meter:
+    """A sum over the last minute, in buckets of a second; and how often something is usually added."""
 
     def __init__(self, now: float) -> None:
-        super().__init__(now)
+        self._started = now
+        self._second = int(now)
+        self._buckets = [0.0] * WINDOW
+        self.last = now
+        """When something was last added, or the start."""
         self.rhythm = Rhythm(apart=1.0)
 
     def add(self, amount: float, now: float) -> None:
-        super().add(amount, now)
+        self._advance(now)
+        self._buckets[self._second % WINDOW] += amount
+        self.last = now
         self.rhythm.beat(now)
+
+    def per_second(self, now: float) -> float:
+        """The mean over the last minute, or over the time since the start if that is less."""
+        self._advance(now)
+        return sum(self._buckets) / min(WINDOW, max(1.0, now - self._started))
+
+    def _advance(self, now: float) -> None:
+        second = int(now)
+        for passed in range(self._second + 1, min(second, self._second + WINDOW) + 1):
+            self._buckets[passed % WINDOW] = 0.0
+        self._second = max(self._second, second)
 
 
 class BlockedTime:
@@ -140,15 +131,6 @@ class BlockedTime:
             self._meter.add(end - start, start)
             start = end
         self._since = now
-
-
-@dataclass(frozen=True)
-class FlowMeans:
-    """Flow in replay.proto has the same fields, and says what they mean."""
-
-    versions: int
-    drawn: float
-    staleness: float
 
 
 class FlowMeter:
@@ -183,30 +165,22 @@ class FlowMeter:
         self._began = True
         self._drawn = self._staleness = 0
 
-    def measured(self) -> FlowMeans | None:
-        """None while nothing was drawn in a whole version."""
+    def measured(self) -> dict[str, Any] | None:
+        """The fields of the message Flow of replay.proto; None while nothing was drawn in a whole version."""
         versions, drawn, staleness = (sum(each[place] for each in self._finished) for place in range(3))
         if not drawn:
             return None
-        return FlowMeans(len(self._finished), drawn / versions, staleness / drawn)
+        return {"versions": len(self._finished), "drawn": drawn / versions, "staleness": staleness / drawn}
 
 
-@dataclass(frozen=True)
-class Quantiles:
-    min: float = 0.0
-    p10: float = 0.0
-    p50: float = 0.0
-    p90: float = 0.0
-    max: float = 0.0
-    mean: float = 0.0
+def quantiles(values: FloatArray | IntArray) -> dict[str, float]:
+    """The fields of the message Quantiles of replay.proto, of at least one value (n,).
 
-    @classmethod
-    def of(cls, values: FloatArray | IntArray) -> Quantiles:
-        """Of more than MANY values, p10, p50 and p90 are those of so many drawn at random: to order a million would
-        hold up all clients for 60 ms. The share of values below an estimate is off by sqrt(p (1 - p) / MANY), half a
-        percent at the median. All else is exact."""
-        if values.size == 0:
-            return cls()
-        drawn = values if values.size <= MANY else values[_rng.integers(values.size, size=MANY)]
-        p10, p50, p90 = np.quantile(drawn, [0.1, 0.5, 0.9])
-        return cls(float(values.min()), float(p10), float(p50), float(p90), float(values.max()), float(values.mean()))
+    Of more than MANY values, p10, p50 and p90 are those of so many drawn at random: to order a million would hold up
+    all clients for 60 ms. The share of values below an estimate is off by sqrt(p (1 - p) / MANY), half a percent at the
+    median. All else is exact.
+    """
+    drawn = values if values.size <= MANY else values[_rng.integers(values.size, size=MANY)]
+    p10, p50, p90 = np.quantile(drawn, [0.1, 0.5, 0.9])
+    found = {"min": values.min(), "p10": p10, "p50": p50, "p90": p90, "max": values.max(), "mean": values.mean()}
+    return {name: float(value) for name, value in found.items()}

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -33,26 +33,11 @@ class PendingSample(Pending[tuple[int, SampleBatch]]):
         self.tables = [table]
         self.request = request
 
-    @property
-    def drawn(self) -> int | None:
-        """The id of the batch, once it is drawn."""
-        return None if self.value is None else self.value[0]
-
-
-Hook = Callable[[Table, SampleBatch], Iterable[Table]]
-"""What an extension does with a batch of a table; returns other tables that changed."""
-
 
 class OutstandingBatches:
-    def __init__(self, tables: Mapping[str, Table], items: Items, watchers: Sequence[Watcher]) -> None:
-        self._tables = tables
+    def __init__(self, items: Items, watchers: Sequence[Watcher]) -> None:
         self._items = items
         self._watchers = watchers
-        self.on_take: dict[str, tuple[Hook, ...]] = {}
-        self.on_lease: dict[str, tuple[Hook, ...]] = {}
-        """Hooks of extensions, by table, when a reader takes a batch for good, or uses it."""
-        self.on_consumed: Callable[[Table, Sequence[int]], None] = lambda table, keys: None
-        """Called with the keys of rows that left with a batch for good."""
         self.by_id: dict[int, tuple[Table, SampleBatch]] = {}
         self.leased: dict[int, float] = {}
         """The seconds for which each batch is leased, of those that are in use."""
@@ -69,14 +54,12 @@ class OutstandingBatches:
         batch = table.draw(request, n)
         return self._begin(table, batch, request.id or new_id()), batch
 
-    def draw_keys(self, table: Table, keys: Sequence[int]) -> tuple[int | None, list[int]]:
-        """Draws the rows of these keys. Returns the id of the batch, None if it is empty, and the missing keys."""
-        slots = table.columns.find(np.array(list(dict.fromkeys(keys)), dtype=np.uint64))
-        missing = [key for key in dict.fromkeys(keys) if key not in table]
-        found = slots[slots >= 0]
-        if not found.size:
-            return None, missing
-        return self._begin(table, table.draw_slots(found, np.ones(found.size)), new_id()), missing
+    def draw_keys(self, table: Table, keys: KeyArray, batch_id: int = 0, scope: str = "") -> int:
+        """Draws those of these rows that are there. Returns the id of the batch; 0: it would be empty."""
+        slots = table.columns.find(keys)
+        if not (found := slots[slots >= 0]).size:
+            return 0
+        return self._begin(table, table.draw_slots(found, np.ones(found.size), scope), batch_id or new_id())
 
     def _begin(self, table: Table, batch: SampleBatch, batch_id: int) -> int:
         # The batch takes over the table's hold of a row that the table has reserved for it.
@@ -95,7 +78,7 @@ class OutstandingBatches:
         """Whether a row of the batch has become too old, or its version was undone."""
         table, batch = self.by_id[batch_id]
         versions: list[int] = batch.policy_versions.tolist()
-        return any(map(table.too_stale, versions)) or (table.undone > 0 and any(map(table.is_undone, versions)))
+        return table.too_stale(min(versions)) or (table.undone > 0 and any(map(table.is_undone, versions)))
 
     def take(self, batch_id: int) -> list[Table]:
         """The batch is its reader's for good. Returns the tables that have changed."""
@@ -107,10 +90,11 @@ class OutstandingBatches:
             if batch.scope:
                 watcher.scope_changed(table.name, batch.scope)
         changed = [table]
-        for hook in self.on_take[table.name]:
+        for hook in table.on_take:
             changed += hook(table, batch)
         consumed = table.take(batch)
-        self.on_consumed(table, consumed)
+        for tell in table.on_left:
+            tell(table, "consumed", consumed)
         if consumed and (retained := table.columns.retained):
             keys = [key for key in keys if key not in retained]  # a retained row takes over the hold of the batch
         self._items.release(keys)
@@ -144,15 +128,15 @@ class OutstandingBatches:
         for watcher in self._watchers:
             watcher.lease_changed(batch_id)
             watcher.changed(batch.keys.tolist())
-        return [other for hook in self.on_lease[table.name] for other in hook(table, batch)]
+        return [other for hook in table.on_lease for other in hook(table, batch)]
 
-    def restore_lease(self, batch_id: int, table_name: str, keys: KeyArray, scope: str, seconds: float) -> None:
-        """Draws a leased batch of an older server again. All its items are in their tables."""
-        if (table := self._tables.get(table_name)) is not None:
-            slots = table.columns.find(keys)
-            if (found := slots[slots >= 0]).size:
-                self._begin(table, table.draw_slots(found, np.ones(found.size), scope), batch_id)
-                self.leased[batch_id] = seconds
+    def restore_lease(self, batch_id: int, table: Table | None, keys: KeyArray, scope: str, seconds: float) -> None:
+        """Draws a leased batch of an older server again. All its items are in their tables.
+
+        `table` None: it is not there any more.
+        """
+        if table is not None and self.draw_keys(table, keys, batch_id, scope):
+            self.leased[batch_id] = seconds
         for watcher in self._watchers:
             watcher.lease_changed(batch_id)
 
@@ -185,32 +169,33 @@ def new_id() -> int:
     return secrets.randbits(63)
 
 
-def check_sample(table: Table, request: SampleRequest) -> None:
-    """Raises Refused for a request that can never be served."""
+def why_never(table: Table, request: SampleRequest) -> Refused | None:
+    """Why a request can never be served, in any state of the table; None: it can."""
     config = table.config
     if request.num_samples < 1:
-        raise invalid("a batch has at least 1 sample (num_samples, or batch_size of a sampler), not 0")
+        return invalid("a batch has at least 1 sample (num_samples, or batch_size of a sampler), not 0")
     if not 1 <= request.min_samples <= request.num_samples:
-        raise invalid(f"min_samples must be from 1 to num_samples = {request.num_samples}, not {request.min_samples}")
+        return invalid(f"min_samples must be from 1 to num_samples = {request.num_samples}, not {request.min_samples}")
     if request.distinct and request.min_samples > config.max_size:
-        raise invalid(
+        return invalid(
             f"{request.min_samples} distinct samples of table {table.name!r} can never be there: its max_size is "
             f"{config.max_size}"
         )
     if request.min_samples > table.limiter.largest_batch():
-        raise invalid(
+        return invalid(
             f"{request.min_samples} samples at once can never be drawn from table {table.name!r}: its rate limiter "
             f"({config.rate_limiter.type}) stops inserting at {table.limiter.largest_batch():.12g}; ask for fewer "
             f"or widen the limiter"
         )
     if not request.distinct and (request.scope or request.exclude or config.max_times_sampled):
-        raise invalid("repeats cannot be combined with scope, exclude or a table with max_times_sampled")
+        return invalid("repeats cannot be combined with scope, exclude or a table with max_times_sampled")
     if request.values:
         rows = [each.rows for each in request.values]
         if min(rows) < 1 or sum(rows) != request.num_samples:
-            raise invalid(
+            return invalid(
                 f"the rows of the values of a draw must be above 0, and together num_samples = {request.num_samples}, "
                 f"not {sum(rows)}"
             )
         if table.balanced is None:  # it did when its weights were asked for
-            raise try_again(f"table {table.name!r} does not balance its draws any more: ask without values")
+            return try_again(f"table {table.name!r} does not balance its draws any more: ask without values")
+    return None

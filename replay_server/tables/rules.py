@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from replay_server.errors import Code, Refused, full, invalid, storage_failed, too_large
 from replay_server.tables.columns import MAX_BALANCED, FloatArray
@@ -35,11 +34,8 @@ class Known:
     """The item was inserted before. The insert is a retry, and is acknowledged without any effect."""
 
 
-@dataclass(slots=True)
 class Blocked:
     """The item has to wait."""
-
-    why: str
 
 
 class Outdated(Refused):
@@ -95,8 +91,7 @@ class InsertRules:
         for table in tables:
             if table.balanced is not None and (value := table.balanced.one_too_many(batch.labels)) is not None:
                 return _too_many_values(table, value)
-        why = self.why_blocked(batch, tables)
-        return None if why is None else Blocked(why)
+        return None if self.why_blocked(batch, tables) is None else Blocked()
 
     def _why_no_retry(self, batch: InsertBatch) -> Refused | None:
         """Why the first row is refused, whose key is known. Acknowledged, it would be in none of its tables."""
@@ -160,7 +155,7 @@ class InsertRules:
             if after > (table.config.max_bytes or math.inf):
                 bound = table.config.max_bytes
                 return too_large(f"{what}; table {table.name!r} holds at most {bound} bytes (max_bytes)")
-            if why := table.why_cannot_grow(key, nbytes):
+            if key in table and (why := table.why_full(0, nbytes)):
                 return full(f"{what}: table {table.name!r} is full: {why}; raise max_bytes, or bound it by max_size")
         if why := self._items.why_full(nbytes):
             return full(f"{what}: the server is full: {why}; raise max_bytes, or let tables hold less")

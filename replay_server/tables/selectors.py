@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
@@ -199,15 +198,9 @@ class Heap(Selector):
     do at any current version.
     """
 
-    def __init__(
-        self,
-        columns: RowFacts,
-        highest_first: bool = False,
-        half_life: float | None = None,
-        rows: Callable[[], IntArray] | None = None,
-    ) -> None:
+    def __init__(self, columns: RowFacts, highest_first: bool = False, half_life: float | None = None) -> None:
         self._columns = columns
-        self._freshness = None if half_life is None else Freshness(columns, half_life, rows or columns.occupied)
+        self._half_life = half_life
         self._sign = -1.0 if highest_first else 1.0
         self._tree = MinTree()
         self._count = 0
@@ -222,14 +215,14 @@ class Heap(Selector):
 
     def update(self, slots: IntArray) -> None:
         ranks = self._columns.priority[slots]
-        if self._freshness is not None:
+        if self._half_life is not None:
             logs = np.log2(ranks, out=np.full(slots.size, _LOG_OF_ZERO), where=ranks > 0)
-            ranks = logs + self._freshness.half_lives(slots)
+            ranks = logs + half_lives(self._columns, slots, self._half_life)
         self._tree.put(slots, self._sign * ranks, self._columns.order[slots])
 
     def version_moved(self, before: int) -> None:
-        if self._freshness is not None:
-            self.update(self._freshness.changed(before))
+        if self._half_life is not None:
+            self.update(recounted(self._columns, self._tree.positions(), before))
 
     def selectable(self) -> int:
         return self._count
@@ -280,38 +273,17 @@ class Uniform(Placed):
         return self._slots[rng.integers(self._count, size=n)], np.full(n, 1.0 / self._count)
 
 
-class Freshness:
-    """Tells the version of each item, in half-lives. An item newer than the current version counts as current.
+def half_lives(columns: RowFacts, slots: IntArray, half_life: float) -> FloatArray:
+    """The versions (n,) that `slots` (n,) count as, divided by the half-life.
 
-    O(1) for an item. A move of the version is O(size) if such newer items exist, else O(1).
+    An item newer than the current version counts as current.
     """
+    return np.asarray(np.minimum(columns.policy_version[slots], columns.current_version) / half_life)
 
-    def __init__(self, columns: RowFacts, half_life: float, rows: Callable[[], IntArray]) -> None:
-        self._columns = columns
-        self._rows = rows
-        self._half_life = half_life
-        self._newest = 0
-        """No item has a higher version."""
 
-    def half_lives(self, slots: IntArray) -> FloatArray:
-        """The versions (n,) that `slots` (n,) count as, divided by the half-life."""
-        versions = self._columns.policy_version[slots]
-        self._newest = max(self._newest, int(versions.max(initial=0)))
-        return np.asarray(np.minimum(versions, self._columns.current_version) / self._half_life)
-
-    def current(self) -> float:
-        """The current version, in half-lives."""
-        return self._columns.current_version / self._half_life
-
-    def changed(self, before: int) -> IntArray:
-        """The slots whose version counts differently since the current one was `before`."""
-        lower = min(before, self._columns.current_version)
-        if self._newest <= lower:
-            return NONE
-        slots = self._rows()
-        versions = self._columns.policy_version[slots]
-        self._newest = int(versions.max(initial=0))
-        return slots[versions > lower]
+def recounted(columns: RowFacts, slots: IntArray, before: int) -> IntArray:
+    """Those of `slots` (n,) whose version counts differently since the current one was `before`."""
+    return slots[columns.policy_version[slots] > min(before, columns.current_version)]
 
 
 class Prioritized(Selector):
@@ -323,17 +295,10 @@ class Prioritized(Selector):
     follows the newest item in large strides. Each stride costs one pass over all items.
     """
 
-    def __init__(
-        self,
-        columns: RowFacts,
-        exponent: float = 1.0,
-        half_life: float | None = None,
-        rows: Callable[[], IntArray] | None = None,
-    ) -> None:
+    def __init__(self, columns: RowFacts, exponent: float = 1.0, half_life: float | None = None) -> None:
         self._columns = columns
-        self._rows = rows or columns.occupied
         self._exponent = exponent
-        self._freshness = None if half_life is None else Freshness(columns, half_life, self._rows)
+        self._half_life = half_life
         self._reference = 0.0
         """The version that weights are relative to, in half-lives."""
         self._tree = SumTree()
@@ -348,29 +313,29 @@ class Prioritized(Selector):
         priorities = self._columns.priority[slots]
         # Priority 0 means weight 0 with every exponent, but 0 ** 0 is 1.
         weights = np.where(priorities > 0, priorities**self._exponent, 0.0)
-        if self._freshness is not None and slots.size:
-            half_lives = self._freshness.half_lives(slots)
-            if (newest := float(half_lives.max())) > self._reference + _STRIDE:
-                self._rebase(newest)
+        if self._half_life is not None and slots.size:
+            versions = half_lives(self._columns, slots, self._half_life)
+            if (newest := float(versions.max())) > self._reference + _STRIDE:
+                self._rebase(newest, slots)
                 return
-            weights *= np.exp2(half_lives - self._reference)
+            weights *= np.exp2(versions - self._reference)
             # A weight that underflows to 0 would be taken for priority 0, and the item would never be drawn.
             weights = np.where(priorities > 0, np.maximum(weights, _LEAST_WEIGHT), 0.0)
         self._tree.set(slots, weights)
 
     def version_moved(self, before: int) -> None:
-        if self._freshness is None:
+        if self._half_life is None:
             return
         # After a rollback no item counts as newer than the current version. Nor may the reference be newer.
-        if self._reference > (current := self._freshness.current()):
+        if self._reference > (current := self._columns.current_version / self._half_life):
             self._rebase(current)
         else:
-            self.update(self._freshness.changed(before))
+            self.update(recounted(self._columns, self._tree.positions(), before))
 
-    def _rebase(self, reference: float) -> None:
-        """Computes the weights of all items anew, relative to `reference`; O(size)."""
+    def _rebase(self, reference: float, new: IntArray = NONE) -> None:
+        """Computes the weights of all items anew, with those of `new` (n,), relative to `reference`; O(size)."""
         self._reference = reference
-        self.update(self._rows())
+        self.update(np.union1d(self._tree.positions(), new))
 
     def selectable(self) -> int:
         return self._tree.positive
@@ -384,14 +349,14 @@ class Prioritized(Selector):
         The weights of tables on several servers can therefore be compared.
         """
         self._lift()
-        slots = self._rows()
+        slots = self._tree.positions()
         if excluded.size:  # a difference of sums would lose all light items beside a heavy one
             slots = slots[~np.isin(slots, excluded)]
         weights = self._tree.get(slots)
         total, squares = float(weights.sum()), float(np.square(weights).sum())  # BLAS would start threads for a dot
-        if self._freshness is None:
+        if self._half_life is None:
             return total, squares
-        scale = float(np.exp2(self._reference - self._freshness.current()))
+        scale = float(np.exp2(self._reference - self._columns.current_version / self._half_life))
         return total * scale, squares * scale**2
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
@@ -427,27 +392,14 @@ class Prioritized(Selector):
 
         Their weights would be so small that rounding changes their proportions.
         """
-        if self._freshness is None or not 0 < self._tree.total < _LOW_TOTAL:
+        if self._half_life is None or not 0 < self._tree.total < _LOW_TOTAL:
             return
-        slots = self._rows()
-        newest = float(self._freshness.half_lives(slots[self._columns.priority[slots] > 0]).max())
+        newest = float(half_lives(self._columns, self._tree.positions(), self._half_life).max())
         if newest < self._reference:
             self._rebase(newest)
 
     def _draw(self, n: int, rng: np.random.Generator) -> IntArray:
         return self._tree.find(rng.random(n) * self._tree.total)
-
-
-def effective_priorities(
-    columns: RowFacts, slots: IntArray, exponent: float = 1.0, half_life: float | None = None
-) -> FloatArray:
-    """priority ** exponent * 2 ** (-staleness / half_life) of each of `slots` (n,); 0 where the priority is 0."""
-    priorities = columns.priority[slots]
-    effective = np.where(priorities > 0, priorities**exponent, 0.0)
-    if half_life is not None:
-        staleness = np.maximum(columns.current_version - columns.policy_version[slots], 0)
-        effective *= np.exp2(-staleness / half_life)
-    return effective
 
 
 _ZERO = np.zeros(1)
@@ -487,6 +439,10 @@ class Tree(Generic[S]):
         self._nodes: npt.NDArray[S] = np.full(2 * capacity, self._nothing)
         # Indexing a memoryview is much cheaper than indexing an array.
         self._scalars = cast("memoryview[float]", self._nodes.view(np.float64).data)
+
+    def positions(self) -> IntArray:
+        """The positions that are in use, ascending; O(capacity)."""
+        return np.flatnonzero(self._nodes[self.capacity :] != self._nothing)
 
     def get(self, positions: IntArray) -> npt.NDArray[S]:
         return self._nodes[positions + self.capacity]

@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_protos.labels import Labels
-from replay_server.tables.balance import Balanced, ValueRows, ValueWeight
+from replay_server.tables.balance import Balanced, ValueRows
 from replay_server.tables.columns import (
     SELECTABLE,
     WAITING,
@@ -51,9 +51,8 @@ from replay_server.tables.columns import (
     total,
 )
 from replay_server.tables.config import TableConfig
-from replay_server.tables.meters import Activity, BlockedTime, Counters, FlowMeter
+from replay_server.tables.meters import Counters, FlowMeter, Meter
 from replay_server.tables.remembered import Scopes
-from replay_server.tables.selectors import effective_priorities
 
 
 @dataclass
@@ -93,25 +92,6 @@ class SampleBatch:
         return int(self.keys.size)
 
 
-@dataclass(frozen=True)
-class Weight:
-    """What a table could be sampled for: the message Weight of replay.proto, field by field.
-
-    A client of several servers divides its batches by the weights of their tables.
-    """
-
-    total: float
-    squares: float
-    items: int
-    samples: int
-    ordered: bool
-    consuming: bool
-    size: int
-    reason: str
-    values: list[ValueWeight]
-    """Of a table that balances: each value that can be drawn."""
-
-
 _MOST_SAMPLES = 1 << 62
 """Stands for a rate limiter without a bound."""
 
@@ -127,10 +107,16 @@ class Table:
     """Seconds; never goes back."""
     on_leave: Callable[[Table, Columns, IntArray, str], None]
     """Called with the slots of items that leave the table, and why, except rows that are reserved for a batch. It has
-    to end the rows in these columns: with `remove`, or with `leave` and later `free`. "": what becomes of the items is
-    known already, or they were never really there."""
+    to end the rows in these columns with `leave`, and then or later `free`. "": what becomes of the items is known
+    already, or they were never really there."""
     labels_of: Callable[[Sequence[int]], Sequence[Labels] | None] = no_labels
     """The labels of items, by key; None: no item has any. Asked where columns are required or tags indexed."""
+    on_take: Sequence[Callable[[Table, SampleBatch], Iterable[Table]]] = ()
+    """Hooks of extensions, called when a reader takes a batch for good."""
+    on_lease: Sequence[Callable[[Table, SampleBatch], Iterable[Table]]] = ()
+    """Called when a reader uses a batch, and may still lose it."""
+    on_left: Sequence[Callable[[Table, str, Sequence[int]], None]] = ()
+    """Called with the reason and the keys of rows that have left."""
     counters: Counters = field(default_factory=Counters)
     undone: int = 0
     """The newest policy version that was undone. Those from the current one to here do not exist any more."""
@@ -139,14 +125,12 @@ class Table:
         self.rng = np.random.default_rng(self.config.seed)
         self._rng_seen: tuple[Mapping[str, Any], str] = {}, ""
         """Its state when it was last recorded, and as JSON."""
-        self.inserted = Activity(self.clock())
-        self.sampled = Activity(self.clock())
+        self.inserted = Meter(self.clock())
+        self.sampled = Meter(self.clock())
         self.flow = FlowMeter()
         """Of a table whose items are drawn once: otherwise nothing is noted."""
         self.waits_since = self.clock()
         """While rows wait: since when, and none of them was extended."""
-        self.insert_blocked = BlockedTime(self.clock())
-        self.sample_blocked = BlockedTime(self.clock())
         self._order = 0
         self.epoch = 0
         self._clear(current_version=0)
@@ -168,8 +152,7 @@ class Table:
         """The sampler, where the table balances."""
         if config.balance is not None:
             self.balanced = Balanced(columns, config.balance.tag, config.balance.weight, config.sampler.build)
-        ready = columns.selectable if config.requires else None
-        self.sampler = self.remover = self.balanced or config.sampler.build(columns, ready)
+        self.sampler = self.remover = self.balanced or config.sampler.build(columns)
         # A queue removes in the order in which it samples: then one selector does both. But only the remover holds rows
         # that wait, and only the sampler balances.
         if config.remover != config.sampler or config.requires or self.balanced is not None:
@@ -202,9 +185,9 @@ class Table:
         return f"{why}; {waits}" if why and (waits := self.waiting.words()) else why
 
     def why_full(self, n: int, nbytes: int) -> str | None:
-        """Which bound n more items of `nbytes` together would break; None: they fit."""
+        """Which bound n more items of `nbytes` together, or so many more bytes, would break; None: they fit."""
         config = self.config
-        if self.size + n > config.max_size:
+        if n and self.size + n > config.max_size:
             return f"size {self.size} = max_size {config.max_size}"
         if config.max_bytes is not None and self.bytes + nbytes > config.max_bytes:
             return f"{self.bytes} bytes + {nbytes} > max_bytes {config.max_bytes}"
@@ -221,12 +204,11 @@ class Table:
     def fits_at_once(self, n: int, nbytes: int) -> bool:
         """Whether n items of `nbytes` together may be inserted now with the same outcome as one after the other."""
         config = self.config
-        if config.max_bytes is not None and self.bytes + nbytes > config.max_bytes:
-            return False  # how many items have to be evicted for bytes depends on the size of each
-        room = config.max_size - self.size
-        if config.when_full == "evict" and config.remover.type == "fifo":
-            room = config.max_size  # the oldest go first, whatever is inserted; other removers choose anew each time
-        return n <= room and self.limiter.can_insert(n)
+        # The oldest go first, whatever is inserted; other removers choose anew each time. How many have to go for bytes
+        # depends on the size of each.
+        in_order = config.when_full == "evict" and config.remover.type == "fifo"
+        fits = n <= config.max_size and self.why_full(0 if in_order else n, nbytes) is None
+        return fits and self.limiter.can_insert(n)
 
     def insert(
         self,
@@ -328,13 +310,6 @@ class Table:
 
     # ------------------------------------------------------------------------------------------------ extend
 
-    def why_cannot_grow(self, key: int, nbytes: int) -> str | None:
-        """Why an item cannot get so many more bytes; None: it can. Nothing is evicted for them."""
-        bound = self.config.max_bytes
-        if bound is None or key not in self.columns or self.bytes + nbytes <= bound:
-            return None
-        return f"{self.bytes} bytes + {nbytes} > max_bytes {bound}"
-
     def extend(self, key: int, nbytes: int, cost: int, labels: Labels) -> bool:
         """The payload of an item got so many more bytes, and has these labels now. Returns whether it waits no more.
 
@@ -365,7 +340,8 @@ class Table:
     def available(self, request: SampleRequest) -> int:
         """How many rows a batch for `request` could have if the limiter allowed any number."""
         if request.values and self.balanced is not None:
-            return self.balanced.available(request.values, self._excluded_slots(request), distinct=request.distinct)
+            codes, _ = self.balanced.rows_of(request.values, self._excluded_slots(request), distinct=request.distinct)
+            return codes.size
         selectable = self.sampler.selectable()
         if not request.distinct:
             return request.num_samples if selectable else 0
@@ -391,25 +367,25 @@ class Table:
         """The largest batch that could be drawn for `request` now, at most what it asks for."""
         return int(max(0, min(request.num_samples, self.limiter.most_samples(), self.available(request))))
 
-    def weigh(self, request: SampleRequest) -> Weight:
-        """What `request` could draw from now. O(size), in one vectorised pass."""
+    def weigh(self, request: SampleRequest) -> dict[str, Any]:
+        """What `request` could draw from now: the fields of the message Weight of replay.proto. One pass of O(size)."""
         excluded = self._excluded_slots(request)
         if self.balanced is None:
             values, (total, squares) = [], self.sampler.weigh(excluded)
         else:
             values = self.balanced.weigh_values(excluded)
-            total, squares = sum(value.total for value in values), sum(value.squares for value in values)
-        return Weight(
-            total=total,
-            squares=squares,
-            items=self.sampler.selectable() - excluded.size,
-            samples=int(min(self.limiter.most_samples(), _MOST_SAMPLES)),
-            ordered=self.config.sampler.type not in ("uniform", "prioritized"),
-            consuming=bool(self.config.max_times_sampled),
-            size=self.size,
-            reason=self.why_no_sample(request, 1) or "",
-            values=values,
-        )
+            total, squares = (sum(value[name] for value in values) for name in ("total", "squares"))
+        return {
+            "total": total,
+            "squares": squares,
+            "items": self.sampler.selectable() - excluded.size,
+            "samples": int(min(self.limiter.most_samples(), _MOST_SAMPLES)),
+            "ordered": self.config.sampler.type not in ("uniform", "prioritized"),
+            "consuming": bool(self.config.max_times_sampled),
+            "size": self.size,
+            "reason": self.why_no_sample(request, 1) or "",
+            "values": values,
+        }
 
     def draw(self, request: SampleRequest, n: int) -> SampleBatch:
         """Draws n rows. The caller has checked that `why_no_sample` has no objection."""
@@ -606,9 +582,17 @@ class Table:
     # ------------------------------------------------------------------------------------- configuration and state
 
     def effective_priorities(self, slots: IntArray) -> FloatArray:
-        """The priorities (n,) of `slots` (n,) as the sampler weighs them: after its exponent, and aged."""
-        sampler = self.config.sampler
-        return effective_priorities(self.columns, slots, sampler.exponent, sampler.half_life)
+        """priority ** exponent * 2 ** (-staleness / half_life) of each of `slots` (n,), as the sampler weighs them.
+
+        0 where the priority is 0.
+        """
+        columns, sampler = self.columns, self.config.sampler
+        priorities = columns.priority[slots]
+        effective = np.where(priorities > 0, priorities**sampler.exponent, 0.0)
+        if sampler.half_life is not None:
+            staleness = np.maximum(columns.current_version - columns.policy_version[slots], 0)
+            effective *= np.exp2(-staleness / sampler.half_life)
+        return effective
 
     def tags_for(self, config: TableConfig) -> dict[str, TagColumn]:
         """The tag columns for another configuration. A tag that is new in it costs one look at each item."""

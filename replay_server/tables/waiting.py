@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from replay_server.errors import Refused, invalid
+from replay_server.tables.meters import BlockedTime
 
 T = TypeVar("T")
 
@@ -123,6 +124,8 @@ class Line(Generic[P]):
         """When the last request left the line without having been served."""
         self.awaited = 0
         """How many of the requests somebody waits for."""
+        self.blocked = BlockedTime(clock())
+        """While there are any of these."""
 
     def join(self, pending: P) -> None:
         self._pending[id(pending)] = pending
@@ -135,20 +138,25 @@ class Line(Generic[P]):
         if pending.ahead and not ahead:
             self._await(self._clock())
         elif ahead and not pending.ahead:
-            self.awaited -= 1
+            self._count(-1, self._clock())
         pending.ahead = ahead
 
     def _await(self, since: float) -> None:
         if not self.awaited and since - self._left_at > ASKS_AGAIN:
             self._still_since = since
-        self.awaited += 1
+        self._count(1, since)
+
+    def _count(self, more: int, now: float) -> None:
+        before, self.awaited = self.awaited, self.awaited + more
+        if not (before and self.awaited):
+            self.blocked.set(bool(self.awaited), now)
 
     def leave(self, pending: P) -> None:
         del self._pending[id(pending)]
         if not pending.ahead:
-            self.awaited -= 1
+            self._count(-1, now := self._clock())
             if not self.awaited:
-                self._left_at = self._clock()
+                self._left_at = now
 
     def moved(self) -> None:
         """A request was served, from the line or past it."""

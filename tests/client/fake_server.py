@@ -12,6 +12,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame
 from replay_server import TableConfig
 from replay_server.tables.table import SampleRequest, Table
+from tests.factories import remove_rows
 
 
 class FakeServer:
@@ -21,7 +22,7 @@ class FakeServer:
 
     def __init__(self, sampler: str, priorities: dict[int, float]) -> None:
         config = TableConfig(name="pool", sampler=sampler, seed=len(priorities))
-        self.table = Table(config, time.monotonic, lambda table, columns, slots, reason: columns.remove(slots))
+        self.table = Table(config, time.monotonic, remove_rows)
         keys, ones = list(priorities), np.ones(len(priorities), dtype=np.int64)
         self.table.insert(keys, np.array(list(priorities.values())), ones * 0, ones)
         self.is_up = True
@@ -65,7 +66,7 @@ class FakeServer:
         rows, answer = request.num_samples, pb.SampleResponse(batch=request.id)
         wanted = SampleRequest(rows, 1, not request.allow_repeats, exclude=frozenset(request.exclude))
         if rows:
-            rows = min(rows, self.table.weigh(wanted).items) if wanted.distinct else rows
+            rows = min(rows, self.table.weigh(wanted)["items"]) if wanted.distinct else rows
             batch = self.table.draw(wanted, rows)
             self.table.take(batch)
             answer.keys.extend(batch.keys.tolist())
@@ -73,7 +74,7 @@ class FakeServer:
             for field in ("priorities", "ages", "policy_versions", "times_sampled", "payload_sizes"):
                 getattr(answer, field).extend([0] * rows)
         if request.weigh:
-            answer.weight.CopyFrom(pb.Weight(**vars(self.table.weigh(wanted))))
+            answer.weight.CopyFrom(pb.Weight(**self.table.weigh(wanted)))
         return Frame(answer, [b""] * rows)
 
 

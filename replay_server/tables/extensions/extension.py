@@ -1,8 +1,8 @@
 """Extension: what a server does beside its tables, as a part of the same changes: permits, histories, copies.
 
 The kernel (tables, items, buffer, rules) says what happens, and knows no extension. An extension is told by its hooks,
-within the operation that makes it happen. So what it does is part of the one change that clients see. The kernel calls
-only the hooks that an extension overrides; a hook that it does not, costs nothing.
+within the operation that makes it happen. So what it does is part of the one change that clients see. Of hooks that are
+called often, the kernel calls only those that an extension overrides.
 
 * `why_…` says, and changes nothing. All others act, and none of them may fail: validate all, then apply all.
 * An extension remembers of an item one small number, its `mark`, which is written in the item's record, and of the rest

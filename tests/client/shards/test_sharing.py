@@ -16,6 +16,7 @@ from replay_protos.labels import labels_of
 from replay_server import TableConfig
 from replay_server.tables.balance import ValueRows
 from replay_server.tables.table import SampleRequest, Table
+from tests.factories import remove_rows
 
 SIZES = (8, 64, 128, 192, 256)
 """Items of each shard. The heavy ones are on the first ones."""
@@ -24,7 +25,7 @@ Z_LIMIT = 5.0
 
 def make_table(sampler: str, seed: int, priorities: dict[int, float], **options) -> Table:
     config = TableConfig(name="t", sampler=sampler, seed=seed, **options)
-    table = Table(config, time.monotonic, lambda table, columns, slots, reason: columns.remove(slots))
+    table = Table(config, time.monotonic, remove_rows)
     keys, values = list(priorities), np.array(list(priorities.values()))
     ones = np.ones(len(keys), dtype=np.int64)
     if keys:
@@ -33,8 +34,7 @@ def make_table(sampler: str, seed: int, priorities: dict[int, float], **options)
 
 
 def message(table: Table, request: SampleRequest) -> pb.Weight:
-    told = vars(table.weigh(request))
-    return pb.Weight(**told | {"values": [pb.ValueWeight(**vars(value)) for value in told["values"]]})
+    return pb.Weight(**table.weigh(request))
 
 
 class Merged:
@@ -139,14 +139,14 @@ def test_what_is_left_is_exact_for_equal_weights_and_0_when_all_is_drawn():
 
 def test_weights_leave_out_what_the_request_leaves_out_and_say_what_may_be_drawn():
     table = make_table("prioritized", 0, {1: 1.0, 2: 2.0, 3: 0.0}, rate_limiter={"type": "min_size", "min_size": 2})
-    assert table.weigh(SampleRequest(1, 1, exclude=frozenset([2]))).total == pytest.approx(1.0)
+    assert message(table, SampleRequest(1, 1, exclude=frozenset([2]))).total == pytest.approx(1.0)
     heavy = make_table("prioritized", 0, {1: 1e20, 2: 2.0, 3: 1.0})
-    assert heavy.weigh(SampleRequest(1, 1, exclude=frozenset([1]))).total == 3.0
-    found = table.weigh(SampleRequest(1, 1))
+    assert message(heavy, SampleRequest(1, 1, exclude=frozenset([1]))).total == 3.0
+    found = message(table, SampleRequest(1, 1))
     assert (found.total, found.squares, found.items, found.size) == (pytest.approx(3.0), pytest.approx(5.0), 2, 3)
     assert found.samples > 100
     assert not found.reason
-    empty = make_table("fifo", 0, {}).weigh(SampleRequest(1, 1))
+    empty = message(make_table("fifo", 0, {}), SampleRequest(1, 1))
     assert (empty.total, empty.items, empty.ordered) == (0.0, 0, True)
     assert empty.reason
 
@@ -160,7 +160,7 @@ def test_aged_weights_of_two_tables_compare_whatever_their_newest_items_are():
         keys, ones = list(range(1, len(versions) + 1)), np.ones(len(versions))
         table.insert(keys, ones, np.array(versions), np.ones(len(versions), dtype=np.int64))
         tables.append(table)
-    old, both = (table.weigh(SampleRequest(1, 1)) for table in tables)
+    old, both = (message(table, SampleRequest(1, 1)) for table in tables)
     assert old.total == pytest.approx(2.0**-48)
     assert both.total == pytest.approx(1.0)
 

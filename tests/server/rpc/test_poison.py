@@ -189,10 +189,10 @@ BAD_CHANGES = {
     '{"max_size": ' + "9" * 5000 + "}": "",
     '{"name": "other"}': "cannot change",
     '{"sampler": "best"}': "sampler",
-    '{"balance": {"tag": ""}}': "cannot name a tag",
+    '{"balance": {"tag": ""}}': "at least 1 character",
     '{"balance": {"tag": "a", "weights": {"b": -1}}}': "balance.weights.b",
     '{"balance": {"tag": "a"}, "rate_limiter": {"type": "queue", "max_size": 1}}': "would wait for ever",
-    '{"index": ["a", "a"]}': "names a tag twice",
+    '{"index": ["a", "a"]}': "names one twice",
     '{"rate_limiter": {"type": "queue", "max_size": 1' + "0" * 400 + "}}": "rate_limiter",
 }
 MOST_VERSIONS = 2**50 // GROUPS_PER_STEP

@@ -67,7 +67,7 @@ def test_no_sampler_gives_a_row_that_waits_after_anything_that_happens_to_it(sam
         batch_id, batch = buffer.sample("pool", SampleRequest(4, 4)).result()
         assert sorted(batch.keys.tolist()) == [1, 3, 5, 7]
         buffer.give_back(batch_id)
-    assert buffer.table("pool").weigh(SampleRequest(1, 1)).items == 4
+    assert buffer.table("pool").weigh(SampleRequest(1, 1))["items"] == 4
     buffer.extend(2, ["value"], (b"x",))
     _, batch = buffer.sample("pool", SampleRequest(5, 5)).result()
     assert sorted(batch.keys.tolist()) == [1, 2, 3, 5, 7]

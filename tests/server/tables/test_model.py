@@ -602,14 +602,14 @@ class ModelMachine(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         for name, reference in self.model.tables.items():
-            table, lines = self.buffer.tables[name], self.buffer.lines[name]
-            for line, expected, blocked in (
-                (lines.inserts, reference.inserting, table.insert_blocked),
-                (lines.samples, reference.sampling, table.sample_blocked),
+            lines = self.buffer.lines[name]
+            for line, expected in (
+                (lines.inserts, reference.inserting),
+                (lines.samples, reference.sampling),
             ):
                 assert list(line) == [self.pendings[waiting] for waiting in expected]
                 assert (len(line), bool(line)) == (len(expected), bool(expected))
-                assert blocked.blocked == bool(expected), f"{name}: blocked is not what it says"
+                assert line.blocked.blocked == bool(expected), f"{name}: blocked is not what it says"
             for place, waiting in enumerate(reference.inserting):
                 why = self.buffer.why_waiting(self.pendings[waiting])
                 own = self.model.blocked(waiting)

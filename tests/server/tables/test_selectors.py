@@ -31,7 +31,8 @@ class Pool:
     def delete(self, key: int) -> None:
         slots = np.array([slots_of(self.columns)[key]])
         self.selector.delete(slots)
-        self.columns.remove(slots)
+        self.columns.leave(slots)
+        self.columns.free(slots)
 
     def update(self, **priorities: float) -> None:
         slots = np.array([slots_of(self.columns)[int(key[1:])] for key in priorities])
