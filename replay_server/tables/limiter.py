@@ -29,8 +29,6 @@ class RateLimiter:
     samples: float = 0
     """Samples taken, and those that items which left could still have given (`Table._drop`). It may be a fraction."""
     deletes: int = 0
-    waiting: int = 0
-    """Items in the table that cannot be sampled yet, because they wait for a column."""
 
     @property
     def size(self) -> int:
@@ -44,16 +42,16 @@ class RateLimiter:
             or (self.inserts + n) * self.samples_per_insert - self.samples <= self.max_diff
         )
 
-    def can_sample(self, n: int) -> bool:
-        """Whether `n` items may be sampled at once, now."""
+    def can_sample(self, n: int, waiting: int = 0) -> bool:
+        """Whether `n` items may be sampled at once, now. So many items are there and wait for a column."""
         return (
-            self.inserts - self.deletes - self.waiting >= self.min_size
+            self.inserts - self.deletes - waiting >= self.min_size
             and self.inserts * self.samples_per_insert - self.samples - n >= self.min_diff
         )
 
-    def most_samples(self) -> float:
+    def most_samples(self, waiting: int = 0) -> float:
         """How many items may be sampled now, one after the other."""
-        if self.size - self.waiting < self.min_size:
+        if self.size - waiting < self.min_size:
             return 0
         most = self.inserts * self.samples_per_insert - self.samples - self.min_diff
         return max(0, math.floor(most)) if math.isfinite(most) else most
@@ -74,17 +72,17 @@ class RateLimiter:
             f"> max_diff {self.max_diff:.12g})"
         )
 
-    def why_no_sample(self, n: int, waiting: str = "") -> str:
+    def why_no_sample(self, n: int, waiting: int = 0, words: str = "") -> str:
         """Why `n` items may not be sampled: in words, then the inequality. Call it if `can_sample(n)` is false.
 
-        `waiting` says how many items wait, and for what.
+        `words` say how many items wait, and for what.
         """
-        if (ready := self.size - self.waiting) < self.min_size:
-            size = f"size {self.size} - {waiting}, which leaves {ready}" if waiting else f"size {ready}"
+        if (ready := self.size - waiting) < self.min_size:
+            size = f"size {self.size} - {words}, which leaves {ready}" if words else f"size {ready}"
             return f"items there: {ready}, wanted: {self.min_size} ({size} < min_size {self.min_size})"
         spi, difference = self.samples_per_insert, self.inserts * self.samples_per_insert - self.samples - n
         return (
-            f"items that may be sampled now: {self.most_samples():.12g}, wanted: {n} "
+            f"items that may be sampled now: {self.most_samples(waiting):.12g}, wanted: {n} "
             f"({self.inserts} inserts * {spi:.12g} - {self.samples:.12g} samples - {n} requested = "
             f"{difference:.12g} < min_diff {self.min_diff:.12g})"
         )

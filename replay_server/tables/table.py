@@ -290,7 +290,6 @@ class Table:
             if not self.waiting.count:
                 self.waits_since = self.clock()
             ready = self.waiting.add(slots, labels)
-            self.limiter.waiting = self.waiting.count
         if ready.size:
             self.sampler.insert(ready)
         if self.remover is not self.sampler:
@@ -299,9 +298,8 @@ class Table:
     def _hide(self, slots: IntArray) -> None:
         """The opposite of `_show`."""
         ready = slots
-        if self.limiter.waiting:
+        if self.waiting.count:
             ready = self.waiting.remove(slots)
-            self.limiter.waiting = self.waiting.count
         if ready.size:
             self.sampler.delete(ready)
         if self.remover is not self.sampler:
@@ -326,7 +324,6 @@ class Table:
         self.waits_since = self.clock()
         if not self.waiting.complete(slot, labels):
             return False
-        self.limiter.waiting = self.waiting.count
         self.sampler.insert(np.array([slot]))
         return True
 
@@ -349,7 +346,7 @@ class Table:
 
     def why_no_sample(self, request: SampleRequest, n: int) -> str | None:
         """Why a batch of n rows has to wait; None: it may be drawn."""
-        waiting = self.limiter.waiting
+        waiting = self.waiting.count
         if not waiting and not self.limiter.can_sample(n):
             return self.limiter.why_no_sample(n)
         if (available := self.available(request)) < n:
@@ -359,13 +356,17 @@ class Table:
             if unselectable := self.size - waiting - self.sampler.selectable():
                 left_out += f", {unselectable} of priority 0" + (" or of a value of weight 0" if self.balanced else "")
             return f"{available} of {n} samples available (size {self.size}{left_out})"
-        if waiting and not self.limiter.can_sample(n):  # last: that the rows wait for columns says more, if it is so
-            return self.limiter.why_no_sample(n, self.waiting.words())
+        if waiting and not self.limiter.can_sample(
+            n, waiting
+        ):  # last: that the rows wait for columns says more, if it is so
+            return self.limiter.why_no_sample(n, waiting, self.waiting.words())
         return None
 
     def most_available(self, request: SampleRequest) -> int:
         """The largest batch that could be drawn for `request` now, at most what it asks for."""
-        return int(max(0, min(request.num_samples, self.limiter.most_samples(), self.available(request))))
+        return int(
+            max(0, min(request.num_samples, self.limiter.most_samples(self.waiting.count), self.available(request)))
+        )
 
     def weigh(self, request: SampleRequest) -> dict[str, Any]:
         """What `request` could draw from now: the fields of the message Weight of replay.proto. One pass of O(size)."""
@@ -379,7 +380,7 @@ class Table:
             "total": total,
             "squares": squares,
             "items": self.sampler.selectable() - excluded.size,
-            "samples": int(min(self.limiter.most_samples(), _MOST_SAMPLES)),
+            "samples": int(min(self.limiter.most_samples(self.waiting.count), _MOST_SAMPLES)),
             "ordered": self.config.sampler.type not in ("uniform", "prioritized"),
             "consuming": bool(self.config.max_times_sampled),
             "size": self.size,
@@ -514,8 +515,7 @@ class Table:
         last = self.columns.last_rows(slots)
         slots, priorities = slots[last], priorities[last]
         self.columns.priority[slots] = priorities
-        waiting = self.limiter.waiting
-        self.sampler.update(slots[self.columns.state[slots] == SELECTABLE] if waiting else slots)
+        self.sampler.update(slots[self.columns.state[slots] == SELECTABLE] if self.waiting.count else slots)
         if self.remover is not self.sampler:
             self.remover.update(slots)
         return slots.size, missing
@@ -610,14 +610,15 @@ class Table:
         """Changes the configuration (not the name), and keeps items and counters. `tags` are what `tags_for` made."""
         assert config.name == self.name
         old, self.config = self.config, config
-        limiter = config.rate_limiter.build()
-        limiter.inserts, limiter.samples = self.limiter.inserts, self.limiter.samples
-        limiter.deletes, limiter.waiting = self.limiter.deletes, self.limiter.waiting
-        self.limiter = limiter
+        counted, self.limiter = self.limiter, config.rate_limiter.build()
+        self.limiter.inserts, self.limiter.samples, self.limiter.deletes = (
+            counted.inserts,
+            counted.samples,
+            counted.deletes,
+        )
         self.columns.tags = tags
         names = ("sampler", "remover", "requires", "balance")
         if any(getattr(config, name) != getattr(old, name) for name in names):
-            limiter.waiting = 0
             self.waiting.clear()
             self._build_selectors()
             if (slots := self.columns.used()).size:
