@@ -12,7 +12,7 @@ whatever the event loop runs next. And a wait can always say why it lasts, becau
 back has the words.
 
 An operation on a million rows takes some passes over arrays, and no loop over the rows. The objects of rows that have
-left are cleared away afterwards, in slices (`leaving.py`).
+left are cleared away afterwards, in slices (`items.py`).
 
 * A drawn batch is outstanding until exactly one call of `take` or `give_back`.
 * A row of several tables waits in the lines of all of them, and enters all of them at once.
@@ -37,8 +37,7 @@ from replay_server.errors import Refused, busy, closed, deadline, invalid, liste
 from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, KeyArray
 from replay_server.tables.config import TableConfig
 from replay_server.tables.extensions.extension import Extension, PolicyChange, hooks
-from replay_server.tables.items import DamagedPayloads, InsertBatch, Items, Payload, Storage
-from replay_server.tables.leaving import ROWS_PER_SLICE
+from replay_server.tables.items import ROWS_PER_SLICE, DamagedPayloads, InsertBatch, Items, Payload, Storage
 from replay_server.tables.meters import Rhythm
 from replay_server.tables.outstanding import OutstandingBatches, PendingSample, why_never
 from replay_server.tables.remembered import Remembered, Watcher
