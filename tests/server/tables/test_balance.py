@@ -313,7 +313,7 @@ QUEUE = (
         ),
         (
             {"balance": {"tag": "e", "weights": {"math": float("nan")}}},
-            "balance.weights.math: Input should be a finite number, not 'nan'",
+            "balance.weights.math: Input should be a finite number, not nan",
         ),
         ({"balance": {"tag": ""}}, "balance.tag: String should have at least 1 character, not ''"),
         ({"balance": {"tga": "e"}}, "balance: there is no 'tga'; did you mean 'tag'?"),
