@@ -31,13 +31,18 @@ from tests.factories import free_port, until
 GENERATOR = """
 import itertools, signal, sys, time
 from replay_client import ReplayClient
+from replay_client.errors import ServerClosedError
 signal.signal(signal.SIGTERM, lambda *_: sys.exit())
 address, name, pause, groups = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
 with ReplayClient(address, name=name, timeout=None) as client, client.writer() as writer:
     client.describe({"part": '"generator"'})
     try:
         for _ in range(groups):
-            lease = client.acquire_permits(1)
+            try:
+                lease = client.acquire_permits(1)
+            except ServerClosedError:  # it is started again
+                time.sleep(0.1)
+                continue
             time.sleep(pause)
             writer.insert(b"x", {"rollouts": 1.0}, policy_version=client.policy().version, permits=lease)
         while True:

@@ -66,7 +66,7 @@ def test_a_preset_takes_other_fields() -> None:
     assert outcome(PRESETS["trl_token_mask"](clip_max=1.5, clip_min=0.75))[0] == [[0.0, 0.0, 0.0], [0.8, 1.0, 0.8]]
     assert outcome(PRESETS["areal"](level="geometric", clip_max=1.5))[0] == [[0.0] * 3, [0.862] * 3]
     assert outcome(PRESETS["verl_decoupled_token_is"](clip_max=3.0))[0][0] == [2.0, 3.0, 0.7]
-    with pytest.raises(TypeError, match="did you mean 'clip_max'"):
+    with pytest.raises(ValueError, match="did you mean 'clip_max'"):
         PRESETS["areal"](clip_mox=1.5)
 
 

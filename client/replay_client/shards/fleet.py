@@ -23,7 +23,14 @@ from grpc import ChannelConnectivity
 
 from replay_client.access import Access, split_addresses
 from replay_client.connection import LATE_SECONDS, Connection, check_timeout
-from replay_client.errors import GONE, DeadlineExceededError, ReplayError, ServerClosedError, ServerUnavailableError
+from replay_client.errors import (
+    GONE,
+    DeadlineExceededError,
+    InvalidRequestError,
+    ReplayError,
+    ServerClosedError,
+    ServerUnavailableError,
+)
 from replay_client.records import ItemPage
 from replay_client.shards.merging import MERGES, merge_pages, read_page
 from replay_client.shards.ray_names import RayNames
@@ -299,6 +306,8 @@ class Fleet:
 
     async def ask(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
         """One answer, of those of all shards that are up. `read` makes a record of an answer. Errors: `answers`."""
+        if method not in MERGES:
+            raise InvalidRequestError(f"{method.lower()} are those of one server: make a client for each")
         answers = await self.answers(method, request, timeout)
         return self._merged(method, {shard: read(answer) for shard, answer in answers.items()})
 

@@ -12,7 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -136,21 +136,19 @@ def _checkpoints(named: Mapping[str, list[CheckpointInfo]]) -> list[CheckpointIn
     return sorted(chain.from_iterable(named.values()), key=lambda entry: entry.created, reverse=True)
 
 
-def _no_departures(*_: Any) -> NoReturn:
-    raise InvalidRequestError("departures are those of one server: make a client for each")
-
-
 MERGES: Mapping[str, Callable[[Mapping[str, Any], Sequence[str]], Any]] = {
     "Get": lambda named, gone: list(chain.from_iterable(named.values())),
     "GetPolicy": lambda named, gone: lowest(named.values()),
     "GetServerInfo": merge_infos,
-    "Departures": _no_departures,
     "UpdateTable": lambda named, gone: merge_messages(list(named.values())),
     "Reset": lambda named, gone: sum(named.values()),
     "Checkpoint": lambda named, gone: ",".join(f"{shard}/{name}" for shard, name in named.items()),
     "ListCheckpoints": lambda named, gone: _checkpoints(named),
 }
-"""By method: one record of those of the shards that answered, by name, and the names of those that did not."""
+"""By method: one record of those of the shards that answered, by name, and the names of those that did not.
+
+A method that is not here asks one server alone.
+"""
 
 # ------------------------------------------------------------------------------------------------------------- pages
 
