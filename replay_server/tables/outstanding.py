@@ -89,12 +89,12 @@ class OutstandingBatches:
             watcher.changed(keys)
             if batch.scope:
                 watcher.scope_changed(table.name, batch.scope)
+        for tell in table.on_left if batch.epoch == table.epoch else ():
+            tell(table, "consumed", batch.keys[batch.consumed].tolist())  # before a table that they join evicts some
         changed = [table]
         for hook in table.on_take:
             changed += hook(table, batch)
         consumed = table.take(batch)
-        for tell in table.on_left:
-            tell(table, "consumed", consumed)
         if consumed and (retained := table.columns.retained):
             keys = [key for key in keys if key not in retained]  # a retained row takes over the hold of the batch
         self._items.release(keys)
