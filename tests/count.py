@@ -1,4 +1,4 @@
-"""Counts the code: lines, files, and floors, which are the files of the longest chain of imports. `make count`.
+"""Counts the code: lines, tokens, files, and floors, which are the files of the longest chain of imports. `make count`.
 
 A line counts if it has a token of code. Docstrings, comments, blank lines and generated files do not count.
 """
@@ -19,6 +19,26 @@ PACKAGES = {
     "replay_client": ROOT / "client/replay_client",
     "replay_trainer": ROOT / "trainer/replay_trainer",
 }
+PARTS = {
+    "protos/replay_protos": "replay_protos",
+    "replay_server": "replay_server",
+    "replay_server/tables": "replay_server/tables",
+    "replay_server/storage": "replay_server/storage",
+    "replay_server/rpc": "replay_server/rpc",
+    "replay_server/cli": "command line",
+    "client/replay_client": "replay_client",
+    "client/replay_client/generator": "generator",
+    "client/replay_client/archive": "command line",
+    "client/replay_client/dashboard": "page",
+    "client/replay_client/diagnosis.py": "page",
+    "trainer/replay_trainer": "replay_trainer",
+    "trainer/replay_trainer/integrations": "adapters",
+    "examples": "examples",
+    "experiments": "experiments",
+    "benchmarks": "benchmarks",
+    "tests": "tests",
+}
+"""Which part of the code a folder, or a file, belongs to. `tests/test_project.py` has a budget for each part."""
 FEW = 40
 """Lines. A file with fewer is too small to be one, unless it is a face."""
 _NO_CODE = {
@@ -39,8 +59,9 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def files_of(folder: Path) -> list[Path]:
-    """The Python files that a person wrote, sorted."""
-    return [path for path in sorted(folder.rglob("*.py")) if "_pb2" not in path.name]
+    """The Python files that a person wrote in a folder, sorted; or the file itself."""
+    paths = [folder] if folder.suffix == ".py" else sorted(folder.rglob("*.py"))
+    return [path for path in paths if "_pb2" not in path.name]
 
 
 @cache
@@ -73,23 +94,41 @@ def imports_of(package: str) -> dict[str, set[str]]:
     return imports
 
 
-def code_lines(source: str) -> int:
-    """The lines of a module that have a token of code."""
+@cache
+def measured(path: Path) -> tuple[int, int]:
+    """The lines of a file that have a token of code, and how many tokens these are."""
+    source = path.read_text()
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         # A string as a statement of its own is a docstring: of a module, a class, a function, or a field.
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in _NO_CODE]
+    code = [token for token in tokens if token.start[0] not in docstrings]
+    return len({line for token in code for line in range(token.start[0], token.end[0] + 1)}), len(code)
 
 
-def floors(package: str) -> int:
-    """How many files the longest chain of imports of a package has."""
-    written = {name: others - {package} for name, others in imports_of(package).items() if "_pb2" not in name}
+def part_of(path: Path) -> str:
+    """The part for whose budget a file counts: that of the innermost folder which is one."""
+    return next(
+        PARTS[name] for folder in (path, *path.parents) if (name := folder.relative_to(ROOT).as_posix()) in PARTS
+    )
+
+
+@cache
+def sizes() -> dict[str, tuple[int, int]]:
+    """Lines and tokens of each part."""
+    found = dict.fromkeys(PARTS.values(), (0, 0))
+    for path in {path for folder in PARTS for path in files_of(ROOT / folder)}:
+        (lines, tokens), part = measured(path), part_of(path)
+        found[part] = found[part][0] + lines, found[part][1] + tokens
+    return found
+
+
+def floors(package: str, leaving_out: str = " ") -> int:
+    """How many files the longest chain of imports of a package has, without the folder `leaving_out`."""
+    imports = {name: others for name, others in imports_of(package).items() if not name.startswith(leaving_out)}
+    written = {name: others - {package} for name, others in imports.items() if "_pb2" not in name}
     height: dict[str, int] = {}
     for name in TopologicalSorter(written).static_order():
         height[name] = 1 + max((height[other] for other in written.get(name, ())), default=0)
@@ -97,18 +136,17 @@ def floors(package: str) -> int:
 
 
 def main() -> None:
+    print(f"{'':24}{'lines':>8}{'tokens':>9}")
+    for part, (lines, tokens) in sizes().items():
+        print(f"{part:24}{lines:>8,}{tokens:>9,}")
+    print(f"\n{'':24}{'lines':>8}{'files':>9}{f'below {FEW}':>10}{'floors':>8}")
     total_lines = total_files = 0
-    print(f"{'':16}{'lines':>8}{'files':>8}{f'below {FEW}':>10}{'floors':>8}")
-    folders = {name: (root, str(floors(name))) for name, root in PACKAGES.items()}
-    folders |= {name: (ROOT / name, "") for name in ("examples", "experiments", "benchmarks", "tests")}
-    for name, (root, height) in folders.items():
-        sources = [path.read_text() for path in files_of(root)]
-        counts = [code_lines(source) for source in sources]
-        few = sum(len(source.splitlines()) < FEW for source in sources)
-        print(f"{name:16}{sum(counts):>8,}{len(counts):>8}{few:>10}{height:>8}")
-        if name in PACKAGES:
-            total_lines, total_files = total_lines + sum(counts), total_files + len(counts)
-    print(f"{'all packages':16}{total_lines:>8,}{total_files:>8}")
+    for name, root in PACKAGES.items():
+        lines = sum(measured(path)[0] for path in files_of(root))
+        few = sum(len(path.read_text().splitlines()) < FEW for path in files_of(root))
+        print(f"{name:24}{lines:>8,}{len(files_of(root)):>9}{few:>10}{floors(name):>8}")
+        total_lines, total_files = total_lines + lines, total_files + len(files_of(root))
+    print(f"{'all packages':24}{total_lines:>8,}{total_files:>9}")
 
 
 if __name__ == "__main__":
