@@ -184,12 +184,12 @@ class OpenDraws:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._buffer = backend.buffer
-        self._by_id: dict[int, OpenDraw] = {}
+        self.by_id: dict[int, OpenDraw] = {}
         self._buffer.outstanding.on_closed = self._closed
         for batch_id, seconds in self._buffer.outstanding.leased.items():  # of before a restart
             wanted = SampleRequest(1, 1, id=batch_id)
             draw = OpenDraw(pb.SampleRequest(), wanted, "", 0.0, lambda _: None, None)
-            self._by_id[batch_id] = draw
+            self.by_id[batch_id] = draw
             self.lease(draw, seconds)
 
     def begin(
@@ -205,11 +205,11 @@ class OpenDraws:
         outstanding = self._buffer.outstanding
         if wanted.id in outstanding.taken or wanted.id in outstanding.given_back:
             raise invalid(f"draw {wanted.id} has ended: choose a new id for each draw")
-        if (attempt_before := self._by_id.get(wanted.id)) is not None:
+        if (attempt_before := self.by_id.get(wanted.id)) is not None:
             self.drop(attempt_before)  # its reader did not get the end of the answer
         draw = OpenDraw(request, wanted, client, ends_at, on_ready, stream)
         self._wait(draw)
-        self._by_id[wanted.id] = draw
+        self.by_id[wanted.id] = draw
         return draw
 
     def responses(self, draw: OpenDraw) -> Iterator[Response] | None:
@@ -313,7 +313,7 @@ class OpenDraws:
 
         A batch that its reader does not use yet goes back, with the result False, if an item in it became too stale.
         """
-        if (draw := self._by_id.get(draw_id)) is None:
+        if (draw := self.by_id.get(draw_id)) is None:
             outstanding = self._buffer.outstanding
             return draw_id in (outstanding.given_back if give_back else outstanding.taken)
         if not give_back:
@@ -334,7 +334,7 @@ class OpenDraws:
 
     def renew(self, draw_id: int, seconds: float) -> bool:
         """The batch is in use from now on, and goes back after `seconds`. The result is as that of `end`."""
-        if (draw := self._by_id.get(draw_id)) is None:
+        if (draw := self.by_id.get(draw_id)) is None:
             return draw_id in self._buffer.outstanding.taken
         if not self._is_drawn(draw):
             return False
@@ -366,7 +366,7 @@ class OpenDraws:
 
     def _closed(self, batch_id: int) -> None:
         """An insert has taken the batch."""
-        if (draw := self._by_id.get(batch_id)) is not None:
+        if (draw := self.by_id.get(batch_id)) is not None:
             self._remove(draw)
 
     def _is_drawn(self, draw: OpenDraw) -> bool:
@@ -374,7 +374,7 @@ class OpenDraws:
 
     def _remove(self, draw: OpenDraw) -> None:
         draw.ended = True
-        self._by_id.pop(draw.wanted.id, None)
+        self.by_id.pop(draw.wanted.id, None)
         if draw.timer is not None:
             draw.timer.cancel()
         draw.share.close()

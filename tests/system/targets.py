@@ -171,4 +171,4 @@ class Service:
         assert all(not lines.inserts and not lines.samples for lines in buffer.lines.values())
         assert (backend.calls.count, backend.unfinished.used, backend.waiting.used) == (0, 0, 0)
         assert backend.outstanding.used == sum(len(batch) for _, batch in buffer.outstanding.by_id.values())
-        assert len(buffer.outstanding.by_id) == len(service.sampling.draws)
+        assert len(buffer.outstanding.by_id) == len(service.sampling.draws.by_id)
