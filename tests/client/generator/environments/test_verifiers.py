@@ -127,7 +127,7 @@ async def test_one_turn_is_what_the_engine_drew_with_the_environments_reward(mod
     assert len({group.prompt_id for group in groups}) == 3
     for group in groups:
         text = engine.tokenizer.decode(group.prompt_ids)
-        texts = [engine.tokenizer.decode(ids, skip_special_tokens=True) for ids in group.completions()]
+        texts = [engine.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in group.completions()]
         right = np.array([said == str(int(text[0]) + 1) for said in texts], np.float32)
         digits = np.array([0.5 * sum(map(str.isdigit, said)) / max(1, len(said)) for said in texts], np.float32)
         np.testing.assert_allclose(group.extras["rewards/rollout/right"], right)
