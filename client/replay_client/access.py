@@ -200,7 +200,7 @@ class Access:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with every call: the token."""
+        """The metadata of every call: the token."""
         # gRPC's call credentials need TLS and use a thread for each call. Its interceptors slow streams down.
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 

@@ -59,9 +59,9 @@ class Connection:
     """A client's connection to one server. Raises RuntimeError in a forked process in which gRPC cannot work."""
 
     name = ""
-    """What names this server among those of a client; the only one has no name."""
+    """The name of this server among those of a client; empty: it is the only one."""
     is_up = True
-    """Whether the server can be reached, as far as anybody watches it."""
+    """Whether the server can be reached. It stays True for a server that nobody watches."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
         forks.check_grpc()
@@ -140,7 +140,7 @@ class Connection:
         return Patience(judge, timeout, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)
 
     def _why_not_again(self, error: grpc.aio.AioRpcError, late: bool, timeout: float | None) -> ReplayError | None:
-        """What a caller gets for a failed call; None: another attempt may succeed. `late`: there is no time for one."""
+        """The error for the caller of a failed call; None: another attempt may succeed. `late`: no time is left."""
         details = error.details() or ""
         if remedy := _tls_remedy(details, self.access.tls):
             return AuthenticationError(f"{self.address}: {remedy}")
