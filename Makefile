@@ -18,7 +18,7 @@ N ?= 100
 VENV := .venv
 BIN := $(VENV)/bin
 VERIFIERS := .venv-verifiers
-VERIFIERS_TESTS := tests/client/generator/environments/test_verifiers.py
+VERIFIERS_TESTS := tests/generator/environments/test_verifiers.py
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
 ifeq ($(ENGINE),transformers)
@@ -61,10 +61,10 @@ test-long: setup-dev $(VERIFIERS)/.ready
 	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m long --numprocesses 0 $(VERIFIERS_TESTS))
 
 # The adapters of frameworks that are on no index, with their own classes: SOURCES is a folder with a checkout of each, at
-# the commits that tests/trainer/integrations/conformance/sources.py names. verl and TransferQueue are installed for theirs.
+# the commits that tests/adapters/conformance/sources.py names. verl and TransferQueue are installed for theirs.
 adapters-test: setup-dev
 	REPLAY_SOURCES=$(abspath $(SOURCES)) REPLAY_MAKE_ENVIRONMENTS=1 $(BIN)/python -m pytest --numprocesses 0 \
-	  tests/trainer/integrations $(TEST_ARGS)
+	  tests/adapters $(TEST_ARGS)
 
 # All images, and what the compose files promise of them, by a container engine that is there; ten minutes and more.
 docker-test: setup-dev

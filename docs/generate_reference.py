@@ -25,9 +25,9 @@ from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from replay_client.diagnosis import RULES  # noqa: E402
+from replay_cli.app import app  # noqa: E402
+from replay_dashboard.diagnosis import RULES  # noqa: E402
 from replay_protos import replay_pb2 as pb  # noqa: E402
-from replay_server.cli.app import app  # noqa: E402
 from replay_server.config import DEFAULT_TABLES, Config  # noqa: E402
 from replay_server.rpc.auth import ROLES  # noqa: E402
 from replay_server.tables.config import TableConfig  # noqa: E402
@@ -98,7 +98,7 @@ def recipes() -> Iterator[str]:
         "from this file. What `--config` or the command line sets wins, field by field of `[admission]`, of each "
         "table and of `[correction]`.\n"
     )
-    for path in sorted((ROOT / "replay_server/cli/recipes").glob("*.toml")):
+    for path in sorted((ROOT / "client/replay_cli/recipes").glob("*.toml")):
         yield f"`--recipe {path.stem}`:\n\n```toml\n{path.read_text()}```\n"
 
 
@@ -225,8 +225,8 @@ def doctor() -> Iterator[str]:
     """Every rule of the diagnosis, as its table has them."""
     yield "# What the doctor finds\n"
     yield (
-        "`replay doctor`, the page and `replay_client.diagnosis` know these rules. Names in braces stand for what was "
-        "found. With `--json` a finding has its rule.\n"
+        "`replay doctor`, the page and `replay_dashboard.diagnosis` know these rules. Names in braces stand for what "
+        "was found. With `--json` a finding has its rule.\n"
     )
     yield "| rule | level | finding | remedy |\n|---|---|---|---|"
     for name, rule in RULES.items():

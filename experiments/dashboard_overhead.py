@@ -46,7 +46,7 @@ SORTS = ("age", "priority", "reward_mean", "length_mean", "logprob_mean", "times
 @contextmanager
 def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A command of `replay`, and the address that it prints."""
-    command = [sys.executable, "-m", "replay_server.cli", *arguments]
+    command = [sys.executable, "-m", "replay_cli", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
         try:

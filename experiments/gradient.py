@@ -32,9 +32,9 @@ from benchmarks.environments import FILES, ROOT
 from benchmarks.interpreter import build_of
 from benchmarks.processes import Process, Server
 from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup, Sample
-from replay_client.generator import GeneratorConfig, run_generator
-from replay_client.generator.engines import Completion, SamplingConfig
-from replay_client.generator.rewards import load_reward
+from replay_generator import GeneratorConfig, run_generator
+from replay_generator.engines import Completion, SamplingConfig
+from replay_generator.rewards import load_reward
 from replay_trainer import Callback, GRPOConfig, GRPOTrainer, Run, StepReport
 
 STAGES = ("finished", "scored", "acknowledged", "taken", "gradient")
@@ -93,7 +93,7 @@ class TimedInserts(AsyncReplayClient):
 
 
 def generate(address: str, folder: Path) -> None:
-    from replay_client.generator.engines.transformers import TransformersEngine
+    from replay_generator.engines.transformers import TransformersEngine
 
     engine = TimedEngine(TransformersEngine(str(folder / "model"), seed=0))
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
@@ -202,7 +202,7 @@ def measure(steps: int) -> dict[str, Any]:
     acknowledged: dict[int, float] = {}
     reloads: list[tuple[float, float]] = []
     told = []
-    command = [*python, "replay_server.cli", "serve", "--config", str(folder / "replay.toml"), "--log-level", "error"]
+    command = [*python, "replay_cli", "serve", "--config", str(folder / "replay.toml"), "--log-level", "error"]
     with Server([*command, "--address", "127.0.0.1:0"]) as server:
         role = [*python, "experiments.gradient", "--address", server.address, "--steps", str(steps), "--role"]
         with Process([*role, "generator"]) as generator, Process([*role, "trainer"]) as trainer:

@@ -21,7 +21,7 @@ from pathlib import Path
 from select import select
 from typing import IO, Any
 
-COMMAND = (sys.executable, "-m", "replay_server.cli")
+COMMAND = (sys.executable, "-m", "replay_cli")
 
 # Reads a message for each command: its arguments, environment and folder, with what becomes its standard streams, and
 # a pipe. A child between parent and command writes into that pipe the id of the command and, when it has ended, its
@@ -60,7 +60,7 @@ for number, stream in enumerate(streams):
     os.close(stream)
 sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
 sys.argv = ["replay", *arguments]
-from replay_server.cli import main
+from replay_cli import main
 if not quick:
     main()
 try:
@@ -75,9 +75,9 @@ sys.stdout.flush()
 sys.stderr.flush()
 os._exit(ended)
 """
-_LIGHT = ("replay_client", "replay_server.config", "replay_server.server", "replay_server.cli.app")
+_LIGHT = ("replay_client", "replay_server.config", "replay_server.server", "replay_cli.app")
 _HEAVY = (
-    *("replay_trainer.grpo", "replay_trainer.evaluation", "replay_client.generator.engines.transformers"),
+    *("replay_trainer.grpo", "replay_trainer.evaluation", "replay_generator.engines.transformers"),
     *("transformers.models.auto.tokenization_auto", "transformers.models.qwen2.modeling_qwen2"),
 )
 _SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

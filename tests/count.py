@@ -17,7 +17,11 @@ PACKAGES = {
     "replay_protos": ROOT / "protos/replay_protos",
     "replay_server": ROOT / "replay_server",
     "replay_client": ROOT / "client/replay_client",
+    "replay_generator": ROOT / "client/replay_generator",
+    "replay_dashboard": ROOT / "client/replay_dashboard",
+    "replay_cli": ROOT / "client/replay_cli",
     "replay_trainer": ROOT / "trainer/replay_trainer",
+    "replay_adapters": ROOT / "trainer/replay_adapters",
 }
 PARTS = {
     "protos/replay_protos": "replay_protos",
@@ -25,14 +29,12 @@ PARTS = {
     "replay_server/tables": "replay_server/tables",
     "replay_server/storage": "replay_server/storage",
     "replay_server/rpc": "replay_server/rpc",
-    "replay_server/cli": "command line",
     "client/replay_client": "replay_client",
-    "client/replay_client/generator": "generator",
-    "client/replay_client/archive": "command line",
-    "client/replay_client/dashboard": "page",
-    "client/replay_client/diagnosis.py": "page",
+    "client/replay_generator": "replay_generator",
+    "client/replay_dashboard": "replay_dashboard",
+    "client/replay_cli": "replay_cli",
     "trainer/replay_trainer": "replay_trainer",
-    "trainer/replay_trainer/integrations": "adapters",
+    "trainer/replay_adapters": "replay_adapters",
     "examples": "examples",
     "experiments": "experiments",
     "benchmarks": "benchmarks",
@@ -125,10 +127,9 @@ def sizes() -> dict[str, tuple[int, int]]:
     return found
 
 
-def floors(package: str, leaving_out: str = " ") -> int:
-    """How many files the longest chain of imports of a package has, without the folder `leaving_out`."""
-    imports = {name: others for name, others in imports_of(package).items() if not name.startswith(leaving_out)}
-    written = {name: others - {package} for name, others in imports.items() if "_pb2" not in name}
+def floors(package: str) -> int:
+    """How many files the longest chain of imports of a package has."""
+    written = {name: others - {package} for name, others in imports_of(package).items() if "_pb2" not in name}
     height: dict[str, int] = {}
     for name in TopologicalSorter(written).static_order():
         height[name] = 1 + max((height[other] for other in written.get(name, ())), default=0)

@@ -19,9 +19,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parent.parent
-PAGE = "client/replay_client/dashboard/page"
-PACKAGES = ("replay_client", "replay_protos", "replay_server", "replay_trainer")
+from tests.count import PACKAGES, ROOT
+
+PAGE = "client/replay_dashboard/page"
+
 
 CLIENT = """
 import sys
@@ -33,7 +34,7 @@ assert not {"torch", "replay_server", "pydantic"} & set(sys.modules), sorted(sys
 """
 ALL = """
 import sys
-from replay_client.generator.engines.transformers import TransformersEngine
+from replay_generator.engines.transformers import TransformersEngine
 from replay_trainer import GRPOConfig
 from replay_trainer.logprobs import LogprobModel
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -152,7 +153,7 @@ def test_wheel_and_sdist_hold_the_packages_their_types_the_protocol_and_the_lice
     page = {path.relative_to(ROOT / "client").as_posix() for path in (ROOT / PAGE).rglob("*.*")}
     assert len(page) > 10
     assert page <= names
-    assert "replay_client/dashboard/metrics.md" in names
+    assert "replay_dashboard/metrics.md" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     with tarfile.open(built["sdist"]) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}

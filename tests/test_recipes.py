@@ -8,9 +8,9 @@ import pytest
 
 from examples.demo.run import SHARING
 from experiments.learning.arms import OPSM
-from replay_client.generator import GeneratorConfig
+from replay_cli.recipes import RECIPES, recipe_of
+from replay_generator import GeneratorConfig
 from replay_server import Config
-from replay_server.cli.recipes import RECIPES, recipe_of
 from replay_trainer import GRPOConfig
 
 OWN = """

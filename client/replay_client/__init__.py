@@ -3,8 +3,9 @@
 import replay_protos  # noqa: F401, before `grpc` is imported
 from replay_client.access import TLS
 from replay_client.aio import AsyncReplayClient
-from replay_client.client import ReplayClient
-from replay_client.completions import group_from_completions, group_from_rows
+from replay_client.client import Keeper, ReplayClient
+from replay_client.completions import group_from_completions, group_from_rows, row_of
+from replay_client.keeping import AsyncKeeper
 from replay_client.records import (
     CheckpointInfo,
     ExtendResult,
@@ -20,15 +21,19 @@ from replay_client.records import (
     StoredItem,
     TableInfo,
 )
+from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
 
 __all__ = [
     "TLS",
+    "AsyncKeeper",
     "AsyncReplayClient",
     "CheckpointInfo",
     "ExtendResult",
     "ItemInfo",
     "ItemPage",
+    "Keeper",
+    "KeySequence",
     "MutationResult",
     "PermitLease",
     "Policy",
@@ -42,4 +47,5 @@ __all__ = [
     "TableInfo",
     "group_from_completions",
     "group_from_rows",
+    "row_of",
 ]

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from replay_client import tracing
 from replay_client.access import TLS, Access, joined_addresses
+from replay_client.columns.encoding import Buffer
 from replay_client.connection import DEFAULT, Timeout, check_timeout, seconds_of
 from replay_client.errors import InvalidRequestError
 from replay_client.frames import Item, check_extension
@@ -41,7 +42,6 @@ from replay_client.records import (
 )
 from replay_client.requests import KeySequence, column, message_of, once, priorities_message, shortened, tag_filters
 from replay_client.rollout import RolloutGroup
-from replay_client.rows import Buffer
 from replay_client.sampling import AsyncSampler, OnLease, ignore
 from replay_client.waits import Deadline
 from replay_client.writer import AsyncWriter, Pipeline

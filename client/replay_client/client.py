@@ -9,13 +9,13 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
 from replay_client.access import TLS
 from replay_client.aio import AsyncReplayClient
+from replay_client.columns.encoding import Buffer
 from replay_client.connection import DEFAULT, Timeout
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError
 from replay_client.keeping import AsyncKeeper
 from replay_client.loop_thread import LoopThread, Wake
 from replay_client.records import PermitLease, Policy, Sample
 from replay_client.rollout import RolloutGroup
-from replay_client.rows import Buffer
 from replay_client.sampling import AsyncSampler
 from replay_client.writer import AsyncWriter
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from replay_client.columns.encoding import Buffer
 from replay_client.columns.segments import encode_columns
 from replay_client.errors import InvalidRequestError
 from replay_client.records import PermitLease, Sample, StoredItem
 from replay_client.requests import whole_number
 from replay_client.rollout import RolloutGroup
-from replay_client.rows import Buffer
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame, cut
 from replay_protos.label_columns import columns_message, tags_message

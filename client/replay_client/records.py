@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import repeat
 from typing import Any
 
+from replay_client.columns.encoding import Buffer
 from replay_client.rollout import RolloutGroup
-from replay_client.rows import Buffer
 from replay_protos import replay_pb2 as pb
 from replay_protos.label_columns import labels_of_rows
 from replay_protos.labels import NO_LABELS, Labels

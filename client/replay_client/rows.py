@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import grpc
 import numpy as np
 
+from replay_client.columns.encoding import Buffer
 from replay_client.errors import error_of
 from replay_protos.memory import LARGE_PLACE, keep_freed_memory, large_place
 from replay_protos.shared_memory import Keep
 
-Buffer = bytes | memoryview
 _LARGE = 128 << 10
 """Bytes of a response whose memory malloc may give back to the system, as soon as it is freed."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from replay_client.columns.encoding import Buffer
 from replay_client.connection import DEFAULT, LATE_SECONDS, Connection, Timeout, seconds_of
 from replay_client.errors import (
     DeadlineExceededError,
@@ -28,7 +29,6 @@ from replay_client.frames import ROWS_PER_MESSAGE, EvictedItems, Item, pack_item
 from replay_client.records import PermitLease
 from replay_client.requests import KeySequence
 from replay_client.rollout import RolloutGroup
-from replay_client.rows import Buffer
 from replay_client.transport import Stream
 from replay_client.waits import Patience
 from replay_protos import replay_pb2 as pb

@@ -398,7 +398,7 @@ def run_parts(
     display: Display,
     parts: list[Part],
 ) -> None:
-    replay = [sys.executable, "-m", "replay_server.cli"]
+    replay = [sys.executable, "-m", "replay_cli"]
     task = [sys.executable, "-m", "examples.demo.task"]
 
     def start(name: str, command: list[str]) -> Part:

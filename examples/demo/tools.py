@@ -21,8 +21,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from replay_client.generator import Rollout
-from replay_client.generator.tool_loop import tool_loop
+from replay_generator import Rollout
+from replay_generator.tool_loop import tool_loop
 
 CALL_BEGINS = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
 CALL_ENDS = '"}}</tool_call>'

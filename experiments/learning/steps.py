@@ -18,8 +18,8 @@ from experiments.learning.arms import GROUP_SIZE, Arm
 from experiments.learning.prompts import prompt_choice
 from experiments.learning.stored import DistinctAnswers
 from replay_client import ReplayClient, RolloutGroup, Sample
-from replay_client.generator.rewards import load_priority
 from replay_client.scoring import carries_gradient
+from replay_generator.rewards import load_priority
 from replay_trainer import ZeroVarianceReplacer
 from replay_trainer.batching import Batch, micro_batches, to_batch
 from replay_trainer.groups import GroupSource

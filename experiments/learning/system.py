@@ -118,7 +118,7 @@ def _start_generator(
         "--max-tokens": max_tokens,
         "--seed": settings.seed,
     }
-    command = [sys.executable, "-m", "replay_server.cli", "--address", address, "generate", "--wait-for-policy"]
+    command = [sys.executable, "-m", "replay_cli", "--address", address, "generate", "--wait-for-policy"]
     command += [str(part) for option in options.items() for part in option]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     # A session of its own: vLLM's engine is a process below the generator's, and both have to end.

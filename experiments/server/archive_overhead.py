@@ -40,7 +40,7 @@ BATCH = 32
 def serving(folder: Path, config: str) -> Iterator[str]:
     """The address of a server as a process of its own."""
     (folder / "replay.toml").write_text(config)
-    command = [sys.executable, "-m", "replay_server.cli", "serve", "--config", str(folder / "replay.toml")]
+    command = [sys.executable, "-m", "replay_cli", "serve", "--config", str(folder / "replay.toml")]
     command += ["--address", "127.0.0.1:0", "--log-level", "error"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

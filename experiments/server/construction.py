@@ -30,9 +30,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from examples.demo.task import EOS_ID, make_tokenizer
 from experiments.server.archive_overhead import serving
 from replay_client import AsyncReplayClient
-from replay_client.generator import GeneratorConfig, RolloutGenerator
-from replay_client.generator.engines import SamplingConfig
-from replay_client.generator.engines.vllm import VLLMEngine
+from replay_generator import GeneratorConfig, RolloutGenerator
+from replay_generator.engines import SamplingConfig
+from replay_generator.engines.vllm import VLLMEngine
 
 CONFIG = """
 [admission]

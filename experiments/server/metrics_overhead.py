@@ -36,7 +36,7 @@ def server(*arguments: str) -> Iterator[list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "replay.toml"
         config.write_text(CONFIG)
-        command = [sys.executable, "-m", "replay_server.cli", "serve", "--config", str(config), *arguments]
+        command = [sys.executable, "-m", "replay_cli", "serve", "--config", str(config), *arguments]
         command += ["--address", "127.0.0.1:0", "--log-level", "error"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

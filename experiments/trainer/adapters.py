@@ -95,7 +95,7 @@ def of_miles(address: str, count: int, routing: bool) -> dict[str, float]:
     from miles.rollout.fully_async_data_buffer import DataBufferConstructorInput, DataBufferInput, DefaultDataBuffer
     from miles.utils.types import Sample
 
-    from replay_trainer.integrations.miles import ServerDataBuffer
+    from replay_adapters.miles import ServerDataBuffer
 
     entries = [
         DataBufferInput(group, group) for i in range(count) for group in [make_group(Sample, i, routing=routing)]
@@ -131,7 +131,7 @@ def of_slime(address: str, count: int, routing: bool) -> dict[str, float]:
     from slime.rollout.base_types import RolloutFnTrainOutput
     from slime.utils.types import Sample
 
-    from replay_trainer.integrations.slime import generate_rollout
+    from replay_adapters.slime import generate_rollout
 
     args = Namespace(replay_rollout_function=f"{__name__}.planned_rollout", replay_address=address)
     PLANNED[:] = [
@@ -161,11 +161,11 @@ def command_of(framework: str, sources: Path) -> tuple[list[str], dict[str, str]
     paths = [*(ROOT / name for name in ("", "client", "trainer", "protos")), sources / framework]
     python = sys.executable
     if framework == "verl":
-        from tests.trainer.integrations.test_verl import python_with_verl
+        from tests.adapters.test_verl import python_with_verl
 
         python = python_with_verl()
     elif framework == "skyrl":
-        from tests.trainer.integrations.conformance.test_skyrl import PACKAGES
+        from tests.adapters.conformance.test_skyrl import PACKAGES
 
         PACKAGES.ensure()
         version = "python{}.{}".format(*sys.version_info[:2])
@@ -189,7 +189,7 @@ def main() -> None:
     FILES.mkdir(parents=True, exist_ok=True)
     config = FILES / "adapters.toml"
     config.write_text(CONFIG)
-    serve = [sys.executable, "-m", "replay_server.cli", "serve", "--log-level", "warning"]
+    serve = [sys.executable, "-m", "replay_cli", "serve", "--log-level", "warning"]
     for framework in given.only:
         command, environment = command_of(framework, given.sources.resolve())
         for routing in (False, True)[: 1 + HAS_ROUTING[framework]]:

@@ -75,7 +75,7 @@ def _our_generator(address: str, begin: Any, count: int) -> None:
 def of_async_grpo(address: str, count: int, routing: bool) -> dict[str, float]:
     """Samples of groups that come from another process, as TRL's trainer takes them: from its queue, and from ours."""
     from examples.demo.task import make_tokenizer
-    from replay_trainer.integrations.trl_async import ServerRollouts
+    from replay_adapters.trl_async import ServerRollouts
     from tests.trainer.factories import make_model
 
     assert not routing
@@ -121,8 +121,8 @@ def of_trl(address: str, count: int, routing: bool) -> dict[str, float]:
     """
     from datasets import Dataset
 
-    from replay_trainer.integrations.trl import ReplayGRPOTrainer
-    from tests.trainer.integrations.trl_factories import make_trainer, metrics_of
+    from replay_adapters.trl import ReplayGRPOTrainer
+    from tests.adapters.trl_factories import make_trainer, metrics_of
 
     assert not routing
     steps = iter(range(10))
@@ -171,7 +171,7 @@ def of_verl(address: str, count: int, routing: bool) -> dict[str, float]:
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-    from replay_trainer.integrations.verl import ServerReplayBuffer
+    from replay_adapters.verl import ServerReplayBuffer
 
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
     tq.init()
@@ -249,7 +249,7 @@ def of_verl(address: str, count: int, routing: bool) -> dict[str, float]:
 def of_skyrl(address: str, count: int, routing: bool) -> dict[str, float]:
     """SkyRL's own queue, put and get; and what ours adds: a finished group kept, found again after a restart, stored
     for later and replaced."""
-    from tests.trainer.integrations.run_skyrl import Plan, make_trainer  # before SkyRL, which it helps to be imported
+    from tests.adapters.run_skyrl import Plan, make_trainer  # before SkyRL, which it helps to be imported
 
     # isort: split
     from skyrl.train.fully_async_trainer import GeneratedOutputGroup

@@ -28,9 +28,9 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from replay_client.generator.engines import Completion, SamplingConfig
-from replay_client.generator.engines.continuous_batch import routers_of
-from replay_client.generator.engines.transformers import ROUTED, TransformersEngine
+from replay_generator.engines import Completion, SamplingConfig
+from replay_generator.engines.continuous_batch import routers_of
+from replay_generator.engines.transformers import ROUTED, TransformersEngine
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.logprobs import LogprobModel
 

@@ -28,3 +28,5 @@ if "grpc" in sys.modules and "GRPC_EXPERIMENTS" not in os.environ:
     )
 # A setting of the user's own wins. Processes that this one starts inherit it.
 os.environ.setdefault("GRPC_EXPERIMENTS", NO_EVENT_ENGINE)
+
+__all__ = ["CLOSING", "NO_EVENT_ENGINE", "REASON_KEY", "SHORT_METHODS"]

@@ -18,3 +18,6 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     """As `asyncio.run`, on such a loop."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(work)
+
+
+__all__ = ["new_event_loop", "run"]

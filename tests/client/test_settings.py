@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from replay_client.generator import GeneratorConfig
-from replay_client.generator.engines import SamplingConfig
 from replay_client.records import read_described
 from replay_client.settings import described
+from replay_generator import GeneratorConfig
+from replay_generator.engines import SamplingConfig
 
 
 @pytest.mark.parametrize(

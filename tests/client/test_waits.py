@@ -11,9 +11,9 @@ from replay_client.errors import DeadlineExceededError, InvalidRequestError, Ser
 from replay_client.waits import Patience, beat
 from replay_trainer.background import ServerWaits
 from tests.client.fake_server import FakeServer
-from tests.client.generator.factories import RecordingClient, ScriptedEngine
-from tests.client.generator.test_generator import make_generator, running
 from tests.factories import async_until, turns, until
+from tests.generator.factories import RecordingClient, ScriptedEngine
+from tests.generator.test_generator import make_generator, running
 from tests.trainer.factories import FakeClient, make_batches, make_trainer
 from tests.trainer.test_wait_log import Server
 

@@ -9,8 +9,8 @@ import tomllib
 import pytest
 import typer.main
 
+from replay_cli.app import app
 from replay_server import Config
-from replay_server.cli.app import app
 from replay_trainer.config import GRPOConfig
 from tests.docs.blocks import PAGES, ROOT, blocks, write_files
 

@@ -87,7 +87,7 @@ def make_repository(folder: Path) -> None:
     scripts = folder / ".venv/bin"
     scripts.mkdir(parents=True)
     (scripts / "activate").write_text(f'export PATH="{scripts}:$PATH"\n')
-    for name, command in (("replay", "-m replay_server.cli"), ("python", "")):
+    for name, command in (("replay", "-m replay_cli"), ("python", "")):
         (scripts / name).write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
         (scripts / name).chmod(0o755)
 

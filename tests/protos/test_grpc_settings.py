@@ -34,9 +34,9 @@ def run(code: str, **settings: str) -> subprocess.CompletedProcess[str]:
     [
         "import replay_client",
         "import replay_client.errors",
-        "import replay_client.generator",
+        "import replay_generator",
         "import replay_server",
-        "import replay_server.cli.app",
+        "import replay_cli.app",
         "import replay_trainer",
         "import replay_protos.replay_pb2_grpc",
     ],

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from replay_cli.screen import permits
 from replay_client import ReplayClient
-from replay_client.diagnosis import Level, diagnose
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, LeaseEndedError
+from replay_dashboard.diagnosis import Level, diagnose
 from replay_server import ReplayServer, TableConfig
-from replay_server.cli.screen import permits
 from replay_server.config import Config
 from replay_server.tables.config import AdmissionConfig
 from tests.factories import make_group, until

@@ -9,9 +9,9 @@ import grpc
 import pytest
 
 from replay_client import ReplayClient
-from replay_client.diagnosis import Level, diagnose
 from replay_client.errors import AuthenticationError, InvalidRequestError
 from replay_client.records import read_described
+from replay_dashboard.diagnosis import Level, diagnose
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import ReplayServer, SecuritySection, TableConfig

@@ -285,7 +285,7 @@ def held() -> dict[str, float]:
 def serve(config: str, notes: str) -> None:
     """What `Server` runs: the command itself, with one more task that counts."""
     from replay_server import ReplayServer
-    from replay_server import cli as command
+    import replay_cli as command
 
     run = ReplayServer.run
 

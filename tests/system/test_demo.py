@@ -12,10 +12,10 @@ import pytest
 
 from examples.demo import tools
 from examples.demo.task import make_tokenizer, padded
-from replay_client.generator import RolloutPolicy, Task
-from replay_client.generator.engines import Completion, SamplingConfig
-from replay_client.generator.rewards import exact_match
-from replay_server.cli.app import app
+from replay_cli.app import app
+from replay_generator import RolloutPolicy, Task
+from replay_generator.engines import Completion, SamplingConfig
+from replay_generator.rewards import exact_match
 from tests.factories import until
 
 CODE = (
@@ -39,7 +39,7 @@ def parts(demo: subprocess.Popen[str]) -> dict[str, psutil.Process]:
     """The running processes of the demo by the `replay` command they run."""
     children = psutil.Process(demo.pid).children(recursive=True)
     lines = {child: child.cmdline() for child in children if child.status() != psutil.STATUS_ZOMBIE}
-    return {line[3]: child for child, line in lines.items() if "replay_server.cli" in line}
+    return {line[3]: child for child, line in lines.items() if "replay_cli" in line}
 
 
 def wait_for_steps(out, demo: subprocess.Popen[str]) -> dict[str, psutil.Process]:

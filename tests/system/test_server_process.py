@@ -87,7 +87,7 @@ def test_a_signal_ends_the_server_with_status_zero(tmp_path, number):
     ("module", "absent"),
     [
         ("replay_client", {"torch", "transformers", "vllm", "ray", "replay_server", "pydantic"}),
-        ("replay_server.cli.app", {"torch", "transformers", "vllm", "ray"}),
+        ("replay_cli.app", {"torch", "transformers", "vllm", "ray"}),
         ("replay_server.shards", {"torch", "transformers", "vllm", "ray"}),
         ("replay_server.server", {"torch", "transformers", "vllm", "ray", "replay_client", "starlette", "pyarrow"}),
     ],

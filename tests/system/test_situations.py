@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from replay_client import ReplayClient
-from replay_client.dashboard import app, health, live
-from replay_client.dashboard.app import Settings
+from replay_dashboard import app, health, live
+from replay_dashboard.app import Settings
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_server.rpc import info
 from replay_server.telemetry import host
-from tests.client.dashboard.conftest import serving
-from tests.client.dashboard.test_answers import looks_of
 from tests.commands import run_replay
+from tests.dashboard.conftest import serving
+from tests.dashboard.test_answers import looks_of
 from tests.factories import free_port, until
 
 GENERATOR = """

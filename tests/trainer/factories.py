@@ -19,9 +19,9 @@ from replay_client import MutationResult, Policy, RolloutGroup, Sample, SampleIn
 from replay_client.columns.axes import RAGGED
 from replay_client.columns.kept import KEPT, kept_column
 from replay_client.errors import DeadlineExceededError
-from replay_client.generator.weights import Probe
 from replay_client.records import AdmissionInfo
 from replay_client.scoring import is_zero_variance
+from replay_generator.weights import Probe
 from replay_trainer import Callback, GRPOConfig, GRPOTrainer, StepReport
 from tests.factories import make_group
 

@@ -13,15 +13,15 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from replay_client import ReplayClient
-from replay_client.generator.engines.transformers import TransformersEngine
-from replay_client.generator.weights import Probe
+from replay_generator.engines.transformers import TransformersEngine
+from replay_generator.weights import Probe
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer import GRPOTrainer
 from replay_trainer.weights import published
-from tests.client.generator.factories import make_model as make_model_with_tokenizer
 from tests.commands import fails, run_replay
 from tests.factories import make_group
+from tests.generator.factories import make_model as make_model_with_tokenizer
 from tests.trainer.factories import (
     FakeClient,
     Killed,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from examples.demo.task import make_model, make_tokenizer
-from replay_client.generator.prompts import Prompt
-from replay_client.generator.rewards import exact_match
+from replay_generator.prompts import Prompt
+from replay_generator.rewards import exact_match
 from replay_trainer import GRPOConfig
 from replay_trainer.evaluation import PromptEvaluation
 from replay_trainer.metrics import summary

@@ -19,14 +19,14 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from examples.demo.task import make_tokenizer
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import DeadlineExceededError
-from replay_client.generator import GeneratorConfig, RolloutGenerator
 from replay_client.records import read_described
 from replay_client.scoring import group_priority
+from replay_generator import GeneratorConfig, RolloutGenerator
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import Config
 from replay_trainer import TableEvaluation
-from tests.client.generator.factories import ScriptedEngine, make_prompts
 from tests.docs.blocks import ROOT, write_files
+from tests.generator.factories import ScriptedEngine, make_prompts
 from tests.trainer.factories import lines_of, make_group, make_model, make_trainer
 
 STEPS, FRESH = 6, 2

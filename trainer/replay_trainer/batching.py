@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from replay_client.completions import group_from_rows
+from replay_client import group_from_rows
 from replay_client.rollout import MAX_LOGPROB, MAX_VALUE, RolloutGroup
 from replay_trainer.config import Teacher
 from replay_trainer.losses import distillation_advantages

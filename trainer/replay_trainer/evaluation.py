@@ -14,9 +14,9 @@ import torch
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError
-from replay_client.generator.prompts import Prompt
-from replay_client.generator.rewards import Rewards, Scorer
 from replay_client.waits import beat
+from replay_generator.prompts import Prompt
+from replay_generator.rewards import Rewards, Scorer
 from replay_trainer.background import through_restarts
 from replay_trainer.callbacks import Run
 from replay_trainer.metrics import GroupFacts, Metrics, describe_groups

@@ -31,8 +31,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from replay_client import ReplayClient, Sample, SampleInfo
-from replay_client.client import Keeper
+from replay_client import Keeper, ReplayClient, Sample, SampleInfo
 from replay_client.errors import ReplayError
 from replay_trainer.weights import write_whole
 

@@ -21,6 +21,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
+Buffer = bytes | memoryview
 ALIGNMENT = 64
 MAGIC_BYTES = 8
 """Bytes of a magic number. Its last byte is the version of the format."""
@@ -56,7 +57,7 @@ def encode_arrays(
     columns: Iterable[tuple[str, npt.NDArray[Any]]],
     axes: dict[str, str],
     fields: dict[str, Any],
-) -> list[bytes | memoryview]:
+) -> list[Buffer]:
     """Consecutive buffers: the header, then each array without a copy. `axes` by the names of `columns`."""
     arrays, table, offset = [], [], 0
     for name, array in columns:
@@ -80,7 +81,7 @@ def encode_arrays(
             f"{_MAX_HEADER}: put large values into extras, as arrays"
         )
     prefix = magic + len(header).to_bytes(8, "little") + header
-    pieces: list[bytes | memoryview] = [prefix.ljust(_aligned(len(prefix)), b"\0")]
+    pieces: list[Buffer] = [prefix.ljust(_aligned(len(prefix)), b"\0")]
     for array in arrays:
         if array.nbytes:
             pieces.append(array.reshape(-1).view(np.uint8).data)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy.typing as npt
 
 from replay_client.columns.axes import OFFSETS, RAGGED, Array, check_axes, checked_columns
-from replay_client.columns.encoding import check_magic, decode_arrays, encode_arrays
+from replay_client.columns.encoding import Buffer, check_magic, decode_arrays, encode_arrays
 
 SEGMENT_MAGIC = b"RPLYSEG\x01"
 """The last byte is the format version."""
@@ -22,9 +22,7 @@ PREFIX = "extras/"
 """The beginning of the names of extras in the headers of groups and segments."""
 
 
-def encode_columns(
-    extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] | None = None
-) -> list[bytes | memoryview]:
+def encode_columns(extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] | None = None) -> list[Buffer]:
     """A segment with these columns, as consecutive buffers; together they are a multiple of 64 bytes.
 
     `extras` and `axes` are as in RolloutGroup. Raises ValueError that names the column for none at all, a dtype, an

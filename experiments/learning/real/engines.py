@@ -21,7 +21,7 @@ from experiments.learning.arms import GROUP_SIZE
 from experiments.learning.real.gym import GYM_TASKS, gym_problems
 from experiments.learning.real.pretrained import PretrainedPolicy
 from experiments.learning.real.smollm2 import smollm2
-from replay_client.generator.engines import SamplingConfig
+from replay_generator.engines import SamplingConfig
 
 GROUPS = 4
 """Prompts of a step."""
@@ -74,7 +74,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from replay_client.generator.engines.vllm import VLLMEngine
+    from replay_generator.engines.vllm import VLLMEngine
 
     task, path = GYM_TASKS["two_terms"], smollm2(arguments.models)
     vllm = VLLMEngine(path, dtype="bfloat16", max_length=MAX_LENGTH, seed=0)

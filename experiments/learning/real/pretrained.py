@@ -27,9 +27,9 @@ from experiments.learning.real.smollm2 import smollm2
 from experiments.learning.steps import Steps
 from experiments.learning.variety import Variety
 from replay_client import ReplayClient, RolloutGroup
-from replay_client.generator.engines import SamplingConfig
-from replay_client.generator.engines.continuous_batch import ContinuousBatch, Request
 from replay_client.scoring import group_advantages
+from replay_generator.engines import SamplingConfig
+from replay_generator.engines.continuous_batch import ContinuousBatch, Request
 from replay_server import ReplayServer
 
 POINT_COMPLETIONS = 128

@@ -24,11 +24,11 @@ RUN = """
 
     from replay_client import AsyncReplayClient, ReplayClient
     from replay_client.errors import ReplayError
-    from replay_client.generator import GeneratorConfig, run_generator
-    from replay_client.generator.prompts import Prompt
+    from replay_generator import GeneratorConfig, run_generator
+    from replay_generator.prompts import Prompt
     from replay_server import ReplayServer, SecuritySection, TableConfig
     from replay_trainer import StepReport, StepSpans
-    from tests.client.generator.factories import ScriptedEngine
+    from tests.generator.factories import ScriptedEngine
 
     tokens = sys.argv[1]
     security = SecuritySection(tokens_file=tokens)

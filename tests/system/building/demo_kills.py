@@ -27,10 +27,10 @@ from typing import Any
 
 from examples.demo.run import DEMO, GROUP_SIZE, Part
 from examples.demo.run import run as run_demo
+from replay_cli.archive.reading import Archive, Wanted
 from replay_client import ReplayClient
-from replay_client.archive.reading import Archive, Wanted
 from replay_client.errors import DeadlineExceededError
-from replay_client.generator.openings import Opening, sampled_tokens
+from replay_generator.openings import Opening, sampled_tokens
 from tests.factories import until
 
 LEASE = 10.0
@@ -87,7 +87,7 @@ def waiting_tokens(client: ReplayClient) -> int:
 
 def generate(count: str, *arguments: str) -> None:
     """`replay generate`, which counts in the file."""
-    from replay_server.cli import main
+    from replay_cli import main
 
     count_tokens(Path(count))
     sys.argv = ["replay", "generate", *arguments]
@@ -96,7 +96,7 @@ def generate(count: str, *arguments: str) -> None:
 
 def kill_in_demo(warm: Path, out: Path, kills: int, every: float, building: bool) -> str:
     """`warm`: folder of a demo, whose model this one begins with. Returns what it came to."""
-    replay = [sys.executable, "-m", "replay_server.cli"]
+    replay = [sys.executable, "-m", "replay_cli"]
     # Otherwise generators soon wait for the permits of dead ones without `building`, and a kill finds nothing to take.
     admission = f"max_staleness = 2\npermit_ttl = {LEASE}"
     config = DEMO.server_config.replace("max_staleness = 2", admission, 1) + ARCHIVE.format(dir=out / "archive")

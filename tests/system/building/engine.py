@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replay_client.generator.engines import Completion, OnFinished, SamplingConfig
+from replay_generator.engines import Completion, OnFinished, SamplingConfig
 
 TICK = 0.01
 TOKENS_PER_TICK = 4

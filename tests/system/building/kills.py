@@ -34,10 +34,10 @@ from typing import Any
 
 from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup
 from replay_client.errors import DeadlineExceededError
-from replay_client.generator import GeneratorConfig, run_generator
-from replay_client.generator.engines import SamplingConfig
-from replay_client.generator.openings import Opening, decode_rollout
 from replay_client.records import ExtendResult
+from replay_generator import GeneratorConfig, run_generator
+from replay_generator.engines import SamplingConfig
+from replay_generator.openings import Opening, decode_rollout
 from tests.factories import server_process, start, until
 from tests.system.building.engine import EngineServer, RemoteEngine, number_of
 from tests.system.ledger import Books

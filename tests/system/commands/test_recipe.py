@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from replay_cli.recipes import recipe_of
 from replay_client import ReplayClient
 from replay_client.records import read_described
-from replay_server.cli.recipes import recipe_of
 from tests.commands import run_replay
 from tests.factories import server_process, until
 

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from replay_client import AsyncReplayClient, ReplayClient
-from replay_client.generator import GeneratorConfig, prompts_table, run_generator
-from replay_client.generator.engines import Completion, SamplingConfig
+from replay_generator import GeneratorConfig, prompts_table, run_generator
+from replay_generator.engines import Completion, SamplingConfig
 from tests.factories import ServerProcess, free_port, start, start_server, until
 from tests.system.ledger import Books
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from replay_client.generator.engines import transformers as _imported_once  # noqa: F401
-from replay_server.cli import generate as _too  # noqa: F401
-from replay_server.cli import main
+from replay_cli import generate as _too  # noqa: F401
+from replay_cli import main
+from replay_generator.engines import transformers as _imported_once  # noqa: F401
 
 
 def run_command(log: Path, *arguments: str) -> None:

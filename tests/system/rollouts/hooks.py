@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from replay_client.generator import Rollout, RolloutPolicy, RolloutSequence, Task
+from replay_generator import Rollout, RolloutPolicy, RolloutSequence, Task
 
 TOOL = [5, 6, 7]
 """What the tool answers, as tokens."""

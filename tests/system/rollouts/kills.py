@@ -31,8 +31,8 @@ from replay_client import ReplayClient, RolloutGroup
 from replay_client.errors import DeadlineExceededError
 from replay_client.records import AdmissionInfo
 from replay_client.scoring import group_advantages
-from tests.client.generator.factories import make_model
 from tests.factories import server_process, start, until
+from tests.generator.factories import make_model
 from tests.system.ledger import Books
 from tests.system.rollouts.command import run_command
 from tests.system.rollouts.hooks import TOOL

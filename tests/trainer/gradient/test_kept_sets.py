@@ -14,18 +14,18 @@ import torch
 
 from replay_client.columns.axes import OFFSETS, RAGGED
 from replay_client.columns.kept import KEPT, kept_column
-from replay_client.generator.engines import SamplingConfig
-from replay_client.generator.engines.transformers import TransformersEngine
-from replay_client.generator.rollouts import Rollout, RolloutSequence, group_of_rollouts
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
+from replay_generator.engines import SamplingConfig
+from replay_generator.engines.transformers import TransformersEngine
+from replay_generator.rollouts import Rollout, RolloutSequence, group_of_rollouts
 from replay_trainer import logprobs
 from replay_trainer.batching import micro_batches, to_batch
 from replay_trainer.groups import ModelLimits, why_unusable
 from replay_trainer.logprobs import LogprobModel, Route, chosen_logprobs
 from replay_trainer.packing.kept_sets import TokenSets
-from tests.client.generator.factories import loaded
-from tests.client.generator.factories import make_model as make_engine_model
+from tests.generator.factories import loaded
+from tests.generator.factories import make_model as make_engine_model
 from tests.trainer.factories import (
     FakeClient,
     assert_same_weights,

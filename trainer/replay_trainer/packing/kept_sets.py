@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from replay_client.columns.axes import OFFSETS
+from replay_client.columns import OFFSETS
 from replay_client.columns.kept import KEPT, truncates
 from replay_client.rollout import RolloutGroup
 

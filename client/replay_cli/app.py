@@ -1,0 +1,105 @@
+"""The command `replay`: its subcommands in the order of its help, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from importlib.metadata import version
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from replay_cli.archive import archive
+from replay_cli.change import policy, reset, update
+from replay_cli.connection import ROOT
+from replay_cli.doctor import doctor
+from replay_cli.generate import generate
+from replay_cli.items import delete, items, show
+from replay_cli.keep import checkpoint, export, import_items
+from replay_cli.options import Commands, taking
+from replay_cli.output import complain, say
+from replay_cli.servers import serve, shards
+from replay_cli.tables import dashboard, tables, top
+from replay_cli.train import demo, train
+
+app = Commands(
+    "A replay server for GRPO: rollout groups in rate-limited priority tables.",
+    epilog="Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTERM. After either signal "
+    "`serve` and `generate` finish their work and end with 0.",
+    pretty_exceptions_enable=False,
+)
+_INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+_UsageError: Any = typer.BadParameter.__bases__[0]
+"""The class of the click that typer uses: its own, or the package's. typer does not export it."""
+table = Commands("Change a table, or its items.")
+table.add(update, delete, reset, export)
+table.add(import_items, name="import")
+app.add(serve, tables, top, dashboard, items, show, doctor)
+for name, group in {"policy": policy, "table": table, "checkpoint": checkpoint}.items():
+    app.add_typer(group, name=name)
+app.add(demo, generate, train)
+for name, group in {"archive": archive, "shards": shards}.items():
+    app.add_typer(group, name=name)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(version("replay-server"))
+        raise typer.Exit
+
+
+@app.callback()
+@taking(ROOT)
+def options(
+    _: dict[str, Any],
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """What stands before the command says how it reaches the server (`access_of`)."""
+
+
+def run() -> NoReturn:
+    """Runs the command of the command line, and exits with its status.
+
+    SIGTERM ends a command as Ctrl-C does: what it holds is given back. `serve` and `generate` handle both signals
+    themselves: they finish their work and end with status 0.
+    """
+    ended_by = _INTERRUPTED
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        nonlocal ended_by  # click and typer keep no cause of an interrupt, and typer makes the status of Ctrl-C of it
+        ended_by = _TERMINATED
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        status = app(prog_name="replay", standalone_mode=False)
+    except _UsageError as error:
+        _complain_of_usage(error)
+        status = 2
+    except typer.Abort as error:
+        # click makes an Abort of a question that was answered with no, and of some interrupts.
+        status = _INTERRUPTED if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt) else 1
+        if status == 1:
+            complain("nothing was changed")
+    except KeyboardInterrupt:
+        status = _INTERRUPTED
+    except BrokenPipeError:  # whoever reads the output has seen enough; Python would complain once more at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    for number in (signal.SIGINT, signal.SIGTERM):  # an exception in the last moments could only become a traceback
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(ended_by if status == _INTERRUPTED else status)
+
+
+def _complain_of_usage(error: Any) -> None:
+    message = error.format_message()
+    if "\n" in message:  # the help, because a command was called without anything
+        print(message, file=sys.stderr)
+        return
+    name = "replay" if error.ctx is None else error.ctx.command_path
+    message = message.replace("Value error, ", "").rstrip(".")  # the first words are pydantic's, which typer may use
+    complain(f"{message}; see `{name} --help`")

@@ -1,0 +1,101 @@
+"""Files of rows: JSON lines, or Parquet with the package pyarrow, as the end of the name says."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from replay_cli.archive.rows import Row
+from replay_generator.prompts import json_lines
+from replay_protos.state import plain
+
+_ROWS_PER_BATCH = 256
+"""Rows in memory at the same time, and in one row group of a parquet file."""
+_ROWS_PER_READ = 32
+"""Rows of a parquet file in memory at the same time. A row may hold thousands of tokens, each an object of Python."""
+
+
+def write_rows(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> int:
+    """Writes the rows beside the file and renames it at the end. Returns how many there were."""
+    unfinished = path.with_name(path.name + ".tmp")
+    writer = _write_parquet if path.suffix == ".parquet" else _write_jsonl
+    try:
+        count = writer(unfinished, columns, iter(rows))
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return count
+
+
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """The rows of a file; with `columns`, these are enough.
+
+    Raises ValueError that names a file of another kind, OSError if it cannot be read.
+    """
+    return _read_parquet(path, columns) if path.suffix == ".parquet" else (row for _, row in json_lines(path))
+
+
+def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps({name: _plain(value) for name, value in row.items()}, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    # `plain` looks at each entry of a list, and the tokens of a group may be a million.
+    whole = getattr(getattr(value, "dtype", None), "kind", "") in ("i", "b")
+    return value.tolist() if whole else plain(value)
+
+
+def schema_of(columns: Mapping[str, str]) -> Any:
+    import pyarrow
+
+    kinds = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string(), "bytes": pyarrow.binary()}
+    kinds |= {"int32": pyarrow.int32(), "float32": pyarrow.float32(), "bool": pyarrow.bool_()}
+    kinds |= {f"list of {name}": pyarrow.list_(kind) for name, kind in kinds.items()}
+    kinds["json"] = pyarrow.string()
+    return pyarrow.schema([(name, kinds[kind]) for name, kind in columns.items()])
+
+
+def _write_parquet(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
+    from pyarrow import parquet
+
+    schema, count = schema_of(columns), 0
+    with parquet.ParquetWriter(path, schema) as writer:
+        while batch := list(islice(rows, _ROWS_PER_BATCH)):
+            writer.write_table(table_of(batch, columns, schema))
+            count += len(batch)
+    return count
+
+
+def table_of(rows: Sequence[Row], columns: Mapping[str, str], schema: Any) -> Any:
+    """The rows as a table of pyarrow. `schema` is that of `columns`."""
+    import pyarrow
+
+    texts = [name for name, kind in columns.items() if kind == "json"]
+    rows = [row | {name: _json_of(row[name]) for name in texts} for row in rows]
+    return pyarrow.Table.from_pylist(rows, schema=schema)
+
+
+def _json_of(value: Any) -> str | None:
+    return None if value is None else json.dumps(plain(value))
+
+
+def _read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    from pyarrow import ArrowInvalid, parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_ROWS_PER_READ, columns=columns):
+                yield from batch.to_pylist()
+    except ArrowInvalid as error:
+        raise ValueError(f"{path}: not a parquet file: {error}") from None

@@ -1,0 +1,194 @@
+"""`replay archive list`, `step` and `export`: what an archive has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from replay_cli.connection import parse_tags
+from replay_cli.items import load_tokenizer
+from replay_cli.keep import RowKind, TokenizerFolder, WhichRows, WithPayloads, format_of
+from replay_cli.options import option, taking
+from replay_cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, say
+
+if TYPE_CHECKING:
+    from replay_cli.archive.fates import Use
+    from replay_cli.archive.reading import Wanted
+    from replay_cli.archive.rows import Row
+
+R = TypeVar("R")
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the archive: `dir` of [archive].")]
+_STEPS = "steps.jsonl of the trainer: says what it trained on."
+_WHICH = (
+    option("steps", _STEPS, Path),
+    option("key", "Only this item. May be repeated.", list[str]),
+    option("prompt", "Only groups with this prompt_id."),
+    option("version", "Only groups of this policy version, or of a range such as 40..50."),
+    option("tag", "NAME=VALUE: only items with this tag. May be repeated.", list[str]),
+    option(
+        "fate",
+        "Only groups that ended so: trained, left-out, put-aside, consumed, stale, evicted, deleted, reset or unknown.",
+    ),
+)
+"""Which groups, by what they are and by what became of them."""
+_SHOWN = ("key", "prompt_id", "policy_version", "group_size", "reward_mean", "reward_std", "bytes", "tags", "table")
+"""Columns of a list, beside the fate."""
+
+
+@taking(_WHICH)
+def list_groups(
+    which: dict[str, Any],
+    folder: Folder,
+    limit: Annotated[int, typer.Option(min=1, help="The most groups to print, the oldest first.")] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """List the groups of an archive, and what became of each."""
+    found = _groups(folder, which, [*_SHOWN, "inserted_at"])
+    rows = _read(lambda: list(islice(found, limit)))
+    if as_json:
+        print_json(rows)
+        return
+    _print_groups(rows)
+
+
+def show_step(
+    folder: Folder,
+    number: Annotated[int, typer.Argument(metavar="STEP", help="Number of a step of the trainer.")],
+    steps: Annotated[Path, typer.Option("--steps", help=_STEPS)],
+    as_json: AsJson = False,
+) -> None:
+    """Show which groups a step of the trainer took, and what is archived of each."""
+    from replay_cli.archive.fates import read_steps
+    from replay_dashboard.units import counted
+
+    step = _read(lambda: next((step for step in read_steps(steps) if step.number == number), None))
+    if step is None:
+        fail(f"{steps} has no step {number}")
+    keys = [str(use.facts["key"]) for uses in step.uses.values() for use in uses]
+    groups_of_step = _groups(folder, {"steps": steps, "key": keys}, _SHOWN) if keys else iter(())
+    found = _read(lambda: {row["key"]: row for row in groups_of_step})
+    document = {kind: [_used(use, found) for use in uses] for kind, uses in step.uses.items()}
+    if as_json:
+        print_json({"step": number} | document)
+        return
+    for kind, groups in document.items():
+        if groups:
+            say(f"{kind.replace('_', ' ')}: {len(groups)}")
+            _print_groups(groups)
+    if missing := sum(not each["archived"] for groups in document.values() for each in groups):
+        open_files = len(list(folder.glob("groups-*.tmp")))
+        say(f"in no finished file: {missing}" + f"; {counted(open_files, 'file')} not finished yet" * bool(open_files))
+
+
+@taking(_WHICH)
+def export_archive(
+    which: dict[str, Any],
+    folder: Folder,
+    file: Annotated[Path, typer.Option("--out", help="Its name ends with .jsonl or .parquet.")],
+    rows: WhichRows = RowKind.GROUPS,
+    tokenizer: TokenizerFolder = None,
+    payloads: WithPayloads = True,
+    as_json: AsJson = False,
+) -> None:
+    """Write groups of an archive into a file that `replay table import` takes, in the rows of `replay table export`."""
+    from replay_cli.archive.files import write_rows
+    from replay_cli.archive.rows import ITEM_COLUMNS, Form
+    from replay_dashboard.units import counted
+
+    format_of(file)
+    form = Form(rows is RowKind.SEQUENCES, None if tokenizer is None else load_tokenizer(tokenizer), payloads)
+    groups = _groups(folder, which, [*ITEM_COLUMNS, "payload"])
+    found = (written for row in groups for written in form.rows(row, row["payload"]))
+    count = _read(lambda: write_rows(file, form.columns(), found))
+    if as_json:
+        print_json({"folder": str(folder), "file": str(file), "items": form.items, "rows": count})
+    else:
+        more = f", in {counted(count, 'row')}" if rows is RowKind.SEQUENCES else ""
+        say(f"{counted(form.items, 'item')} of {folder} written to {file}{more}")
+
+
+def _groups(folder: Path, which: Mapping[str, Any], columns: Sequence[str]) -> Iterator[Row]:
+    """The groups that `which` names, with their `fate`, and in `said` all that is known of it."""
+    need("an archive", "parquet", "pyarrow")
+    from replay_cli.archive.fates import FATES
+    from replay_cli.archive.reading import Archive
+
+    fate = which.get("fate")
+    if fate is not None and fate not in FATES:
+        misuse(f"--fate {fate!r} is none of {', '.join(FATES)}")
+    wanted, archive = _wanted(which), Archive(folder)
+    fates = _read(lambda: archive.fates(which.get("steps")))
+    for row in archive.groups(wanted, columns, payloads="payload" in columns):
+        became = fates.of(row["key"], row["table"])
+        if fate in (None, became):
+            yield row | {"tags": _tags(row), "fate": became, "said": fates.words(row["key"])}
+
+
+def _wanted(which: Mapping[str, Any]) -> Wanted:
+    from replay_cli.archive.reading import Wanted
+
+    version, keys = which.get("version") or "", which.get("key") or ()
+    least, dots, most = version.partition("..")
+    if not dots:
+        most = least
+    if not all(end == "" or (end.isascii() and end.isdecimal()) for end in (least, most)):
+        misuse(f"--version {version!r} is not a policy version, nor a range such as 40..50")
+    for key in keys:
+        if not (key.isascii() and key.isdecimal()):
+            misuse(f"--key {key!r} is not a key: a whole number")
+    return Wanted(
+        keys=tuple(keys),
+        prompt_id=which.get("prompt"),
+        least_version=int(least) if least else None,
+        most_version=int(most) if most else None,
+        tags=parse_tags(which.get("tag")),
+    )
+
+
+def _tags(row: Row) -> dict[str, Any]:
+    tags = row["tags"]
+    return (json.loads(tags) if isinstance(tags, str) else tags) or {}
+
+
+def _used(use: Use, found: dict[str, Row]) -> Row:
+    """A group of a step: what the trainer said of it, and what the archive has."""
+    key = str(use.facts["key"])
+    row = found.get(key, {})
+    said = {name: value for name, value in use.facts.items() if name not in ("key", "table")}
+    return row | said | {"key": key, "archived": bool(row)}
+
+
+def _print_groups(rows: list[Row]) -> None:
+    cells = [
+        (
+            row["key"],
+            str(row.get("prompt_id") or "-"),
+            str(row.get("policy_version", "-")),
+            _number(row.get("reward_mean")),
+            _number(row.get("reward_std")),
+            str(row.get("bytes", "-")),
+            ", ".join(f"{name}={value}" for name, value in row.get("tags", {}).items()) or "-",
+            str(row.get("fate", "in no finished file")),
+            str(row.get("said") or row.get("reason") or "-"),
+        )
+        for row in rows
+    ]
+    columns = ("key", "prompt", "version", "reward mean", "std", "bytes", "tags", "fate", "what is known")
+    console().print(plain_table(columns, cells, left=("key", "prompt", "tags", "fate", "what is known")))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _read(question: Callable[[], R]) -> R:
+    """The answer of the archive. An error ends the command with one line."""
+    try:
+        return question()
+    except (ValueError, OSError) as error:
+        fail(error)

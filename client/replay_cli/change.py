@@ -1,0 +1,178 @@
+"""`replay table update`, `table reset` and `policy`: change a server while it runs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replay_cli.connection import TableName, ask, complete_table, connect
+from replay_cli.options import Commands, json_or_word
+from replay_cli.output import AsJson, Yes, confirm, fail, misuse, print_json, say
+from replay_protos import replay_pb2 as pb
+from replay_protos.state import Document, document
+
+if TYPE_CHECKING:
+    from replay_client.records import Policy, TableInfo
+
+policy = Commands("Show or set the trainer's current policy version.", no_args_is_help=False)
+
+
+def update(
+    context: typer.Context,
+    table: TableName,
+    changes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FIELD=VALUE...", help="Fields of the table, as in the file: max_size=8192, sampler=fifo."
+        ),
+    ],
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Change the configuration of a table until the server ends. Items and counters stay.
+
+    A value is JSON or a word: max_staleness=null, max_bytes=2GiB, 'rate_limiter={"type": "min_size", "min_size": 8}'.
+    Asks before a change that takes items out of the table.
+    """
+    wanted = dict(_change(change) for change in changes)
+    with connect(context) as client:
+        info = ask(lambda: client.server_info(tables=[table]).tables[table])
+        _check(table, wanted)
+        if loss := _losses(info, wanted):
+            confirm(f"{table} {loss}: items may be dropped. Go on?", yes)
+        after = ask(lambda: client.update_table(table, **wanted))
+    if as_json:
+        print_json(document(after))
+        return
+    old, new = json.loads(info.config), json.loads(after.config)
+    for name in new:
+        if old[name] != new[name]:
+            say(f"{table}.{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}")
+    if old == new:
+        say(f"{table}: nothing changed")
+
+
+def reset(
+    context: typer.Context,
+    table: Annotated[str, typer.Argument(metavar="[TABLE]", help="A table.", autocompletion=complete_table)] = "",
+    all_tables: Annotated[bool, typer.Option("--all", help="Empty all tables.")] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Empty a table, or all tables, and set the counters to 0."""
+    from replay_dashboard.units import counted
+
+    if bool(table) == all_tables:
+        misuse("name the table to empty, or say --all")
+    confirm(f"Remove every item of {table or 'all tables'}?", yes)
+    with connect(context) as client:
+        removed = ask(lambda: client.reset(table))
+    if as_json:
+        print_json({"removed": removed})
+    else:
+        say(f"{counted(removed, 'item')} removed from {table or 'all tables'}")
+
+
+def _change(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    from replay_server import TableConfig
+
+    if not equals:
+        misuse(f"{text!r} is not FIELD=VALUE, for example max_size=8192")
+    if name not in TableConfig.model_fields:
+        misuse(f"a table has no field {name!r}; fields: {', '.join(TableConfig.model_fields)}")
+    return name, json_or_word(value)
+
+
+def _check(table: str, wanted: Document) -> None:
+    """Ends the command if the server will refuse a value, before anybody is asked to accept a loss.
+
+    Only what is wrong with a single field: whether it fits the other fields, the server knows.
+    """
+    from pydantic import ValidationError
+
+    from replay_protos.settings import explain
+    from replay_server import TableConfig
+
+    try:
+        TableConfig.model_validate({"name": table} | wanted)
+    except ValidationError as error:
+        if any(problem["loc"] for problem in error.errors()):
+            fail(f"table {table!r}: {explain(error)}")
+
+
+def _losses(info: TableInfo, wanted: Document) -> str:
+    """In words, what the table holds beyond a new bound; empty: nothing."""
+    amounts = {
+        "max_size": (info.size, "items"),
+        "max_bytes": (info.bytes, "bytes"),
+        "max_staleness": (info.staleness.max if info.size else 0, "versions of staleness"),
+    }
+    for name, (amount, unit) in amounts.items():
+        limit = _number(wanted.get(name))
+        if limit is not None and limit < amount:
+            return f"holds {amount:.0f} {unit}, more than {name} {limit:.0f}"
+    uses = _number(wanted.get("max_times_sampled"))
+    before = json.loads(info.config)["max_times_sampled"]
+    if uses and info.size and (not before or uses < before):
+        return f"may hold items that were sampled {uses:.0f} times"
+    return ""
+
+
+def _number(value: object) -> float | None:
+    """A count or a size as a number. None if it is neither; the server refuses it."""
+    from replay_server.tables.config import parse_bytes
+
+    try:
+        number = parse_bytes(value)
+    except ValueError:
+        return None
+    return number if isinstance(number, int | float) else None
+
+
+@policy.callback(invoke_without_command=True)
+def _show_policy(context: typer.Context, as_json: AsJson = False) -> None:
+    """Show the current version, the location of its weights and its age, or set it."""
+    if context.invoked_subcommand is None:
+        with connect(context) as client:
+            _print(ask(client.policy), as_json)
+
+
+def _set_policy(
+    context: typer.Context,
+    version: Annotated[int, typer.Argument(min=0, help="Number of finished updates.")],
+    weights: Annotated[str, typer.Option(help="Location of the weights; generators load them from there.")] = "",
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Allow a lower version, and count permits anew.")
+    ] = False,
+    state: Annotated[
+        str,
+        typer.Option(
+            help="Id of the trainer's full state of this version. With --rollback, what was consumed after it returns."
+        ),
+    ] = "",
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Set the policy version, as the trainer does after each update. Drops items that are too stale for it."""
+    if rollback:
+        more = f", bring back what was consumed after state {state!r}, drop items of later versions," if state else ","
+        confirm(f"Go back to version {version}{more} and count permits anew?", yes)
+    with connect(context) as client:
+        _print(ask(lambda: client.set_policy_version(version, weights, rollback=rollback, state=state)), as_json)
+
+
+policy.add(_set_policy, name="set")
+
+
+def _print(current: Policy, as_json: bool) -> None:
+    if as_json:
+        print_json(document(current, pb.Policy.DESCRIPTOR))
+        return
+    from replay_dashboard.units import duration
+
+    weights = current.weights or "no weights published"
+    state = f", state {current.state!r}" if current.state else ""
+    say(f"version {current.version}, {weights}, set {duration(current.age)} ago{state}")

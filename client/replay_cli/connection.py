@@ -1,0 +1,124 @@
+"""How commands reach the server, and what they take from it: its answers, errors, tables and keys.
+
+What reaches the server stands before the command, `replay --address X tables`, in the environment or in a file: see
+replay_client.access.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from replay_cli.options import in_flags, option, typed
+from replay_cli.output import fail, misuse
+
+if TYPE_CHECKING:
+    from replay_client import ReplayClient
+
+R = TypeVar("R")
+
+_REACH = 5.0
+"""Seconds in which a server must answer before a command lets it work for long."""
+ByShard = Annotated[bool, typer.Option("--shards", help="With each server of several beside the whole.")]
+
+_reaching = partial(option, rich_help_panel="Connection")
+CONNECTION = (
+    _reaching("address", "host:port of the server, or several with commas. [env: REPLAY_ADDRESS; 127.0.0.1:7400]"),
+    _reaching("token_file", "File that holds the token. [env: REPLAY_TOKEN_FILE, or REPLAY_TOKEN]"),
+    _reaching("tls", "Use TLS, and trust the public authorities. [env: REPLAY_TLS]", bool),
+    _reaching("tls_ca", "Use TLS, and trust the authorities in this PEM file. [env: REPLAY_TLS_CA]"),
+    _reaching("tls_cert", "PEM file with this client's certificate. [env: REPLAY_TLS_CERT]"),
+    _reaching("tls_key", "PEM file with its private key. [env: REPLAY_TLS_KEY]"),
+    _reaching("tls_server_name", "Name in the server's certificate, if not the address. [env: REPLAY_TLS_SERVER_NAME]"),
+    _reaching("allow_insecure_token", "Send the token without TLS. [env: REPLAY_ALLOW_INSECURE_TOKEN]", bool),
+    _reaching("name", "Name of a generator, trainer or archiver. [env: REPLAY_NAME; host:pid]"),
+    _reaching("client_config", "TOML file with the settings above. [env: REPLAY_CLIENT_CONFIG]"),
+)
+"""How to reach the server. There is no option for a token, because other users of a machine can read command lines."""
+ROOT = (*CONNECTION, _reaching("timeout", "Seconds to wait for the server. [as the command needs]", float, min=0))
+"""Options that stand before the command."""
+
+
+def access_of(context: typer.Context) -> dict[str, Any]:
+    """The options of the connection, as arguments of `ReplayClient.from_env`; None: not given."""
+    given = context.find_root().params
+    return {each.name: given.get(each.name) for each in CONNECTION}
+
+
+def timeout_of(context: typer.Context, usual: float | None) -> float | None:
+    """Seconds to wait for the server: what the person says, or else `usual`. None: without end."""
+    given: float | None = context.find_root().params.get("timeout")
+    return usual if given is None else given
+
+
+def connect(context: typer.Context, usual: float = 5.0, *, named: bool = False) -> ReplayClient:
+    """A client that waits for --timeout or `usual` seconds. `named`: it works for the run, which will miss it."""
+    from replay_client import ReplayClient
+
+    access = access_of(context)
+    try:
+        return ReplayClient.from_env(timeout_of(context, usual), **access | ({} if named else {"name": ""}))
+    except ValueError as error:
+        fail(in_flags(str(error), typed(access)))
+
+
+def reach(client: ReplayClient, context: typer.Context) -> None:
+    """Ends the command soon if no server answers. For commands that let the server work for long."""
+    ask(lambda: client.policy(timeout=min(timeout_of(context, _REACH) or 0.0, _REACH)))
+
+
+def ask(question: Callable[[], R]) -> R:
+    """Returns the server's answer. An error ends the command with one line."""
+    from replay_client.errors import ReplayError
+
+    try:
+        return question()
+    except (ReplayError, ValueError) as error:
+        fail(error)
+
+
+def parse_key(text: str) -> int:
+    try:
+        key = int(text, 0)
+    except ValueError:
+        key = -1
+    if not 0 <= key < 1 << 64:
+        raise typer.BadParameter(
+            f"{text!r} is not a key: a whole number from 0 to 2^64 - 1, as `replay items` shows it"
+        )
+    return key
+
+
+def parse_tags(texts: Sequence[str] | None) -> dict[str, str]:
+    """Tags by name. Ends the command with one line for what is not NAME=VALUE, or a name that comes twice."""
+    tags: dict[str, str] = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            misuse(f"--tag {text!r} is not NAME=VALUE, for example --tag environment=math")
+        if name in tags:
+            misuse(f"--tag names {name!r} twice: an item has one value of each tag")
+        tags[name] = value
+    return tags
+
+
+def complete_table(context: typer.Context, incomplete: str) -> list[str]:
+    """For the shell: the tables whose names begin with `incomplete`. None if the server does not answer at once."""
+    from replay_client import ReplayClient
+
+    with suppress(Exception), ReplayClient.from_env(1.0, **access_of(context)) as client:
+        return [name for name in client.server_info().tables if name.startswith(incomplete)]
+    return []
+
+
+TableName = Annotated[str, typer.Argument(metavar="TABLE", help="A table.", autocompletion=complete_table)]
+Key = Annotated[int, typer.Argument(metavar="KEY", parser=parse_key, help="Key of an item.")]
+TagTexts = Annotated[
+    list[str] | None,
+    typer.Option("--tag", metavar="NAME=VALUE", help="Only items with this tag; several: with all of them."),
+]
+MaybeKeys = Annotated[list[int] | None, typer.Argument(metavar="[KEY]...", parser=parse_key, help="Keys of items.")]

@@ -1,0 +1,272 @@
+"""`replay generate`: completes prompts and inserts the groups into a table."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import fields
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replay_cli.connection import access_of, parse_tags, timeout_of
+from replay_cli.options import (
+    in_flags,
+    in_panel,
+    json_or_word,
+    option,
+    options_of,
+    settings_given,
+    settings_options,
+    taking,
+    typed,
+)
+from replay_cli.output import fail, in_words, need, print_json, say
+from replay_cli.process import (
+    LogFormat,
+    LogFormatOption,
+    check_model,
+    loading,
+    log_to_stderr,
+    set_up_tracing,
+)
+from replay_cli.recipes import show_recipe
+from replay_generator.config import GeneratorConfig
+from replay_generator.engines import SamplingConfig
+
+if TYPE_CHECKING:
+    from replay_generator import GeneratorStats
+    from replay_generator.engines import Engine
+    from replay_generator.prompts import PromptRows, PromptSource
+    from replay_generator.rollouts import RolloutHook
+
+
+_data = partial(in_panel, "Data")
+_of_engine = partial(in_panel, "Engine")
+_SETTINGS = settings_options("generate", GeneratorConfig, SamplingConfig, without=("sampling", "seed"))
+_SAMPLING = options_of(SamplingConfig, "Sampling", "temperature", "top_p", "top_k", "min_p", "max_tokens")
+_PROMPTS = options_of(GeneratorConfig, "Data", "prompts_table")
+_IN_GROUPS: dict[str, Any] = {"rich_help_panel": "Groups"}
+_GROUPS = (
+    *options_of(GeneratorConfig, "Groups", "group_size", "min_rollouts", "max_groups", "priority"),
+    option("tables", "Table to insert into; repeatable. [rollouts]", list[str], None, "--table", **_IN_GROUPS),
+    option("tags", "NAME=VALUE, a tag of each group; repeatable.", list[str], None, "--tag", **_IN_GROUPS),
+    *options_of(GeneratorConfig, "Groups", "building", "metrics_path"),
+)
+_STALENESS = (
+    option(
+        "max_concurrent_groups",
+        "Groups generated at the same time; 0: as many as the server gives permits for. [16]",
+        int,
+        rich_help_panel="Staleness",
+    ),
+    *options_of(GeneratorConfig, "Staleness", "reload", "wait_for_policy", "weights_root"),
+)
+
+
+@taking(_SETTINGS, _PROMPTS, _SAMPLING, _GROUPS, _STALENESS)
+def generate(
+    source: dict[str, Any],
+    of_prompts: dict[str, Any],
+    sampling: dict[str, Any],
+    groups: dict[str, Any],
+    staleness: dict[str, Any],
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
+    prompts: Annotated[
+        str | None, _data("JSON lines, a folder saved by `datasets`, or a data set on the hub; or see --environment.")
+    ] = None,
+    prompt_field: Annotated[str, _data("Field of a row that holds the text or the messages.")] = "prompt",
+    split: Annotated[str, _data("Split of the data set.")] = "train",
+    chat: Annotated[bool, _data("Make each text prompt a chat message of the user.", "--chat")] = False,
+    system: Annotated[str | None, _data("With --chat, the message of the system.")] = None,
+    reward: Annotated[
+        list[str] | None,
+        _data("exact_match (a row's `answer`) or package.module:function, `=0.5` behind for a weight; repeatable."),
+    ] = None,
+    rollout: Annotated[str | None, _data("package.module:function that plays each rollout, of several turns.")] = None,
+    environment: Annotated[
+        str | None, _data("verifiers:NAME, of the package verifiers: it brings prompts and rewards.")
+    ] = None,
+    environment_args: Annotated[
+        str | None, _data('Its arguments, a JSON object like {"agent": {"max_turns": 4}}.')
+    ] = None,
+    engine: Annotated[str, _of_engine("vllm, vllm-server or transformers.")] = "vllm",
+    base_url: Annotated[
+        list[str] | None, _of_engine("With vllm-server: http://host:port of a `vllm serve`; repeatable.")
+    ] = None,
+    engine_arg: Annotated[
+        list[str] | None, _of_engine("NAME=VALUE for the engine, like dtype=bfloat16; repeatable.")
+    ] = None,
+    max_length: Annotated[
+        int | None, _of_engine("Most tokens of a prompt with its completion. [the model's limit]")
+    ] = None,
+    seed: Annotated[int, in_panel("Sampling", "Seed of the order of prompts and of sampling.")] = 0,
+    drop_zero_variance: Annotated[
+        bool, in_panel("Groups", "Do not insert groups without variance.", "--drop-zero-variance")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON lines, once a second.")] = False,
+    log_format: LogFormatOption = LogFormat.TEXT,
+) -> None:
+    """Complete prompts with the newest policy, score the completions and insert the groups.
+
+    It ends when the server is away for 30 s, unless --timeout says how long.
+    """
+    from replay_client import AsyncReplayClient
+    from replay_client.errors import ReplayError
+    from replay_client.scoring import carries_gradient
+    from replay_client.settings import load_function
+    from replay_client.waits import beat
+    from replay_generator import run_generator
+    from replay_generator.environments import load_environment
+    from replay_generator.rewards import load_reward
+    from replay_generator.rollouts import single_turn
+
+    log_to_stderr("warning", log_format)
+    set_up_tracing("replay-generator")
+    check_model(model)
+    sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
+    groups["tags"] = parse_tags(groups["tags"]) or None
+    given = settings_given(context, source, of_prompts, sampling, groups, staleness)
+    if source["recipe"] is not None:
+        show_recipe(source["recipe"], "generate", given)
+    try:
+        beat()  # now and not in the middle of the run: its file may be impossible to write
+        check_source(prompts, rollout, environment, environment_args, chat, system)
+        if environment and "prompts_table" in given:
+            raise ValueError("--prompts-table needs --prompts: an environment gives its own prompts one by one")
+        settings = _settings_of(given, seed, environment)
+        if environment:
+            need("--environment", "verifiers", "verifiers")
+            hook: RolloutHook = (played := load_environment(environment, environment_args))
+            rows: Iterable[PromptSource] | PromptRows = played.prompts(seed)
+        else:
+            shared = settings.prompts_table is not None
+            rows = load_rows(str(prompts), prompt_field, split, chat, system, None if shared else seed)
+            if not (reward or rollout):
+                raise ValueError("--reward exact_match or --reward package.module:function is needed")
+            hook = load_function("rollout", rollout, {}) if rollout else single_turn
+        scorer = [load_reward(name) for name in reward] if reward else None
+        client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
+        args = {"max_length": max_length, "seed": seed, **engine_args(engine_arg or [])}
+        if (engine == "vllm-server") != bool(base_url):
+            raise ValueError("--engine vllm-server and --base-url http://host:port need each other")
+        if base_url:
+            args = {"base_url": base_url, "agreement": settings.probe_tolerance, **args}
+        with loading(model):
+            running_engine = load_engine(engine, model, args)
+    except (ValueError, OSError, ImportError, TypeError, ReplayError) as error:
+        fail(in_flags(in_words(error), {*context.params, *typed(access_of(context))}))
+    report = Report(as_json)
+    keep = carries_gradient if drop_zero_variance else None
+    try:
+        stats = run_generator(
+            lambda: client, running_engine, rows, scorer, settings, rollout=hook, keep=keep, on_group=report.tell
+        )
+    except (ReplayError, ValueError, OSError, ImportError) as error:
+        fail(error)
+    report.print(stats)
+
+
+def _settings_of(given: dict[str, Any], seed: int, environment: str | None) -> GeneratorConfig:
+    """The settings by name, checked. Those of sampling stand beside the others, as in the file."""
+    names = {each.name for each in fields(SamplingConfig)}
+    sampling = SamplingConfig(**{name: value for name, value in given.items() if name in names}, seed=seed)
+    others = {name: value for name, value in given.items() if name not in names}
+    if others.get("max_concurrent_groups") == 0:
+        others["max_concurrent_groups"] = None
+    if environment:
+        others["tags"] = {"environment": environment.partition(":")[2], **others.get("tags", {})}
+    return GeneratorConfig(sampling=sampling, **others)
+
+
+def check_source(
+    prompts: str | None, rollout: str | None, environment: str | None, args: str | None, chat: bool, system: str | None
+) -> None:
+    """Raises ValueError unless the prompts come from one side, and what belongs to the other is not given."""
+    if not (prompts or environment):
+        raise ValueError("--prompts is needed, or --environment verifiers:NAME")
+    for name, given in {
+        "--prompts": prompts,
+        "--rollout": rollout,
+        "--chat": chat,
+        "--system": system,
+    }.items():
+        if environment and given:
+            raise ValueError(f"{name} and --environment exclude each other: an environment brings its own")
+    if args and not environment:
+        raise ValueError("--environment-args needs --environment verifiers:NAME")
+
+
+class Report:
+    """Prints the statistics of a generator, at most once a second."""
+
+    SECONDS = 1.0
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._printed_at = -math.inf
+
+    def tell(self, stats: GeneratorStats) -> None:
+        """Print `stats`, unless the last ones were printed a moment ago."""
+        if time.monotonic() - self._printed_at >= self.SECONDS:
+            self.print(stats)
+
+    def print(self, stats: GeneratorStats) -> None:
+        self._printed_at = time.monotonic()
+        if self._as_json:
+            print_json(stats, indent=None)
+        else:
+            say(
+                f"{stats['groups']} groups, reward {stats['reward_mean']:.3f}, policy version "
+                f"{stats['policy_version']}, {stats['tokens_per_second']:.0f} tokens/s"
+            )
+
+
+def load_rows(
+    prompts: str, prompt_field: str, split: str, chat: bool, system: str | None, seed: int | None
+) -> Iterable[PromptSource] | PromptRows:
+    """The prompts over and over, shuffled anew for each epoch; without a seed the rows as they are.
+
+    Raises ValueError, OSError or ImportError.
+    """
+    from replay_generator.prompts import PreparedRows, cycle_prompts, load_prompts
+
+    if system is not None and not chat:
+        raise ValueError("--system needs --chat")
+    rows = PreparedRows(load_prompts(prompts, prompt_field=prompt_field, split=split), prompt_field, system, chat=chat)
+    return rows if seed is None else cycle_prompts(rows, seed=seed)
+
+
+def engine_args(given: list[str]) -> dict[str, Any]:
+    """`name=value` options by name; values are JSON where they can be, and texts where they cannot."""
+    args: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not (name.isidentifier() and equals):
+            raise ValueError(f"--engine-arg must be name=value, not {text!r}")
+        args[name] = json_or_word(value)
+    return args
+
+
+_ENGINES = {
+    "vllm": ("vllm", ("vllm",), "vllm:VLLMEngine"),
+    "transformers": ("trainer", ("torch", "transformers"), "transformers:TransformersEngine"),
+    "vllm-server": ("vllm-server", ("aiohttp", "transformers"), "vllm_server:VLLMServerEngine"),
+}
+"""By name: the extra of the package that brings an engine, the modules that it needs, and its class."""
+
+
+def load_engine(name: str, model: str, args: dict[str, Any]) -> Engine:
+    if name not in _ENGINES:
+        raise ValueError(f"--engine must be vllm, vllm-server or transformers, not {name!r}")
+    extra, needed, place = _ENGINES[name]
+    module, _, kind = place.partition(":")
+    need(f"--engine {name}", extra, *needed)
+    engine: Engine = getattr(import_module(f"replay_generator.engines.{module}"), kind)(model, **args)
+    return engine

@@ -1,0 +1,427 @@
+"""`replay checkpoint`, `replay table export` and `import`: copies of a whole server, and of the items of a table.
+
+A file of items is JSON lines or, with the package pyarrow, parquet. Its columns are plain, for a notebook; the bytes of
+the items are a column too, so that another server gets back exactly what there was. A row is one item or, with `--rows
+sequences`, one sequence of a group, as data sets have them: then the first row of each group has its bytes, and the
+others have none. Such rows may come in any order. `import` waits until it has all of a group, and inserts it then.
+
+`import` also takes such rows from others, who have neither keys nor bytes (replay_cli/data_rows.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replay_cli.connection import TableName, TagTexts, ask, complete_table, connect, parse_tags, reach
+from replay_cli.items import all_items, item_document, load_tokenizer
+from replay_cli.options import Commands
+from replay_cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, say
+from replay_protos.state import document, plain
+
+if TYPE_CHECKING:
+    from replay_cli.archive.rows import Form, Row
+    from replay_client import ReplayClient
+    from replay_client.records import ItemInfo, StoredItem
+
+FileName = Annotated[Path, typer.Argument(metavar="FILE", help="Its name ends with .jsonl or .parquet.")]
+FileNames = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILE...",
+        help="Files that `replay table export` wrote (items of several tables need all of theirs), or data sets with "
+        "prompt_ids, completion_ids and reward.",
+    ),
+]
+
+
+_LONG = 600.0
+"""Seconds in which the server writes or reads a checkpoint."""
+
+
+class RowKind(StrEnum):
+    """What a row of a file holds."""
+
+    GROUPS = "groups"
+    """An item; of a group, one row with lists."""
+    SEQUENCES = "sequences"
+    """One sequence of a group, with its tokens."""
+
+
+WhichRows = Annotated[
+    RowKind, typer.Option(help="A row for each item, or one for each sequence of its group, with the tokens.")
+]
+TokenizerFolder = Annotated[
+    Path | None, typer.Option(help="Folder of the model or tokenizer: adds prompt and completions as text.")
+]
+WithPayloads = Annotated[
+    bool, typer.Option("--payloads/--no-payloads", help="Write the bytes of the items, which `import` needs.")
+]
+
+
+def create(
+    context: typer.Context,
+    name: Annotated[
+        str, typer.Argument(help="Its name. Checkpoints without one are removed after some newer ones.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint of all tables as of one moment, and print its name. The server goes on meanwhile."""
+    with connect(context, _LONG) as client:
+        reach(client, context)
+        written = ask(lambda: client.checkpoint(name))
+    if as_json:
+        print_json({"name": written})
+    else:
+        say(written)
+
+
+def list_checkpoints(
+    context: typer.Context,
+    verify: Annotated[bool, typer.Option("--verify", help="Read and check every byte.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the server's checkpoints, the newest first. Status 1 if one is damaged."""
+    with connect(context, _LONG) as client:
+        reach(client, context)
+        found = ask(lambda: client.checkpoints(verify=verify))
+    if as_json:
+        print_json([document(entry) for entry in found])
+    else:
+        from replay_dashboard.units import byte_size
+
+        rows = []
+        for entry in found:
+            made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created))
+            facts = (
+                (str(entry.items), byte_size(entry.bytes), str(entry.policy_version)) if entry.intact else ("-",) * 3
+            )
+            state = ("verified" if verify else "complete") if entry.intact else f"not restorable: {entry.problem}"
+            rows.append((entry.name, made, *facts, state))
+        columns = ("checkpoint", "made", "items", "bytes", "policy", "state")
+        console().print(plain_table(columns, rows, left=("checkpoint", "made", "state")))
+    if not all(entry.intact for entry in found):
+        raise typer.Exit(1)
+
+
+checkpoint = Commands("Copies of a whole server.")
+checkpoint.add(create)
+checkpoint.add(list_checkpoints, name="list")
+
+
+def export(
+    context: typer.Context,
+    table: TableName,
+    file: FileName,
+    tokenizer: TokenizerFolder = None,
+    payloads: WithPayloads = True,
+    tag: TagTexts = None,
+    rows: WhichRows = RowKind.GROUPS,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only this many items, the oldest first. [all]")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the items of a table into a file. They stay in the table, and do not count as sampled."""
+    from replay_cli.archive.files import write_rows
+    from replay_cli.archive.rows import Form
+    from replay_dashboard.units import counted
+
+    format_of(file)
+    tags = parse_tags(tag)
+    form = Form(rows is RowKind.SEQUENCES, None if tokenizer is None else load_tokenizer(tokenizer), payloads)
+    with connect(context, 60.0) as client:
+        found = _rows(client, all_items(client, table, tags, limit), table, form)
+        try:
+            count = ask(lambda: write_rows(file, form.columns(), found))
+        except OSError as error:
+            fail(error)
+    if as_json:
+        print_json({"table": table, "file": str(file), "items": form.items, "rows": count})
+    else:
+        more = f", in {counted(count, 'row')}" if rows is RowKind.SEQUENCES else ""
+        say(f"{counted(form.items, 'item')} of {table} written to {file}{more}")
+
+
+def import_items(
+    context: typer.Context,
+    files: FileNames,
+    table: Annotated[
+        str | None,
+        typer.Option(help="Insert into this table. [the table that each row names]", autocompletion=complete_table),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Insert the items of files, under their keys. Items that are there stay.
+
+    Status 1 if rows of a group are missing. Such a group is not inserted.
+    """
+    for file in files:
+        format_of(file)
+    done = Imported()
+    with connect(context, 60.0) as client:
+        try:
+            ask(lambda: _insert_all(client, files, table, done))
+        except OSError as error:
+            fail(error)
+    if as_json:
+        print_json({"files": [str(file) for file in files]} | done.document())
+    else:
+        say(done.words(files))
+    if done.incomplete:
+        fail(done.incomplete)
+
+
+@dataclass
+class Imported:
+    """What became of the items of the files."""
+
+    inserted: int = 0
+    present: int = 0
+    """They were there before."""
+    gone: int = 0
+    """They are not there after their insert."""
+    incomplete: str = ""
+    """Which groups lack rows; empty: none."""
+
+    def document(self) -> dict[str, Any]:
+        return {"items": self.inserted, "present": self.present, "gone": self.gone}
+
+    def words(self, files: Sequence[Path]) -> str:
+        from replay_dashboard.units import counted
+
+        words = f"{counted(self.inserted, 'item')} of {', '.join(map(str, files))} inserted"
+        if self.present:
+            words += f"; {self.present} {'was' if self.present == 1 else 'were'} there before"
+        if self.gone:
+            words += (
+                f"; {self.gone} not there: taken or deleted, before or meanwhile, or let go at once by a full table"
+            )
+        return words
+
+
+def _insert_all(client: ReplayClient, files: Sequence[Path], table: str | None, done: Imported) -> None:
+    """Inserts what the files hold. An item that is in several files goes into all their tables at once."""
+    priorities = _priorities_of_all(files) if len(files) > 1 and table is None else {}
+    seen: set[str] = set()
+    for file in files:
+        rows = _whole_items(file, table, done)
+        while some := list(islice(rows, _PAYLOADS_PER_CALL)):
+            # A second file with the same items has nothing new.
+            fresh = [(number, row) for number, row in some if len(files) == 1 or str(row.get("key")) not in seen]
+            seen.update(str(row.get("key")) for _, row in fresh if len(files) > 1)
+            keys = [int(row["key"]) for _, row in fresh]
+            before = {item.key: item for item in client.get(keys, payloads=False)}
+            for number, row in fresh:
+                own = {table or row["table"]: float(row["priority"])}
+                try:
+                    wanted = priorities.get(str(row["key"]), own)
+                    _refuse_other_tables(before.get(int(row["key"])), wanted)
+                    _insert(client, row, wanted)
+                except ValueError as error:
+                    raise ValueError(f"{file}, row {number}: {error}") from None
+            after = {item.key for item in client.get(keys, payloads=False)}
+            done.present += len(before)
+            done.inserted += len(after - before.keys())
+            done.gone += len(set(keys) - after - before.keys())
+
+
+def _refuse_other_tables(item: StoredItem | None, wanted: Mapping[str, float]) -> None:
+    if item is not None and item.tables and (missing := wanted.keys() - item.tables.keys()):
+        raise ValueError(
+            f"item {item.key} is there, in {', '.join(item.tables)}, and cannot join {', '.join(sorted(missing))}: "
+            f"delete it and give the files of all its tables to one `replay table import`"
+        )
+
+
+def _priorities_of_all(files: Sequence[Path]) -> dict[str, dict[str, float]]:
+    """The priority of each item in each of its tables, by its key."""
+    from replay_cli.archive.files import read_rows
+
+    found: dict[str, dict[str, float]] = {}
+    for file in files:
+        for number, row in enumerate(read_rows(file, ("key", "table", "priority")), start=1):
+            if any(row.get(name) is None for name in ("key", "table", "priority")):
+                raise ValueError(f"{file}, row {number}: there is no key, table or priority")
+            found.setdefault(str(row["key"]), {})[row["table"]] = float(row["priority"])
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+_PAYLOADS_PER_CALL = 32
+
+
+def _rows(client: ReplayClient, items: Iterator[ItemInfo], table: str, form: Form) -> Iterator[Row]:
+    """The rows of `items`. Leaves out items that go away meanwhile."""
+    while infos := list(islice(items, _PAYLOADS_PER_CALL)):
+        stored = {item.key: item for item in client.get([info.key for info in infos])}
+        for info in infos:
+            if (item := stored.get(info.key)) is not None:
+                yield from form.rows(item_document(info) | {"table": table}, item.payload)
+
+
+def _check(row: Row) -> None:
+    """Raises ValueError for a row that `export` did not write."""
+    missing = [name for name in ("key", "table", "priority", "policy_version", "payload") if row.get(name) is None]
+    if missing:
+        remedy = "; export it with payloads" if missing == ["payload"] else ""
+        raise ValueError(f"there is no {', '.join(missing)}{remedy}")
+    if not (str(row["key"]).isascii() and str(row["key"]).isdecimal() and int(row["key"]) < 1 << 64):
+        raise ValueError(f"key is {row['key']!r:.80}, not a whole number below 2^64")
+
+
+def _insert(client: ReplayClient, row: Row, priorities: Mapping[str, float]) -> None:
+    """Inserts the item of a row into these tables, under its own key."""
+    from replay_client import RolloutGroup
+
+    payload, tags = _bytes_of(row), row.get("tags")
+    item: RolloutGroup | bytes = payload
+    # A group tells the server the names of its columns, which tables may require. What is none goes back as it was.
+    with suppress(ValueError):
+        item = RolloutGroup.decode(payload)
+    client.insert(
+        item,
+        priorities,
+        key=int(row["key"]),
+        policy_version=int(row["policy_version"]),
+        tags=json.loads(tags) if isinstance(tags, str) else tags,
+    )
+
+
+def _bytes_of(row: Row) -> bytes:
+    payload: bytes | str = row["payload"]
+    return base64.b64decode(payload) if isinstance(payload, str) else payload
+
+
+# ------------------------------------------------------------------------------------------------ sequences
+
+
+def _whole_items(path: Path, table: str | None, done: Imported) -> Iterator[tuple[int, Row]]:
+    """A row for each item of a file, with its number. What has a row for each sequence is put together by its key.
+
+    Rows of a data set become groups; `table` is where those go whose rows name none. Raises ValueError that names file
+    and row. Groups that lack rows are left out, and `done` says so.
+    """
+    from replay_cli.archive.files import read_rows
+    from replay_cli.data_rows import items_of
+
+    waiting: dict[str, dict[tuple[int, int], tuple[int, Row]]] = {}
+    rows = _named(path, items_of(enumerate(read_rows(path), start=1), table))
+    for number, row in rows:
+        try:
+            if row.get("rollouts") is None or row.get("key") is None:
+                _check(row)
+                yield number, row
+                continue
+            parts = waiting.setdefault(str(row["key"]), {})
+            parts[_number(row, "rollout"), _number(row, "sequence")] = number, row
+            if len(parts) >= _number(row, "rollouts") and not _lacks(parts):
+                whole = _put_together(waiting.pop(str(row["key"])))
+                _check(whole)
+                yield number, whole
+        except ValueError as error:
+            raise ValueError(f"{path}, row {number}: {error}") from None
+    if waiting and not done.incomplete:
+        key, parts = next(iter(waiting.items()))
+        others = f", and so are {len(waiting) - 1} more" if len(waiting) > 1 else ""
+        done.incomplete = (
+            f"{path}: item {key} is incomplete, without {_lacks(parts)}{others}: nothing of it was inserted; keep all "
+            f"rows of an item together, or export it again"
+        )
+
+
+def _named(path: Path, rows: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
+    """The rows. A ValueError that names a row names the file too."""
+    try:
+        yield from rows
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith(str(path)) else f"{path}, {error}") from None
+
+
+def _number(row: Row, name: str) -> int:
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(
+            f"{name} is {value!r:.80}, not a number from 0: `replay table export --rows sequences` writes it"
+        )
+    return value
+
+
+def _lacks(parts: Mapping[tuple[int, int], tuple[int, Row]]) -> str:
+    """The first sequence of a group that is not among `parts`, in words; empty: all are there."""
+    sizes = {rollout: _number(row, "sequences") for (rollout, _), (_, row) in parts.items()}
+    (_, first) = next(iter(parts.values()))
+    for rollout in range(_number(first, "rollouts")):
+        if rollout not in sizes:
+            return f"rollout {rollout}"
+        for sequence in range(sizes[rollout]):
+            if (rollout, sequence) not in parts:
+                return f"sequence {sequence} of rollout {rollout}"
+    return ""
+
+
+def _put_together(parts: Mapping[tuple[int, int], tuple[int, Row]]) -> Row:
+    """The row of the whole item. Its bytes are in one of the rows, and the columns of all rows have to agree with them.
+
+    Raises ValueError for a column that was changed: `import` would insert the item without the change.
+    """
+    from replay_cli.archive.rows import SEQUENCE_COLUMNS, sequence_rows
+    from replay_client import RolloutGroup
+
+    rows = [row for _, row in parts.values()]
+    whole = next((row for row in rows if row.get("payload") is not None), rows[0])
+    if whole.get("payload") is None:
+        return whole
+    expected = {(row["rollout"], row["sequence"]): row for row in sequence_rows(RolloutGroup.decode(_bytes_of(whole)))}
+    for place, (number, row) in parts.items():
+        for name, kind in SEQUENCE_COLUMNS.items():
+            if name not in row or place not in expected:
+                continue
+            given, stored = row[name], expected[place][name]
+            if not _agree(kind, given, stored):
+                raise ValueError(
+                    f"{name} of sequence {place[1]} of rollout {place[0]} is {given!r:.60} in row {number}, and "
+                    f"{plain(stored)!r:.60} in the payload, which is what `import` inserts: change groups in Python"
+                )
+    return whole
+
+
+def _agree(kind: str, given: Any, stored: Any) -> bool:
+    """Whether a column of a file has the value that the payload has."""
+    if given is None or stored is None:
+        return plain(stored) is None and given is None
+    if kind == "json":
+        return bool((json.loads(given) if isinstance(given, str) else given) == plain(stored))
+    if not kind.startswith("list of "):
+        return bool(plain(given) == plain(stored))
+    if stored.dtype.kind != "f":
+        return bool(given == stored.tolist())
+    import numpy as np
+
+    try:
+        values = np.array(given, dtype=np.float64)  # null becomes NaN, which is an unknown number
+    except (TypeError, ValueError):
+        return False
+    return np.array_equal(values, stored, equal_nan=True)
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def format_of(path: Path) -> str:
+    """`jsonl` or `parquet`, by the end of the file's name."""
+    if path.suffix in (".jsonl", ".json"):
+        return "jsonl"
+    if path.suffix == ".parquet":
+        need("a .parquet file", "parquet", "pyarrow")
+        return "parquet"
+    misuse(f"{path}: the name of the file must end with .jsonl or .parquet")

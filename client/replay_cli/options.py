@@ -1,0 +1,257 @@
+"""Options of commands: those that a class of settings declares, and what a TOML file or a recipe gives.
+
+An option is declared once. What a command passes on to a class of settings is declared there: `options_of` makes an
+option of a field, with its name and type, and with the first sentence of its docstring as the help. Other fields are
+set in the file of --config, or by --set NAME=VALUE.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from replay_cli.recipes import RECIPES, recipe_of
+from replay_protos.settings import unknown_name
+
+R = TypeVar("R")
+Options = Sequence[inspect.Parameter]
+HELP_WIDTH = 120
+"""Columns of the help, where the terminal has them."""
+_FILE, _RECIPE = "replay.file", "replay.recipe"
+"""Places in the `meta` of a context."""
+
+
+def option(name: str, text: str, kind: Any = str, default: Any = None, *flags: str, **typers: Any) -> inspect.Parameter:
+    """The option `--name`, or `flags`, as a parameter of a command. A default of None means: not given.
+
+    `typers`: further arguments of typer.Option.
+    """
+    if kind == list[str]:
+        typers = {"metavar": "TEXT"} | typers
+    # Without its name, typer gives a switch that is on or off a `--no-name` too. One that is not given has none.
+    usual = () if kind is bool and default is not None else (f"--{name.replace('_', '-')}",)
+    shown = typer.Option(*(flags or usual), help=text, **typers)
+    annotation = Annotated[kind | None, shown] if default is None else Annotated[kind, shown]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def options_of(kind: type, panel: str, *names: str) -> Options:
+    """An option for each of these fields of a class of settings. `panel`: their group in the help."""
+    declared = kind.__pydantic_fields__  # type: ignore[attr-defined]
+    options = []
+    for name in names:
+        first_sentence = re.split(r"(?<=\.)\s", " ".join(declared[name].description.split()))[0]
+        default = "" if declared[name].default is None else f" [{_shown(declared[name].default)}]"
+        plain, flag = _type_of(declared[name].annotation), name.replace("_", "-")
+        flags = (f"--{flag}",) if plain is bool else ()
+        options.append(option(name, first_sentence + default, plain, None, *flags, rich_help_panel=panel))
+    return options
+
+
+def in_panel(panel: str, text: str, *flags: str, **typers: Any) -> Any:
+    """An option in this group of the help, for a parameter of a command."""
+    return typer.Option(*flags, help=text, rich_help_panel=panel, **typers)
+
+
+def _shown(default: Any) -> str:
+    return default if isinstance(default, str) else json.dumps(default)
+
+
+def _type_of(annotation: Any) -> Any:
+    """What the command line makes of a value. Names and functions are texts, which the class checks."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _type_of(get_args(annotation)[0])
+    if origin in (types.UnionType, typing.Union):
+        return next(kind for part in get_args(annotation) if (kind := _type_of(part)) is not type(None))
+    if origin is Literal or annotation not in (bool, int, float, type(None)):
+        return str
+    return annotation
+
+
+def taking(*groups: Options) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Decorator that adds options to a command. The command gets the values of each group as a dict, first of all."""
+
+    def decorate(command: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(command)
+        def run(**given: Any) -> R:
+            values = [{parameter.name: given.pop(parameter.name) for parameter in group} for group in groups]
+            return command(*values, **given)
+
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[len(groups) :]
+        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        parameters += [parameter for group in groups for parameter in group]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+def typed(values: Mapping[str, Any]) -> set[str]:
+    """The names of the options that the person has given."""
+    return {name for name, value in values.items() if value is not None}
+
+
+def in_flags(message: str, names: Collection[str]) -> str:
+    """`message`, with the setting that it begins with as a person types it if it is in `names`: `--tls-ca`."""
+    name = re.split("[ :]", message, maxsplit=1)[0]
+    return f"--{name.replace('_', '-')}{message.removeprefix(name)}" if name in names else message
+
+
+# ------------------------------------------------------------------------------------------------ files and recipes
+
+ABOUT_RECIPE = f"Take settings that belong together: {' or '.join(RECIPES)}. What you set yourself wins. [none]"
+
+
+class _Source:
+    """--config, --set and --recipe of a command whose settings have the names `fields`."""
+
+    def __init__(self, command: str, fields: Collection[str]) -> None:
+        self._command, self._fields = command, fields
+
+    def options(self) -> Options:
+        about = "TOML file with these options and all other settings; the command line wins."
+        more = "Another setting as in the file; may be repeated."
+        flags: Any = ("--config", "-c")
+        return (
+            option("config", about, Path, None, *flags, callback=self.read_file, is_eager=True),
+            option("set", more, list[str], metavar="NAME=VALUE", callback=self.check),
+            option("recipe", ABOUT_RECIPE, callback=self.read_recipe, is_eager=True),
+        )
+
+    def read_file(self, context: typer.Context, path: Path | None) -> Path | None:
+        """Keeps the settings of the file, and makes its other values the defaults of the command's options."""
+        if path is None:
+            return None
+        try:
+            found = tomllib.loads(path.read_text())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise typer.BadParameter(f"{path}: {error}") from error
+        own = {str(parameter.name): parameter for parameter in context.command.params}
+        known = (own.keys() | self._fields) - {"config", "set", "recipe"}
+        values = {name.replace("-", "_"): value for name, value in found.items()}
+        for name in values:
+            if name not in known:
+                raise typer.BadParameter(f"{path}: {unknown_name(name, sorted(known))}")
+        context.meta[_FILE] = {name: value for name, value in values.items() if name in self._fields}
+        context.default_map = {
+            name: _as_option(value, multiple=getattr(own[name], "multiple", False))
+            for name, value in values.items()
+            if name not in self._fields
+        }
+        return path
+
+    def read_recipe(self, context: typer.Context, name: str | None) -> str | None:
+        """Keeps the settings of the recipe."""
+        if name is not None:
+            try:
+                context.meta[_RECIPE] = recipe_of(name)[self._command]
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from error
+        return name
+
+    def check(self, given: list[str] | None) -> list[str] | None:
+        for text in given or ():
+            name, equals, _ = text.partition("=")
+            if not equals or name not in self._fields:
+                problem = unknown_name(name, sorted(self._fields)) if equals else f"{text!r} is not NAME=VALUE"
+                raise typer.BadParameter(f"--set: {problem}")
+        return given
+
+
+def settings_options(command: str, *kinds: type, also: Collection[str] = (), without: Collection[str] = ()) -> Options:
+    """--config, --set and --recipe of a command with these classes of settings; `settings_given` has what they say.
+
+    The file has the names of their fields but those in `without`, of the command's options, and of the sections `also`.
+    """
+    names = {field.name for kind in kinds for field in fields(kind)} | {*also}
+    return _Source(command, names - {*without}).options()
+
+
+def settings_given(context: typer.Context, source: Mapping[str, Any], *values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings by name: of the recipe, of the file in their place, and of the command line.
+
+    `source` has the values of `settings_options`, and `values` those of other groups.
+    """
+    from replay_server.config import changed
+
+    said = {}
+    for text in source["set"] or ():
+        name, _, value = text.partition("=")
+        said[name] = json_or_word(value)
+    for given in values:
+        said |= {name: value for name, value in given.items() if value is not None}
+    return changed(context.meta.get(_RECIPE, {}), context.meta.get(_FILE, {})) | said
+
+
+def json_or_word(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _as_option(value: Any, *, multiple: bool) -> Any:
+    """A value of a file as the command line takes it. A table gives `name=value` for each of its fields, or JSON."""
+    if not multiple:
+        return json.dumps(value) if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return [f"{name}={entry if isinstance(entry, str) else json.dumps(entry)}" for name, entry in value.items()]
+    return value if isinstance(value, list) else [value]
+
+
+# ------------------------------------------------------------------------------------------------ help
+
+
+def _write_groups(command: Any, context: Any, formatter: Any) -> None:
+    """The options in groups: those without a `rich_help_panel` first."""
+    groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+    for parameter in command.get_params(context):
+        if (record := parameter.get_help_record(context)) is not None:
+            usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            groups.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
+    for heading, records in groups.items():
+        if records:
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+class _Command(TyperCommand):
+    """A command whose help has its options in groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_groups(self, ctx, formatter)
+
+
+class _CommandGroup(TyperGroup):
+    """The same of a group of commands."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_groups(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+class Commands(typer.Typer):
+    """A group of commands, in the order in which they are added."""
+
+    def __init__(self, text: str, **further: Any) -> None:
+        wide = {"max_content_width": HELP_WIDTH}
+        further = {"no_args_is_help": True, "rich_markup_mode": None, "context_settings": wide} | further
+        super().__init__(cls=_CommandGroup, help=text, **further)
+
+    def add(self, *commands: Callable[..., Any], name: str | None = None, text: str | None = None) -> None:
+        for command in commands:
+            self.command(name, cls=_Command, help=text)(command)

@@ -1,0 +1,266 @@
+"""`replay serve` and `replay shards`: one server as a process, and several in a Ray cluster as one service."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import signal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replay_cli.archive.child import ArchiverProcess
+from replay_cli.connection import access_of
+from replay_cli.options import ABOUT_RECIPE, Commands, option, taking
+from replay_cli.output import AsJson, Yes, confirm, console, fail, misuse, need, plain_table, print_json, say
+from replay_cli.process import LogFormat, LogFormatOption, log_to_stderr, set_up_tracing
+from replay_cli.recipes import recipe_of, show_recipe
+
+if TYPE_CHECKING:
+    from replay_server import ReplayServer
+    from replay_server.config import Config
+    from replay_server.shards import ShardStatus
+
+
+def serve(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="TOML file with the configuration of the server.")
+    ] = None,
+    recipe: Annotated[str | None, typer.Option(help=ABOUT_RECIPE)] = None,
+    address: Annotated[
+        str | None,
+        typer.Option("--address", help="host:port to listen on, instead of that of the file. Port 0: any free port."),
+    ] = None,
+    metrics_address: Annotated[
+        str | None,
+        typer.Option("--metrics-address", help="host:port of the Prometheus endpoint, instead of that of the file."),
+    ] = None,
+    restore: Annotated[
+        str | None,
+        typer.Option(
+            "--restore",
+            help="Restore this checkpoint at startup, or `latest`. A damaged one gives way to the newest whole one.",
+        ),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="With --restore: move the contents of data_dir aside instead of failing.")
+    ] = False,
+    log_level: Annotated[str, typer.Option(help="Log from this level on: debug, info, warning or error.")] = "info",
+    log_format: LogFormatOption = LogFormat.TEXT,
+) -> None:
+    """Run the server until SIGTERM or Ctrl-C. Without --config it has a queue `rollouts` and a pool `replay`."""
+    from pydantic import ValidationError
+
+    from replay_protos import event_loop
+    from replay_protos.settings import explain
+    from replay_server import ReplayServer
+    from replay_server.config import DEFAULT_TABLES, Config, ServerSection
+
+    if access_of(context)["address"] is not None:
+        misuse("a server listens on the --address after the command: `replay serve --address HOST:PORT`")
+    log_to_stderr(log_level, log_format)
+    set_up_tracing("replay-server")
+    try:
+        base = None if recipe is None else recipe_of(recipe)["serve"]
+        if config is None:
+            loaded = Config.model_validate(base or {"tables": DEFAULT_TABLES})
+        else:
+            loaded = Config.load(config, base)
+        if loaded.archive is not None and loaded.archive.run:
+            need("[archive]", "parquet", "pyarrow")
+        if recipe is not None:
+            show_recipe(recipe, "serve", loaded.model_dump(mode="json"))
+        given = {"address": address, "metrics_address": metrics_address}
+        if given := {name: value for name, value in given.items() if value is not None}:
+            section = ServerSection.model_validate(loaded.server.model_dump() | given)
+            loaded = loaded.model_copy(update={"server": section})
+        server = ReplayServer.from_config(loaded, os.environ)
+        if restore is not None:
+            server.restore(restore, replace=replace)
+        elif replace:
+            misuse("--replace goes with --restore")
+        # Each connection takes a file descriptor; the soft limit is often 1024.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        gc.disable()  # until the server has started: a start with data makes as many objects as there are items
+        archive = loaded.archive
+        log_options = ("--log-level", log_level, "--log-format", log_format.value)
+        event_loop.run(
+            _run(server, ArchiverProcess(archive, log_options) if archive is not None and archive.run else None)
+        )
+    except ValidationError as error:
+        fail(explain(error))
+    except (ValueError, OSError) as error:
+        fail(error)
+
+
+async def _run(server: ReplayServer, archiver: ArchiverProcess | None) -> None:
+    """Serves until SIGTERM or Ctrl-C; then the archiver finishes its segment, and the server drains and saves."""
+    loop = asyncio.get_running_loop()
+
+    async def end() -> None:
+        assert archiver is not None
+        await archiver.end()
+        server.request_stop()
+
+    def stop() -> None:
+        if archiver is None:
+            server.request_stop()
+        else:
+            ending.append(loop.create_task(end()))
+
+    ending: list[asyncio.Task[None]] = []  # the loop itself holds its tasks weakly
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await server.run(partial(_announce, server, archiver))
+    finally:
+        if archiver is not None:
+            await archiver.end()
+
+
+def _announce(server: ReplayServer, archiver: ArchiverProcess | None) -> None:
+    """Programs wait for these lines: they mean that the addresses answer."""
+    if archiver is not None:
+        archiver.begin(server.address)
+    gc.freeze()  # the collector would walk through all that was loaded, three times
+    gc.enable()
+    say(f"listening on {server.address}")
+    if server.metrics_address is not None:
+        say(f"metrics at http://{server.metrics_address}/metrics")
+
+
+# ------------------------------------------------------------------------------------------------ shards
+
+shards = Commands("Run several servers in a Ray cluster, as one service.")
+_RAY = (
+    option("name", "The shards are NAME-0, NAME-1, ...", default="replay"),
+    option("namespace", "Ray's namespace of the shards.", default="replay"),
+    option("ray_address", "host:port of the cluster; else the local one.", envvar="RAY_ADDRESS"),
+)
+"""Which shards."""
+
+
+@shards.callback()
+@taking(_RAY)
+def _which(_: dict[str, Any]) -> None:
+    """Run several servers in a Ray cluster, as one service."""
+
+
+def _ray_of(context: typer.Context) -> dict[str, Any]:
+    """The options of the group."""
+    assert context.parent is not None
+    return context.parent.params
+
+
+_EACH = (
+    option("data_dir", "Folder that all nodes share; each shard has its own folder in it.", Path),
+    option("port", "Shard i listens on this port + i; 0: any free port.", int, 0, min=0, max=65535),
+    option("timeout", "Seconds in which all shards must serve.", float, 120.0, min=0),
+)
+
+
+@taking(_EACH)
+def _size(
+    each: dict[str, Any],
+    context: typer.Context,
+    shards: Annotated[int, typer.Option("--shards", "-n", min=1, help="How many servers.")],
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="TOML file, as for `replay serve`; groups_per_step is divided."),
+    ] = None,
+    pin: Annotated[
+        bool,
+        typer.Option("--pin", help="--data-dir is a folder of each node: a shard stays on its node while that lives."),
+    ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(help='What Ray reserves for each shard, like "32GiB"; else a quarter above max_bytes.'),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """`up` and `resize`, which take the same options."""
+    ray = _ray_of(context)
+    found = _of_ray(str(context.info_name), shards, _load(config), pin=pin, memory=_bytes(memory), **each, **ray)
+    _show(found, ray, as_json)
+
+
+def status(context: typer.Context, as_json: AsJson = False) -> None:
+    """Where each shard is and what it holds. Status 1 if one is away, or there is none."""
+    ray = _ray_of(context)
+    found = _of_ray("status", **ray)
+    _show(found, ray, as_json)
+    if not found:
+        fail(
+            f"there are no shards {ray['name']}-0, ... in namespace {ray['namespace']}: start them with "
+            "`replay shards up`"
+        )
+    if not all(shard.is_up for shard in found):
+        raise typer.Exit(1)
+
+
+def down(context: typer.Context, yes: Yes = False) -> None:
+    """Stop all shards for good. What they hold in memory is lost; a --data-dir stays."""
+    ray = _ray_of(context)
+    confirm(f"Stop all shards of {ray['namespace']}/{ray['name']}?", yes)
+    stopped = _of_ray("down", **ray)
+    say(f"stopped {', '.join(stopped)}" if stopped else "there were no shards")
+
+
+_UP = "Start the shards that do not run yet, and wait until all serve. They outlive this command."
+_RESIZE = "Add shards, or empty the last ones and take them away. Status 1 and why while that is unsafe."
+shards.add(_size, name="up", text=_UP)
+shards.add(status, down)
+shards.add(_size, name="resize", text=_RESIZE)
+
+
+def _of_ray(verb: str, *given: Any, **named: Any) -> Any:
+    """The result of a function of `replay_server.shards`. An error ends the command with one line."""
+    from replay_server import shards as service
+
+    try:
+        return getattr(service, verb)(*given, **named)
+    except service.ShardError as error:
+        fail(error)
+
+
+def _load(path: Path | None) -> Config:
+    from replay_server.config import DEFAULT_TABLES, Config
+
+    try:
+        return Config(tables=DEFAULT_TABLES) if path is None else Config.load(path)
+    except ValueError as error:
+        fail(error)
+
+
+def _bytes(text: str | None) -> int | None:
+    from replay_server.tables.config import parse_bytes
+
+    if text is None:
+        return None
+    try:
+        return int(parse_bytes(text))
+    except ValueError as error:
+        fail(f"--memory: {error}")
+
+
+def _show(found: list[ShardStatus], ray: dict[str, Any], as_json: bool) -> None:
+    address = f"ray://{ray['namespace']}/{ray['name']}"
+    if as_json:
+        document: dict[str, Any] = {"address": address, "shards": [vars(shard) for shard in found]}
+        print_json(document)
+        return
+    rows = []
+    for shard in found:
+        state = "draining" if shard.draining else "restarted" if shard.restarted else "up"
+        cells = (shard.address, shard.node[:12], str(shard.pid), str(shard.items), state)
+        rows.append((shard.name, *(cells if shard.is_up else ("-", "-", "-", "-", "away"))))
+    columns = ("shard", "address", "node", "pid", "items", "state")
+    out = console()
+    out.print(plain_table(columns, rows, left=("shard", "address", "node", "state")))
+    out.print(f"clients: {address}, or {','.join(shard.address for shard in found if shard.is_up)}", soft_wrap=True)

@@ -1,0 +1,189 @@
+"""`replay tables`, `top` and `dashboard`: show all tables once, live, or in a browser."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, NoReturn, Self
+
+import typer
+
+from replay_cli.connection import ByShard, access_of, ask, connect
+from replay_cli.output import AsJson, console, fail, misuse, need, print_json, say
+from replay_protos import replay_pb2 as pb
+from replay_protos.state import Document, document
+
+if TYPE_CHECKING:
+    from replay_client import ReplayClient
+    from replay_client.records import ServerInfo
+
+_ANSWER_SECONDS = 1.0
+"""The server must answer `top` within this time, unless --timeout says otherwise. Keys are read only afterwards."""
+
+
+def tables(context: typer.Context, by_shard: ByShard = False, as_json: AsJson = False) -> None:
+    """Show all tables: size, bytes, rates, staleness, and which requests wait for what."""
+    with connect(context) as client:
+        info, address = ask(client.server_info), client.address
+    if as_json:
+        print_json(_document(address, info, by_shard))
+        return
+    from replay_cli.screen import Screen
+
+    console().print(Screen(address, info, by_shard=by_shard).render(), crop=False)
+
+
+def _document(address: str, info: ServerInfo, by_shard: bool) -> Document:
+    from replay_client.records import shards_of
+
+    found: Document = {"address": address} | document(info, pb.ServerInfo.DESCRIPTOR)
+    shards = dict(shards_of(info))
+    if shards:
+        found["gone"] = [name for name, shard in shards.items() if shard is None]
+    if by_shard:
+        found["shards"] = {
+            name: None if shard is None else {"address": name} | document(shard, pb.ServerInfo.DESCRIPTOR)
+            for name, shard in shards.items()
+        }
+    return found
+
+
+def top(
+    context: typer.Context,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
+    by_shard: ByShard = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document a line. Needs no terminal.")] = False,
+) -> None:
+    """Show all tables, live: keys sort and pause. With --json print a line for each look at the server."""
+    if not (as_json or (sys.stdin.isatty() and sys.stdout.isatty())):
+        misuse("top needs a terminal; use `replay top --json`, or `replay tables`")
+    with connect(context, _ANSWER_SECONDS) as client:
+        (_print_looks if as_json else _show_looks)(client, interval, by_shard)
+
+
+def _show_looks(client: ReplayClient, interval: float, by_shard: bool) -> None:
+    """On the whole terminal, until somebody presses q."""
+    from rich.live import Live
+
+    from replay_cli.screen import Screen
+    from replay_client.errors import ReplayError
+
+    with Keyboard() as keyboard, Live(console=console(), screen=True, auto_refresh=False) as live:
+        screen = Screen(client.address, by_shard=by_shard)
+        look_at = time.monotonic()
+        while not screen.ended:
+            if not screen.paused and time.monotonic() >= look_at:
+                look_at = time.monotonic() + interval
+                try:
+                    screen.see(client.server_info())
+                except ReplayError as error:
+                    screen.problem = str(error)
+            live.update(screen.render(live.console.height), refresh=True)
+            wait = interval if screen.paused else max(0.0, look_at - time.monotonic())
+            for key in keyboard.read(wait):
+                screen.press(key)
+
+
+def _print_looks(client: ReplayClient, interval: float, by_shard: bool) -> NoReturn:
+    """A line for each look, until a signal. A look without an answer has a `problem`, and no tables."""
+    from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
+
+    while True:
+        said: Document = {"time": time.time()}
+        try:
+            said |= _document(client.address, client.server_info(), by_shard)
+        except (ServerUnavailableError, DeadlineExceededError) as error:
+            said |= {"address": client.address, "problem": str(error)}
+        except ReplayError as error:  # it refuses: the token was revoked
+            fail(error)
+        print_json(said, indent=None)
+        time.sleep(interval)
+
+
+class Keyboard:
+    """Keys as they are pressed. The end of the block restores the terminal, however the command ends."""
+
+    def __enter__(self) -> Self:
+        self._file = sys.stdin.fileno()
+        self._before = termios.tcgetattr(self._file)
+        tty.setcbreak(self._file)
+        return self
+
+    def read(self, seconds: float) -> str | list[str]:
+        """Waits up to `seconds` for keys. Returns `[""]` if the terminal is gone."""
+        ready, _, _ = select.select([self._file], [], [], seconds)
+        if not ready:
+            return ""
+        try:
+            return os.read(self._file, 64).decode(errors="replace") or [""]
+        except OSError:
+            return [""]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
+
+
+def dashboard(
+    context: typer.Context,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Folder with a tokenizer.json, to show text. Else that of the published weights is used."),
+    ] = None,
+    runs: Annotated[Path | None, typer.Option(help="Folder below which metrics.jsonl files of trainers lie.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on. Other than loopback the page wants a token.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 7402,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A host name under which browsers may ask for the page; repeatable.")
+    ] = None,
+    solved_above: Annotated[float, typer.Option(help="A completion with a larger reward solves its prompt.")] = 0.5,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+) -> None:
+    """Look at the live buffer in a browser: what is in it, what waits and why, and every group. Only reads."""
+    need("the page", "dashboard", "starlette", "uvicorn", "tokenizers")
+    import secrets
+    import signal
+    import socket
+    import webbrowser
+
+    from replay_dashboard.app import PageServer, Settings
+    from replay_protos.transport import is_loopback
+
+    if runs is not None and not runs.is_dir():
+        fail(f"--runs: there is no folder {runs}")
+    token = None if is_loopback(host) else secrets.token_urlsafe(32)
+    settings = Settings(access_of(context), tokenizer, runs, token, tuple(allow_host or ()), solved_above)
+    try:
+        server = PageServer(settings)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+    except (ValueError, OSError) as error:
+        fail(error if isinstance(error, ValueError) else f"cannot listen on {host}:{port}: {error.strerror}")
+    shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{listener.getsockname()[1]}/" + (f"#token={token}" if token else "")
+    # The server notes signals while it runs. One that comes before that must end it too.
+    early: list[int] = []
+
+    def end(number: int, frame: object) -> None:
+        early.append(number)
+        server.should_exit = True
+
+    handlers = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    say(f"dashboard at {url}")
+    if browser and (sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
+        webbrowser.open(url)
+    os.nice(5)  # on a machine that they share the server goes first
+    server.run(sockets=[listener])
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if early:
+        signal.raise_signal(early[0])

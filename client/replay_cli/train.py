@@ -1,0 +1,230 @@
+"""`replay train`: the trainer as a process; and `replay demo`: a tiny run, with all its processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replay_cli.connection import access_of, timeout_of
+from replay_cli.options import in_flags, in_panel, options_of, settings_given, settings_options, taking, typed
+from replay_cli.output import complain, fail, in_words, need, say
+from replay_cli.process import (
+    LogFormat,
+    LogFormatOption,
+    check_model,
+    loading,
+    log_to_stderr,
+    set_up_tracing,
+)
+from replay_cli.recipes import show_recipe
+from replay_trainer.config import GRPOConfig
+
+if TYPE_CHECKING:
+    from replay_trainer import PromptEvaluation
+
+EVAL_EVERY = 10
+"""Steps between evaluations with --eval-prompts, unless the configuration has eval_every."""
+_evaluating = partial(in_panel, "Evaluation")
+_SETTINGS = settings_options("train", GRPOConfig, also=("lora",))
+_DATA = options_of(GRPOConfig, "Data", "rollouts_table", "replay_table", "groups_per_step")
+_REPLAY = options_of(GRPOConfig, "Replay", "zero_variance", "replay_share")
+_LEARNING = options_of(
+    GRPOConfig, "Learning", "max_steps", "learning_rate", "loss_type", "epsilon", "beta", "scale_rewards", "seed"
+)
+_MEMORY = options_of(GRPOConfig, "Memory", "max_tokens_per_micro_batch", "bf16", "gradient_checkpointing", "fsdp")
+_OUTPUT = options_of(GRPOConfig, "Output", "resume", "save_every", "weights_dir")
+
+
+@taking(_SETTINGS, _DATA, _LEARNING, _REPLAY, _MEMORY, _OUTPUT)
+def train(
+    source: dict[str, Any],
+    data: dict[str, Any],
+    learning: dict[str, Any],
+    replay: dict[str, Any],
+    memory: dict[str, Any],
+    output: dict[str, Any],
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
+    output_dir: Annotated[Path, typer.Option(help="Folder for weights and metrics.jsonl.")],
+    eval_prompts: Annotated[
+        str | None, _evaluating("Held-out prompts, as --prompts of `replay generate`: completed now and then.")
+    ] = None,
+    eval_reward: Annotated[
+        list[str] | None, _evaluating("Reward of these completions, as --reward there; repeatable. [exact_match]")
+    ] = None,
+    eval_max_tokens: Annotated[int, _evaluating("Most tokens of these completions.", min=1)] = 256,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Show no progress and no summary; metrics.jsonl has it all.")
+    ] = False,
+    log_format: LogFormatOption = LogFormat.TEXT,
+) -> None:
+    """Train a causal language model on the groups of the server, and publish each version.
+
+    It waits without end for a server that went away, unless --timeout says how long.
+    """
+    access = access_of(context)
+    log_to_stderr("warning", log_format)
+    tracing = set_up_tracing("replay-trainer")
+    need("replay train", "trainer", "torch", "transformers", "safetensors")
+    check_model(model)
+    given = {"output_dir": output_dir, "progress": False if quiet else None}
+    options = settings_given(context, source, given, data, learning, replay, memory, output)
+    lora = options.pop("lora", None)
+    if eval_prompts is not None:
+        options.setdefault("eval_every", EVAL_EVERY)
+    elif eval_reward:
+        fail("--eval-reward needs --eval-prompts")
+
+    from replay_client import ReplayClient
+    from replay_client.errors import ReplayError
+    from replay_client.waits import beat
+
+    try:
+        training = GRPOConfig(**options)
+    except ValueError as error:
+        message, config = (
+            _as_typed(str(error), typed(given | data | learning | replay | memory | output)),
+            source["config"],
+        )
+        fail(message if config is None or message.startswith("--") else f"{config}: {message}")
+    if (recipe := source["recipe"]) is not None and not quiet and os.environ.get("RANK", "0") == "0":
+        show_recipe(recipe, "train", options)
+    try:
+        beat()  # now and not in the middle of the run: its file may be impossible to write
+        evaluation = None if eval_prompts is None else _evaluation(eval_prompts, eval_reward, eval_max_tokens)
+        # Not before: they take seconds to import, and people wait for the errors above.
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging as transformers_logging
+
+        from replay_trainer import GRPOTrainer
+
+        transformers_logging.disable_progress_bar()
+        callbacks = []
+        if tracing:
+            from replay_trainer import StepSpans
+
+            callbacks.append(StepSpans())
+        with ReplayClient.from_env(timeout_of(context, None), **access) as client:
+            with loading(model):
+                loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+                if lora is not None:
+                    loaded = _with_adapter(loaded, lora, training.seed)
+            trainer = GRPOTrainer(loaded, client, training, tokenizer, callbacks, evaluate=evaluation)
+            steps_made = trainer.train()
+    except (ReplayError, ValueError, OSError, RuntimeError, ImportError, FloatingPointError) as error:
+        fail(_as_typed(in_words(error), typed(access)))
+    except KeyboardInterrupt:
+        complain("stopped; --resume continues from the last full state")
+        raise
+    if not quiet and trainer.ranks.is_first:
+        if steps_made == 0:
+            say("nothing was trained, for the run has all its steps already: --max-steps makes it longer")
+        _sum_up(output_dir)
+
+
+def _with_adapter(model: Any, lora: Any, seed: int) -> Any:
+    """`model` with a new LoRA adapter by the section [lora], whose fields are those of peft's LoraConfig, or with the
+    one in the folder `adapter`.
+
+    Raises ValueError for fields that it does not have, or for a model that such an adapter does not fit.
+    """
+    need("[lora]", "lora", "peft")
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    from replay_client.settings import unknown_name
+
+    if not isinstance(lora, dict):
+        raise ValueError(f"lora is a section of the file: [lora], with r = 16 below it, not lora = {lora!r}")
+    if (folder := lora.get("adapter")) is not None:
+        if len(lora) > 1:
+            raise ValueError("[lora] adapter names one that is there, with its own settings: leave out the others")
+        if not (Path(folder) / "adapter_config.json").is_file():
+            raise ValueError(f"[lora] adapter: the folder {folder} holds no adapter_config.json")
+        return PeftModel.from_pretrained(model, folder, is_trainable=True)
+    torch.manual_seed(seed)  # half of an adapter begins with random numbers
+    wanted = {"target_modules": "all-linear", **lora, "task_type": "CAUSAL_LM"}
+    known = [each.name for each in fields(LoraConfig) if each.init]
+    if unknown := sorted(wanted.keys() - set(known)):
+        raise ValueError(f"[lora]: {unknown_name(unknown[0], known)}")
+    return get_peft_model(model, LoraConfig(**wanted))
+
+
+def _evaluation(prompts: str, rewards: list[str] | None, max_tokens: int) -> PromptEvaluation:
+    """Raises ValueError, OSError or ImportError for prompts and rewards that cannot be used."""
+    from replay_generator.prompts import Prompt, load_prompts
+    from replay_generator.rewards import load_reward
+
+    sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
+    rows = load_prompts(prompts)
+    loaded = [Prompt.of(rows[index]) for index in range(len(rows))]
+    scored_by = [load_reward(name) for name in rewards or ["exact_match"]]
+    from replay_trainer import PromptEvaluation  # needs torch; prompts and rewards that cannot be used end it before
+
+    return PromptEvaluation(loaded, scored_by, max_tokens)
+
+
+def _as_typed(message: str, names: set[str]) -> str:
+    """`message`, with the settings in `names` as the person types them: `--max-steps`, not `max_steps`."""
+    message = message.replace("resume=True", "--resume").replace("output_dir", "--output-dir")
+    return in_flags(message, names)
+
+
+def _sum_up(output_dir: Path) -> None:
+    """Prints what the run came to, and where its weights are."""
+    from replay_trainer.metrics import read_metrics, summary
+    from replay_trainer.weights import published
+
+    if lines := read_metrics(output_dir / "metrics.jsonl"):
+        say(f"{lines[-1]['step']} steps")
+        for line in summary(lines):
+            say(line)
+    if folders := published(output_dir):
+        say(f"weights             {folders[-1].resolve()}")
+
+
+def demo(
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps; 150 unless given, 50 with --task tools, 60 with --compare.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the model, the data and the training.")] = 0,
+    engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
+    out: Annotated[Path, typer.Option(help="Folder for the files of the run.")] = Path("runs/demo"),
+    task: Annotated[
+        str, typer.Option(help="sums: to add. tools: to multiply by calling a calculator, in two turns.")
+    ] = "sums",
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Train twice on as many generated groups, without the pool and with it.")
+    ] = False,
+) -> None:
+    """Train a tiny model to add, or to use a tool, with server, generator and trainer as processes."""
+    # matplotlib draws the picture at the end: better to know now that it is missing.
+    need("replay demo", "demo", "torch", "transformers", "matplotlib")
+    if engine == "vllm":
+        need("--engine vllm", "vllm", "vllm")
+    try:
+        from examples.demo.run import COMPARED_STEPS, TASKS, DemoError, run
+        from examples.demo.run import compare as run_both
+    except ModuleNotFoundError as error:
+        fail(f"replay demo is of a clone of the repository, not of a wheel: run `make demo` there ({error})")
+
+    if (variant := TASKS.get(task)) is None:
+        fail(f"--task must be {' or '.join(TASKS)}, not {task!r}")
+    if compare and variant is not TASKS["sums"]:
+        fail(f"--compare has a task of its own: leave out --task {task}")
+    try:
+        if compare:
+            run_both(out, COMPARED_STEPS if steps is None else steps, seed, engine)
+        else:
+            run(out, variant.steps if steps is None else steps, seed, engine, variant=variant)
+    except DemoError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        complain("stopped; all processes of the demo have ended")
+        raise

@@ -1,1 +1,0 @@
-"""Files: what the rows of data sets and JSON lines hold."""

@@ -1,0 +1,294 @@
+"""The web application: its routes, and the `Dashboard` that answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from replay_client import AsyncReplayClient
+from replay_client.access import Access
+from replay_client.errors import ReplayError
+from replay_client.records import StoredItem
+from replay_dashboard.budget import Budget
+from replay_dashboard.catalog import Catalog
+from replay_dashboard.group import TokenText, item_document, window
+from replay_dashboard.guard import COOKIE, BodyTooLargeError, Guard, Protocol, accepts, body_of, key_of
+from replay_dashboard.health import signals
+from replay_dashboard.live import MOST_VIEWERS, Live, dumps
+from replay_dashboard.prompt_tables import PromptsOfTable
+from replay_dashboard.prompts import PromptLog
+from replay_dashboard.query import Query, View
+from replay_dashboard.training import Runs
+
+logger = logging.getLogger(__name__)
+PAGE = Path(__file__).parent / "page"
+LOOKING, READING = 0.005, 0.015
+"""Shares of the server's time: LOOKING for the poller of `Live`, READING for lists and groups. Together 2 %."""
+CURVES = {"entropy": "train/entropy", "reward": "fresh/reward_mean", "ess": "correction/ess"}
+"""Metrics of the newest run that the overview draws: they travel with every look."""
+KEPT_BYTES = 256 << 20
+"""Bytes of opened groups that this process keeps. A viewer can still read them after they have left the server."""
+MOST_ROWS = 500
+"""Most rows in one response."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `replay dashboard`."""
+
+    access: dict[str, Any] = field(default_factory=dict)
+    """How to reach the server: arguments of AsyncReplayClient.from_env."""
+    tokenizer: Path | None = None
+    runs: Path | None = None
+    token: str | None = None
+    """The token that a viewer needs; None: viewers need none."""
+    allow_hosts: tuple[str, ...] = ()
+    """Host names, beside the machine's own, under which the page answers."""
+    solved_above: float = 0.5
+    """A completion with a larger reward counts as solved."""
+
+
+class Dashboard:
+    """Answers the routes. Create it on the event loop that runs it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.text = TokenText(settings.tokenizer)
+        self.runs = Runs(settings.runs)
+        self.prompts = PromptLog(settings.solved_above)
+        self.client = AsyncReplayClient.from_env(5.0, **settings.access)
+        self.reading = Budget(READING, 1.0)
+        self.catalog = Catalog(self.client, self.reading, self.text, self.prompts)
+        self.live = Live(self.client, Budget(LOOKING, 0.1, alike=True), self.more)
+        self._items: OrderedDict[int, StoredItem] = OrderedDict()
+        self._cache: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+
+    async def run(self) -> None:
+        """Polls the server, lists its tables, and reads groups and files of metrics, for ever."""
+        sweeps = self.catalog.run(self.live.tables, self.live.watched)
+        await asyncio.gather(self.live.run(), sweeps, self._follow_files())
+
+    async def _follow_files(self) -> None:
+        while True:
+            await asyncio.to_thread(self.runs.read)
+            if self.live.info is not None:
+                with suppress(ValueError):  # the folder's tokenizer.json is damaged: the page shows ids instead
+                    self.text.find(self.live.info.policy.weights)
+            await asyncio.sleep(0.2 if self.live.info is None else 2.0)
+
+    def more(self) -> dict[str, Any]:
+        """The part of each look that this process adds to the server's own numbers: lists, signals, curves."""
+        versions, newest, lists = self.prompts.by_version(), self.runs.newest(), {}
+        for name, snapshot in self.catalog.snapshots.items():
+            view = View(snapshot, self.catalog.facts)
+            make = partial(view.histograms, names=("staleness", "priority", "reward_mean"))
+            histograms = self._cached((snapshot.id, view.read), make)
+            lists[name] = {"id": snapshot.id, "items": len(snapshot.keys), "read": view.read, "histograms": histograms}
+        return {
+            "lists": lists,
+            "lists_problem": self.catalog.problem,
+            "tokenizer": self.text.source,
+            "runs_version": self.runs.version,
+            "versions": versions[-200:],
+            "signals": signals(newest, versions),
+            "curves": {name: newest.get(metric, [])[-200:] for name, metric in CURVES.items()},
+        }
+
+    def _cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            self._cache[key] = make()
+            if len(self._cache) > 64:
+                self._cache.popitem(last=False)
+        return self._cache[key]
+
+    async def item(self, key: int, again: bool = False) -> StoredItem | None:
+        """The item from the server, or the copy kept here if the server has it no more.
+
+        Without `again` the copy is used first, so that further tokens of an open group cost no call.
+        """
+        if again or key not in self._items:
+            try:
+                async with self.reading.call():
+                    found = await self.client.get([key])
+            except ReplayError:
+                if key not in self._items:
+                    raise
+                return self._items[key]
+            if found or key in self._items:
+                self._items[key] = found[0] if found else replace(self._items[key], tables={})
+                self._items.move_to_end(key)
+        while len(self._items) > 1 and sum(len(item.payload) + 65536 for item in self._items.values()) > KEPT_BYTES:
+            self._items.popitem(last=False)
+        return self._items.get(key)
+
+    async def groups(self, request: Request) -> Any:
+        """The rows of a table that match the query, from `offset` to `offset + limit`."""
+        given = request.query_params
+        text, prompt = given.get("text", "").lower(), given.get("prompt", "").lower()
+        bounds, flags, tags = (tuple(given.getlist(name)) for name in ("bound", "flag", "tag"))
+        query = Query(given.get("sort", "age"), given.get("descending") == "1", bounds, flags, tags, prompt, text)
+        offset, limit = max(0, int(given.get("offset", 0))), min(MOST_ROWS, int(given.get("limit", 100)))
+        snapshot = self.catalog.snapshot(given.get("table", ""), int(given.get("snapshot") or 0))
+        if snapshot is None:
+            none: dict[str, Any] = {"histograms": {}, "flags": {}, "tags": []}
+            return {"rows": [], "matching": 0, "total": 0, "read": 0, "snapshot": 0, **none}
+        view, key = View(snapshot, self.catalog.facts), (snapshot.id, self.catalog.facts.version, query)
+        if key not in self._cache:
+            found = await asyncio.to_thread(view.select, query)
+            histograms = await asyncio.to_thread(view.histograms, found)
+            values = await asyncio.to_thread(lambda: snapshot.tag_values)
+            self._cached(key, lambda: (found, {"histograms": histograms, "flags": view.flags(), "tags": values}))
+        rows, summary = self._cache[key]
+        shown = rows[offset : offset + limit].tolist()
+        self.catalog.want(snapshot.keys[shown].tolist())
+        counts = {"snapshot": snapshot.id, "matching": len(rows), "total": len(snapshot.keys), "read": view.read}
+        return {**counts, **summary, "rows": [view.row(row) for row in shown]}
+
+    async def group(self, request: Request) -> Any:
+        """One group; None if neither the server nor this process has it."""
+        whole = request.query_params.get("whole") == "1"
+        item = await self.item(key_of(request), again=not whole)
+        return item and await asyncio.to_thread(item_document, item, self.text, whole)
+
+    async def tokens(self, request: Request) -> Any:
+        """Further tokens of one completion, or of the prompt."""
+        row, start, stop = (int(request.query_params.get(name, 0)) for name in ("completion", "start", "stop"))
+        item = await self.item(key_of(request))
+        return item and await asyncio.to_thread(window, item.group, row, start, stop, self.text)
+
+    async def training(self, request: Request) -> Any:
+        """The curves of the chosen runs."""
+        return await asyncio.to_thread(self.runs.document, request.query_params.getlist("run"))
+
+    async def solve_rates(self, request: Request) -> Any:
+        """How often each prompt was solved."""
+        given = request.query_params
+        limit, descending = min(MOST_ROWS, int(given.get("limit", 100))), given.get("descending") == "1"
+        search, sort = given.get("search", ""), given.get("sort", "")
+        tables = self._prompt_tables()
+        held = {name: each for table in tables for name, each in table.prompts.items()}
+        found = self.prompts.document(search, sort, descending, max(0, limit), held)
+        return found | {"tables": [table.document() for table in tables]}
+
+    def _prompt_tables(self) -> list[PromptsOfTable]:
+        """The tables from which generators draw prompts."""
+        facts, found = self.catalog.facts, []
+        for name, snapshot in self.catalog.snapshots.items():
+            make = partial(PromptsOfTable.of, name, snapshot, facts)
+            if (table := self._cached(("prompts", snapshot.id, facts.version), make)) is not None:
+                found.append(table)
+        return found
+
+    async def login(self, request: Request) -> Response:
+        """Checks the token that a viewer sends, and answers with a cookie that holds it."""
+        try:
+            token = str(json.loads(await body_of(request))["token"])
+            token.encode()  # JSON can hold half of a surrogate pair
+        except (ValueError, KeyError, TypeError, RecursionError):
+            token = ""
+        if not accepts(self.settings.token, token):
+            return _json({"problem": "that is not the token of this page"}, 401)
+        response = Response(status_code=204)
+        response.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=request.url.scheme == "https")
+        return response
+
+    async def events(self, request: Request) -> Response:
+        """The server-sent events of one viewer."""
+        if self.live.viewers >= MOST_VIEWERS:
+            return _json({"problem": f"{MOST_VIEWERS} viewers have this page open: close one"}, 503)
+        return StreamingResponse(self.live.events(), media_type="text/event-stream")
+
+
+def answer(method: Callable[[Dashboard, Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    """A route that answers with the result of `method` as JSON. An error becomes a status and a `problem`."""
+
+    async def respond(request: Request) -> Response:
+        try:
+            found = await method(request.app.state.dashboard, request)
+        except ReplayError as error:
+            return _json({"problem": str(error)}, 502)
+        except BodyTooLargeError as error:
+            return _json({"problem": str(error)}, 413)
+        except ClientDisconnect:  # nobody reads the answer
+            return Response(status_code=400)
+        except ValueError as error:
+            return _json({"problem": str(error)}, 400)
+        if found is None:
+            return _json({"problem": "the server holds no such group: it was consumed, evicted or dropped"}, 404)
+        return found if isinstance(found, Response) else await asyncio.to_thread(_json, found)
+
+    return respond
+
+
+def _json(document: object, status: int = 200) -> Response:
+    return Response(dumps(document), status, media_type="application/json")
+
+
+class PageServer(uvicorn.Server):
+    """Serves the page.
+
+    An event stream never ends by itself, and uvicorn waits for open connections. So a shutdown ends the streams first.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises ValueError for settings that cannot be used."""
+        # Both raise here for bad settings. The ones in use are made on the event loop, in `_lifespan`.
+        Access.find(**settings.access)
+        TokenText(settings.tokenizer)
+        self._settings = settings
+        routes = [
+            Route("/api/login", answer(Dashboard.login), methods=["POST"]),
+            Route("/api/live", answer(Dashboard.events)),
+            Route("/api/groups", answer(Dashboard.groups)),
+            Route("/api/groups/{key}", answer(Dashboard.group)),
+            Route("/api/groups/{key}/tokens", answer(Dashboard.tokens)),
+            Route("/api/training", answer(Dashboard.training)),
+            Route("/api/prompts", answer(Dashboard.solve_rates)),
+            Mount("/", StaticFiles(directory=PAGE, html=True)),
+        ]
+        guard = Middleware(Guard, token=settings.token, names=settings.allow_hosts)
+        self.app = Starlette(routes=routes, middleware=[guard], lifespan=self._lifespan)
+        config = uvicorn.Config(
+            self.app, http=Protocol, ws="none", log_level="warning", access_log=False, timeout_graceful_shutdown=3
+        )
+        super().__init__(config)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.app.state.dashboard.live.close()
+        await super().shutdown(sockets)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        app.state.dashboard = dashboard = Dashboard(self._settings)
+        work = asyncio.create_task(dashboard.run())
+        work.add_done_callback(self._end_on_fault)
+        try:
+            yield
+        finally:
+            work.cancel()
+            with suppress(asyncio.CancelledError):
+                await work
+            await dashboard.client.close()
+
+    def _end_on_fault(self, work: asyncio.Task[None]) -> None:
+        """Ends the process after a fault in `run`: a page that stays up would show old numbers as if they were new."""
+        if not work.cancelled() and (fault := work.exception()) is not None:
+            logger.critical("the page ends after a fault of its own", exc_info=fault)
+            self.should_exit = True

@@ -1,0 +1,207 @@
+"""Catalog: lists the tables repeatedly, and reads each group once, both within the budget."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client import AsyncReplayClient
+from replay_client.errors import ReplayError
+from replay_client.records import ItemInfo, StoredItem
+from replay_dashboard.budget import Budget
+from replay_dashboard.facts import Facts, FactsStore, facts_of
+from replay_dashboard.group import TokenText
+from replay_dashboard.prompts import PromptLog
+from replay_protos.labels import Labels
+
+ROWS_PER_LIST = 5000
+"""Items of one ListItems call. A longer list would delay other requests on the server's event loop."""
+KEYS_PER_GET = 256
+BYTES_PER_GET = 4 << 20
+SECONDS_PER_SWEEP = 2.0
+"""Least time from one list of all tables to the next."""
+HELD_ROWS = 2_000_000
+"""Most rows of all old snapshots together. They stay for viewers who hold or scroll a list."""
+MOST_TAG_NAMES, MOST_TAG_VALUES = 16, 12
+"""Names of tags, and values of each, that a list counts: those that most items have."""
+LISTED = ("priority", "age", "policy_version", "staleness", "times_sampled", "nbytes")
+"""Numbers of an item that a list has, without its payload."""
+_ids = itertools.count(1)
+
+
+@dataclass
+class Snapshot:
+    """The items of one table as they were listed, the oldest first: N keys, labels (N,), and columns (N,) by LISTED."""
+
+    keys: npt.NDArray[np.uint64]
+    columns: dict[str, npt.NDArray[np.float64]]
+    labels: list[Labels]
+    id: int = field(default_factory=lambda: next(_ids))
+    _slots: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
+
+    @classmethod
+    def of(cls, items: Sequence[ItemInfo]) -> Snapshot:
+        columns = {name: np.array([getattr(item, name) for item in items], dtype=np.float64) for name in LISTED}
+        return cls(np.array([item.key for item in items], dtype=np.uint64), columns, [item.labels for item in items])
+
+    def tags(self, row: int) -> list[str]:
+        """The tags of an item, each as NAME=VALUE."""
+        return [f"{name}={value}" for name, value in self.labels[row].pairs]
+
+    @cached_property
+    def _tagged(self) -> tuple[list[frozenset[str]], npt.NDArray[np.int64]]:
+        """The different sets of tags, and the number of each item's set (N,). Most items share theirs with others."""
+        kinds: dict[tuple[Any, ...], int] = {}
+        numbers = np.fromiter((kinds.setdefault(each.pairs, len(kinds)) for each in self.labels), dtype=np.int64)
+        return [frozenset(f"{name}={value}" for name, value in pairs) for pairs in kinds], numbers
+
+    def have_tags(self, tags: Sequence[str]) -> npt.NDArray[np.bool_]:
+        """Which items have all these tags (N,), each given as NAME=VALUE. "NAME=" is for items without the tag."""
+        if not tags:
+            return np.ones(len(self.keys), dtype=np.bool_)
+        kinds, numbers = self._tagged
+        having = [all(_has_tag(kind, tag) for tag in tags) for kind in kinds]
+        found: npt.NDArray[np.bool_] = np.array(having, dtype=np.bool_)[numbers]
+        return found
+
+    @cached_property
+    def tag_values(self) -> list[dict[str, Any]]:
+        """The tags of all items, the most frequent first: their names, values as NAME=VALUE with the number of items,
+        and how many `others` are left out."""
+        kinds, numbers = self._tagged
+        counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for tags, count in zip(kinds, np.bincount(numbers, minlength=len(kinds)).tolist(), strict=True):
+            for tag in tags:
+                counts[tag.partition("=")[0]][tag] += count
+        names = sorted(counts, key=lambda name: (-counts[name].total(), name))[:MOST_TAG_NAMES]
+        return [
+            {
+                "name": name,
+                "values": sorted(counts[name].items(), key=lambda each: (-each[1], each[0]))[:MOST_TAG_VALUES],
+                "others": max(0, len(counts[name]) - MOST_TAG_VALUES),
+            }
+            for name in names
+        ]
+
+    def slots(self, facts: FactsStore) -> npt.NDArray[np.int64]:
+        """The slot of each item's facts (N,); -1: not read yet."""
+        if self._slots[0] != facts.version:
+            self._slots = facts.version, facts.slots_of(self.keys.tolist())
+        return self._slots[1]
+
+
+def _has_tag(tags: frozenset[str], wanted: str) -> bool:
+    if wanted.endswith("=") and not any(tag.startswith(wanted) for tag in tags):
+        return True
+    return wanted in tags
+
+
+class Catalog:
+    """What is in the tables: a snapshot of each, and the facts of every group read so far."""
+
+    def __init__(self, client: AsyncReplayClient, budget: Budget, text: TokenText, prompts: PromptLog) -> None:
+        self.snapshots: dict[str, Snapshot] = {}
+        """The newest of each table."""
+        self.facts = FactsStore()
+        self.problem = ""
+        """Why the last sweep failed, so that the lists are old; empty when it worked."""
+        self._client = client
+        self._budget = budget
+        self._text = text
+        self._source = text.source
+        self._prompts = prompts
+        self._shown: OrderedDict[int, Snapshot] = OrderedDict()
+        self._present: list[set[int]] = [set(), set()]
+        self._wanted: list[int] = []
+        self._counted: set[int] = set()
+
+    def snapshot(self, table: str, number: int) -> Snapshot | None:
+        """The snapshot with this number, if it is still kept; otherwise the newest one of the table."""
+        snapshot = self._shown.get(number) or self.snapshots.get(table)
+        if snapshot is not None:
+            self._shown[snapshot.id] = snapshot
+            self._shown.move_to_end(snapshot.id)
+            while sum(1000 + len(each.keys) for each in self._shown.values()) > HELD_ROWS:
+                self._shown.popitem(last=False)
+        return snapshot
+
+    def want(self, keys: Sequence[int]) -> None:
+        """Puts these groups first in the order of reading: their rows are on a viewer's screen."""
+        self._wanted = [key for key in keys if key not in self.facts.slots]
+
+    async def run(self, tables: Callable[[], Sequence[str]], watched: Callable[[], bool]) -> None:
+        """Lists and reads for ever, while somebody watches."""
+        while True:
+            started = time.monotonic()
+            if watched():
+                try:
+                    await self._sweep(tables())
+                    while await self._read() and time.monotonic() < started + 2 * SECONDS_PER_SWEEP:
+                        pass
+                    self.problem = ""
+                except ReplayError as error:
+                    self.problem = str(error)
+            await asyncio.sleep(max(0.2, started + SECONDS_PER_SWEEP - time.monotonic()))
+
+    async def _sweep(self, tables: Sequence[str]) -> None:
+        snapshots = {}
+        for name in tables:
+            items: dict[int, ItemInfo] = {}
+            page, more = "", True
+            while more:
+                async with self._budget.call(background=True):
+                    found = await self._client.list_items(
+                        name, limit=ROWS_PER_LIST, order_by="age", descending=True, page=page, timeout=10.0
+                    )
+                items |= {item.key: item for item in found.items}  # items that moved up between pages come twice
+                page, more = found.next_page, bool(found.next_page)
+            snapshots[name] = Snapshot.of(list(items.values()))
+            self.snapshots = {other: self.snapshots[other] for other in tables if other in self.snapshots} | snapshots
+        # A group that moves between tables while they are listed may be in no list. So its facts go at the second miss.
+        present = {key for snapshot in snapshots.values() for key in snapshot.keys.tolist()}
+        self._present = [self._present[-1], present]
+        self.facts.keep_only(set().union(*self._present))
+        if self._text.source != self._source:  # a tokenizer was found: read all groups again, now with their text
+            self._source, self._counted = self._text.source, set(self.facts.slots)
+            self.facts.keep_only(set())
+
+    async def _read(self) -> bool:
+        """Reads some groups that are not known yet. Returns False when there is none."""
+        keys = self._unread()
+        if not keys:
+            return False
+        async with self._budget.call(background=True):
+            items = await self._client.get(keys, timeout=10.0)
+        found: dict[int, Facts] = await asyncio.to_thread(self._facts_of, items)
+        for item in items:
+            self._prompts.add(item.policy_version, found[item.key], again=item.key in self._counted)
+            self.facts.put(item.key, found[item.key])
+            self._counted.discard(item.key)
+        # The keys that `get` did not find have left their tables since the list: do not ask for them again.
+        self._present = [present - (set(keys) - found.keys()) for present in self._present]
+        return True
+
+    def _facts_of(self, items: Sequence[StoredItem]) -> dict[int, Facts]:
+        return {item.key: facts_of(item.payload, self._text, self._prompts.solved_above) for item in items}
+
+    def _unread(self) -> list[int]:
+        """The keys to read next: first those on a viewer's screen, then the youngest of each table in turn."""
+        sizes: dict[int, float] = {}
+        for snapshot in self.snapshots.values():
+            unread = np.flatnonzero(snapshot.slots(self.facts) < 0)[::-1][:KEYS_PER_GET]
+            sizes |= dict(zip(snapshot.keys[unread].tolist(), snapshot.columns["nbytes"][unread].tolist(), strict=True))
+        wanted = dict.fromkeys(key for key in (*self._wanted, *sizes) if key not in self.facts.slots)
+        order = [key for key in wanted if key in self._present[-1]][:KEYS_PER_GET]
+        totals = itertools.accumulate(sizes.get(key, 0.0) for key in order)
+        return [
+            key for at, (key, total) in enumerate(zip(order, totals, strict=True)) if not at or total < BYTES_PER_GET
+        ]

@@ -1,0 +1,240 @@
+"""One group as a document: facts, windows of its tokens, and their text by the tokenizer.json of a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client.records import StoredItem
+from replay_client.rollout import RolloutGroup
+from replay_dashboard.turns import turns_of
+from replay_generator.stored_prompts import document_of
+
+FIRST_TOKENS = 16_384
+"""Tokens of all sequences that come with the group; the page asks for the rest."""
+MOST_TOKENS = 16_384
+"""Tokens of one window."""
+MOST_TURNS = 4096
+"""Turns of all sequences that come with the group. What a sequence has beyond its share is shown as one part."""
+HEAD = 512
+"""Bytes of a payload that the page shows if the payload is not a group."""
+_WARM_UP = 16
+"""Tokens that are decoded before a window. The text of a token can depend on the tokens before it."""
+
+
+class TokenText:
+    """Decodes with one tokenizer. Without one, `source` is empty and the page shows ids."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """`path`: a folder with a tokenizer.json, or the file. Raises ValueError if it is neither."""
+        self.source = ""
+        self._tokenizer: Any = None
+        if path is not None:
+            self.load(path)
+
+    def load(self, path: Path) -> None:
+        from tokenizers import Tokenizer
+
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ValueError(
+                f"{path} has no tokenizer.json; AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes one"
+            )
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises nothing more specific
+            raise ValueError(f"{file} is not a tokenizer: {str(error)[:200]}") from error
+        self.source = str(path)
+
+    def find(self, weights: str) -> None:
+        """Loads the tokenizer of a published weights folder, if it has one and no tokenizer is loaded."""
+        if not self.source and weights and (Path(weights) / "tokenizer.json").is_file():
+            self.load(Path(weights))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of all ids; empty without a tokenizer."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False)) if self.source else ""
+
+    def pieces(self, ids: Sequence[int], start: int, stop: int) -> list[str] | None:
+        """The text of each token from `start` to `stop`; None without a tokenizer.
+
+        The pieces joined are the text. A token that ends in the middle of a character has an empty piece, and the next
+        token has the whole character.
+        """
+        if not self.source:
+            return None
+        from tokenizers.decoders import DecodeStream
+
+        first = max(0, start - _WARM_UP)
+        stream, pieces = DecodeStream(skip_special_tokens=False), []
+        for token in ids[first:stop]:
+            if token < 0 or self._tokenizer.id_to_token(token) is None:
+                pieces.append(f"⟨{token}⟩")
+            else:
+                pieces.append(stream.step(self._tokenizer, token) or "")
+        return pieces[start - first :]
+
+
+def item_facts(item: StoredItem) -> dict[str, Any]:
+    """Returns the columns that the server keeps of an item, as JSON."""
+    return {
+        "key": str(item.key),
+        "bytes": len(item.payload),
+        "age": item.age,
+        "policy_version": item.policy_version,
+        "staleness": item.staleness,
+        "tags": item.tags,
+        "columns": sorted(item.labels.columns),
+        "tables": {name: vars(held) for name, held in item.tables.items()},
+    }
+
+
+def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dict[str, Any]:
+    """The item as JSON, with its group: the first tokens of each sequence or, with `whole`, all of them.
+
+    If the payload is not a group, the document has the reason (`problem`) and the first bytes (`head`) instead.
+    """
+    document = item_facts(item) | {"group": None}
+    try:
+        group = item.group
+    except ValueError as error:
+        if (stored := document_of(item.payload)) is not None:
+            lines = json.dumps(stored, ensure_ascii=False, indent=1, default=str).splitlines()
+            what = "a prompt, of which a group is to be made" if "mark" not in stored else "how far prompts are loaded"
+            return document | {"problem": what, "head": [line[:500] for line in lines[:100]]}
+        return document | {"problem": str(error)[:500], "head": dump(item.payload[:HEAD])}
+    extras = group.extras.items()
+    first = group.num_tokens if whole else max(64, min(1024, FIRST_TOKENS // group.num_sequences))
+    turns_S = turns_of(group)
+    most = None if whole else max(8, min(256, MOST_TURNS // group.num_sequences))
+    # The roles are in the turns below, which are bounded.
+    told = not whole and any(turn.role is not None for turns in turns_S for turn in turns)
+    return document | {
+        "group": {
+            "prompt_id": group.prompt_id,
+            "policy_version": group.policy_version,
+            "policy_version_end": group.policy_version_end,
+            "sampling": group.sampling,
+            "meta": {name: value for name, value in group.meta.items() if not (told and name == "turns")},
+            "rewards": group.rewards,
+            "extras": [extra_facts(group, name) | {"name": name, "head": _head(array)} for name, array in extras],
+            "masked": _masked(group),
+            "per_token": list(per_token(group)),
+            "prompt": window(group, -1, 0, group.prompt_ids.size if whole else 2048, text, whole),
+            "completions": [
+                facts
+                | {"turns": [turn.document() for turn in turns[:most]], "turn_count": len(turns)}
+                | {"window": window(group, row, 0, first, text, whole)}
+                for row, (facts, turns) in enumerate(zip(completion_facts(group), turns_S, strict=True))
+            ],
+        }
+    }
+
+
+def dump(head: bytes | memoryview) -> list[str]:
+    """Lines of 16 bytes: as hexadecimal numbers, and as characters."""
+    rows = [bytes(head[at : at + 16]) for at in range(0, len(head), 16)]
+    return [f"{row.hex(' '):48} {''.join(chr(b) if 32 <= b < 127 else '.' for b in row)}" for row in rows]
+
+
+def completion_facts(group: RolloutGroup) -> list[dict[str, Any]]:
+    """The numbers of each of the S sequences without its context: lengths, mean log-probability in nats, and reward,
+    advantage and finish reason of its rollout.
+
+    `index` counts the sequences of the group. `part` counts those of the rollout, from 0, and `parts` is their number.
+    """
+    counts_G = [1] * group.group_size if group.sequence_counts is None else group.sequence_counts.tolist()
+    places = [(rollout, part, parts) for rollout, parts in enumerate(counts_G) for part in range(parts)]
+    contexts_S = group.prompt_lengths - group.prompt_ids.size
+    unknown_T = np.isnan(group.rollout_logprobs) & group.trained_mask  # what a tool wrote has none, and lacks none
+    found = []
+    for row, (span, (rollout, part, parts)) in enumerate(zip(group.sampled_spans(), places, strict=True)):
+        logprobs = group.rollout_logprobs[span]
+        known = logprobs[~np.isnan(logprobs)]
+        found.append(
+            {
+                "index": row,
+                "rollout": rollout,
+                "part": part,
+                "parts": parts,
+                "tokens": logprobs.size,
+                "context_tokens": contexts_S[row],
+                "reward": group.rewards[rollout],
+                "advantage": group.advantages[rollout],
+                "mean_logprob": known.mean(dtype=np.float64) if known.size else None,
+                "unknown_logprobs": int(unknown_T[span].sum()),
+                "masked_tokens": 0 if group.loss_mask is None else (~group.loss_mask[span]).sum(),
+                "finish_reason": str(group.finish_reasons[rollout])[:80] if group.finish_reasons else None,
+            }
+        )
+    return found
+
+
+def extra_facts(group: RolloutGroup, name: str) -> dict[str, Any]:
+    """Dtype, shape, bytes and axis of an array among the extras."""
+    array = group.extras[name]
+    facts = {"dtype": str(array.dtype), "shape": list(array.shape), "bytes": array.nbytes}
+    return facts | {"axis": group.axes.get(name, "group")}
+
+
+def window(
+    group: RolloutGroup, row: int, start: int, stop: int, text: TokenText, whole: bool = False
+) -> dict[str, Any]:
+    """Tokens `start` to `stop` of a sequence with its context, or of the prompt (row -1): ids, text, their arrays.
+
+    Raises ValueError for a row that the group does not have.
+    """
+    if not -1 <= row < group.num_sequences:
+        raise ValueError(f"completion {row}: this group has {group.num_sequences}")
+    shared = group.prompt_ids.size
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    if row < 0:
+        ids = group.prompt_ids.tolist()
+        arrays |= {name: array[:shared] for name, array in per_token(group).items() if group.axes.get(name) == "whole"}
+    else:
+        span = group.sequence_spans()[row]
+        ids = group.completion_ids[span].tolist()
+        arrays["logprob"] = group.rollout_logprobs[span]
+        if _masked(group):
+            arrays["mask"] = group.trained_mask[span]
+        for name, array in per_token(group).items():
+            before = shared if group.axes.get(name) == "whole" else 0
+            arrays[name] = array[before + span.start : before + span.stop]
+    start = max(0, start)
+    stop = min(stop, len(ids), len(ids) if whole else start + MOST_TOKENS)
+    return {
+        "total": len(ids),
+        "ids": ids[start:stop],
+        "text": text.text(ids) if whole else text.pieces(ids, start, stop),
+        "arrays": {name: _numbers(array[start:stop]) for name, array in arrays.items()},
+    }
+
+
+def per_token(group: RolloutGroup) -> dict[str, npt.NDArray[Any]]:
+    """What has one number for each token, by name: extras with such an axis, and the advantages of tokens."""
+    found = {
+        name: group.extras[name]
+        for name, axis in group.axes.items()
+        if axis in ("token", "whole") and group.extras[name].ndim == 1 and group.extras[name].dtype.kind != "c"
+    }
+    return found if group.token_advantages is None else found | {"token_advantages": group.token_advantages}
+
+
+def _numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The values in a dtype that JSON has numbers for."""
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def _head(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The first values; of complex numbers the real parts."""
+    return _numbers(array.reshape(-1)[:8]).real
+
+
+def _masked(group: RolloutGroup) -> bool:
+    """Returns whether a trainer may leave tokens of the group out of the loss: it has a loss mask or contexts."""
+    return group.loss_mask is not None or group.context_lengths is not None

@@ -1,0 +1,158 @@
+"""Live: one poller that asks the server for its state, and sends it to every viewer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from importlib.metadata import version
+from typing import Any
+
+from replay_client import AsyncReplayClient
+from replay_client.errors import ReplayError
+from replay_client.records import ServerInfo, rates_between, shards_of
+from replay_dashboard.budget import Budget
+from replay_dashboard.diagnosis import Finding, Level, diagnose
+from replay_dashboard.health import verdict
+from replay_protos import replay_pb2 as pb
+from replay_protos.state import document, plain
+
+HISTORY = 600
+"""Looks (polls of the server) that the charts show."""
+SECONDS_PER_LOOK = 1.0
+SECONDS_PER_IDLE_LOOK = 5.0
+"""While nobody watches."""
+PATIENCE = 3.0
+"""Seconds in which the server must answer; after them the page says that it does not."""
+MOST_VIEWERS = 64
+REMEDY = "start it with `replay serve`, or give --address HOST:PORT; the page goes on by itself"
+
+
+def _shard(name: str, info: ServerInfo | None) -> dict[str, Any]:
+    """The row of one server of several; None: it does not answer."""
+    if info is None:
+        return {"name": name, "up": False}
+    tables = [{"name": each.name, "size": each.size, "bytes": each.bytes} for each in info.tables.values()]
+    waiting = sum(each.inserting.count + each.sampling.count for each in info.tables.values())
+    row = {"name": name, "up": True, "version": info.policy.version, "tables": tables, "waiting": waiting}
+    return row | {"capacity": info.admission.capacity if info.admission is not None else None}
+
+
+def dumps(found: object) -> bytes:
+    """The document as compact JSON."""
+    return json.dumps(plain(found), separators=(",", ":"), allow_nan=False).encode()
+
+
+def _event(name: str, news: object) -> bytes:
+    """A server-sent event."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps(news))
+
+
+class Live:
+    """The state of the server, now and over the last minutes."""
+
+    def __init__(self, client: AsyncReplayClient, budget: Budget, more: Callable[[], dict[str, Any]]) -> None:
+        """`more` returns the fields that this process adds to each look."""
+        self.info: ServerInfo | None = None
+        self.viewers = 0
+        self._client = client
+        self._budget = budget
+        self._more = more
+        self._problem = ""
+        self._problem_since = 0.0
+        self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
+        self._looks = 0
+        self._frame = b""
+        self._seen = asyncio.Condition()
+        self._last_viewer = time.monotonic()
+        self._closed = False
+
+    def watched(self) -> bool:
+        """Whether there is a viewer, or was one in the last minute."""
+        return self.viewers > 0 or time.monotonic() - self._last_viewer < 60.0
+
+    def tables(self) -> list[str]:
+        return [] if self.info is None or self._problem else list(self.info.tables)
+
+    async def run(self) -> None:
+        """Polls the server for ever: each second, or each five while nobody watches."""
+        while True:
+            await self.look()
+            await asyncio.sleep(SECONDS_PER_LOOK if self.watched() else SECONDS_PER_IDLE_LOOK)
+
+    async def look(self) -> None:
+        """Asks the server once, and wakes the event streams of the viewers."""
+        try:
+            async with self._budget.call():
+                info = await self._client.server_info(timeout=PATIENCE)
+        except ReplayError as error:
+            self._problem_since = self._problem_since if self._problem else time.time()
+            self._problem = str(error)
+            self._history.append({"t": time.time(), "tables": {}})
+        else:
+            self._problem = ""
+            self._record(info)
+        async with self._seen:
+            self._looks += 1
+            self._frame = _event("look", self._document())
+            self._seen.notify_all()
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Server-sent events: the last minutes, then every look. A slow viewer gets only the newest look."""
+        self.viewers += 1
+        try:
+            yield _event("history", list(self._history))
+            seen = 0
+            while True:
+                async with self._seen:
+                    while self._looks == seen and not self._closed:
+                        await self._seen.wait()
+                    seen, frame = self._looks, self._frame
+                if self._closed:
+                    return
+                yield frame
+        finally:
+            self.viewers -= 1
+            self._last_viewer = time.monotonic()
+
+    async def close(self) -> None:
+        """Ends the events of every viewer."""
+        async with self._seen:
+            self._closed = True
+            self._seen.notify_all()
+
+    def _record(self, info: ServerInfo) -> None:
+        """Adds a point to the charts. Its rates are the change of the counters since the previous look."""
+        rates = rates_between(self.info, info)
+        points = {name: [*rates.get(name, (None, None)), table.size] for name, table in info.tables.items()}
+        self.info = info
+        self._history.append({"t": time.time(), "tables": points})
+
+    def _document(self) -> dict[str, Any]:
+        info, now = self.info, time.time()
+        look: dict[str, Any] = {
+            "address": self._client.address,
+            "time": now,
+            "problem": self._problem,
+            "problem_since": self._problem_since,
+            "point": self._history[-1],
+            "server": None,
+        } | self._more()
+        findings: list[Finding] = []
+        if info is not None:
+            findings = list(diagnose(info, version("replay-server"), now))
+            server = document(info, pb.ServerInfo.DESCRIPTOR)
+            look |= {name: server.pop(name) for name in ("policy", "admission", "clients", "silences")}
+            look |= {"tables": list(server.pop("tables").values()), "server": server}
+            look["shards"] = [_shard(name, shard) for name, shard in shards_of(info)]
+        if self._problem:
+            findings = [Finding("connection", Level.FAILURE, self._problem, REMEDY)]
+        answering = None if self._problem else info
+        verdict_ = verdict(answering, findings, look["signals"])
+        plain_ = {
+            name: [vars(each) for each in found]
+            for name, found in (("findings", findings), ("signals", look["signals"]))
+        }
+        return look | plain_ | {"verdict": verdict_}

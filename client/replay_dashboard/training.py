@@ -1,0 +1,162 @@
+"""Runs: reads the metrics.jsonl files below a folder while they grow, and knows the meaning of each metric."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MOST_POINTS = 500
+"""Most points of a curve that the page gets; a longer curve is thinned out."""
+MOST_RUNS = 200
+MOST_STEPS = 200_000
+BYTES_PER_READ = 2 << 20
+"""Bytes of a file that are read at a time. A line that is longer is skipped, and counts as damaged."""
+
+
+@dataclass
+class Run:
+    """One metrics.jsonl: a column for each metric, with an entry a line."""
+
+    name: str
+    path: Path
+    offset: int = 0
+    lines: int = 0
+    damaged: int = 0
+    skipping: bool = False
+    """Whether `offset` is inside a line that is too long."""
+    written: float = 0.0
+    """When, in seconds since the epoch."""
+    columns: dict[str, list[float | None]] = field(default_factory=dict)
+
+    def read(self) -> bool:
+        """Reads the lines appended since the last call, or all if the file became shorter. Returns whether any came."""
+        try:
+            size, self.written = self.path.stat().st_size, self.path.stat().st_mtime
+            if size < self.offset:  # a run that resumes cuts off the steps that it will do again
+                self.offset, self.lines, self.damaged, self.skipping, self.columns = 0, 0, 0, False, {}
+            if size == self.offset or self.lines >= MOST_STEPS:
+                return False
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read(BYTES_PER_READ)
+        except OSError:
+            return False
+        end = data.rfind(b"\n") + 1  # the last line may still be written
+        if not end and len(data) == BYTES_PER_READ:
+            self.damaged += not self.skipping
+            self.skipping, end = True, len(data)
+        else:
+            lines = data[:end].split(b"\n")[:-1]
+            for line in lines[self.skipping :]:
+                self._add(line)
+            self.skipping = self.skipping and not end
+        self.offset += end
+        return end > 0
+
+    def _add(self, line: bytes) -> None:
+        try:
+            row = json.loads(line)
+            numbers = {name: float(v) for name, v in row.items() if isinstance(v, int | float)}
+        except (ValueError, AttributeError, RecursionError, OverflowError):
+            self.damaged += 1
+            return
+        for name in numbers.keys() - self.columns.keys():
+            self.columns[name] = [None] * self.lines
+        for name, column in self.columns.items():
+            column.append(numbers.get(name))
+        self.lines += 1
+
+
+class Runs:
+    """All runs below a folder, the newest first."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._runs: dict[Path, Run] = {}
+        self._lock = threading.Lock()  # between the thread that reads and those that answer
+        self.version = 0
+        """Increases whenever a file has grown."""
+        self.meanings = meanings(_metrics_page())
+
+    def read(self) -> None:
+        """Finds new files, and reads new lines."""
+        if self._folder is None:
+            return
+        patterns = ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl", "*/*/*/metrics.jsonl")
+        found = (path for pattern in patterns for path in self._folder.glob(pattern))
+        paths = heapq.nlargest(MOST_RUNS, found, key=_written)
+        with self._lock:
+            for path in self._runs.keys() - set(paths):
+                del self._runs[path]
+                self.version += 1
+        for path in paths:
+            name = str(path.parent.relative_to(self._folder))
+            with self._lock:
+                run = self._runs.setdefault(path, Run(self._folder.name if name == "." else name, path))
+                self.version += run.read()
+
+    def newest(self) -> dict[str, list[float | None]]:
+        """The columns of the run whose file changed last."""
+        with self._lock:
+            return next((run.columns for run in self._ordered()), {})
+
+    def document(self, names: list[str]) -> dict[str, Any]:
+        """The curves of the runs with these names, or of the newest run if no name matches, and a list of all runs."""
+        with self._lock:
+            runs = self._ordered()
+            chosen = [run for run in runs if run.name in names] or runs[:1]
+            return {
+                "version": self.version,
+                "folder": str(self._folder or ""),
+                "runs": [{"name": run.name, "steps": run.lines, "damaged": run.damaged} for run in runs],
+                "curves": [{"run": run.name} | _thinned(run) for run in chosen],
+                "meanings": self.meanings,
+            }
+
+    def _ordered(self) -> list[Run]:
+        return sorted(self._runs.values(), key=lambda run: run.written, reverse=True)
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # it was removed meanwhile
+        return 0.0
+
+
+def _thinned(run: Run) -> dict[str, Any]:
+    """The steps and columns of at most MOST_POINTS lines, always with the last line."""
+    every = -(-max(1, run.lines) // MOST_POINTS)
+    rows = list(range(run.lines - 1, -1, -every))[::-1]
+    steps = run.columns.get("step") or list(range(1, run.lines + 1))
+    columns = {name: [c[r] for r in rows] for name, c in run.columns.items() if name != "step"}
+    return {"steps": [steps[row] for row in rows], "columns": columns}
+
+
+def _metrics_page() -> str:
+    """The text of docs/metrics.md. A wheel has a copy of it beside this module."""
+    here = Path(__file__).parent
+    for path in (here / "metrics.md", here.parents[1] / "docs/metrics.md"):
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise FileNotFoundError("this installation lacks replay_dashboard/metrics.md")
+
+
+def meanings(page: str) -> dict[str, str]:
+    """The meaning of each metric, by name, from the tables and sentences of docs/metrics.md."""
+    found = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+        if line.startswith("| `") and len(cells) in (2, 3):
+            healthy = f" Healthy: {cells[1]}." if len(cells) == 3 and cells[1] else ""
+            for name in re.findall(r"`([\w/]+)`", cells[0]):
+                found[name] = (cells[-1] + healthy).replace("`", "")
+    for name, text in re.findall(r"`(\w+/\w+)`: ([^`]+?)\.(?=\s|$)", page):
+        found.setdefault(name, " ".join(text.split()))
+    fresh = {name.replace("fresh/", "eval/"): text for name, text in found.items() if name.startswith("fresh/")}
+    return fresh | found

@@ -1,0 +1,27 @@
+"""The generator: it completes prompts with an engine, scores the completions, and inserts them as groups."""
+
+from replay_generator.config import GeneratorConfig
+from replay_generator.generator import RolloutGenerator, run_generator
+from replay_generator.metrics import GeneratorStats
+from replay_generator.policy_follower import StaleWeightsError, WeightsMismatchError, WeightsNotFoundError
+from replay_generator.prompts import PromptError
+from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, RolloutSequence, Task
+from replay_generator.weights import WeightsDamagedError, WeightsNotAllowedError
+
+__all__ = [
+    "GeneratorConfig",
+    "GeneratorStats",
+    "PromptError",
+    "Rollout",
+    "RolloutError",
+    "RolloutGenerator",
+    "RolloutPolicy",
+    "RolloutSequence",
+    "StaleWeightsError",
+    "Task",
+    "WeightsDamagedError",
+    "WeightsMismatchError",
+    "WeightsNotAllowedError",
+    "WeightsNotFoundError",
+    "run_generator",
+]

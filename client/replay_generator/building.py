@@ -1,0 +1,365 @@
+"""Site: the groups that one generator works at. BuildingSite: those that are stored in a table while it does.
+
+Without such a table, who opens a group has it for itself. With it:
+
+    open ──▶ [ table ] ──draw, under a lease──▶ append each finished rollout ──▶ close: the group takes the item's place
+                 ▲                                          │
+                 └── the lease ends: its generator is dead ─┘
+
+A generator that opens a group does not keep it: it draws from the table like all others, and gets the oldest group that
+nobody works at. So a kill between the two leaves the group to the others, and taking over the group of a dead
+generator is no case of its own. A permit that came with the opening is the group's, whoever works at it.
+
+* A group is worked at under a lease that is renewed all the time. Who lost the lease stops, and may not close it.
+* A rollout is safe once the server has acknowledged it. A name that is there already says that another generator is at
+  work: this one stops, and gives the group back, so that the next one sees all that is there. The last rollouts of a
+  group need not be stored, because the group follows at once.
+* What leaves without being closed is acknowledged: the item is consumed, and its permit goes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client import AsyncKeeper, KeySequence
+from replay_client.errors import DeadlineExceededError, PayloadTooLargeError, ReplayError
+from replay_client.records import PermitLease, Sample, SampleInfo, ServerInfo
+from replay_client.waits import LAST_WORD
+from replay_generator.config import GeneratorConfig
+from replay_generator.metrics import GeneratorStats
+from replay_generator.openings import ROLLOUT, Opening, encode_rollout, sampled_tokens
+from replay_generator.prompts import PromptError
+from replay_generator.rollouts import Rollout
+from replay_generator.supply import Drawn
+
+if TYPE_CHECKING:
+    from replay_client import AsyncReplayClient
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+SECONDS_PER_LOOK = 1.0
+"""Between two questions for groups that a dead generator has left, if the first one found none."""
+TOGETHER = 0.1
+"""Seconds that a finished rollout waits for others of its group, or for the whole group: they share a request."""
+_MOST_TOGETHER = 1 << 20
+"""Bytes of the rollouts that share a request; a larger one has its own."""
+
+
+class LeaseLostError(Exception):
+    """Another generator may work at this group now."""
+
+
+@dataclass(eq=False)
+class UnderConstruction:
+    """A group that this generator is to open, or works at."""
+
+    opening: Opening
+    drawn: Drawn
+    """Its prompt, as the supply knows it."""
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    """The finished rollouts, by their numbers. The server has them, but the newest, and what it cannot store."""
+    permit: PermitLease | None = None
+    """None: it needs none, or its item has it."""
+    sample: Sample | None = None
+    """The item, under its lease; None: nothing of the group is stored."""
+    handed: bool = False
+    """Whether another one has finished some of its rollouts."""
+    store: Callable[[dict[int, Rollout]], Awaitable[None]] | None = None
+    """None: nothing is stored."""
+    opened: float = field(default_factory=time.monotonic)
+    limit: asyncio.Timeout | None = None
+    """Ends the work at it."""
+    _unstored: dict[int, Rollout] = field(default_factory=dict)
+    """Finished rollouts that the server does not have, by their numbers."""
+    _storing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _whole: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once all rollouts are finished."""
+
+    @property
+    def missing(self) -> list[int]:
+        """The numbers of the rollouts that are not finished."""
+        return [index for index in range(self.opening.group_size) if index not in self.rollouts]
+
+    async def append(self, index: int, rollout: Rollout) -> None:
+        """Takes a finished rollout, and stores it together with those that end within TOGETHER seconds.
+
+        If the group is whole by then, it is not stored: see `stored_during`. Raises LeaseLostError if another generator
+        works at the group.
+        """
+        self.rollouts[index] = rollout
+        if self.store is None:
+            return
+        self._unstored[index] = rollout
+        if not self.missing:
+            self._whole.set()
+        async with self._storing:
+            if index in self._unstored:  # else the request before has taken it along
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TOGETHER):
+                        await self._whole.wait()
+            if self.missing:
+                await self._store_finished()
+
+    async def stored_during(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is to judge or to insert the whole group.
+
+        Stores the last rollouts meanwhile, if it takes longer than TOGETHER seconds. Otherwise no request is made for
+        them, because the group itself follows at once.
+        """
+        if self.store is None:
+            return await work
+        task = asyncio.create_task(work)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=TOGETHER)
+            if not done:
+                await self.flush()
+            return await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def flush(self) -> None:
+        """Stores the rollouts that are finished and not stored, at once."""
+        async with self._storing:
+            await self._store_finished()
+
+    async def _store_finished(self) -> None:
+        rollouts, self._unstored = self._unstored, {}
+        if rollouts and self.store is not None:
+            await self.store(rollouts)
+
+
+class Site:
+    """The groups of a generator that stores nothing of them: it works at what it has opened."""
+
+    starts = 1
+    """Groups that are opened or handed out at a time."""
+    stores = False
+    """Whether a group takes the place of its permit and its prompt as soon as it is opened."""
+
+    def __init__(self) -> None:
+        self._ready = deque[UnderConstruction]()
+
+    def check(self, info: ServerInfo, needs_permits: bool) -> None:
+        """Raises ReplayError, with the remedy, if the server cannot store these groups."""
+
+    async def open(self, group: UnderConstruction, permit: PermitLease | None, version: int) -> None:
+        """Begins a group, with its permit if it needs one. `version`: of the policy that is to draw its rollouts."""
+        group.permit = permit
+        self._ready.append(group)
+
+    async def next(self, *, surely: bool = False) -> UnderConstruction | None:
+        """The oldest group that nobody works at; None: there is none. After `open` ask `surely`."""
+        return self._ready.popleft() if self._ready else None
+
+    def work(self, group: UnderConstruction) -> AbstractAsyncContextManager[None]:
+        """Surrounds the work at a group. Raises LeaseLostError inside as soon as another one may work at it."""
+        return nullcontext()
+
+    def closed(self, group: UnderConstruction) -> None:
+        """An insert has closed the group."""
+
+    async def drop(self, group: UnderConstruction) -> None:
+        """The group will not be finished by anybody."""
+
+    async def let_go_of_all(self) -> None:
+        """Others may go on with all groups of this generator."""
+
+
+class BuildingSite(Site):
+    """Opens groups, hands out those that nobody works at, and keeps the leases of those that this generator has."""
+
+    starts = 4
+    stores = True
+
+    def __init__(
+        self,
+        client: AsyncReplayClient,
+        config: GeneratorConfig,
+        stats: GeneratorStats,
+        answer: Callable[..., Awaitable[Any]],
+    ) -> None:
+        """`answer` makes an attempt until the server can do it, as `GeneratorServer.answer`."""
+        super().__init__()
+        assert config.building is not None
+        self.table = config.building
+        self._client = client
+        self._lease = config.building_lease
+        self._timeout = config.insert_timeout
+        self._stats = stats
+        self._answer = answer
+        self._keys = KeySequence()
+        self._held: dict[UnderConstruction, Sample] = {}
+        self._keeper = AsyncKeeper(client.renew, self._lease, self._lose)
+        self._opened = set[int]()  # keys of groups that this generator has opened and not drawn
+        self._looks_at = 0.0  # the moment from which on it looks for groups that others have left
+        self._warned = False
+
+    def check(self, info: ServerInfo, needs_permits: bool) -> None:
+        if self.table not in info.tables:
+            raise ReplayError(
+                f"the server has no table {self.table!r} for groups under construction, only "
+                f"{', '.join(info.tables)}: set building = {self.table!r} in its [admission], or declare the table"
+            )
+        if needs_permits and info.admission is not None and info.admission.building_table != self.table:
+            raise ReplayError(
+                f"the server's [admission] has building = {info.admission.building_table!r}, and this generator "
+                f"{self.table!r}: without it, nobody counts the permits of groups under construction"
+            )
+
+    async def open(self, group: UnderConstruction, permit: PermitLease | None, version: int) -> None:
+        """Puts a group into the table; its permit is used up by that, and its prompt is taken.
+
+        Raises StaleItemError if that version is too old, PromptError if the prompt cannot be stored, and
+        LeaseEndedError if another generator may have the prompt.
+        """
+        key, payload = next(self._keys), group.opening.encode()
+        attempt = partial(
+            self._client.insert,
+            payload,
+            {self.table: 1.0},
+            key=key,
+            policy_version=version,
+            permits=permit,
+            closes=group.drawn.closes,
+            timeout=self._timeout,
+        )
+        try:
+            await self._answer(attempt, counts_as="insert_waits")
+        except PayloadTooLargeError as error:
+            raise PromptError(
+                f"prompt {group.opening.prompt.prompt_id!r}: its group cannot be opened: {error}"
+            ) from error
+        self._opened.add(key)
+
+    async def next(self, *, surely: bool = False) -> UnderConstruction | None:
+        """The oldest group that nobody works at, under a lease; None: there is none.
+
+        Unless `surely`, it does not ask the server for SECONDS_PER_LOOK after there was none. After `open` ask surely.
+        """
+        while surely or time.monotonic() >= self._looks_at:
+            attempt = partial(self._client.sample, self.table, 1, timeout=0.0, lease=self._lease)
+            try:
+                (sample,) = await self._answer(attempt)
+            except DeadlineExceededError:
+                self._looks_at = time.monotonic() + SECONDS_PER_LOOK
+                self._opened.clear()  # other generators have drawn them
+                return None
+            if sample.info.key in self._opened:
+                self._opened.discard(sample.info.key)
+            else:
+                self._looks_at = 0.0  # somebody has left it, and maybe others
+            try:
+                opening, rollouts = Opening.decode(sample.payload)
+            except ValueError as error:
+                logger.warning("item %d of table %r is set aside: %s", sample.info.key, self.table, error)
+                self._stats["set_aside"] += 1
+                await self._end([sample], give_back=False)
+                continue
+            group = UnderConstruction(opening, Drawn(opening.prompt, item=opening.item), rollouts, None, sample)
+            group.handed, group.store = bool(rollouts), partial(self._store, group, sample.info.key)
+            group.opened -= sample.info.age
+            self._held[group] = sample
+            self._keeper.add([sample])
+            if rollouts:
+                self._stats["taken_over"] += 1
+                self._stats["tokens_kept"] += sampled_tokens(rollouts)
+            return group
+        return None
+
+    @asynccontextmanager
+    async def work(self, group: UnderConstruction) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(None) as limit:
+                group.limit = limit
+                if group not in self._held:  # lost before the work began
+                    limit.reschedule(0.0)
+                yield
+        except TimeoutError:
+            if limit.expired():
+                raise LeaseLostError from None
+            raise
+        finally:
+            group.limit = None
+
+    def closed(self, group: UnderConstruction) -> None:
+        self._let_go(group)
+
+    async def drop(self, group: UnderConstruction) -> None:
+        """The group will not be finished by anybody: it leaves, and its permit goes back."""
+        if held := self._let_go(group):
+            await self._end(held, give_back=False)
+
+    async def let_go_of_all(self) -> None:
+        await self._keeper.close()
+        held, self._held = self._held, {}
+        if held:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORD):
+                    await asyncio.gather(*(group.flush() for group in held), return_exceptions=True)
+            await self._end([*held.values()], give_back=True)
+
+    def _lose(self, lost: list[SampleInfo]) -> None:
+        leases = {info.lease for info in lost}
+        for group in [group for group, sample in self._held.items() if sample.info.lease in leases]:
+            self._let_go(group)
+            if group.limit is not None:
+                group.limit.reschedule(0.0)
+
+    def _let_go(self, group: UnderConstruction) -> list[Sample]:
+        """The item of a group that this generator works at no more; none if it did not."""
+        held = [self._held.pop(group)] if group in self._held else []
+        self._keeper.let_go(held)
+        return held
+
+    async def _store(self, group: UnderConstruction, key: int, rollouts: Mapping[int, Rollout]) -> None:
+        columns: dict[str, npt.NDArray[np.uint8]] = {}
+        for index, rollout in rollouts.items():
+            try:
+                columns[f"{ROLLOUT}{index}"] = encode_rollout(rollout)
+            except ValueError as error:
+                if not self._warned:
+                    logger.warning("a rollout is not stored, and would be played again after a kill: %s", error)
+                self._warned = True
+        while columns:
+            names: list[str] = []
+            room = _MOST_TOGETHER
+            for name, column in columns.items():
+                if column.nbytes <= room or not names:  # what fits alone need not fit with others
+                    names.append(name)
+                    room -= column.nbytes
+            await self._extend(group, key, {name: columns.pop(name) for name in names})
+
+    async def _extend(self, group: UnderConstruction, key: int, columns: Mapping[str, npt.NDArray[np.uint8]]) -> None:
+        axes = dict.fromkeys(columns, "group")
+        try:
+            result = await self._answer(partial(self._client.extend, key, columns, axes=axes))
+        except PayloadTooLargeError as error:
+            prompt_id = group.opening.prompt.prompt_id
+            raise PromptError(f"prompt {prompt_id!r}: a rollout of its group cannot be stored: {error}") from error
+        # The item of a whole group may be missing because our own insert has closed it: the insert tells.
+        if result.present or (result.missing and group.missing):
+            if held := self._let_go(group):
+                self._looks_at = 0.0
+                await self._end(held, give_back=True)
+            raise LeaseLostError
+        self._stats["rollouts_stored"] += len(result.added)
+
+    async def _end(self, samples: list[Sample], *, give_back: bool) -> None:
+        """Ends leases, if the server can be reached soon."""
+        with contextlib.suppress(ReplayError, TimeoutError):
+            async with asyncio.timeout(LAST_WORD):
+                await self._client.acknowledge(samples, give_back=give_back)

@@ -1,0 +1,166 @@
+"""GeneratorConfig: the settings of a RolloutGenerator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from replay_client.columns.kept import TRUNCATING, truncates
+from replay_client.settings import Count, Names, Seconds, described, settings
+from replay_generator.engines import SamplingConfig
+from replay_generator.rewards import Priority, load_priority
+from replay_protos.labels import labels_of
+
+MOST_ROLLOUTS = 16_384
+"""Of one group."""
+
+
+@settings()
+class GeneratorConfig:
+    """The settings of a RolloutGenerator, checked at construction. All times are in seconds. Raises ValueError."""
+
+    group_size: Annotated[Count, Field(le=MOST_ROLLOUTS)] = 8
+    """Completions of each prompt, G."""
+    min_rollouts: Count | None = None
+    """Rollouts that a group needs if others failed; otherwise all, G. Advantages are those over the finished ones."""
+    # Nothing else ends a completion of an engine that hangs and still answers for its health. An hour is several times
+    # what 32,000 tokens take, and the patience with servers that are away.
+    rollout_timeout: Seconds | None = 3600.0
+    """Seconds after which a rollout has failed. None: it may take any time."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How completions are drawn. With a seed, each group has a seed of its own that is derived from it."""
+    chat_template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the tokenizer's chat template for prompts that are messages, like {"enable_thinking": False}."""
+    tables: Names = ("rollouts",)
+    """Tables of each group."""
+    tags: Mapping[str, Any] = field(default_factory=dict)
+    """Tags of each group, like {"environment": "math"}. The `tags` of a prompt's row come beside them, and count where
+    both name the same one. `prompt_id` becomes a tag by itself where a table of the group indexes it."""
+    priority: str | Priority = "advantage"
+    """The priority of each group: advantage, learnability, or package.module:function.
+
+    advantage: `scoring.group_priority`, TRL's score. learnability: `scoring.group_learnability`, p (1 - p). Both are 0
+    if all rewards are equal. In Python also a function of the group itself."""
+    advantage_scale: Literal["group", "none"] = "group"
+    """The `scale` of `scoring.group_advantages`."""
+    max_concurrent_groups: Count | None = 16
+    """Groups that are generated or wait for their table at the same time. When all wait for a full queue, the generator
+    waits too. None: as many as there are permits; the server must then have [admission]."""
+    building: str | None = None
+    """Table of groups under construction, as in the server's [admission]; otherwise there are none.
+
+    With it, each rollout is stored in this table as soon as it is finished. If a generator dies or ends, another one
+    goes on with its groups, and plays only the rollouts that are missing."""
+    building_lease: Seconds = 30.0
+    """Seconds after which another generator is handed the groups of one that has died. A generator that lives renews
+    its leases all the time."""
+    group_timeout: Seconds | None = None
+    """Seconds after which a group under construction is inserted with the rollouts that are finished, once these are
+    `min_rollouts`; otherwise it waits for all. It needs `building` and `min_rollouts`."""
+    max_groups: int | None = None
+    """Start this many groups and then finish; otherwise one for each prompt."""
+    prompts_table: str | None = None
+    """Table that all generators draw their prompts from, so that each is done once.
+
+    Otherwise each has its own order. The prompts are then all rows, in the order of their file:
+    docs/how-to/prompts.md."""
+    prompts_mode: Literal["epoch", "curriculum"] = "epoch"
+    """Order in which prompts of a table come: epoch, each once an epoch, or curriculum, by how much they teach.
+
+    epoch: in an order that follows from the seed of `sampling`. curriculum: by p (1 - p), again and again."""
+    prompts_epochs: Count | None = None
+    """Epochs after which a generator with a table of prompts ends; otherwise it goes on for ever."""
+    prompts_lease: Seconds = 60.0
+    """Seconds after which the prompts of a generator that died go to others. It renews them while it lives."""
+    follow_policy: bool = True
+    """Reload the engine's weights whenever the trainer publishes new ones."""
+    reload: Literal["between_groups", "at_once"] = "between_groups"
+    """When new weights are loaded: between_groups, or at_once, amid completions.
+
+    between_groups: complete the groups under way and start none, then reload. Every group has one version. at_once:
+    reload now; completions under way go on with the new weights and span versions. `extras["policy_versions"]` then has
+    the version of each token. Their keys and values are computed again, so each log-probability is exactly that of its
+    version. This is for long completions, which would keep the engine idle."""
+    wait_for_policy: bool = False
+    """Start only when the trainer has published weights. Otherwise, without published weights, start with the engine's
+    own as version 0."""
+    weights_root: str | Path | None = None
+    """Load weights only from this folder and its subfolders. Otherwise from any folder that the policy names.
+
+    Any client that may write to the server can set that folder. Weights are only read, never executed."""
+    probe_tolerance: Annotated[float, Field(gt=0)] = 0.02
+    """Largest difference, in nats, between the trainer's and the engine's log-probability of any token of the probe.
+
+    The default is for float32 on both sides; with bfloat16 on either, single tokens differ by some tenths: use 0.5."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Completions that ended only because of their length: keep them, or mask them in the loss.
+
+    mask: they count in the advantages of their group, but `loss_mask` excludes their tokens from training, and they add
+    nothing to the group's priority. This is DAPO's overlong filtering (arXiv 2503.14476)."""
+    on_prompt_error: Literal["raise", "skip"] = "raise"
+    """When a prompt does not fit the engine, a reward function fails, or a group is too large: raise, or skip.
+
+    raise: the run ends. skip: the group is left out, counted and logged; 100 in a row end the run. A group that lacks
+    rollouts because its engine returned what no policy can have drawn is always skipped."""
+    when_full: Literal["wait", "drop"] = "wait"
+    """When a full table refuses a group, for its own `when_full` is "reject": wait, or drop the group.
+
+    wait: try again. drop: leave the group out. A busy server and failing storage are always waited for."""
+    reward_threads: Count | None = None
+    """Groups that reward functions without async score at the same time; otherwise 1, and 8 for thread_safe ones.
+
+    Above 1 all functions must be thread-safe."""
+    reward_timeout: Seconds | None = 300.0
+    """Most seconds for one reward function and one group, from the call on. Then the function has failed."""
+    solved_reward: float = 1.0
+    """A completion with at least this reward counts in the metrics as solved."""
+    metrics_path: str | Path | None = None
+    """File to which metrics are appended, as JSON lines. docs/metrics.md lists their fields."""
+    metrics_interval: Seconds = 10.0
+    """Seconds between two lines of metrics."""
+    insert_timeout: Seconds = 30.0
+    """A group that waits this long for a full queue is counted in `insert_waits`, and tries again."""
+    permit_timeout: Seconds = 30.0
+    """A wait of this length for a permit is counted in `permit_waits`, and goes on."""
+    stale_timeout: Seconds | None = 600.0
+    """Seconds to wait for newer weights when the server refuses all groups as too old. Then the run ends.
+
+    None: for ever."""
+    stop_grace: float = 2.0
+    """How long groups that are being generated may go on after `stop`."""
+
+    def __post_init__(self) -> None:
+        if self.min_rollouts is not None and self.min_rollouts > self.group_size:
+            raise ValueError(f"min_rollouts {self.min_rollouts} is more than group_size {self.group_size}")
+        if self.group_timeout is not None and (self.building is None or self.min_rollouts is None):
+            raise ValueError(
+                f"group_timeout {self.group_timeout:g} needs building, where finished rollouts are stored, and "
+                f"min_rollouts, how many of them are enough"
+            )
+        if self.building in self.tables:
+            raise ValueError(f"building {self.building!r} is one of the tables of finished groups: name another one")
+        if self.prompts_table is not None and self.prompts_table in (self.building, *self.tables):
+            raise ValueError(f"prompts_table {self.prompts_table!r} is a table of groups as well: name another one")
+        if not self.tables:
+            raise ValueError("tables must name at least one table")
+        labels_of((), self.tags)
+        load_priority(self.priority)
+
+    def described(self) -> dict[str, str]:
+        """What the generator says of itself to the server (`describe`)."""
+        own: dict[str, Any] = {
+            "tables": self.tables,
+            "priority": self.priority,
+            "max_concurrent_groups": self.max_concurrent_groups,
+        }
+        sampling = self.sampling.describe()
+        if truncates(sampling):
+            own |= {name: sampling[name] for name in TRUNCATING if name in sampling}
+            own["sampling_masks"] = self.sampling.sampling_masks
+        if self.prompts_table is not None:
+            own["prompts_table"] = self.prompts_table
+        return described("generator", own)

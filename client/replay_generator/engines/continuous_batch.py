@@ -1,0 +1,356 @@
+"""ContinuousBatch: a batch of a transformers model that completions join and leave at any token.
+
+    requests ──prefill──▶ cohort ──merge──▶ cohort ──draw a token of every row──▶ rows that ended leave
+                 ▲                                            │
+                 └──────────── new weights: every row ────────┘
+
+A cohort is a set of rows over one cache, left-padded. Cohorts merge if their cache is plain keys and values. With any
+other cache (sliding windows, recurrent states) every prefill stays a cohort of its own, which is slower.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from replay_generator.engines import SamplingConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(eq=False)
+class Row:
+    """One completion."""
+
+    request: Request
+    uniforms: list[float]
+    """Random numbers in [0, 1), one for each token that the row may get."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    policy_versions: list[int] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
+    """For each token, the tokens that it was drawn from; empty: too many. No sets if the request wants none."""
+    routed: list[torch.Tensor] = field(default_factory=list)
+    """The experts (tokens, layers, K) of all tokens that the model has read, piece by piece; empty if nobody asks."""
+    finish_reason: str | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt and its completions."""
+
+    prompt_ids: list[int]
+    sampling: SamplingConfig
+    n: int
+    cancelled: bool = False
+    """If set, the rows leave before the next token. Any thread may set it."""
+    rows: list[Row] = field(default_factory=list)
+
+
+@dataclass
+class _Cohort:
+    """R rows. The cache holds all of their tokens but the last."""
+
+    rows: list[Row]
+    cache: Any
+    mask_RL: torch.Tensor
+    """1 where the cache holds a token, 0 where it holds padding."""
+
+
+class ContinuousBatch:
+    """All requests under way. Only one thread may use it at a time.
+
+    Its methods raise the errors of the model. Then the requests under way are lost.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        end_ids: Sequence[int],
+        max_length: int,
+        max_rows: int,
+        seed: int | None,
+        routing: bool = False,
+    ) -> None:
+        """`end_ids`: tokens that end a completion. `max_length`: the most tokens of a prompt with a completion.
+        `max_rows`: the most completions at a time; a larger request runs alone. `seed` None draws a new seed.
+        `routing`: note the experts of each token."""
+        import torch
+
+        self._routing = routing
+        self._routed: list[torch.Tensor] = []  # of the last forward pass, layer by layer
+        self._hooks: list[Any] = []
+        self._max_length = max_length
+        self._max_rows = max_rows
+        self._end_ids = frozenset(end_ids)
+        self._random = torch.Generator()
+        if seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(seed)
+        self._waiting: deque[Request] = deque()
+        self._interrupted: list[Row] = []
+        self._cohorts: list[_Cohort] = []
+        self.set_model(model, 0)
+
+    @property
+    def active(self) -> bool:
+        """Whether a request waits or is under way."""
+        return bool(self._waiting or self._interrupted or self._cohorts)
+
+    def add(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def set_model(self, model: Any, version: int) -> None:
+        """Draw from `model` from the next token on. Keys and values of all rows are computed again."""
+        self._model = model
+        self._version = version
+        self._accepts = set(inspect.signature(model.forward).parameters)
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self._routing:
+            self._hooks += [router.register_forward_hook(self._note_experts) for router in routers_of(model)]
+        self._interrupted += [row for cohort in self._cohorts for row in cohort.rows]
+        self._cohorts = []
+
+    def clear(self) -> None:
+        """Drop all requests."""
+        self._waiting.clear()
+        self._interrupted, self._cohorts = [], []
+
+    def step(self) -> list[Row]:
+        """Draw one token for every row. Returns the rows that have ended with it."""
+        import torch
+
+        with torch.inference_mode():
+            self._drop_cancelled()
+            ended: list[Row] = []
+            for cohort in self._cohorts:
+                self._draw(cohort, self._decode(cohort))
+            for sequences in (self._resumed(), self._admitted()):
+                if sequences:
+                    self._prefill(sequences)
+            for cohort in self._cohorts:
+                ended += [row for row in cohort.rows if row.finish_reason]
+                self._select(cohort, [index for index, row in enumerate(cohort.rows) if not row.finish_reason])
+            self._cohorts = _merged([cohort for cohort in self._cohorts if cohort.rows])
+        return ended
+
+    def _drop_cancelled(self) -> None:
+        self._waiting = deque(request for request in self._waiting if not request.cancelled)
+        self._interrupted = [row for row in self._interrupted if not row.request.cancelled]
+        for cohort in self._cohorts:
+            self._select(cohort, [index for index, row in enumerate(cohort.rows) if not row.request.cancelled])
+        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
+
+    def _resumed(self) -> list[tuple[list[int], list[Row]]]:
+        """Rows whose cache was dropped, each with all of its tokens."""
+        rows, self._interrupted = self._interrupted, []
+        return [([*row.request.prompt_ids, *row.token_ids], [row]) for row in rows]
+
+    def _admitted(self) -> list[tuple[list[int], list[Row]]]:
+        """The requests that waited longest, as far as there is room: each prompt with its rows."""
+        taken = sum(len(cohort.rows) for cohort in self._cohorts)
+        admitted = []
+        while self._waiting and (taken == 0 or taken + self._waiting[0].n <= self._max_rows):
+            request = self._waiting.popleft()
+            limit = min(request.sampling.max_tokens, self._max_length - len(request.prompt_ids))
+            uniforms = _uniforms(request.n, limit, request.sampling.seed, self._random)
+            request.rows = [Row(request, row) for row in uniforms]
+            taken += request.n
+            admitted.append((request.prompt_ids, request.rows))
+        return admitted
+
+    def _prefill(self, sequences: list[tuple[list[int], list[Row]]]) -> None:
+        """Makes a cohort of all rows. The model reads each sequence once; each of its rows gets a copy of the cache."""
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        device = self._model.device
+        lengths = [len(ids) for ids, _ in sequences]
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        ids_BL = pad([torch.tensor(ids, device=device) for ids, _ in sequences])
+        mask_BL = pad([torch.ones(length, dtype=torch.long, device=device) for length in lengths])
+        logits_BV, cache, routed_BL = self._forward(ids_BL, mask_BL, None)
+        for index, (_, rows) in enumerate(sequences):
+            for row in rows:
+                row.routed = [] if routed_BL is None else [routed_BL[index, -lengths[index] :]]
+        source = torch.tensor([index for index, (_, rows) in enumerate(sequences) for _ in rows], device=device)
+        cache.reorder_cache(source)
+        cohort = _Cohort([row for _, rows in sequences for row in rows], cache, mask_BL[source])
+        self._draw(cohort, logits_BV[source])
+        self._cohorts.append(cohort)
+
+    def _decode(self, cohort: _Cohort) -> torch.Tensor:
+        """Logits (R, V) after the last token of each row."""
+        import torch
+
+        ids_R1 = torch.tensor([[row.token_ids[-1]] for row in cohort.rows], device=self._model.device)
+        cohort.mask_RL = torch.cat([cohort.mask_RL, torch.ones_like(ids_R1)], dim=1)
+        logits_RV, cohort.cache, routed_R1 = self._forward(ids_R1, cohort.mask_RL, cohort.cache)
+        if routed_R1 is not None:
+            for row, routed in zip(cohort.rows, routed_R1, strict=True):
+                row.routed.append(routed)
+        return logits_RV
+
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, cache: Any
+    ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
+        """Logits (rows, vocabulary), float32, after the last token, and the cache with `ids` in it. With `routing`, the
+        experts (rows, tokens, layers, K), uint8, of each of `ids`."""
+        import torch
+
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        optional = {"position_ids": positions, "logits_to_keep": 1}
+        inputs |= {name: value for name, value in optional.items() if name in self._accepts}
+        self._routed.clear()
+        output = self._model(**inputs)
+        routed = None
+        if self._routing:
+            routed = torch.stack(self._routed, dim=1).view(*ids.shape, len(self._routed), -1).cpu()
+        return output.logits[:, -1].float(), output.past_key_values, routed
+
+    def _note_experts(self, _router: Any, _inputs: Any, chosen: tuple[torch.Tensor, ...]) -> None:
+        import torch
+
+        self._routed.append(chosen[2].to(torch.uint8))
+
+    def _draw(self, cohort: _Cohort, logits_RV: torch.Tensor) -> None:
+        """Give each row its next token."""
+        import torch
+
+        device = logits_RV.device
+        samplings = [row.request.sampling for row in cohort.rows]
+        fields = [(each.temperature, each.top_p, each.top_k, each.min_p) for each in samplings]
+        logprobs_RV = processed_logprobs(logits_RV, *torch.tensor(fields, device=device).T)
+        uniforms_R = torch.tensor(
+            [row.uniforms[len(row.token_ids)] for row in cohort.rows], dtype=torch.float64, device=device
+        )
+        tokens_R = _choose(logprobs_RV, uniforms_R)
+        chosen_R = logprobs_RV.gather(-1, tokens_R[:, None])[:, 0]
+        _note_kept(cohort.rows, logprobs_RV)
+        for row, token, logprob in zip(cohort.rows, tokens_R.tolist(), chosen_R.tolist(), strict=True):
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+            row.policy_versions.append(self._version)
+            if token in self._end_ids:
+                row.finish_reason = "stop"
+            elif len(row.token_ids) == len(row.uniforms):
+                row.finish_reason = "length"
+
+    def _select(self, cohort: _Cohort, keep: list[int]) -> None:
+        if len(keep) == len(cohort.rows):
+            return
+        import torch
+
+        cohort.rows = [cohort.rows[index] for index in keep]
+        indices = torch.tensor(keep, dtype=torch.long, device=cohort.mask_RL.device)
+        cohort.mask_RL = cohort.mask_RL[indices]
+        if keep:
+            cohort.cache.reorder_cache(indices)
+
+
+def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
+    """Merges the cohorts with plain caches into one, and keeps the others."""
+    import torch
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    plain: list[_Cohort] = []
+    others: list[_Cohort] = []
+    for cohort in cohorts:
+        layers = cohort.cache.layers if isinstance(cohort.cache, DynamicCache) else [None]
+        (plain if all(type(layer) is DynamicLayer for layer in layers) else others).append(cohort)
+    if len(plain) < 2:
+        return cohorts
+    # As many columns as the longest row has tokens. This removes padding that only rows needed which have left.
+    length = max(int(cohort.mask_RL.sum(-1).max()) for cohort in plain)
+
+    def fitted(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """With `length` entries along `dim`, cut or zero-padded on the left."""
+        have = tensor.shape[dim]
+        if have >= length:
+            return tensor.narrow(dim, have - length, length)
+        shape = list(tensor.shape)
+        shape[dim] = length - have
+        return torch.cat([tensor.new_zeros(shape), tensor], dim=dim)
+
+    first = plain[0]
+    for index, layer in enumerate(first.cache.layers):
+        layers = [cohort.cache.layers[index] for cohort in plain]
+        layer.keys, layer.values = (
+            torch.cat([fitted(getattr(each, name), -2) for each in layers]) for name in ("keys", "values")
+        )
+    mask = torch.cat([fitted(cohort.mask_RL, 1) for cohort in plain])
+    return [*others, _Cohort([row for cohort in plain for row in cohort.rows], first.cache, mask)]
+
+
+def processed_logprobs(
+    logits_RV: torch.Tensor,
+    temperature_R: torch.Tensor,
+    top_p_R: torch.Tensor,
+    top_k_R: torch.Tensor,
+    min_p_R: torch.Tensor,
+) -> torch.Tensor:
+    """Log-probabilities (R, V) of the distribution that tokens are drawn from; -inf for tokens left out.
+
+    The order is vLLM's: divide logits by the temperature; keep the tokens whose probability is at least `min_p` times
+    the highest one; of these keep the `top_k` largest (0: all) and ties with the last of them; of these keep the
+    smallest set of most likely tokens whose probabilities reach `top_p`, at least one.
+    """
+    logits = logits_RV / temperature_R[:, None]
+    vocabulary = logits.shape[-1]
+    if bool((min_p_R > 0).any()):
+        least_R1 = logits.amax(-1, keepdim=True) + min_p_R.log()[:, None]  # -inf for 0, which all logits reach
+        logits = logits.masked_fill(logits < least_R1, float("-inf"))
+    if bool((top_k_R > 0).any()) or bool((top_p_R < 1).any()):
+        largest, order = logits.sort(dim=-1, descending=True)
+        k = top_k_R.where(top_k_R > 0, vocabulary).clamp_max(vocabulary).long()
+        largest = largest.masked_fill(largest < largest.gather(-1, k[:, None] - 1), float("-inf"))
+        probabilities = largest.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities  # of the more likely tokens
+        outside = (before >= top_p_R[:, None]) & (top_p_R[:, None] < 1)
+        outside[:, 0] = False
+        logits = logits.scatter(-1, order, largest.masked_fill(outside, float("-inf")))
+    return logits.log_softmax(-1)
+
+
+def routers_of(model: Any) -> list[Any]:
+    """The routers of a mixture of experts, layer by layer, which return logits, weights and experts."""
+    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+
+
+def _note_kept(rows: list[Row], logprobs_RV: torch.Tensor) -> None:
+    """Gives each row that wants it the set that its next token is drawn from, unless that has too many tokens."""
+    wanting = [index for index, row in enumerate(rows) if row.request.sampling.most_kept]
+    if not wanting:
+        return
+    kept_WV = logprobs_RV[wanting].isfinite()
+    counts: list[int] = kept_WV.sum(-1).tolist()
+    for index, count, kept_V in zip(wanting, counts, kept_WV, strict=True):
+        small = count <= rows[index].request.sampling.most_kept
+        rows[index].kept.append(kept_V.nonzero()[:, 0].tolist() if small else [])
+
+
+def _choose(logprobs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
+    """Tokens (R,) by inverting the distribution function, in float64 so that large vocabularies lose nothing."""
+    import torch
+
+    cumulative = logprobs_RV.double().exp().cumsum(-1)
+    target = uniforms_R[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logprobs_RV.shape[-1] - 1)
+
+
+def _uniforms(n: int, steps: int, seed: int | None, shared: torch.Generator) -> list[list[float]]:
+    """Random numbers in [0, 1) for n completions of `steps` tokens; without a seed from `shared`."""
+    import torch
+
+    generator = shared if seed is None else torch.Generator().manual_seed(seed)
+    numbers: list[list[float]] = torch.rand(n, steps, dtype=torch.float64, generator=generator).tolist()
+    return numbers

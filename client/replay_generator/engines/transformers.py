@@ -1,0 +1,269 @@
+"""TransformersEngine: completions from any causal language model of `transformers`, for machines without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from replay_client.columns.kept import kept_fields
+from replay_client.waits import ENGINE_STOP
+from replay_generator.engines import Completion, EngineError, OnFinished, SamplingConfig
+from replay_generator.engines.continuous_batch import ContinuousBatch, Request, Row, routers_of
+from replay_generator.weights import check_base, holds_adapter, read_adapter
+
+_T = TypeVar("_T")
+
+ROUTED = "routed_experts"
+"""The name of the column of experts."""
+_MOST_EXPERTS = 256
+"""That one byte can tell apart."""
+
+
+class TransformersEngine:
+    """A transformers model behind the `Engine` interface.
+
+    A request joins the batch at the next token and leaves it when it is complete, so a slow one holds up no other. The
+    model runs in a thread of its own, and the event loop stays free.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_length: int | None = None,
+        max_concurrent_completions: int = 256,
+        seed: int | None = None,
+        routing: bool = False,
+    ) -> None:
+        """Load `model`, a folder in Hugging Face's format or a name on its hub.
+
+        `device` "auto" is the first GPU, if there is one. `dtype` "auto" is float32 on the CPU, and the model's own
+        dtype on a GPU. `max_length` defaults to the model's. `seed` None draws a new seed. `routing`: completions of a
+        mixture of up to 256 experts have the experts of each token that was read, as `extras["routed_experts"]`
+        (P + T - 1, layers, K), uint8, with the axis "whole". After new weights they are those of the newest.
+        Raises ValueError if the model has no such routers.
+        """
+        import torch
+        from transformers import AutoTokenizer
+
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(device)
+        self._dtype = "float32" if dtype == "auto" and self._device.type == "cpu" else dtype
+        self.model: str = os.fspath(model)
+        check_base(self.model)
+        self._model = self._load(self.model)
+        self._adapted: Any = None  # the peft model around `_model`, while adapters are loaded
+        self._is_base = True  # `_model` has the weights that the engine started with, apart from an adapter
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
+        self.vocabulary: int | None = len(self._model.get_input_embeddings().weight)
+        text_config = self._model.config.get_text_config()
+        self.max_length: int = max_length or getattr(
+            text_config, "max_position_embeddings", self.tokenizer.model_max_length
+        )
+        experts = getattr(text_config, "num_experts", 0)
+        if routing and not (0 < experts <= _MOST_EXPERTS and routers_of(self._model)):
+            raise ValueError(
+                f"routing=true is for a mixture of up to {_MOST_EXPERTS} experts, such as Qwen3-MoE, whose layers "
+                f"have a TopKRouter: {self.model} has {experts} experts in {len(routers_of(self._model))} such layers"
+            )
+        self._batch = ContinuousBatch(
+            self._model,
+            routing=routing,
+            end_ids=_end_ids(self._model, self.tokenizer),
+            max_length=self.max_length,
+            max_rows=max_concurrent_completions,
+            seed=seed,
+        )
+        self._calls: dict[Request, tuple[asyncio.Future[None], OnFinished]] = {}
+        """Those under way: a future of each, and who is told of its completions."""
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """Work to do between two tokens."""
+        self._thread: threading.Thread | None = None
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
+    ) -> list[Completion]:
+        request = Request([int(token) for token in prompt_ids], sampling, n)
+        all_ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        completions: dict[int, Completion] = {}
+
+        def ended(number: int, completion: Completion) -> None:
+            completions[number] = completion
+            if finished is not None:
+                finished(number, completion)
+            if len(completions) == n:
+                all_ended.set_result(None)
+
+        def add() -> None:
+            if not request.cancelled:
+                self._calls[request] = all_ended, ended
+                self._batch.add(request)
+
+        try:
+            await self._between_tokens(add)
+            await all_ended
+        finally:
+            request.cancelled = True
+            self._calls.pop(request, None)
+        return [completions[number] for number in range(n)]
+
+    async def load_weights(self, path: str, version: int) -> None:
+        is_adapter = holds_adapter(path)
+
+        def load() -> None:
+            if is_adapter:
+                self._load_adapter(path)
+            else:
+                self._model = self._load(path)
+                self._adapted, self._is_base = None, False
+            self._batch.set_model(self._model, version)
+
+        try:
+            await self._between_tokens(load)
+        except OSError as error:
+            if not Path(path).is_dir():
+                raise FileNotFoundError(f"{path} was removed while it was read") from error
+            raise
+        except Exception as error:
+            if isinstance(error, ValueError | ImportError):
+                raise
+            # The others are those of the libraries that read files and move tensors.
+            raise EngineError(
+                f"the transformers engine could not load {path}: {type(error).__name__}: {error}"
+            ) from error
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        return await self._between_tokens(lambda: self._score([int(token) for token in token_ids]))
+
+    async def close(self) -> None:
+        if self._thread is not None:
+            self._orders.put(None)
+            await asyncio.to_thread(self._thread.join, ENGINE_STOP)
+            self._thread = None
+
+    async def _between_tokens(self, work: Callable[[], _T]) -> _T:
+        if self._thread is None:
+            # A daemon thread: the program can end without closing the engine.
+            self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
+            self._thread.start()
+        result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+
+        def order() -> None:
+            try:
+                _tell(result, result.set_result, work())
+            except Exception as error:
+                _tell(result, result.set_exception, error)
+
+        self._orders.put(order)
+        return await result
+
+    def _run(self) -> None:
+        """The thread: does the work that is there, or else draws the next token."""
+        while True:
+            while not self._batch.active or not self._orders.empty():
+                if (order := self._orders.get()) is None:
+                    return
+                order()
+            try:
+                for row in self._batch.step():
+                    if (call := self._calls.get(row.request)) is not None:
+                        _tell(*call, row.request.rows.index(row), self._completion(row))
+            except Exception as error:
+                self._batch.clear()
+                failure = EngineError(
+                    f"the transformers engine failed: {type(error).__name__}: {error}. What was inserted is safe: "
+                    "start the generator again. If memory was short, with a smaller max_concurrent_completions or "
+                    "max_length (--engine-arg)"
+                )
+                for all_ended, _ in [*self._calls.values()]:
+                    _tell(all_ended, all_ended.set_exception, failure)
+
+    def _completion(self, row: Row) -> Completion:
+        columns = kept_fields(row.kept)
+        if row.routed:
+            import torch
+
+            extras, axes = columns.get("extras", {}), columns.get("axes", {})
+            columns["extras"] = extras | {ROUTED: torch.cat(row.routed).numpy()}
+            columns["axes"] = axes | {ROUTED: "whole"}
+        return Completion(
+            row.token_ids,
+            row.logprobs,
+            self.tokenizer.decode(row.token_ids, skip_special_tokens=True),
+            row.finish_reason or "unknown",
+            row.policy_versions,
+            **columns,
+        )
+
+    def _load(self, path: str) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        with _no_progress_bars():
+            # Published weights are data: run no code that comes with them.
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=self._dtype, trust_remote_code=False)
+        return model.to(self._device).eval()
+
+    def _load_adapter(self, path: str) -> None:
+        """Put an adapter on the base in the place of the one before.
+
+        The base that the adapter names is not read: its files may be elsewhere on this machine, and the probe finds a
+        wrong base.
+        """
+        # All reading comes first. A file that is gone leaves the model as it was.
+        config, tensors = read_adapter(path)
+        from peft import PeftModel, set_peft_model_state_dict
+
+        if self._adapted is not None:
+            self._model = self._adapted.unload()
+        elif not self._is_base:
+            self._model, self._is_base = self._load(self.model), True
+        config.base_model_name_or_path = None  # peft would warn that it is not this one
+        self._adapted = PeftModel(self._model, config)
+        unexpected = set_peft_model_state_dict(self._adapted, tensors).unexpected_keys
+        if unexpected:
+            raise ValueError(f"{path}: the base model {self.model} has no place for {unexpected[0]!r} of this adapter")
+        self._adapted.requires_grad_(False).eval()
+
+    def _score(self, token_ids: list[int]) -> list[float]:
+        import torch
+
+        with torch.inference_mode():
+            ids = torch.tensor([token_ids], device=self._device)
+            logprobs = self._model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+            scores: list[float] = logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        return scores
+
+
+def _tell(future: asyncio.Future[Any], call: Callable[..., None], *arguments: Any) -> None:
+    """Make a call on the event loop of a future, unless its caller no longer waits."""
+    with suppress(RuntimeError):  # the loop has been closed
+        future.get_loop().call_soon_threadsafe(lambda: None if future.done() else call(*arguments))
+
+
+def _end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end a completion, from the tokenizer and the model's generation settings."""
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    configured = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in [*configured, tokenizer.eos_token_id] if token is not None})
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

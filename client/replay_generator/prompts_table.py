@@ -1,0 +1,479 @@
+"""Prompts of a table: every generator draws from it under leases, and the insert of a group closes its prompt.
+
+A prompt and its group change places in one request (`closes`), so a kill leaves one of them, and never both or neither.
+A generator that dies loses its leases. Its prompts go back to their places, and others draw them.
+
+`EpochPrompts` makes a group of each prompt once an epoch, in an order by seed. The table is a queue, and nobody holds
+all of an epoch in it. Behind the prompts that are loaded lies a LoadMark, which says how far that is. The generator
+that draws the mark loads the next WINDOW prompts. It then inserts the next mark, which closes the one it has:
+
+    p1 p2 p3 mark(3)  ──▶  mark(3) drawn  ──▶  p4 p5 p6 mark(6)
+
+So the lease of the mark decides who loads. What a kill leaves, at each step:
+
+    the mark is drawn          its lease ends, and another generator loads
+    some prompts are loaded    the same. Keys follow from run, epoch and position: the server knows those that are there
+    the next mark is in        the old one is gone in the same moment
+
+The server has to remember the keys of one window until the next mark is in, and no key after that. So epochs may be as
+long as you like. The table is empty, and no item of it is drawn, only before the first mark and after a reset.
+
+`CurriculumPrompts` draws by priority, and prompts stay in the table. The priority is all that it knows of a prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy.typing as npt
+
+from replay_client import AsyncKeeper
+from replay_client.errors import DeadlineExceededError, LeaseEndedError, ReplayError
+from replay_client.records import Sample, SampleInfo, ServerInfo
+from replay_client.scoring import group_learnability
+from replay_client.waits import LAST_WORD, in_daemon_thread
+from replay_generator.config import GeneratorConfig
+from replay_generator.metrics import GeneratorStats
+from replay_generator.prompts import Prompt, PromptRows, PromptSource, epoch_order
+from replay_generator.stored_prompts import (
+    MARK_TAG,
+    LoadMark,
+    StoredPrompt,
+    decode_item,
+    key_of,
+    names_of,
+)
+from replay_generator.supply import Drawn, IteratedPrompts, PromptItem, PromptSupply
+
+if TYPE_CHECKING:
+    from replay_client import AsyncReplayClient
+
+logger = logging.getLogger(__name__)
+
+Answer = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
+"""Makes a call of the client, again while the server is away or busy: `GeneratorServer.answer`."""
+
+WINDOW = 1024
+"""Prompts of an epoch that are loaded at once."""
+LEAST_ROOM = 16 * WINDOW
+"""The least `max_size` of a table of prompts: a window, and what generators that died give back."""
+LEAST_BOUND = 1_000_000
+"""The least `max_staleness` of groups under construction that stand for prompts: no run has so many versions."""
+FIRST_PRIORITY = 0.25
+"""Of a prompt in a curriculum that nobody has tried: the most that p (1 - p) can be."""
+LEARNING_RATE = 0.5
+"""Weight of the newest group of a prompt in its priority."""
+LEAST_PRIORITY = 0.02
+"""Of a prompt that was always solved, or never: it is tried again, more seldom."""
+_PAUSE = 1.0
+"""Seconds to wait for a prompt before another look at what is going on."""
+_MOST_STRANGERS = 100
+"""Items that are no prompts. When there were so many before the first group, it is the wrong table."""
+_MOST_BEGINNINGS = 64
+"""How often a table may be emptied while the server remembers the key of its first mark."""
+
+
+class PromptsTable(PromptSupply):
+    """Draws prompts under leases, and renews these until the prompts are finished or returned."""
+
+    def __init__(
+        self,
+        client: AsyncReplayClient,
+        answer: Answer,
+        rows: PromptRows,
+        stats: GeneratorStats,
+        *,
+        table: str,
+        lease: float,
+        seed: int = 0,
+    ) -> None:
+        """`rows`: all prompts, in the order of their file. `lease`: seconds."""
+        self.table = table
+        self._client = client
+        self._answer = answer
+        self._rows = rows
+        self._lease = lease
+        self._seed = seed
+        self._stats = stats
+        self._names = ""
+        self._held: dict[int, Sample] = {}
+        """What is drawn and neither closed nor returned, by lease."""
+        self._keeper = AsyncKeeper(client.renew, lease, self._lose)
+
+    async def begin(self) -> None:
+        """Loads the first prompts, if nobody has. Raises ReplayError for a table that cannot hold prompts."""
+        if not len(self._rows):
+            raise ReplayError("there are no prompts to load: the file has no rows")
+        self._names = await in_daemon_thread(lambda: names_of(self._rows))
+        info = await self._info()
+        if info.admission is not None and len(getattr(info, "shards", ())) > 1:
+            raise ReplayError(
+                "a table of prompts over several servers does not go together with [admission]: a group belongs to the "
+                "server of its permit, and to that of its prompt; use one server, or no [admission]"
+            )
+        if (found := info.tables.get(self.table)) is None:
+            names = ", ".join(info.tables)
+            raise ReplayError(f"prompts_table {self.table!r} does not exist; there are {names}: add it in [[tables]]")
+        for wrong in self._faults(json.loads(found.config)):
+            raise ReplayError(f"table {self.table!r} cannot hold the prompts of {self._what}: {wrong}")
+
+    async def next(self) -> Drawn | None:
+        """The next prompt, under a lease; None: there is none now."""
+        while True:
+            attempt = partial(
+                self._client.sample, self.table, timeout=_PAUSE, lease=self._lease, exclude=self._keys_under_way()
+            )
+            try:
+                (sample,) = await self._answer(attempt)
+            except DeadlineExceededError:
+                await self._look()
+                return None
+            self._held[sample.info.lease] = sample
+            # From the renewal on the sample is in use: its lease goes on after a restart of the server.
+            if (await self._answer(partial(self._client.renew, [sample], self._lease))).missing:
+                self._let_go([sample])
+                return None
+            self._keeper.add([sample])
+            try:
+                item = decode_item(sample.payload)
+                break
+            except ValueError as error:
+                await self.set_aside(sample, error)
+                if self._stats["set_aside"] >= _MOST_STRANGERS and not self._stats["groups"]:
+                    raise ReplayError(
+                        f"table {self.table!r} holds other things than prompts: use another one"
+                    ) from error
+        if isinstance(item, LoadMark):
+            await self._marked(sample, item)
+            return None
+        place = PromptItem(sample.info.key, sample.info.priority, item.epoch, item.position)
+        return Drawn(item.prompt, (sample,), place)
+
+    async def finished(self, drawn: Drawn, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
+        """The insert of a group has closed its prompt. That of a group which is left out is taken here."""
+        self.opened(drawn)
+        if drawn.closes and not inserted:
+            await self._answer(partial(self._client.acknowledge, drawn.closes))
+
+    def opened(self, drawn: Drawn) -> None:
+        self._let_go(drawn.closes)
+
+    async def returned(self, drawn: Drawn, building: Sample | None = None) -> None:
+        await self._return(drawn.closes)
+
+    async def set_aside(self, sample: Sample, why: Exception) -> None:
+        logger.warning("item %d of table %r is set aside: %s", sample.info.key, self.table, why)
+        self._stats["set_aside"] += 1
+        self._let_go([sample])
+        await self._answer(partial(self._client.delete, self.table, [sample.info.key]))  # a curriculum keeps it
+        await self._answer(partial(self._client.acknowledge, [sample]))
+
+    def _lose(self, lost: list[SampleInfo]) -> None:
+        for info in lost:
+            if (sample := self._held.get(info.lease)) is not None:
+                self._let_go([sample])
+                logger.warning("the lease of a prompt has ended: another generator gets it")
+
+    def _let_go(self, samples: Sequence[Sample]) -> None:
+        """These are closed, returned or lost."""
+        self._keeper.let_go(samples)
+        for sample in samples:
+            self._held.pop(sample.info.lease, None)
+
+    async def close(self) -> None:
+        await self._keeper.close()
+        with contextlib.suppress(ReplayError, TimeoutError):
+            async with asyncio.timeout(LAST_WORD):
+                await self._return([*self._held.values()])
+
+    # ------------------------------------------------------------------------------------ what the modes differ in
+
+    _what = ""
+    """The mode, for messages."""
+
+    @abstractmethod
+    def _faults(self, config: Mapping[str, Any]) -> Iterator[str]:
+        """What makes a table with this configuration unfit."""
+
+    @abstractmethod
+    async def _marked(self, sample: Sample, mark: LoadMark) -> None:
+        """The mark was drawn."""
+
+    async def _look(self) -> None:
+        """There was no prompt for a while."""
+
+    def _keys_under_way(self) -> Sequence[int]:
+        """Keys that this generator must not get a second time."""
+        return ()
+
+    # -------------------------------------------------------------------------------------------------- for both
+
+    async def _info(self) -> ServerInfo:
+        info: ServerInfo = await self._answer(partial(self._client.server_info))
+        return info
+
+    async def _is_empty(self) -> bool:
+        """Whether the table holds nothing, and nobody has drawn anything of it."""
+        info = await self._info()
+        if getattr(info, "gone", ()):  # what that server holds, nobody knows
+            return False
+        table = info.tables[self.table]
+        return not table.size and not table.reserved
+
+    async def _first_mark(self, priority: float) -> None:
+        """Inserts the first mark into an empty table.
+
+        All that begin at once use the same key, so there is one mark. After a reset the server still knows that key:
+        then the table stays empty, and the next key counts.
+        """
+        mark = LoadMark(secrets.randbits(63), self._seed, len(self._rows), self._names)
+        for beginning in range(_MOST_BEGINNINGS):
+            await self._insert_mark(mark, key_of("begin", self.table, beginning), priority)
+            if not await self._is_empty():
+                return
+        raise ReplayError(f"table {self.table!r} was emptied {_MOST_BEGINNINGS} times: use one of another name")
+
+    async def _insert_mark(
+        self, mark: LoadMark, key: int, priority: float = 1.0, closes: Sequence[Sample] = ()
+    ) -> None:
+        await self._answer(
+            partial(
+                self._client.insert,
+                mark.encode(),
+                {self.table: priority},
+                key=key,
+                tags={MARK_TAG: f"epoch {mark.epoch}, {mark.position} of {mark.rows}"},
+                closes=closes,
+            )
+        )
+
+    async def _load(self, mark: LoadMark, rows: Iterable[int], priority: float = 1.0) -> None:
+        """Inserts the prompts of these rows, which begin where the mark is, those that are there already apart."""
+        prompts = await in_daemon_thread(lambda: [Prompt.of(self._rows[row]) for row in rows])
+
+        async def attempt() -> None:
+            async with self._client.writer(max_in_flight=WINDOW) as writer:
+                for position, prompt in enumerate(prompts, mark.position):
+                    stored = StoredPrompt(prompt, mark.epoch, position)
+                    await writer.insert(
+                        stored.encode(),
+                        {self.table: priority},
+                        key=key_of(mark.run, mark.epoch, position),
+                        tags=stored.item_tags(),
+                    )
+
+        await self._answer(attempt)
+
+    def _check(self, mark: LoadMark) -> None:
+        """Raises ReplayError if the table was loaded from other prompts."""
+        if (mark.rows, mark.names) != (len(self._rows), self._names):
+            kind = "others" if mark.rows == len(self._rows) else f"{len(self._rows)}"
+            raise ReplayError(
+                f"table {self.table!r} was loaded from {mark.rows} prompts, and this generator has {kind}: give all "
+                f"generators the same prompts, or empty the table with `replay table reset {self.table}`"
+            )
+
+    async def _return(self, samples: Sequence[Sample]) -> None:
+        self._let_go(samples)
+        if samples:
+            await self._answer(partial(self._client.acknowledge, samples, give_back=True))
+
+
+class EpochPrompts(PromptsTable):
+    """Each prompt once an epoch, whoever restarts, and however many generators draw."""
+
+    _what = "an epoch"
+
+    def __init__(
+        self, *arguments: Any, epochs: int | None = None, building: str | None = None, **settings: Any
+    ) -> None:
+        """`epochs`: as many, and then no more; None: for ever. `building`: the table of groups under construction.
+
+        The other parameters are those of PromptsTable.
+        """
+        super().__init__(*arguments, **settings)
+        self._epochs = epochs
+        self._building = building
+
+    async def begin(self) -> None:
+        await super().begin()
+        building = (await self._info()).tables.get(self._building or "")
+        bound = None if building is None else json.loads(building.config)["max_staleness"]
+        if bound is not None and bound < LEAST_BOUND:
+            raise ReplayError(
+                f"table {self._building!r} has max_staleness {bound}: the server would drop groups under construction "
+                f"whose prompts are missing then; declare it in [[tables]] with max_staleness = {LEAST_BOUND}, and "
+                "generators make prompts again of groups that are too old"
+            )
+        if await self._is_empty():
+            await self._first_mark(1.0)
+
+    async def returned(self, drawn: Drawn, building: Sample | None = None) -> None:
+        """A prompt that takes the place of a group under construction comes behind those that are loaded."""
+        await super().returned(drawn)
+        if building is None or drawn.item is None:
+            return
+        prompt = StoredPrompt(Prompt.of(drawn.source), drawn.item.epoch, drawn.item.position)
+        insert = partial(self._client.insert, prompt.encode(), {self.table: 1.0}, tags=prompt.item_tags())
+        with contextlib.suppress(LeaseEndedError):  # another generator has the group, and goes on with it
+            # The key follows from what it replaces: an answer that is lost does not repeat the prompt.
+            await self._answer(partial(insert, key=key_of("again", building.info.key), closes=[building]))
+
+    def _faults(self, config: Mapping[str, Any]) -> Iterator[str]:
+        if config["sampler"]["type"] != "fifo":
+            yield f'its sampler is {config["sampler"]["type"]!r}, which has no order; write sampler = "fifo"'
+        if config["max_times_sampled"] != 1:
+            yield f"its max_times_sampled is {config['max_times_sampled']}; write 1, so that a prompt that is done goes"
+        yield from _faults_of_any(config, LEAST_ROOM)
+
+    async def _look(self) -> None:
+        if await self._is_empty():  # somebody has emptied the table
+            await self._first_mark(1.0)
+
+    async def _marked(self, sample: Sample, mark: LoadMark) -> None:
+        self._check(mark)
+        if self._epochs is not None and mark.epoch >= self._epochs:
+            await self._wait_for_others()
+            await self._return([sample])
+            return
+        order = await in_daemon_thread(lambda: epoch_order(mark.rows, mark.seed, mark.epoch))
+        rows = order[mark.position : mark.position + WINDOW].tolist()
+        after = mark.position + len(rows)
+        epoch, position = (mark.epoch, after) if after < mark.rows else (mark.epoch + 1, 0)
+        try:
+            # Who stands still for longer than the lease must not go on where another generator is at work.
+            async with asyncio.timeout(self._lease):
+                await self._load(mark, rows)
+                key = key_of(mark.run, epoch, position, "mark")
+                await self._insert_mark(replace(mark, epoch=epoch, position=position), key, closes=[sample])
+        except (LeaseEndedError, TimeoutError):
+            logger.warning("loading prompts took longer than their lease, and another generator does it")
+        self._let_go([sample])
+
+    async def _wait_for_others(self) -> None:
+        """All epochs are drawn. They are through when no prompt can come back, and no group is under construction."""
+        tables = (await self._info()).tables
+        table, building = tables[self.table], tables.get(self._building or "")
+        self.ended = table.size == 0 and table.reserved == 1  # this mark
+        if building is not None and building.size + building.reserved:
+            self.ended = False
+        if not self.ended:
+            await asyncio.sleep(_PAUSE)
+
+
+class CurriculumPrompts(PromptsTable):
+    """Prompts by how much their groups teach, again and again.
+
+    The priority of a prompt is a running mean of p (1 - p), with p the share of its completions that are right
+    (learnability, arXiv 2502.12272; `scoring.group_learnability`):
+
+        priority = (1 - LEARNING_RATE) * priority + LEARNING_RATE * max(p (1 - p), LEAST_PRIORITY)
+
+    So a group counts half as much at each further group of its prompt, and no prompt is forgotten. Nothing else is
+    known of a prompt: whichever generator makes its next group goes on from its priority, after any restart.
+    """
+
+    _what = "a curriculum"
+
+    async def begin(self) -> None:
+        await super().begin()
+        if await self._is_empty():
+            await self._first_mark(0.0)  # priority 0 is never drawn
+        run = await self._run()
+        loaded = key_of(run, "loaded")
+        if await self._answer(partial(self._client.get, [loaded], payloads=False)):
+            return
+        mark = LoadMark(run, self._seed, len(self._rows), self._names)
+        for start in range(0, mark.rows, WINDOW):
+            rows = range(start, min(start + WINDOW, mark.rows))
+            await self._load(replace(mark, position=start), rows, FIRST_PRIORITY)
+        # From now on no generator loads: prompts that somebody deletes stay away.
+        await self._insert_mark(replace(mark, position=mark.rows), loaded, 0.0)
+
+    async def finished(self, drawn: Drawn, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
+        """A kill before the new priority is there loses what this group says of its prompt, and nothing else."""
+        await super().finished(drawn, rewards, inserted=inserted)
+        if (item := drawn.item) is not None:
+            taught = 0.0 if rewards is None else group_learnability(rewards)
+            mean = (1 - LEARNING_RATE) * item.priority + LEARNING_RATE * max(taught, LEAST_PRIORITY)
+            await self._answer(partial(self._client.update_priorities, self.table, {item.key: mean}))
+
+    def _faults(self, config: Mapping[str, Any]) -> Iterator[str]:
+        if config["sampler"]["type"] != "prioritized":
+            yield f'its sampler is {config["sampler"]["type"]!r}; write sampler = "prioritized"'
+        if config["max_times_sampled"] != 0:
+            yield f"its max_times_sampled is {config['max_times_sampled']}, so prompts would leave; write 0"
+        yield from _faults_of_any(config, len(self._rows) + 2)
+
+    async def _run(self) -> int:
+        """The number that the first mark has."""
+        keys = [key_of("begin", self.table, beginning) for beginning in range(_MOST_BEGINNINGS)]
+        for item in await self._answer(partial(self._client.get, keys)):
+            with contextlib.suppress(ValueError):  # what is damaged is no mark
+                if isinstance(mark := decode_item(item.payload), LoadMark) and self.table in item.tables:
+                    self._check(mark)
+                    return mark.run
+        raise ReplayError(
+            f"table {self.table!r} holds items, and not the mark of its prompts: empty it with `replay table reset "
+            f"{self.table}`, or use another one"
+        )
+
+    async def _marked(self, sample: Sample, mark: LoadMark) -> None:
+        await self._return([sample])  # somebody has raised its priority
+
+    def _keys_under_way(self) -> Sequence[int]:
+        return [sample.info.key for sample in self._held.values()]
+
+
+def supply_of(
+    client: AsyncReplayClient,
+    answer: Answer,
+    prompts: Iterable[PromptSource] | PromptRows,
+    config: GeneratorConfig,
+    stats: GeneratorStats,
+) -> PromptSupply:
+    """The supply that `config` asks for. Raises ValueError if it asks for a table, and `prompts` are no rows."""
+    if config.prompts_table is None:
+        if config.prompts_epochs is not None:
+            raise ValueError("prompts_epochs needs a prompts_table: without one, `prompts` says how many there are")
+        return IteratedPrompts(cast("Iterable[PromptSource]", prompts))
+    if not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__"):
+        raise ValueError(
+            f"prompts_table {config.prompts_table!r} needs all prompts as rows by number, such as a list, and not "
+            f"{type(prompts).__name__}: any generator may have to load any of them"
+        )
+    settings: dict[str, Any] = {
+        "table": config.prompts_table,
+        "lease": config.prompts_lease,
+        "seed": config.sampling.seed or 0,
+    }
+    rows = cast("PromptRows", prompts)
+    if config.prompts_mode == "epoch":
+        return EpochPrompts(
+            client, answer, rows, stats, epochs=config.prompts_epochs, building=config.building, **settings
+        )
+    if config.prompts_epochs is not None:
+        raise ValueError("prompts_epochs does not go together with prompts_mode = 'curriculum', which has no epochs")
+    return CurriculumPrompts(client, answer, rows, stats, **settings)
+
+
+def _faults_of_any(config: Mapping[str, Any], room: int) -> Iterator[str]:
+    limiter = config["rate_limiter"]
+    if config["max_staleness"] is not None:
+        yield f"its max_staleness {config['max_staleness']} would drop prompts; leave it out"
+    if limiter["type"] not in ("min_size", "queue") or limiter["min_size"] > 1:
+        yield f"its rate_limiter {limiter['type']!r} may hold prompts back; leave it out"
+    most = min(config["max_size"], limiter["max_size"] or config["max_size"])
+    if most < room:
+        yield f"it holds {most} items; write max_size = {room} or more, so that no prompt is evicted"
+    if config["requires"]:
+        yield f"it requires {', '.join(config['requires'])}, which prompts lack; leave that out"

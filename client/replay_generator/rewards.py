@@ -1,0 +1,285 @@
+"""Rewards, which score the completions of a prompt, and priorities, which groups go into their tables with.
+
+Both are functions of the user's own, or built-in ones by name. A reward is a weighted sum of functions. A priority is 0
+for a group that has nothing to teach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client.errors import ReplayError
+from replay_client.rollout import RolloutGroup
+from replay_client.scoring import carries_gradient, group_learnability, trained_priority
+from replay_client.settings import load_function
+from replay_client.waits import in_daemon_thread
+from replay_generator.rollouts import Rollout, own_line
+
+RewardFunction = Callable[..., float | Awaitable[float]]
+"""Takes the prompt's row and the text that the policy wrote last, and returns a reward. One with a parameter `rollout`
+gets the whole Rollout too: its turns with their texts, the output of tools, and its `info`.
+
+If it is async, all calls for a group run at once. Otherwise it runs in a thread beside the event loop, for one group at
+a time."""
+GroupRewardFunction = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
+"""Takes the prompt's row and the texts of all G rollouts, and returns G rewards; see `group_reward`. One with a
+parameter `rollouts` gets all of them too."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+OWN_REWARD = "rollout"
+"""The name, among those of reward functions, of what environments gave."""
+_SCORES_GROUPS = "scores_groups"
+_THREAD_SAFE = "thread_safe"
+_SAFE_THREADS = 8
+"""Groups that functions with the decorator `thread_safe` score at the same time, unless the caller gives a number."""
+
+
+class RewardError(ReplayError):
+    """A reward function failed. The message names the function and the failure."""
+
+
+def group_reward(function: Function) -> Function:
+    """Decorator for a function that scores all completions of a prompt in one call, for example in one model batch."""
+    setattr(function, _SCORES_GROUPS, True)
+    return function
+
+
+def thread_safe(function: Function) -> Function:
+    """Decorator for a function that may score several groups at the same time, in a thread each."""
+    setattr(function, _THREAD_SAFE, True)
+    return function
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One reward function in a sum."""
+
+    function: RewardFunction | GroupRewardFunction
+    weight: float = 1.0
+    name: str = ""
+    """Its name in metrics and errors. Without it: the function's own name."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(f"a reward must be a function, not {self.function!r}")
+        if not math.isfinite(self.weight):
+            raise ValueError(f"the weight of a reward must be finite, not {self.weight}")
+        if not self.name:
+            object.__setattr__(self, "name", getattr(self.function, "__name__", type(self.function).__name__))
+
+
+Rewards = RewardFunction | GroupRewardFunction | Reward | Sequence[RewardFunction | GroupRewardFunction | Reward]
+"""One or several rewards. The weighted sum counts; a plain function has weight 1."""
+
+
+class Scorer:
+    """Calls reward functions without blocking the event loop."""
+
+    def __init__(self, rewards: Rewards | None, *, threads: int | None = None, timeout: float | None = None) -> None:
+        """`threads`: groups that functions without async may score at the same time; None: 1, and 8 for functions that
+        are `thread_safe`. `timeout`: seconds for one function and one group, from the call on. `rewards` None: rollouts
+        bring their own. Raises ValueError for an empty list, and for two functions with one name."""
+        listed = [] if rewards is None else rewards if isinstance(rewards, Sequence) else [rewards]
+        self.rewards = [reward if isinstance(reward, Reward) else Reward(reward) for reward in listed]
+        names = [reward.name for reward in self.rewards]
+        if not names and rewards is not None:
+            raise ValueError("rewards must name at least one function, or be None if rollouts bring their own")
+        if len({*names, OWN_REWARD}) <= len(names):
+            raise ValueError(f"reward functions need names of their own, not {', '.join(names)}: give Reward a name")
+        self._timeout = timeout
+        self._threads = asyncio.Semaphore(threads or 1)
+        self._safe_threads = asyncio.Semaphore(threads or _SAFE_THREADS)
+
+    async def score(
+        self, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None = None
+    ) -> tuple[npt.NDArray[np.float32], dict[str, npt.NDArray[np.float32]]]:
+        """The weighted sum (G,), and each function's rewards (G,) by name. Raises RewardError.
+
+        `texts`: what the policy wrote last in each rollout. What environments gave counts as the function "rollout"
+        with weight 1. Either all rollouts have it, or none. `rollouts` None: there are none, only texts.
+        """
+        by_name = {reward.name: await self._call(reward, row, texts, rollouts) for reward in self.rewards}
+        total = sum((reward.weight * by_name[reward.name] for reward in self.rewards), np.zeros(len(texts)))
+        own = [rollout.reward for rollout in rollouts or ()] or [None] * len(texts)
+        if any(reward is not None for reward in own) or not self.rewards:
+            by_name[OWN_REWARD] = _own_rewards(own)
+            total = total + by_name[OWN_REWARD]
+        return total.astype(np.float32), {name: rewards.astype(np.float32) for name, rewards in by_name.items()}
+
+    async def _call(
+        self, reward: Reward, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None
+    ) -> npt.NDArray[np.float64]:
+        if (wanted := _wanted(reward.function)) and rollouts is None:
+            raise _failed(reward, f"has a parameter {wanted!r}, and here are texts without rollouts")
+        # The clock starts with the call: a function does not answer for the groups that wait for its thread.
+        async with self._thread(reward.function):
+            try:
+                async with asyncio.timeout(self._timeout) as limit:
+                    results = await _results(reward.function, row, list(texts), list(rollouts or ()))
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise _failed(reward, f"raised TimeoutError: {error}", error) from error
+                raise _failed(reward, f"took longer than {self._timeout:g} s for {len(texts)} completions") from error
+            except Exception as error:
+                raise _failed(reward, f"raised {type(error).__name__}: {error}", error) from error
+        if isinstance(results, str | Mapping) or not isinstance(results, Iterable):
+            raise _failed(reward, f"returned {results!r}, not one reward for each of the {len(texts)} completions")
+        values = list(results)
+        if len(values) != len(texts):
+            raise _failed(reward, f"returned {len(values)} rewards for {len(texts)} completions")
+        for value in values:
+            # Numbers of numpy and tensors with one element count as numbers; texts do not.
+            if not isinstance(value, numbers.Number | np.generic) and not hasattr(value, "item"):
+                raise _failed(reward, f"returned {value!r}, which is no number")
+        try:
+            rewards = np.array([float(value) for value in values])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _failed(reward, f"returned {values!r}: {error}") from error
+        if not np.isfinite(rewards).all():
+            raise _failed(reward, f"returned {rewards.tolist()}: rewards must be finite")
+        return rewards
+
+    def _thread(self, function: Callable[..., Any]) -> AbstractAsyncContextManager[None]:
+        """Surrounds a call. One that needs a thread waits for it."""
+        if _is_async(function):
+            return nullcontext()
+        return self._safe_threads if getattr(function, _THREAD_SAFE, False) else self._threads
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _own_rewards(rewards: Sequence[float | None]) -> npt.NDArray[np.float64]:
+    """What the environments of the rollouts gave (G,). Raises RewardError."""
+    if (missing := sum(reward is None for reward in rewards)) > 0:
+        raise RewardError(
+            f"{missing} of {len(rewards)} rollouts have no reward: the hook returns Rollout(..., reward=...) for each, "
+            f"or the generator gets a reward function"
+        )
+    own = np.array(rewards, np.float64)
+    if not np.isfinite(own).all():
+        raise RewardError(f"the hook gave the rewards {own.tolist()}: they must be finite")
+    return own
+
+
+def _wanted(function: Callable[..., Any]) -> str | None:
+    """Whether the function asks for rollouts beside texts: by a parameter named "rollout", or "rollouts"."""
+    try:
+        named = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some functions written in C
+        return None
+    return next((name for name in ("rollout", "rollouts") if name in named), None)
+
+
+async def _results(
+    function: Callable[..., Any], row: Mapping[str, Any], texts: list[str], rollouts: list[Rollout]
+) -> Any:
+    whole, wanted = getattr(function, _SCORES_GROUPS, False), _wanted(function)
+
+    def call() -> Any:
+        if whole:
+            return function(row, texts, **({wanted: rollouts} if wanted else {}))
+        if not wanted:
+            return [function(row, text) for text in texts]
+        return [function(row, text, **{wanted: rollout}) for text, rollout in zip(texts, rollouts, strict=True)]
+
+    results = call() if _is_async(function) else await in_daemon_thread(call)
+    if whole:
+        return await results if inspect.isawaitable(results) else results
+    return await asyncio.gather(*map(_resolved, results))
+
+
+def exact_match(row: Mapping[str, Any], completion_text: str) -> float:
+    """1.0 if the completion is `row["answer"]`, else 0.0. White space around them does not count."""
+    if "answer" not in row:
+        raise ValueError(f"exact_match needs an 'answer' in each row; this one has {', '.join(sorted(row))}")
+    return float(completion_text.strip() == str(row["answer"]).strip())
+
+
+def load_reward(name: str) -> Reward:
+    """The reward named "exact_match" or "package.module:function". A trailing "=0.5" gives its weight.
+
+    Raises ValueError for a name that leads to no function.
+    """
+    path, equals, weight = name.partition("=")
+    try:
+        number = float(weight) if equals else 1.0
+    except ValueError:
+        raise ValueError(f"reward {name!r}: its weight must be a number, not {weight!r}") from None
+    return Reward(load_function("reward", path, {"exact_match": exact_match}), number)
+
+
+async def _resolved(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
+def _failed(reward: Reward, how: str, error: Exception | None = None) -> RewardError:
+    return RewardError(f"reward function {reward.name!r} {how}{_where(reward.function, error)}")
+
+
+def _where(function: Callable[..., Any], error: Exception | None) -> str:
+    """The line of the function's file in which an error came up; without one the line where the function begins."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    start = max((index for index, frame in enumerate(frames) if frame.filename == __file__), default=-1) + 1
+    if start < len(frames):
+        return own_line(frames[start:])
+    plain: Any = inspect.unwrap(function)
+    if not hasattr(plain, "__code__"):
+        plain = type(plain).__call__  # an object that can be called
+    code = getattr(plain, "__code__", None)
+    return f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""
+
+
+# ------------------------------------------------------------------------------------------------ priorities
+
+Priority = Callable[[RolloutGroup], float]
+"""Finite and not negative. Tables do not forward an item of priority 0 to the pool."""
+
+
+def advantage(group: RolloutGroup) -> float:
+    """`scoring.trained_priority`: what is not trained on has no gradient."""
+    return trained_priority(group)
+
+
+def learnability(group: RolloutGroup) -> float:
+    """`scoring.group_learnability`; 0 for a group that carries no gradient."""
+    return group_learnability(group.rewards) if carries_gradient(group) else 0.0
+
+
+BUILT_IN = {"advantage": advantage, "learnability": learnability}
+
+
+def load_priority(name: str | Priority) -> Priority:
+    """One of BUILT_IN, or any function of a group: itself, or as "package.module:function".
+
+    The function that is returned raises ValueError if the user's own returns no finite number from 0.
+    Raises ValueError for a name that leads to no function.
+    """
+    function = name if callable(name) else load_function("priority", name, BUILT_IN)
+    if function in BUILT_IN.values():
+        return function
+    shown = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
+
+    def checked(group: RolloutGroup) -> float:
+        result = function(group)
+        try:
+            number = float(result)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"priority function {shown!r} returned {result!r}: it must be a finite number from 0")
+        return number
+
+    return checked

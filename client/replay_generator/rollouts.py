@@ -1,0 +1,480 @@
+"""Rollouts: what the policy did with one task, and the hook that plays it.
+
+    async def rollout(task: Task, policy: RolloutPolicy) -> Rollout:
+        sequence = RolloutSequence(task.prompt_ids)
+        while True:
+            turn = sequence.sampled(await policy.generate(sequence.token_ids))
+            if (answer := await tool(turn.text)) is None:
+                return Rollout([sequence])
+            sequence.given(task.tokenizer.encode(answer), role="tool", text=answer)
+
+The generator calls the hook once for each of the G rollouts of a group, all at the same time, and does everything
+else: permits, new weights, rewards, advantages, the insert. A hook that raises loses its own rollout alone.
+
+Token in, token out: a sequence keeps the ids that the engine drew, and the policy is asked with them. Nothing is
+decoded and tokenized again, because that gives other ids now and then, whose log-probabilities nobody has measured.
+What the policy did not write (the output of a tool, the words of a user) is given with `given`. No trainer trains on
+it.
+
+A rollout may have several sequences: of an agent and its sub-agents, or from before and after a compaction. It still
+counts once, with one reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from operator import index
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client import group_from_rows
+from replay_client.columns import OFFSETS, RAGGED
+from replay_client.errors import ReplayError
+from replay_client.rollout import RolloutGroup
+from replay_generator.engines import Completion, CompletionError, Engine, SamplingConfig, fault_of
+
+
+class RolloutError(ReplayError):
+    """A rollout failed. The others of its group go on."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one rollout has to do. The generator makes it; the hook reads it."""
+
+    prompt_id: str
+    """The same for the same prompt in every epoch."""
+    prompt_ids: list[int]
+    """(P,) tokens of the prompt, through the tokenizer's chat template if it consists of messages."""
+    row: Mapping[str, Any]
+    """The whole row with the prompt, which reward functions see too."""
+    messages: tuple[Mapping[str, Any], ...] | None
+    """The messages of the prompt; None: it is a text."""
+    index: int
+    """The number of this rollout in its group, from 0 to G - 1."""
+    sampling: SamplingConfig
+    """How tokens are drawn, unless the hook asks for something else."""
+    tokenizer: Any
+    """Of the engine."""
+    max_length: int
+    """The most tokens that the engine takes, with those that it draws."""
+    chat_template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, as `GeneratorConfig.chat_template`."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Tokens of a sequence that one side wrote."""
+
+    role: str
+    """"assistant" for what the policy wrote; "prompt", "tool", "user" or any other for what it was given."""
+    tokens: int
+    text: str = ""
+
+
+class RolloutSequence:
+    """The tokens of one sequence in order, each either drawn from the policy or given to it."""
+
+    def __init__(self, token_ids: Sequence[int], *, text: str = "") -> None:
+        """`token_ids`: what it begins with, for example `task.prompt_ids`."""
+        self.token_ids: list[int] = []
+        """All tokens so far."""
+        self.sampled_mask: list[bool] = []
+        """For each token, whether the policy wrote it, and may be trained on it."""
+        self.logprobs: list[float] = []
+        """For each token, in nats; NaN: unknown, or given."""
+        self.policy_versions: list[int] = []
+        """For each token, the version that drew it. A given one has that of the token before it, or -1."""
+        self.drawn: list[tuple[int, Completion]] = []
+        """The completions that have extras, each with the place of its first token."""
+        self.turns: list[Turn] = []
+        self.finish_reason = ""
+        """Of the last completion; "": there was none."""
+        self.given(token_ids, role="prompt", text=text)
+
+    def sampled(self, completion: Completion) -> Turn:
+        """Adds what the policy wrote. Returns it as a turn, whose text the hook can read."""
+        n = len(completion.token_ids)
+        if completion.extras:
+            self.drawn.append((len(self.token_ids), completion))
+        mask = [True] * n if completion.loss_mask is None else completion.loss_mask
+        self._add(completion.token_ids, mask, completion.logprobs, completion.policy_versions)
+        self.finish_reason = completion.finish_reason
+        self.turns.append(Turn("assistant", n, completion.text))
+        return self.turns[-1]
+
+    def given(self, token_ids: Sequence[int], *, role: str = "tool", text: str = "") -> None:
+        """Adds what the policy did not write."""
+        n, version = len(token_ids), self.policy_versions[-1] if self.policy_versions else -1
+        self._add(token_ids, [False] * n, [float("nan")] * n, [version] * n)
+        self.turns.append(Turn(role, n, text))
+
+    def _add(
+        self, token_ids: Sequence[int], mask: Sequence[bool], logprobs: Sequence[float], versions: Sequence[int]
+    ) -> None:
+        try:
+            self.token_ids += [index(token) for token in token_ids]
+        except TypeError:
+            raise RolloutError(
+                f"tokens are integers, not {token_ids!r:.80}: a text goes through task.tokenizer.encode"
+            ) from None
+        self.sampled_mask += mask
+        self.logprobs += logprobs
+        self.policy_versions += versions
+
+    @property
+    def head(self) -> int:
+        """How many tokens stand before the first that the policy wrote."""
+        first = 0
+        for turn in self.turns:
+            if turn.role == "assistant":
+                break
+            first += turn.tokens
+        return first
+
+
+@dataclass
+class Rollout:
+    """What the policy did with one task."""
+
+    sequences: list[RolloutSequence]
+    """At least one. Each begins with what the policy was given."""
+    reward: float | None = None
+    """What the environment gave. It is added to what reward functions give; None: they alone decide."""
+    finish_reason: str = ""
+    """Why it ended; "": as the last completion of its last sequence."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Whatever reward functions want to know of it, for example which tools were called. It is not stored."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Further numbers of the environment, such as the parts of its reward. Those that all rollouts of a group have are
+    stored and reported beside the values of reward functions, as `rollout/NAME`. They do not count in the reward."""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The turns of all sequences, one sequence after the other."""
+        return [turn for sequence in self.sequences for turn in sequence.turns]
+
+    @property
+    def text(self) -> str:
+        """What the policy wrote last: the text that plain reward functions score."""
+        return next((turn.text for turn in reversed(self.turns) if turn.role == "assistant"), "")
+
+
+Unanswered = list[tuple[float, str]]
+"""What engines are asked for and have not answered, the oldest first: since when on the loop's clock, and for what."""
+
+
+class RolloutPolicy:
+    """The policy as the rollouts of one group see it.
+
+    Rollouts that ask for the same tokens at the same moment, as all do in their first turn, share one request of the
+    engine, which then computes their common beginning once.
+    """
+
+    def __init__(
+        self, engine: Engine, sampling: SamplingConfig, unanswered: Unanswered, *, early: bool = False
+    ) -> None:
+        """`early`: each rollout goes on as soon as its own completion has ended, and not all of the request.
+        `unanswered` shows its requests to others."""
+        self._engine = engine
+        self._sampling = sampling
+        self._unanswered = unanswered
+        self._early = early
+        self._asked: dict[tuple[tuple[int, ...], SamplingConfig], list[asyncio.Future[Completion]]] = {}
+        self._requests: set[asyncio.Task[None]] = set()
+        self._sent = 0
+        self.failure: BaseException | None = None
+        """Why the engine failed; None: it did not."""
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingConfig | None = None) -> Completion:
+        """Draws one completion of `token_ids`. `sampling` None: as the generator is configured.
+
+        Raises RolloutError if the tokens leave no room for one more, or are no tokens of the tokenizer, CompletionError
+        if no policy can have drawn what the engine returned, and any other error of the engine.
+        """
+        if why := why_unfit(self._engine, token_ids):
+            raise RolloutError(f"the policy was asked to go on after {why}")
+        request = tuple(token_ids), sampling or self._sampling
+        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        if (waiting := self._asked.get(request)) is None:
+            waiting = self._asked[request] = []
+            # After all rollouts that can go on now: they may ask for the same.
+            asyncio.get_running_loop().call_soon(self._send, request)
+        waiting.append(done)
+        return await done
+
+    def _send(self, request: tuple[tuple[int, ...], SamplingConfig]) -> None:
+        waiting = [done for done in self._asked.pop(request) if not done.done()]
+        if waiting:
+            task = asyncio.create_task(self._ask(*request, waiting))
+            self._requests.add(task)
+            task.add_done_callback(self._requests.discard)
+
+    async def _ask(
+        self, token_ids: tuple[int, ...], sampling: SamplingConfig, waiting: list[asyncio.Future[Completion]]
+    ) -> None:
+        if sampling.seed is not None and self._sent:
+            # Otherwise two rollouts that come to the same tokens, one after the other, would go on equally.
+            seed = random.Random(f"{sampling.seed}/request {self._sent}").getrandbits(31)
+            sampling = replace(sampling, seed=seed)
+        self._sent += 1
+        engine, n, vocabulary = type(self._engine).__name__, len(waiting), getattr(self._engine, "vocabulary", None)
+
+        def finished(number: int, completion: Completion | None) -> None:
+            if (done := waiting[number]).done():  # its rollout was given up meanwhile
+                return
+            if fault := fault_of(completion, sampling, vocabulary):
+                done.set_exception(CompletionError(f"completion {number} of {engine} {fault}"))
+            elif completion is not None:
+                done.set_result(completion)
+
+        self._unanswered.append(asked := (asyncio.get_running_loop().time(), f"{n} completions of {engine}"))
+        try:
+            completions = await self._engine.generate(list(token_ids), sampling, n, *[finished] * self._early)
+            for number in range(n):
+                finished(number, completions[number] if number < len(completions) else None)
+        except Exception as error:
+            if not isinstance(error, CompletionError):
+                self.failure = self.failure or error
+            for done in waiting:
+                if not done.done():
+                    done.set_exception(error)
+        finally:
+            self._unanswered.remove(asked)
+
+    async def close(self) -> None:
+        """Ends the requests that nobody waits for any more."""
+        for task in list(self._requests):
+            task.cancel()
+        await asyncio.gather(*self._requests, return_exceptions=True)
+
+
+def why_unfit(engine: Engine, token_ids: Sequence[int]) -> str:
+    """Why the engine cannot go on after these tokens; "" if it can."""
+    if not 0 < len(token_ids) < engine.max_length:
+        return (
+            f"{len(token_ids)} tokens; the engine takes 1 to {engine.max_length - 1}, so that with one more they fit "
+            "its maximum length"
+        )
+    # An engine may die of an id that its model has no row for.
+    known = len(engine.tokenizer) if hasattr(engine.tokenizer, "__len__") else None
+    if (lowest := min(token_ids)) < 0 or (known is not None and max(token_ids) >= known):
+        wrong = lowest if lowest < 0 else max(token_ids)
+        return f"the token {wrong}, and its tokenizer has the tokens 0 to {known - 1 if known else 'its last'}"
+    return ""
+
+
+RolloutHook = Callable[[Task, RolloutPolicy], Awaitable[Rollout]]
+"""Plays one rollout. It may raise any exception: then the rollout has failed.
+
+A hook that is an asynchronous context manager too is entered before the first rollout, and left after the last: an
+environment may need servers of its own."""
+
+
+def held(hook: RolloutHook) -> AbstractAsyncContextManager[Any]:
+    """The context in which `hook` may be called."""
+    return hook if isinstance(hook, AbstractAsyncContextManager) else nullcontext()
+
+
+async def single_turn(task: Task, policy: RolloutPolicy) -> Rollout:
+    """One completion of the prompt: what the generator does without a hook."""
+    sequence = RolloutSequence(task.prompt_ids)
+    sequence.sampled(await policy.generate(task.prompt_ids))
+    return Rollout([sequence])
+
+
+async def play(
+    hook: RolloutHook,
+    tasks: Sequence[Task],
+    engine: Engine,
+    timeout: float | None,
+    unanswered: Unanswered,
+    finished: Callable[[int, Rollout], Awaitable[None]],
+    *,
+    early: bool = False,
+    patience: Callable[[], float | None] = lambda: None,
+) -> list[Exception]:
+    """Plays one rollout for each of `tasks`, all at the same time. `timeout`: seconds for each.
+
+    `finished` is awaited with each rollout and its number as soon as it is finished. Returns why others were not, but
+    for those that were given up for want of patience. `patience`: seconds that the next one may take; None: as long as
+    it needs. `early`, `unanswered`: as of RolloutPolicy. Raises any error of the engine but CompletionError, which is
+    that of a rollout, and of `finished`.
+    """
+    policy = RolloutPolicy(engine, tasks[0].sampling, unanswered, early=early)
+
+    async def one(task: Task) -> Exception | None:
+        if isinstance(rollout := await attempt(task), Exception):
+            return rollout
+        await finished(task.index, rollout)
+        return None
+
+    async def attempt(task: Task) -> Rollout | Exception:
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                if not inspect.isawaitable(playing := hook(task, policy)):
+                    raise RolloutError(f"the hook returned {playing!r:.80} without being awaited: write async def")
+                return checked(await playing)
+        except Exception as error:
+            if policy.failure is not None:
+                raise policy.failure from None
+            if isinstance(error, TimeoutError) and limit.expired():
+                return RolloutError(f"it took longer than {timeout:g} s (rollout_timeout): does its engine hang?")
+            return error
+
+    playing = [asyncio.create_task(one(task)) for task in tasks]
+    running, done = set(playing), set(playing)
+    try:
+        while running and done:
+            done, running = await asyncio.wait(running, timeout=patience(), return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
+    finally:
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)  # the error of one is enough
+        await policy.close()
+    return [error for each in playing if each not in running and (error := each.result()) is not None]
+
+
+def checked(rollout: Any) -> Rollout:
+    """What a hook returned. Raises RolloutError if no group can be made of it."""
+    if not isinstance(rollout, Rollout):
+        raise RolloutError(f"the hook returned {rollout!r:.80}, not a Rollout: return Rollout([sequence])")
+    if not rollout.sequences:
+        raise RolloutError("the hook returned a rollout without sequences: return Rollout([sequence])")
+    for sequence in rollout.sequences:
+        if not isinstance(sequence, RolloutSequence):
+            raise RolloutError(f"the hook returned a rollout of {sequence!r:.80}, which is no RolloutSequence")
+    if len({id(sequence) for sequence in rollout.sequences}) < len(rollout.sequences):
+        raise RolloutError("the hook returned one sequence twice: make a RolloutSequence for each")
+    if all(turn.role != "assistant" for turn in rollout.turns):
+        raise RolloutError(
+            "the policy wrote nothing in the rollout: add what policy.generate returns with sequence.sampled"
+        )
+    return rollout
+
+
+def where(failure: Exception) -> str:
+    """The line of the hook's own file from which a failure of `play` came; "" if it came from elsewhere."""
+    frames = traceback.extract_tb(failure.__traceback__)[1:]  # the first is that of `play`
+    return own_line(frames) if frames and frames[0].filename != __file__ else ""
+
+
+def own_line(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The last line of the file that was called first. The error may be in a library, but this line is its user's."""
+    last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+    return f" ({last.filename}, line {last.lineno})"
+
+
+def group_of_rollouts(rollouts: Sequence[Rollout], version: int, **fields: Any) -> RolloutGroup:
+    """The group of these rollouts; `fields` are its rewards, its advantages, and others of RolloutGroup.
+
+    What all sequences begin with becomes the shared prompt. `version`: of the policy before the generation; it counts
+    if no token was drawn. Raises ValueError as RolloutGroup does.
+    """
+    sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
+    heads = [sequence.head for sequence in sequences]
+    counts = [len(rollout.sequences) for rollout in rollouts]
+    if len(sequences) > len(rollouts):
+        fields["sequence_counts"] = np.array(counts, np.int32)
+    masks = [np.array(sequence.sampled_mask[head:], np.bool_) for sequence, head in zip(sequences, heads, strict=True)]
+    unknown = _leave_out_unknown(sequences, heads, masks) if len(sequences) > len(rollouts) else 0
+    group = group_from_rows(
+        prompts=[sequence.token_ids[:head] for sequence, head in zip(sequences, heads, strict=True)],
+        completions=[sequence.token_ids[head:] for sequence, head in zip(sequences, heads, strict=True)],
+        logprobs=[sequence.logprobs[head:] for sequence, head in zip(sequences, heads, strict=True)],
+        loss_masks=None if all(mask.all() for mask in masks) else masks,
+        **fields,
+    )
+    spans = group.sampled_spans()
+    drawn = [np.array(s.policy_versions[head:], np.int64) for s, head in zip(sequences, heads, strict=True)]
+    known = np.concatenate([versions[versions >= 0] for versions in drawn])
+    group.policy_version, last = (int(known.min()), int(known.max())) if known.size else (version, version)
+    if last != group.policy_version:
+        group.policy_version_end = last
+        _set_column(group, "policy_versions", list(zip(spans, drawn, strict=True)), fill=group.policy_version)
+    _set_extras(
+        group,
+        [(sequence.drawn, span.start - head) for sequence, head, span in zip(sequences, heads, spans, strict=True)],
+    )
+    if unknown:
+        group.meta["unknown_logprobs"] = unknown
+    if any(len(sequence.turns) > 2 for sequence in sequences):
+        group.meta["turns"] = [[[turn.role, turn.tokens] for turn in sequence.turns] for sequence in sequences]
+    return group
+
+
+def _leave_out_unknown(
+    sequences: Sequence[RolloutSequence], heads: Sequence[int], masks: Sequence[npt.NDArray[np.bool_]]
+) -> int:
+    """Masks tokens whose log-probability the engine does not know, where it knows others. Returns how many.
+
+    RolloutGroup refuses such tokens in rollouts of several sequences: it cannot tell them from those of tools.
+    """
+    count = 0
+    for sequence, head, mask in zip(sequences, heads, masks, strict=True):
+        unknown = mask & np.isnan(sequence.logprobs[head:])
+        if unknown.any() and (mask & ~unknown).any():
+            count += int(unknown.sum())
+            mask &= ~unknown
+    return count
+
+
+def _set_extras(group: RolloutGroup, sequences: Sequence[tuple[Sequence[tuple[int, Completion]], int]]) -> None:
+    """The extras of all completions as columns of the group. Tokens whose completion has none get 0, or an empty set.
+
+    Each sequence: its completions with the place of their first token, and where the place 0 would stand among the T
+    tokens of the group. A token of the shared prompt stands before the first of them.
+    """
+    shared = group.prompt_ids.size
+    pieces: dict[tuple[str, str], list[tuple[slice, npt.NDArray[Any]]]] = {}
+    ragged: dict[str, list[tuple[int, Completion]]] = {}
+    for drawn, offset in sequences:
+        for start, completion in drawn:
+            for name, values in completion.extras.items():
+                axis = completion.axes.get(name, "token")
+                if axis == RAGGED:
+                    ragged.setdefault(name, []).append((offset + start, completion))
+                elif axis == "whole":
+                    # The engine has read the sequence from its first token on, which is one of the shared prompt.
+                    at = offset + shared
+                    pieces.setdefault((name, axis), []).append((slice(0, shared), values[:shared]))
+                    pieces[name, axis].append((slice(at + shared, at + len(values)), values[shared:]))
+                elif completion.axes.get(name.removesuffix(OFFSETS)) != RAGGED:
+                    at = offset + start
+                    pieces.setdefault((name, axis), []).append((slice(at, at + len(values)), np.asarray(values)))
+    for (name, axis), parts in pieces.items():
+        _set_column(group, name, parts, fill=0, axis=axis)
+    for name, completions in ragged.items():
+        _set_sets(group, name, completions)
+
+
+def _set_sets(group: RolloutGroup, name: str, completions: Sequence[tuple[int, Completion]]) -> None:
+    """An extra with a set for each of the T tokens: those of the completions from these tokens on, empty elsewhere."""
+    counts_T = np.zeros(group.num_tokens, np.int64)
+    for start, completion in completions:
+        counts = np.diff(completion.extras[name + OFFSETS])
+        counts_T[start : start + counts.size] = counts
+    in_order = [completion.extras[name] for _, completion in sorted(completions, key=lambda each: each[0])]
+    group.extras[name], group.axes[name] = np.concatenate(in_order), RAGGED
+    group.extras[name + OFFSETS] = np.concatenate(([0], np.cumsum(counts_T))).astype(np.int32)
+
+
+def _set_column(
+    group: RolloutGroup, name: str, parts: Sequence[tuple[slice, npt.NDArray[Any]]], fill: int, axis: str = "token"
+) -> None:
+    """An extra with a row for each of the T tokens, or P + T for "whole": `parts` in their places, `fill` elsewhere."""
+    first, rows = parts[0][1], group.num_tokens + (group.prompt_ids.size if axis == "whole" else 0)
+    column = np.full((rows, *first.shape[1:]), fill, first.dtype)
+    for span, values in parts:
+        column[span] = values
+    group.extras[name], group.axes[name] = column, axis

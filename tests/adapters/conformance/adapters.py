@@ -1,0 +1,178 @@
+"""What each adapter of another project's trainer was shown to do: the table of docs/reference/adapters.md.
+
+python -m tests.adapters.conformance.adapters     prints the table
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from replay_adapters.hooks import RUN_WITH
+
+SHOWN_ON = "2026-11-23"
+COLUMNS = {
+    "prompts": "Prompts differ within a group, and each row comes back with its own.",
+    "sequences": "Rollouts of several sequences.",
+    "masks": "Tokens that the policy did not write.",
+    "columns": "Routed experts, sets of top-p, log-probabilities of a teacher, and what nobody knows.",
+    "failed": "Groups with samples that failed, or that are left out of the loss.",
+    "staleness": "No group beyond the bound is trained on.",
+    "trainer killed": "SIGKILL of the trainer loses no group.",
+    "server killed": "SIGKILL of the server.",
+    "server hangs": "SIGSTOP of the server.",
+    "restart": "A trainer that starts again counts its versions on, and finds the groups.",
+    "off": "Without the pool, the framework is as it was.",
+    "ranks": "Two ranks.",
+    "metrics": "What was replaced, and what was missing, is in the framework's own metrics.",
+}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A test shows it, as `module::function`; `note`: what the table says beside that."""
+
+    test: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class NotShown:
+    """No test shows it, because of `reason`."""
+
+    reason: str
+
+
+Row = Mapping[str, Shown | NotShown]
+_ROUND_TRIP = Shown("test_conformance::test_a_group_comes_back_bit_by_bit")
+_POOL_HANGS = Shown("test_conformance::test_a_pool_whose_server_hangs_is_empty_until_it_goes_on", "in the pool itself")
+_ONE_PROCESS = "one process talks to the server for all ranks"
+_SKYRL_PLACES = Shown(
+    "test_skyrl::test_stored_groups_within_the_bound_stand_bit_by_bit_in_the_place_of_groups_without_variance"
+)
+_SKYRL_KILLED = Shown("test_skyrl::test_a_killed_trainer_generates_no_finished_group_again_unless_it_is_too_old")
+TABLE: Mapping[str, Row] = {
+    "TRL": {
+        "prompts": Shown("test_trl_prompts::test_a_row_with_a_prompt_of_its_own_is_stored_and_comes_back_with_it"),
+        "sequences": NotShown("TRL counts each row as a rollout: such a group is put aside"),
+        "masks": Shown("test_trl::test_groups_that_somebody_else_wrote_are_used_with_their_own_rewards_and_masks"),
+        "columns": NotShown("TRL's rows have none"),
+        "failed": NotShown("TRL has no samples that fail"),
+        "staleness": Shown("test_conformance::test_a_pool_gives_no_group_beyond_the_bound", "in the pool itself"),
+        "trainer killed": NotShown("the pool holds copies: an acknowledged insert stays, whoever dies"),
+        "server killed": Shown(
+            "test_trl_shared::test_training_goes_on_with_fresh_rows_while_the_server_is_away_and_uses_it_again_when_it_is_back"
+        ),
+        "server hangs": _POOL_HANGS,
+        "restart": Shown(
+            "test_conformance::test_a_pool_that_starts_again_counts_its_versions_on", "in the pool itself"
+        ),
+        "off": Shown("test_trl::test_a_size_of_zero_leaves_trl_alone"),
+        "ranks": Shown("test_trl_shared::test_two_ranks_share_the_server_of_the_first_and_train_on_different_groups"),
+        "metrics": Shown(
+            "test_trl::test_a_group_without_variance_becomes_what_the_server_holds_once_the_pool_has_others"
+        ),
+    },
+    "AsyncGRPO": {
+        "prompts": Shown("test_trl_async::test_trl_reads_the_groups_that_generators_inserted"),
+        "sequences": Shown(
+            "test_trl_async::test_trl_reads_the_sequences_of_a_rollout_with_one_advantage_and_counts_its_reward_once"
+        ),
+        "masks": Shown("test_trl_async::test_trl_reads_the_groups_that_generators_inserted"),
+        "columns": NotShown("TRL's samples have none"),
+        "failed": NotShown("a generator inserts whole groups"),
+        "staleness": Shown("test_trl_async::test_groups_of_a_run_before_are_behind_and_not_ahead"),
+        "trainer killed": Shown(
+            "test_trl_async_killed::test_a_killed_trainer_loses_nothing_and_trains_on_nothing_twice"
+        ),
+        "server killed": Shown("test_trl_async::test_a_server_that_is_away_pauses_the_trainer"),
+        "server hangs": NotShown("the same code as for a server that is away"),
+        "restart": Shown("test_trl_async::test_a_trainer_that_starts_again_goes_on_from_the_version_that_it_left"),
+        "off": NotShown("it is the queue itself: without it TRL has its own worker"),
+        "ranks": Shown("test_trl_async_killed::test_the_ranks_of_a_trainer_share_what_its_first_rank_takes"),
+        "metrics": Shown("test_trl_async::test_a_group_without_variance_is_replaced_from_the_pool"),
+    },
+    "verl": {
+        "prompts": Shown("test_verl::test_a_group_without_variance_has_the_rows_of_a_stored_group"),
+        "sequences": Shown("test_verl::test_sessions_of_several_rows_and_columns_of_tokens_come_back_bit_by_bit"),
+        "masks": Shown("test_verl::test_a_group_without_variance_has_the_rows_of_a_stored_group"),
+        "columns": Shown("test_verl::test_sessions_of_several_rows_and_columns_of_tokens_come_back_bit_by_bit"),
+        "failed": NotShown(
+            "verl itself drops sessions that failed; a group without them is smaller, and is left alone"
+        ),
+        "staleness": Shown("test_conformance::test_a_pool_gives_no_group_beyond_the_bound", "in the pool itself"),
+        "trainer killed": NotShown("the pool holds copies: an acknowledged insert stays, whoever dies"),
+        "server killed": NotShown("the same pool as TRL's and slime's"),
+        "server hangs": _POOL_HANGS,
+        "restart": Shown(
+            "test_conformance::test_a_pool_that_starts_again_counts_its_versions_on", "in the pool itself"
+        ),
+        "off": NotShown("without the option verl does not load it; validation passes through"),
+        "ranks": NotShown(_ONE_PROCESS),
+        "metrics": Shown("test_verl::test_a_group_without_variance_has_the_rows_of_a_stored_group"),
+    },
+    "slime": {
+        **dict.fromkeys(("prompts", "sequences", "masks", "columns"), _ROUND_TRIP),
+        "failed": Shown(
+            "test_slime::test_a_group_that_cannot_be_stored_as_it_is_stays_as_it_is",
+            "removed: stored; failed: left alone",
+        ),
+        "staleness": Shown("test_conformance::test_slime_uses_no_group_beyond_the_bound"),
+        "trainer killed": Shown("test_conformance::test_what_a_killed_slime_stored_is_there_for_the_next_one"),
+        "server killed": Shown("test_slime::test_slime_goes_on_while_the_server_is_away"),
+        "server hangs": Shown("test_conformance::test_slime_goes_on_while_the_server_hangs"),
+        "restart": Shown("test_conformance::test_what_a_killed_slime_stored_is_there_for_the_next_one"),
+        "off": NotShown("without the option slime does not load it; evaluation passes through"),
+        "ranks": NotShown(_ONE_PROCESS),
+        "metrics": Shown("test_slime::test_a_group_without_variance_becomes_a_stored_one_in_its_place"),
+    },
+    "Miles": {
+        **dict.fromkeys(("prompts", "sequences", "masks", "columns", "failed"), _ROUND_TRIP),
+        "staleness": Shown("test_miles::test_the_same_operations_give_the_samples_and_metrics_of_miles_own_buffer"),
+        "trainer killed": Shown(
+            "test_miles::test_a_killed_trainer_gets_back_what_its_checkpoint_lacks_and_nothing_else"
+        ),
+        "server killed": Shown("test_conformance::test_miles_goes_on_where_it_was_after_a_server_died_or_hung"),
+        "server hangs": Shown("test_conformance::test_miles_goes_on_where_it_was_after_a_server_died_or_hung"),
+        "restart": Shown("test_miles::test_a_trainer_that_ends_gives_back_what_its_checkpoint_lacks"),
+        "off": NotShown("without the option Miles has its own buffer"),
+        "ranks": NotShown(_ONE_PROCESS),
+        "metrics": Shown("test_miles::test_the_same_operations_give_the_samples_and_metrics_of_miles_own_buffer"),
+    },
+    "SkyRL": {
+        **dict.fromkeys(("prompts", "sequences", "masks"), _SKYRL_PLACES),
+        "columns": Shown(_SKYRL_PLACES.test, "routed experts, images, and what nobody knows"),
+        "failed": Shown(_SKYRL_PLACES.test, "left out of the loss; SkyRL has no rows that failed"),
+        "staleness": _SKYRL_PLACES,
+        "trainer killed": _SKYRL_KILLED,
+        "server killed": Shown("test_skyrl::test_training_goes_on_without_a_server"),
+        "server hangs": Shown("test_skyrl::test_training_goes_on_without_a_server"),
+        "restart": _SKYRL_KILLED,
+        "off": NotShown("without the class SkyRL has its own trainer"),
+        "ranks": NotShown(_ONE_PROCESS),
+        "metrics": _SKYRL_PLACES,
+    },
+}
+
+
+def markdown() -> str:
+    """The table, one column for each adapter, and the reasons of its empty cells below."""
+    lines = [f"| | {' | '.join(TABLE)} |", "|---|" + "---|" * len(TABLE)]
+    reasons: list[str] = []
+    for column, meaning in COLUMNS.items():
+        cells = []
+        for row in TABLE.values():
+            cell = row[column]
+            if isinstance(cell, Shown):
+                cells.append(f"yes ({cell.note})" if cell.note else "yes")
+                continue
+            if cell.reason not in reasons:
+                reasons.append(cell.reason)
+            cells.append(f"– ({reasons.index(cell.reason) + 1})")
+        lines.append(f"| **{column}**: {meaning} | {' | '.join(cells)} |")
+    versions = [f"| shown on {SHOWN_ON} with | {' | '.join(RUN_WITH[name] for name in TABLE)} |"]
+    return "\n".join([*lines, *versions, "", *(f"{i}. {reason}." for i, reason in enumerate(reasons, 1))]) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,64 @@
+"""What adapters do with a framework that is not the one that they were run with."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextlib import nullcontext
+
+import pytest
+
+from replay_adapters import hooks
+from replay_adapters.hooks import RUN_WITH, hooks_of
+from tests.adapters.conformance.sources import COMMITS
+
+
+class Framework:
+    """What an adapter needs, of any version."""
+
+    tools = None
+
+    def draw(self, count: int, table: str, further: int = 0) -> None:
+        """Nothing is drawn."""
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        ("draw(table, count, ...)", ""),
+        ("draw(count, table, further)", ""),
+        ("tools", ""),
+        ("draw(count, table)", r".*draw takes \(count, table, further\), not \(count, table\)"),
+        ("draw(count, scope, ...)", r".*draw takes .*, not \(count, scope, \.\.\.\)"),
+        ("toys", "type object 'Framework' has no attribute 'toys'"),
+    ],
+)
+def test_a_framework_is_refused_for_its_hooks_and_not_for_its_number(
+    monkeypatch: pytest.MonkeyPatch, hook: str, words: str
+) -> None:
+    monkeypatch.setitem(hooks.HOOKS, "verl", f"{__name__}:Framework.{hook}")
+    refused = pytest.raises(ImportError, match=r"run with verl 0\.9\.1, .* differs: " + words)
+    with refused if words else nullcontext(), hooks_of("verl"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("adapter", "missing", "framework"),
+    [
+        ("trl_async", "trl.experimental.async_grpo.async_rollout_worker", "AsyncGRPO"),
+        *((name.lower(), name.lower(), name) for name in ("verl", "slime", "Miles", "SkyRL")),
+    ],
+)
+def test_an_adapter_without_its_hook_modules_says_in_one_sentence_what_it_was_run_with(
+    monkeypatch: pytest.MonkeyPatch, adapter: str, missing: str, framework: str
+) -> None:
+    name = f"replay_adapters.{adapter}"
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ImportError, match=f"the adapter for {framework} was run with {RUN_WITH[framework]}, .*Install"):
+        importlib.import_module(name)
+
+
+def test_the_sources_that_the_tests_take_are_what_the_adapters_say() -> None:
+    said = {name.lower(): text for name, text in RUN_WITH.items()}
+    assert all(commit[:10] in said[name] for name, commit in COMMITS.items())

@@ -1,0 +1,365 @@
+"""`tables`, `items`, `show`, `top --json`: what a person and a program see of a server."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from examples.demo.task import make_tokenizer
+from replay_client import ReplayClient, group_from_rows
+from replay_generator.prompts import Prompt
+from replay_generator.stored_prompts import LoadMark, StoredPrompt
+from replay_protos import replay_pb2 as pb
+from tests.commands import COMMAND, Running, fails
+from tests.factories import make_group, make_sequences, server_process, until
+
+
+def document(result):
+    assert (result.returncode, result.stderr) == (0, ""), result
+    return json.loads(result.stdout)
+
+
+def test_tables_shows_sizes_and_who_waits_and_why(client, replay):
+    client.insert(b"12345", {"replay": 1.0})
+    thread = threading.Thread(target=lambda: client.sample("replay", 2, timeout=None))
+    thread.start()
+    until(lambda: client.server_info().tables["replay"].sampling.count)
+    shown = replay("tables")
+    assert shown.returncode == 0
+    assert "1 / 16" in shown.stdout
+    assert "1 sample request waits, none was served for " in shown.stdout
+    assert "replay: sampling blocked: 1 of 2 samples available (size 1)" in shown.stdout
+    data = document(replay("tables", "--json"))
+    table = data["tables"]["replay"]
+    assert (table["size"], data["bytes"], table["sampling"]["count"]) == (1, 5, 1)
+    assert table["config"]["sampler"]["type"] == "prioritized"
+    policy = {"version": 0, "weights": "", "age": data["policy"]["age"], "usual": None, "state": ""}
+    assert (data["policy"], data["admission"]) == (policy, None)
+    client.insert(b"x", {"replay": 1.0})
+    thread.join()
+
+
+def test_tables_names_who_works_here_and_who_has_ended(client, server, replay):
+    with ReplayClient(server.address, name="gen-a") as other, other.writer() as writer:
+        writer.insert(b"x", {"replay": 1.0})
+        writer.flush()
+        assert re.search(r"^generator gen-a: connected, seen \d.* ago$", replay("tables").stdout, re.MULTILINE)
+    until(lambda: not any(each.open for each in client.server_info().clients))
+    assert "generator gen-a: not connected, seen " in replay("tables").stdout
+    with ReplayClient(server.address, name="gen-a") as other:
+        other.insert(b"x", {"replay": 1.0})
+        other.leave()
+    assert "generator gen-a: ended, seen " in replay("tables").stdout
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_a_narrow_terminal_shows_fewer_columns_and_each_of_them_whole(client, replay, columns):
+    client.insert(b"12345", {"replay": 1.0})
+    lines = on_a_terminal(columns, client.address).splitlines()
+    table = [line for line in lines if line.startswith(("table", "rollouts", "replay"))]
+    assert len(table) == 3
+    assert "1 / 16" in table[2]
+    assert "…" not in "".join(table)
+    assert ("oldest" in table[0]) == (columns >= 80)
+
+
+def on_a_terminal(columns, address):
+    """What `replay tables` writes to a terminal of so many columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [*COMMAND, "--address", address, "tables"]
+    subprocess.run(command, stdout=slave, timeout=60, check=True, env=environment | {"TERM": "xterm", "NO_COLOR": "1"})
+    os.close(slave)
+    written = b""
+    with contextlib.suppress(OSError):  # at the end, since nobody has the other side any more
+        while some := os.read(master, 65536):
+            written += some
+    os.close(master)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
+
+
+def test_what_json_says_has_the_same_fields_always(client, replay):
+    client.insert(make_group(), {"replay": 1.0})
+    data = document(replay("tables", "--json"))
+    assert set(data) == {"address", *pb.ServerInfo.DESCRIPTOR.fields_by_name}
+    assert set(data["tables"]["replay"]) == set(pb.TableInfo.DESCRIPTOR.fields_by_name)
+    page = document(replay("items", "replay", "--json"))
+    assert sorted(page) == ["items", "matching", "next_page", "table"]
+    item_fields = (
+        "age bytes columns effective_priority key policy_version priority staleness tags times_sampled waits_for"
+    )
+    assert sorted(page["items"][0]) == item_fields.split()
+
+
+def test_items_that_wait_for_a_column_say_so_everywhere(client, replay):
+    client.update_table("rollouts", requires=["teacher_logprobs"])
+    keys = [client.insert(make_group(), {"rollouts": 1.0}) for _ in range(3)]
+    client.extend(keys[0], {"teacher_logprobs": np.zeros(6, np.float32)})
+    assert "rollouts waits for teacher_logprobs: 2 items" in replay("tables").stdout
+    shown = replay("items", "rollouts").stdout.splitlines()
+    assert "waits for" in shown[0]
+    assert ["teacher_logprobs" in line for line in shown if line.startswith(tuple(map(str, keys)))] == [
+        True,
+        True,
+        False,
+    ]
+    rows = document(replay("items", "rollouts", "--json", "--descending"))["items"]
+    assert [row["waits_for"] for row in rows] == [[], ["teacher_logprobs"], ["teacher_logprobs"]]
+    assert rows[0]["columns"] == ["teacher_logprobs"]
+
+
+def test_items_are_filtered_ordered_and_paged(client, replay):
+    keys = [client.insert(b"x", {"replay": priority}, policy_version=1) for priority in (3.0, 1.0, 2.0)]
+    client.insert(b"x", {"replay": 9.0}, policy_version=3)
+    client.set_policy_version(3)
+    first = document(
+        replay("items", "replay", "--json", "--order-by", "priority", "--min-staleness", "1", "--limit", "2")
+    )
+    assert [row["priority"] for row in first["items"]] == [1.0, 2.0]
+    assert [row["key"] for row in first["items"]] == [str(keys[1]), str(keys[2])]
+    assert (first["matching"], first["items"][0]["staleness"]) == (3, 2)
+    rest = document(
+        replay(
+            *("items", "replay", "--json", "--order-by", "priority", "--min-staleness", "1", "--limit", "2"),
+            *("--page", first["next_page"]),
+        )
+    )
+    assert ([row["priority"] for row in rest["items"]], rest["next_page"]) == ([3.0], None)
+    highest = replay("items", "replay", "--order-by", "priority", "-d", "--limit", "1")
+    assert "       9 " in highest.stdout
+    assert "1 of 4 items; for the next ones add --page 1" in highest.stdout
+
+
+def test_show_gives_text_rewards_and_log_probabilities_of_a_group(client, replay, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    ids = tokenizer("12+34=").input_ids
+    group = make_group(prompt=ids, lengths=(2, 0, 1), rewards=(1.0, 0.0, 0.0), version=2, prompt_id="sum-7")
+    group.rollout_logprobs[:] = [-0.5, -1.5, np.nan]
+    key = client.insert(group, {"rollouts": 0.7, "replay": 0.5})
+    shown = replay("show", hex(key), "--tokenizer", str(tmp_path))
+    assert shown.returncode == 0, shown.stderr
+    for words in (
+        f"key {key}",
+        "in rollouts (priority 0.7, sampled 0 times), replay (priority 0.5, sampled 0 times)",
+        "prompt 'sum-7': 6 tokens\n12+34=",
+        "completion 0: 2 tokens  reward 1  advantage +1.15  mean log-prob -1.000",
+        "completion 1: 0 tokens  reward 0",
+        "completion 2: 1 token  reward 0  advantage -0.577  log-probabilities unknown",
+    ):
+        assert words in shown.stdout
+    data = document(replay("show", str(key), "--tokens", "--json"))
+    first, _, last = data["group"]["completions"]
+    assert first["ids"] == group.completion_ids[:2].tolist()
+    assert (first["logprobs"], first["mean_logprob"]) == ([-0.5, -1.5], -1.0)
+    assert (last["logprobs"], last["mean_logprob"], last["unknown_logprobs"]) == ([None], None, 1)
+    assert data["group"]["prompt"] == {"tokens": 6, "ids": ids}
+
+
+def test_show_prints_a_prompt_of_a_table_of_prompts_and_the_mark_behind_it(client, replay):
+    row = {"prompt": "12+34=", "prompt_id": "sum-7", "answer": "46"}
+    key = client.insert(StoredPrompt(Prompt.of(row), 2, 5).encode(), {"replay": 1.0})
+    mark = client.insert(LoadMark(1, 0, 9, "", 2, 6).encode(), {"replay": 1.0})
+    shown = replay("show", str(key)).stdout
+    assert '"prompt_id": "sum-7"' in shown
+    assert '"answer": "46"' in shown
+    stored = document(replay("show", str(key), "--json"))["stored_prompt"]
+    assert stored == {"prompt_id": "sum-7", "content": "12+34=", "row": row, "epoch": 2, "position": 5}
+    assert document(replay("show", str(mark), "--json"))["mark"]["position"] == 6
+
+
+def test_show_names_the_rollout_of_each_sequence_and_the_axis_of_each_extra(client, replay):
+    group = make_sequences(
+        token_advantages=[0.5, 0, 0, 0, 2, 2],
+        extras={"experts": np.zeros((8, 2), np.uint8), "image": np.zeros((1, 1), ml_dtypes.bfloat16)},
+        axes={"experts": "whole"},
+    )
+    key = client.insert(group, {"replay": 1.0})
+    shown = replay("show", str(key)).stdout
+    for words in (
+        "group of 2 rollouts in 3 sequences, 6 tokens\n",
+        "extras.experts: uint8 (8, 2), 16 bytes, axis whole\n",
+        "extras.image: bfloat16 (1, 1), 2 bytes\n",
+        "rollout 0, sequence 2 of 2: 2 tokens  reward 1 ",
+        "rollout 1, sequence 1 of 1: 2 tokens  reward 0 ",
+    ):
+        assert words in shown
+    data = document(replay("show", str(key), "--tokens", "--json"))["group"]
+    assert data["extras"]["experts"] == {"dtype": "uint8", "shape": [8, 2], "bytes": 16, "axis": "whole"}
+    places = [(each["rollout"], each["part"], each["parts"]) for each in data["completions"]]
+    assert places == [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
+    assert data["completions"][2]["token_advantages"] == [2, 2]
+
+
+def test_show_tells_the_context_of_a_completion_from_what_the_policy_wrote(client, replay, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    group = group_from_rows(
+        prompts=[tokenizer(text).input_ids for text in ("1+1=", "1+23=")],
+        completions=[tokenizer("2").input_ids, tokenizer("24").input_ids],
+        logprobs=[[-1.0], [-2.0, np.nan]],
+        rewards=[1, 0],
+        advantages=[1, -1],
+    )
+    key = client.insert(group, {"replay": 1.0})
+    shown = replay("show", str(key), "--tokenizer", str(tmp_path)).stdout
+    assert "prompt: 2 tokens\n1+\n" in shown
+    assert "completion 1: 2 tokens  reward 0  advantage -1  mean log-prob -2.000  1 log-probs unknown\n" in shown
+    assert "[own context, 3 tokens, not trained on]\n23=\n[2 tokens, trained on]\n24\n" in shown
+    last = document(replay("show", str(key), "--tokens", "--json"))["group"]["completions"][1]
+    assert last["context"] == {"tokens": 3, "ids": group.completion_ids[3:6].tolist()}
+    assert (last["ids"], last["logprobs"]) == (group.completion_ids[6:].tolist(), [-2.0, None])
+
+
+def test_show_tells_who_wrote_each_turn_and_what_is_trained_on(client, replay, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    parts = [("assistant", "1+2"), ("tool", "=3"), ("assistant", "+"), ("assistant", "")]
+    ids = [tokenizer(text).input_ids for _, text in parts]
+    turns = [[["prompt", 4], *([role, len(each)] for (role, _), each in zip(parts, ids, strict=True))]]
+    group = make_group(
+        prompt=tokenizer("1+2=").input_ids,
+        completions=[[token for each in ids for token in each]],
+        loss_mask=[False, True, True, False, False, True],
+        meta={"turns": turns, "worker": "a"},
+    )
+    key = client.insert(group, {"replay": 1.0})
+    shown = replay("show", str(key), "--tokenizer", str(tmp_path)).stdout
+    assert (
+        "[assistant, 3 tokens, 2 trained on]\n1+2\n[tool, 2 tokens, not trained on]\n=3\n"
+        "[assistant, 1 token, trained on]\n+\n[assistant, 0 tokens]\n"
+    ) in shown
+    assert "meta: worker a\n" in shown
+    document_of_group = document(replay("show", str(key), "--json"))["group"]
+    (completion,) = document_of_group["completions"]
+    assert completion["turns"][:2] == [
+        {"role": "assistant", "start": 0, "stop": 3, "trained": 2, "tokens": 3},
+        {"role": "tool", "start": 3, "stop": 5, "trained": 0, "tokens": 2},
+    ]
+    assert document_of_group["meta"] == {"turns": turns, "worker": "a"}
+    whole = document(replay("show", str(key), "--json", "--tokens"))["group"]["completions"][0]
+    assert whole["turns"][1]["ids"] == ids[1]
+    plain = client.insert(make_group(), {"replay": 1.0})
+    assert "trained on" not in replay("show", str(plain)).stdout
+    many = make_group(lengths=(80,), loss_mask=[token % 2 == 0 for token in range(80)])
+    assert (
+        "[and 16 more turns; --json has them all]\n" in replay("show", str(client.insert(many, {"replay": 1.0}))).stdout
+    )
+
+
+def test_show_of_other_bytes_says_so_and_sends_no_control_characters_to_the_terminal(client, replay):
+    key = client.insert(b"\x1b[31mred\x00" * 20, {"replay": 1.0})
+    shown = replay("show", str(key))
+    assert (shown.returncode, "\x1b" in shown.stdout) == (0, False)
+    assert "180 bytes" in shown.stdout
+    assert "not a rollout group" in shown.stdout
+    assert "1b 5b 33 31 6d 72 65 64 00" in shown.stdout
+    data = document(replay("show", str(key), "--json"))
+    assert (data["group"], data["bytes"], data["head"][:6]) == (None, 180, "1b5b33")
+    group_key = client.insert(make_group(prompt_id="\x1b]0;title\x07"), {"replay": 1.0})
+    assert "\x1b" not in replay("show", str(group_key)).stdout
+
+
+@contextlib.contextmanager
+def looking(address, *options, **environment):
+    """`replay top --json`, whose lines are documents."""
+    command = [*options, "top", "--json", "--interval", "0.1"]
+    environment = os.environ | {"REPLAY_ADDRESS": address} | environment
+    with Running(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # or a test that fails would wait for it
+
+
+def test_top_writes_a_line_for_each_look_and_goes_on_while_nobody_answers(server, client):
+    with looking(server.address) as process:
+        lines = map(json.loads, process.stdout)
+        first = next(lines)
+        assert set(first) == {"time", "address", *pb.ServerInfo.DESCRIPTOR.fields_by_name}
+        client.insert(b"x", {"replay": 1.0})
+        assert any(line["tables"]["replay"]["size"] == 1 for line in lines)
+        server.stop()
+        gone = next(line for line in lines if "problem" in line)
+        assert set(gone) == {"time", "address", "problem"}
+        assert gone["problem"].startswith("no replay server answers at ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=200) == 130
+
+
+def test_top_goes_on_while_a_server_hangs_and_ends_with_a_line_where_it_is_refused(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("read-only:0123456789abcdef\n")
+    config = f"[security]\ntokens_file = '{tokens}'\n[[tables]]\nname = 'a'\n"
+    with (
+        server_process(tmp_path, config) as server,
+        looking(server.address, "--timeout", "2", REPLAY_TOKEN="0123456789abcdef") as process,
+    ):
+
+        def until_said(word):  # on a loaded machine it can miss the server for a moment, before that or after
+            assert any(word in json.loads(line) for line in process.stdout)
+
+        until_said("tables")
+        server.process.send_signal(signal.SIGSTOP)
+        until_said("problem")
+        server.process.send_signal(signal.SIGCONT)
+        until_said("tables")
+        tokens.write_text("read-only:fedcba9876543210\n")
+        _, said = process.communicate(timeout=200)
+    assert process.returncode == 1
+    assert said.startswith("replay: the token is not one of this server's")
+    assert said.count("\n") == 1
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_traceback(server):
+    shell = f"{sys.executable} -m replay_cli top --json --interval 0.1 | head -1"
+    environment = os.environ | {"REPLAY_ADDRESS": server.address}
+    done = subprocess.run(shell, shell=True, capture_output=True, text=True, env=environment, timeout=200)
+    assert json.loads(done.stdout)["address"] == server.address
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["tables", "items replay", "show 1", "policy", "table delete replay 1 -y", "table reset --all -y"],
+)
+def test_commands_fail_with_one_line_where_no_server_answers(command):
+    assert fails("--timeout", "0.2", *command.split()).startswith("replay: no replay server answers at 127.0.0.1:1")
+
+
+def test_without_a_command_there_is_the_help(replay):
+    assert replay().stderr.startswith("Usage: replay ")
+
+
+def test_output_has_colours_on_a_terminal_only_and_not_with_no_color(client, replay, server):
+    client.insert(b"x", {"replay": 1.0})
+    assert "\x1b[" not in replay("tables").stdout
+    shell = f"{sys.executable} -m replay_cli --address {server.address} tables"
+    on_terminal = ["script", "-qec", shell, "/dev/null"]
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
+    coloured = subprocess.run(on_terminal, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
+    plain = subprocess.run(
+        on_terminal, capture_output=True, text=True, env=environment | {"NO_COLOR": "1"}, stdin=subprocess.DEVNULL
+    )
+    assert "\x1b[" in coloured.stdout
+    assert not any(f"\x1b[{number}m" in plain.stdout for number in range(30, 38))
+
+
+def test_the_shell_completes_commands_and_tables(replay):
+    words = replay(_REPLAY_COMPLETE="complete_bash", COMP_WORDS="replay dash", COMP_CWORD="1").stdout.split()
+    assert words == ["dashboard"]
+    words = replay(_REPLAY_COMPLETE="complete_bash", COMP_WORDS="replay items re", COMP_CWORD="2").stdout.split()
+    assert words == ["replay"]

@@ -1,0 +1,524 @@
+"""What the diagnosis says of healthy and of sick servers: one situation a line."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from replay_client.records import ServerInfo, TableInfo, server_info_of
+from replay_client.shards.merging import merge_infos
+from replay_dashboard import diagnosis
+from replay_dashboard.diagnosis import Finding, Level, diagnose
+from replay_generator import GeneratorConfig
+from replay_generator.engines import SamplingConfig
+from replay_protos import replay_pb2 as pb
+from replay_server import TableConfig
+from replay_trainer import GRPOConfig
+
+VERSION = "0.1.0"
+NOW = 1000.0
+LONG = 20.0
+
+QUEUE = {"rate_limiter": {"type": "queue", "max_size": 64}, "forward_to": "replay"}
+POOL = {"sampler": "prioritized", "remover": "min_heap", "max_size": 512, "max_staleness": 20}
+
+
+def table(name: str, config: dict[str, Any] | None = None, **counts: Any) -> pb.TableInfo:
+    """A table with these counters; it has been fed, and its items have priority 1."""
+    counts = {"inserts": 100, "priority": pb.Quantiles(max=1.0)} | counts
+    return pb.TableInfo(name=name, config=TableConfig(name=name, **(config or {})).model_dump_json(), **counts)
+
+
+def server(*tables: TableInfo, **fields: Any) -> ServerInfo:
+    """A server that has run for an hour at policy version 60, with room on its machine."""
+    defaults = {
+        "version": VERSION,
+        "time": NOW,
+        "uptime": 3600.0,
+        "max_bytes": 10**9,
+        "memory_available": 10**10,
+        "long_wait": LONG,
+        "policy": pb.Policy(version=60, weights="step-60", age=1.0),
+    }
+    return server_info_of(pb.ServerInfo(tables=tables, **defaults | fields))
+
+
+def waiting(seconds: float = 2 * LONG, reason: str = "the reason", count: int = 1) -> pb.Waiting:
+    return pb.Waiting(count=count, reason=reason, seconds=seconds)
+
+
+def admission(**fields: Any) -> pb.AdmissionInfo:
+    return pb.AdmissionInfo(**{"groups_per_step": 16, "max_staleness": 2} | fields)
+
+
+def tutorial(queue: dict[str, Any] | None = None, pool: dict[str, Any] | None = None, **fields: Any) -> ServerInfo:
+    """The two tables of the tutorial after 60 steps of 16 groups, 500 of which had variance."""
+    queue = {"inserts": 990, "samples": 960, "consumed": 960, "forwarded": 500, "size": 30} | (queue or {})
+    pool = {"inserts": 500, "samples": 460, "stale": 370, "size": 130} | (pool or {})
+    fields = {"admission": admission(accepted=990)} | fields
+    return server(table("rollouts", QUEUE, **queue), table("replay", POOL, **pool), **fields)
+
+
+HEALTHY = {
+    "a tutorial run whose pool groups went stale after they were trained on": tutorial(),
+    "a pool that replaces nothing, because every group has variance": tutorial(pool={"samples": 0}),
+    "a pool that is full and evicts groups that were trained on": tutorial(
+        pool={"evicted": 370, "evicted_unsampled": 370, "stale": 0}
+    ),
+    "generators that wait for a step that takes longer than their groups": tutorial(
+        admission=admission(accepted=990, acquiring=waiting(LONG / 2))
+    ),
+    "a trainer that waits for as long as steps of this run take": tutorial(
+        {"sampling": waiting(3 * LONG)}, long_wait=4 * LONG, admission=admission(acquiring=waiting(3 * LONG))
+    ),
+    "a trainer that waits a moment for its next batch": tutorial({"sampling": waiting(LONG / 2)}),
+    "a server that started a moment ago": server(
+        table("rollouts", QUEUE, inserts=0), table("replay", POOL, inserts=0), uptime=1.0
+    ),
+    "a pool that clients feed directly and sample often": server(
+        table("pool", {"max_staleness": 4}, inserts=1000, samples=4000, stale=900, size=100)
+    ),
+    "items that wait a moment for a column": tutorial(
+        {"waiting_rows": 1, "lacking": [pb.Lacking(name="value", items=1)], "waiting_seconds": LONG / 2}
+    ),
+    "an on-disk server with room on its disk": tutorial(disk_available=10**11, commits=100),
+    "priorities of 0 in a queue, which ignores them": tutorial({"priority": pb.Quantiles()}),
+    "tables with bounds of their own on a server without one": server(
+        table("pool", {"max_bytes": "1GB"}, size=1), max_bytes=0
+    ),
+}
+
+WARNINGS = {
+    "two versions of the package": (server(version="9.9"), "version", "the server is 9.9"),
+    "a clock that is ahead": (server(time=NOW + 60), "clock", "1 min ahead of"),
+    "nothing bounds memory": (
+        server(*(table(f"t{i}") for i in range(7)), max_bytes=0),
+        "memory",
+        "nothing bounds the bytes of t0, t1, t2, t3, t4 and 2 more",
+    ),
+    "memory nearly at its bound": (server(bytes=95 * 10**7), "memory", "95% of max_bytes 1.0 GB"),
+    "a machine with less memory than the bound": (
+        server(memory_available=2 * 10**8),
+        "memory",
+        "200.0 MB left, and its tables may grow by 1.0 GB",
+    ),
+    "a disk that is nearly full": (server(disk_available=10**6), "disk", "1.0 MB left"),
+    "one damaged record": (server(damaged=1), "disk", "1 item lost, because"),
+    "damaged records": (server(damaged=3), "disk", "3 items lost, because bytes on disk are damaged"),
+    "a trainer that publishes no version": (
+        server(table("pool", samples=5), policy=pb.Policy()),
+        "policy",
+        "no policy version was ever published",
+    ),
+    "permits that expire": (tutorial(admission=admission(expired=4)), "permits", "4 permits expired unused"),
+    "generators without permits and no trainer": (
+        tutorial(admission=admission(acquiring=waiting())),
+        "permits",
+        "1 permit request waits, none was served for 40 s: ",
+    ),
+    "a queue that nobody samples": (
+        tutorial({"inserting": waiting(reason="9 > max_diff 8")}),
+        "rollouts",
+        "1 insert waits, none was served for 40 s: 9 > max_diff 8",
+    ),
+    "a queue that nobody fills": (tutorial({"sampling": waiting()}), "rollouts", "1 sample request waits"),
+    "items that nobody extends": (
+        tutorial(
+            {
+                "waiting_rows": 14,
+                "lacking": [pb.Lacking(name="teacher_logprobs", items=14)],
+                "waiting_seconds": 3 * LONG,
+            },
+            clients=[pb.ClientInfo(name="gpu-7", role="teacher, trainer", age=61.0)],
+        ),
+        "rollouts",
+        "waits for teacher_logprobs: 14 items; nobody has extended one for 1 min; last seen: gpu-7 (1 min 1 s ago)",
+    ),
+    "a balance over a tag that no item has": (
+        server(table("pool", {"balance": {"tag": "enviroment"}}, size=9, values=[pb.ValueInfo(items=9, weight=1.0)])),
+        "pool",
+        "it balances 'enviroment', and no item has this tag: its draws are as without balance",
+    ),
+    "a balance that lets nothing be drawn": (
+        server(
+            table(
+                "pool",
+                {"balance": {"tag": "level", "weights": {"1": 0.0}}},
+                size=9,
+                values=[pb.ValueInfo(name="1", items=9)],
+            )
+        ),
+        "pool",
+        "balance gives weight 0 to every value of 'level' that its items have: nothing is ever drawn",
+    ),
+    "a table that fills once and blocks": (
+        server(table("pool", {"when_full": "block"})),
+        "pool",
+        "full, it blocks inserting for ever",
+    ),
+    "a queue larger than its table": (
+        server(table("queue", QUEUE | {"max_size": 4, "forward_to": None})),
+        "queue",
+        "admits 64 items, and the table evicts beyond max_size 4",
+    ),
+    "a table that has no room for what its items wait for": (
+        server(table("pool", {"requires": ["value"], "max_bytes": "1GB"})),
+        "pool",
+        "it requires value and evicts beyond max_bytes: while it is full, what its items wait for is refused",
+    ),
+    "a pool without a priority above 0": (
+        server(table("pool", {"sampler": "prioritized"}, size=3, priority=pb.Quantiles())),
+        "pool",
+        "every item has priority 0",
+    ),
+    "a table that no client fills": (server(table("spare", inserts=0)), "spare", "no client has ever"),
+    "a pool whose queue nobody samples": (
+        tutorial({"samples": 0, "forwarded": 0}, {"inserts": 0, "stale": 0}),
+        "replay",
+        "nobody has sampled rollouts, which feeds it",
+    ),
+    "a pool whose queue forwards nothing": (
+        tutorial({"forwarded": 0}, {"inserts": 0, "stale": 0}),
+        "replay",
+        "rollouts was sampled and has forwarded nothing",
+    ),
+    "some groups come too late": (
+        server(table("pool", {"max_staleness": 1}, inserts=80, stale_refused=20, samples=80)),
+        "pool",
+        "20% of what was generated was dropped unused",
+    ),
+    "an archive that nobody writes": (
+        server(table("archive", archive_of="rollouts", evicted=60, evicted_unsampled=60)),
+        "archive",
+        "60 items of rollouts (60% of all) were not archived",
+    ),
+    "a table too small for what is inserted": (
+        server(table("pool", evicted=60, evicted_unsampled=60)),
+        "pool",
+        "60 items (60% of all) evicted before anybody sampled them",
+    ),
+    "a pool that refuses what its queue forwards": (
+        tutorial({"forward_refused": 5}),
+        "rollouts",
+        "5 items could not join replay",
+    ),
+}
+
+FAILURES = {
+    "a shard that hangs or is away": (merge_infos({"a": tutorial()}, ["b"]), "shard b", "does not answer"),
+    "a disk that fails": (
+        server(commit_error="No space left on device"),
+        "disk",
+        "cannot write to data_dir and refuses inserts: No space left on device",
+    ),
+    "a start that lost changes": (server(fell_back="fell back to commit 7"), "disk", "to commit 7"),
+    "a trainer that is gone": (
+        tutorial(silences=[pb.Silence(side="trainer", reason="no new policy version since version 29, 94 s ago")]),
+        "trainer",
+        "no new policy version since version 29, 94 s ago",
+    ),
+    "generators that are gone": (
+        tutorial(silences=[pb.Silence(side="generators", table="rollouts", reason="nobody inserts into rollouts")]),
+        "generators",
+        "nobody inserts into rollouts",
+    ),
+    "permits that no step returns, while the trainer waits for groups": (
+        tutorial({"sampling": waiting()}, admission=admission(accepted=64, acquiring=waiting())),
+        "permits",
+        "a trainer waits for groups of rollouts: neither can move",
+    ),
+    "a queue full of items that nobody extends": (
+        tutorial(
+            {
+                "waiting_rows": 2,
+                "lacking": [pb.Lacking(name="teacher_logprobs", items=2), pb.Lacking(name="value", items=1)],
+                "waiting_seconds": 2 * LONG,
+                "inserting": waiting(),
+                "sampling": waiting(),
+            }
+        ),
+        "rollouts",
+        "waits for teacher_logprobs: 2 items, value: 1 item; nobody has extended one for 40 s",
+    ),
+    "both sides of a table wait": (
+        server(table("pool", inserting=waiting(), sampling=waiting())),
+        "pool",
+        "wait for each other",
+    ),
+    "a ratio that max_times_sampled does not allow": (
+        server(
+            table(
+                "pool",
+                {"rate_limiter": {"type": "sample_to_insert_ratio", "samples_per_insert": 4.0}, "max_times_sampled": 2},
+            )
+        ),
+        "pool",
+        "inserting will block for ever",
+    ),
+    "a min_size that does not fit into max_bytes": (
+        server(
+            table("pool", {"rate_limiter": {"type": "min_size", "min_size": 10}, "max_bytes": 50}, size=4, bytes=40)
+        ),
+        "pool",
+        "never fit into max_bytes 50 bytes",
+    ),
+    "most of a queue goes stale unused": (
+        server(table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)),
+        "rollouts",
+        "74% of what was generated was dropped unused",
+    ),
+    "a pool that loses what clients insert before it is sampled": (
+        server(table("pool", {"max_staleness": 1}, stale=90, samples=10)),
+        "pool",
+        "80% of what was generated was dropped unused",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("info", "headlines"),
+    [
+        pytest.param(tutorial(), [], id="healthy"),
+        pytest.param(
+            tutorial({"inserting": waiting(), "sampled": pb.Rhythm(age=LONG)}),
+            ["Inserts into rollouts are blocked: nobody samples it"],
+            id="the trainer does not come",
+        ),
+        pytest.param(
+            tutorial({"inserting": waiting(), "sampled": pb.Rhythm(age=1.0)}),
+            ["Inserts into rollouts are blocked"],
+            id="the trainer comes too seldom",
+        ),
+        pytest.param(
+            tutorial(pool={"sampling": waiting(), "inserted": pb.Rhythm(age=LONG)}),
+            ["Samples of replay are blocked: nobody inserts into it"],
+            id="the generators do not come",
+        ),
+        pytest.param(tutorial({"sampling": waiting(seconds=1.0)}), [], id="a short wait"),
+        pytest.param(
+            tutorial(admission=admission(acquiring=waiting()), policy=pb.Policy(version=3, age=60.0)),
+            ["Generators are blocked: no policy version was published"],
+            id="no version comes",
+        ),
+        pytest.param(
+            tutorial(
+                {
+                    "waiting_rows": 1,
+                    "lacking": [pb.Lacking(name="value", items=1)],
+                    "waiting_seconds": LONG,
+                    "sampling": waiting(),
+                }
+            ),
+            ["rollouts is blocked: nobody extends its items"],
+            id="the teacher does not come",
+        ),
+        pytest.param(
+            tutorial(silences=[pb.Silence(side="trainer", reason="no new policy version")]),
+            ["The trainer is gone"],
+            id="the trainer is gone",
+        ),
+        pytest.param(
+            tutorial(silences=[pb.Silence(side=side, reason=side) for side in ("generators", "trainer")]),
+            ["Trainer and generators are gone"] * 2,
+            id="both are gone",
+        ),
+    ],
+)
+def test_a_finding_that_stops_the_run_has_a_headline(info: ServerInfo, headlines: list[str]) -> None:
+    assert [finding.headline for finding in troubles(info) if finding.headline] == headlines
+
+
+def troubles(info: ServerInfo) -> list[Finding]:
+    return [finding for finding in diagnose(info, VERSION, NOW) if finding.level is not Level.OK]
+
+
+@pytest.mark.parametrize("situation", HEALTHY)
+def test_a_healthy_server_has_no_trouble(situation):
+    assert troubles(HEALTHY[situation]) == []
+
+
+@pytest.mark.parametrize("situation", WARNINGS | FAILURES)
+def test_a_sick_server_has_one_trouble_with_its_remedy(situation):
+    info, check, words = (WARNINGS | FAILURES)[situation]
+    found = [finding for finding in troubles(info) if finding.check == check]
+    level = Level.FAILURE if situation in FAILURES else Level.WARNING
+    assert [(finding.check, finding.level) for finding in found] == [(check, level)]
+    assert words in found[0].message
+    assert found[0].remedy
+
+
+OF_THE_COMMAND = {"not-encrypted", "no-server", "server-hangs", "refused", "slow"}
+"""Rules about the connection: tests/cli/test_doctor.py."""
+
+
+def generator(name: str, **facts: Any) -> pb.ClientInfo:
+    return pb.ClientInfo(name=name, role="generator", settings=json.dumps(GeneratorConfig().described()), **facts)
+
+
+def test_the_situations_of_this_file_meet_every_rule_of_the_table():
+    stale = table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)
+    more = [
+        *(server(stale, admission=admission(max_staleness=most)) for most in (1, 2)),
+        server(table("pool", kept_dropped=3)),
+        tutorial({"inserting": waiting()}),
+        server(
+            table("building", size=1, age=pb.Quantiles(max=2 * LONG), sampled=pb.Rhythm(age=2 * LONG)),
+            admission=admission(building_table="building"),
+        ),
+        server(table("rollouts", QUEUE | {"max_staleness": 1}, flow=pb.Flow(versions=9, staleness=1.5))),
+        described(tr=("trainer", trainer_says(fresh_groups_per_step=8))),
+        described(tr=("trainer", trainer_says(rollouts_table="other"))),
+        described(gen=("generator", GeneratorConfig(sampling=SamplingConfig(top_p=0.9, sampling_masks=0)).described())),
+        tutorial({"sampling": waiting()}, clients=[pb.ClientInfo(name="gen", role="generator", ended=True)]),
+        server(clients=[generator("a", open=1), generator("b", age=2 * LONG)]),
+    ]
+    infos = [*(info for info, _, _ in (WARNINGS | FAILURES).values()), *more]
+    assert {finding.rule for info in infos for finding in troubles(info)} == set(diagnosis.RULES) - OF_THE_COMMAND
+
+
+@pytest.mark.parametrize("name", diagnosis.RULES)
+def test_a_rule_has_a_level_a_sentence_and_unless_the_server_refused_a_remedy(name):
+    rule = diagnosis.RULES[name]
+    assert rule.keys() - {"headline"} == {"level", "sentence", "remedy"}
+    assert Level(rule["level"]) is not Level.OK
+    assert bool(rule["remedy"]) == (name != "refused")
+
+
+@pytest.mark.parametrize("name", diagnosis.RULES)
+def test_the_first_remedy_weakens_no_bound(name):
+    assert not diagnosis.RULES[name]["remedy"].startswith(("raise", "widen"))
+
+
+def test_the_remedy_for_staleness_depends_on_the_admission():
+    stale = table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)
+
+    def remedy(**fields: Any) -> str:
+        return next(finding.remedy for finding in troubles(server(stale, **fields)) if finding.check == "rollouts")
+
+    assert "use [admission]" in remedy()
+    assert "set [admission] max_staleness (2) to at most that of this table (1)" in remedy(admission=admission())
+    assert "every generator asks for permits" in remedy(admission=admission(max_staleness=1))
+
+
+def test_each_table_is_parsed_once_however_many_there_are(monkeypatch):
+    parsed: Counter[str] = Counter()
+    loads = diagnosis.json.loads
+
+    def counted(text: str) -> Any:
+        config = loads(text)
+        parsed[config["name"]] += 1
+        return config
+
+    monkeypatch.setattr(diagnosis.json, "loads", counted)
+    info = server(*(table(f"t{i}", QUEUE, inserts=0) for i in range(300)))
+    assert len(list(diagnose(replace(info, max_bytes=0), VERSION, NOW))) > 300
+    assert set(parsed.values()) == {1}
+    assert len(parsed) == 300
+
+
+# ---------------------------------------------------------------------------------------- what the parts say
+
+
+def described(**changes: Any) -> ServerInfo:
+    """A server, a generator and a trainer that agree; `changes` are clients in the place of theirs, or fields."""
+    people = {"gen": ("generator", GeneratorConfig().described()), "tr": ("trainer", trainer_says())}
+    people |= {name: changes.pop(name) for name in ("gen", "tr") if name in changes}
+    clients = [
+        pb.ClientInfo(name=name, role=role, open=1, age=1.0, settings=json.dumps(settings))
+        for name, (role, settings) in people.items()
+    ]
+    tables = table("rollouts", QUEUE), table("replay", POOL)
+    permits = admission(groups_per_step=4, max_staleness=1, table="rollouts")
+    return server(*tables, **{"clients": clients, "admission": permits} | changes)
+
+
+def trainer_says(**own: Any) -> dict[str, str]:
+    """What a GRPOConfig says of itself, but for `own`."""
+    config = GRPOConfig(output_dir="x", groups_per_step=8, replay_share=0.5)
+    return config.described() | {name: json.dumps(value) for name, value in own.items()}
+
+
+def said_of(info: ServerInfo, check: str, **options: Any) -> list[tuple[Level, str, str]]:
+    found = diagnose(info, VERSION, NOW, **options)
+    return [(each.level, each.message, each.remedy) for each in found if each.check == check]
+
+
+def test_parts_that_agree_are_no_finding():
+    assert troubles(described()) == []
+
+
+@pytest.mark.parametrize(
+    ("sampling", "level", "words"),
+    [
+        ({"top_p": 0.95}, Level.OK, "generator gen draws with top_p 0.95, and stores what that keeps"),
+        ({"min_p": 0.05}, Level.OK, "generator gen draws with min_p 0.05, and stores what that keeps"),
+        ({"top_p": 0.95, "top_k": 20, "sampling_masks": 0}, Level.WARNING, "gen draws with top_p 0.95, top_k 20, and"),
+        ({"min_p": 0.05, "sampling_masks": 0}, Level.WARNING, "gen draws with min_p 0.05, and stores no sampling"),
+        ({}, None, ""),
+    ],
+    ids=["masks are stored", "masks of min_p", "no masks", "no masks of min_p", "all tokens"],
+)
+def test_a_generator_that_draws_from_a_part_of_the_vocabulary_is_named_if_it_does_not_say_which(sampling, level, words):
+    says = GeneratorConfig(sampling=SamplingConfig(**sampling)).described()
+    found = said_of(described(gen=("generator", says)), "sampling")
+    assert [each[0] for each in found] == ([level] if level else [])
+    assert all(words in message for _, message, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("said", "check", "words"),
+    [
+        ({"fresh_groups_per_step": 8}, "permits", "takes 8 fresh groups a step, and [admission] lets 4 be generated"),
+        ({"fresh_groups_per_step": 2}, "permits", "generators run ahead of it"),
+        ({"rollouts_table": "other"}, "tables", "from other, and generator gen inserts into rollouts, replay"),
+    ],
+    ids=["more than is admitted", "less than is admitted", "another table"],
+)
+def test_a_trainer_that_takes_other_groups_than_are_made_is_named(said, check, words):
+    info = described(tr=("trainer", trainer_says(**said)))
+    [(level, message, remedy)] = said_of(info, check)
+    assert level is Level.WARNING
+    assert words in message
+    assert remedy
+
+
+@pytest.mark.parametrize("junk", ["[]", "{}", "null", "-1", "1e999", '"x"', "not JSON", "[[[[", ""])
+def test_a_client_that_says_nonsense_of_itself_stops_no_diagnosis(junk):
+    names = [*trainer_says(), "tables", "max_concurrent_groups", "priority"]
+    said = dict.fromkeys(names, junk) | {"part": '"generator"'}
+    odd = {"gen": ("generator", said), "tr": ("trainer", said | {"part": '"trainer"'})}
+    assert {each.check for each in diagnose(described(**odd), VERSION, NOW)} >= {"rollouts", "replay"}
+
+
+def test_who_was_killed_some_time_ago_is_not_compared():
+    info = described(tr=("trainer", trainer_says(fresh_groups_per_step=8)))
+    assert said_of(info, "permits")[0][0] is Level.WARNING
+    for client in info.clients:
+        client.open, client.age = 0, 2 * LONG
+    assert said_of(info, "permits") == []
+
+
+def test_dynamic_sampling_takes_more_groups_than_a_step_trains_on():
+    said = trainer_says(fresh_groups_per_step=2, zero_variance="dynamic")
+    assert said_of(described(tr=("trainer", said)), "permits") == []
+
+
+@pytest.mark.parametrize(
+    ("staleness", "fields", "options", "level", "words"),
+    [
+        (3.9, {}, {}, Level.OK, "drawn 3.9 versions old in the mean"),
+        (3.9, {}, {"max_staleness": 2}, Level.WARNING, "drawn 3.9 versions old in the mean, and 2 is the bound"),
+        (1.2, {}, {"max_staleness": 2}, Level.OK, "drawn 1.2 versions old in the mean"),
+        (9.0, {"admission": admission(max_staleness=8, table="rollouts")}, {}, Level.WARNING, "and 8 is the bound"),
+    ],
+)
+def test_the_staleness_of_draws_is_told_and_compared_with_its_bound(staleness, fields, options, level, words):
+    queue = table("rollouts", QUEUE | {"max_staleness": None, "forward_to": None})
+    queue.flow.CopyFrom(pb.Flow(versions=32, drawn=4.0, staleness=staleness))
+    [found] = [each for each in said_of(server(queue, **fields), "rollouts", **options) if "drawn " in each[1]]
+    assert found[0] is level
+    assert words in found[1]

@@ -1,0 +1,349 @@
+"""Rules of the page without a browser: the budget, the health of a run, files of metrics, prompts, the command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from replay_client.errors import ServerUnavailableError
+from replay_client.records import Policy, ServerInfo, TableInfo
+from replay_dashboard.budget import DEAREST, Budget
+from replay_dashboard.diagnosis import Finding, Level
+from replay_dashboard.facts import Facts, FactsStore
+from replay_dashboard.group import TokenText
+from replay_dashboard.health import signals, verdict
+from replay_dashboard.prompts import PromptLog
+from replay_dashboard.training import MOST_POINTS, Runs
+from replay_protos import replay_pb2 as pb
+from replay_server import ReplayServer, TableConfig
+from tests.commands import Running, fails
+from tests.factories import PATIENCE
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "client/replay_dashboard/page"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def spend(budget: Budget, clock: Clock, seconds: float, error: type[Exception] | None = None) -> None:
+    async with budget.call():
+        clock.now += seconds
+        if error is not None:
+            raise error("x")
+
+
+async def test_calls_cost_what_they_took_and_credit_grows_by_its_share():
+    clock = Clock()
+    budget = Budget(0.01, 0.5, clock=clock)
+    await spend(budget, clock, 0.7)
+    assert budget.credit == pytest.approx(-0.2 + 0.0, abs=0.01)
+    clock.now += 30
+    assert budget.credit == pytest.approx(0.1, abs=0.01)
+    clock.now += 1000
+    assert budget.credit == 0.5
+    await spend(budget, clock, 60.0)
+    assert budget.credit == pytest.approx(0.5 - DEAREST + 0.6, abs=0.01)  # a minute long it grew
+
+
+async def test_a_call_waits_for_credit_and_a_background_call_for_half_of_it():
+    clock = Clock()
+    budget = Budget(0.01, 0.5, clock=clock)
+    await spend(budget, clock, 0.4)
+    waiting = [asyncio.create_task(hold(budget, background)) for background in (True, False)]
+    await asyncio.wait_for(waiting[1], PATIENCE)
+    assert not waiting[0].done()
+    clock.now += 100
+    await asyncio.wait_for(waiting[0], PATIENCE)
+
+
+async def hold(budget: Budget, background: bool) -> None:
+    async with budget.call(background=background):
+        pass
+
+
+async def test_a_server_that_is_away_costs_nothing():
+    clock = Clock()
+    budget = Budget(0.01, 0.5, clock=clock)
+    with pytest.raises(ServerUnavailableError):
+        await spend(budget, clock, 3.0, ServerUnavailableError)
+    assert budget.credit == 0.5
+
+
+async def test_of_calls_that_are_alike_the_fastest_is_the_price():
+    clock = Clock()
+    budget = Budget(0.0, 1.0, alike=True, clock=clock)
+    for seconds in (0.01, 0.3, 0.9):
+        await spend(budget, clock, seconds)
+    assert budget.credit == pytest.approx(1.0 - 3 * 0.01)
+
+
+# ------------------------------------------------------------------------------------------------ health
+
+
+def test_a_collapse_is_seen_in_the_entropy_or_without_metrics_in_the_log_probs():
+    falling = [0.5] * 10 + [0.4, 0.2, 0.05, 0.01, 0.01, 0.01, 0.01]
+    steady = [0.5 - 0.01 * step for step in range(17)]
+    rising, flat = [0.38 + 0.026 * step for step in range(17)], [0.4] * 17
+    for metrics, versions, level in (
+        ({"train/entropy": falling}, [], Level.FAILURE),
+        ({"train/entropy": falling, "fresh/reward_mean": flat}, [], Level.FAILURE),
+        ({"train/entropy": falling, "fresh/reward_mean": rising}, [], Level.OK),
+        ({"train/entropy": falling, "fresh/reward_mean": flat, "eval/pass@8": rising}, [], Level.OK),
+        ({}, [{"logprob": -each, "reward": 0.4} for each in falling], Level.FAILURE),
+        ({}, [{"logprob": -each, "reward": reward} for each, reward in zip(falling, rising, strict=True)], Level.OK),
+    ):
+        (sign,) = signals(metrics, versions)
+        assert sign.message.startswith("train/entropy fell" if metrics else "mean negative log-prob fell")
+        said = verdict(info_of(), [], [sign])
+        ends = {Level.FAILURE: "The policy is collapsing", Level.OK: "Healthy"}
+        assert (sign.level, said["headline"]) == (level, ends[level])
+        assert not said["remedy"].startswith("raise")
+    assert signals({"train/entropy": steady}, []) == []
+    assert signals({}, [{"logprob": None}] * 30) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("correction/ess", 0.9, 0.1),
+        ("correction/kl", 0.01, 0.4),
+        ("correction/ratio_mean", 1.0, 3.0),
+        ("fresh/zero_variance_fraction", 0.4, 0.95),
+        ("fresh/truncated_fraction", 0.02, 0.5),
+        ("replay/groups_missing", 0.0, 2.0),
+    ],
+)
+def test_a_metric_beyond_its_healthy_range_is_a_signal(name, good, bad):
+    assert signals({name: [None, good, good, good]}, []) == []
+    (signal_,) = signals({name: [good, *[bad] * 10]}, [])
+    assert signal_.message.startswith(name)
+
+
+def test_a_reward_that_falls_and_a_gradient_that_explodes_are_signals():
+    assert signals({"fresh/reward_mean": [step / 40 for step in range(40)]}, []) == []
+    assert "fell" in signals({"fresh/reward_mean": [0.8] * 20 + [0.3] * 20}, [])[0].message
+    assert "went wrong" in signals({"train/grad_norm": [0.5] * 30 + [9.0]}, [])[0].message
+
+
+def info_of(**fields) -> ServerInfo:
+    table = TableInfo(name="rollouts", inserts_per_second=9.0, sample_blocked_share=0.4)
+    given = dict.fromkeys(ServerInfo.__dataclass_fields__, 0) | {"policy": Policy(3, "", 1.0), "admission": None}
+    given |= {"long_wait": 20.0, "silences": (), "clients": ()}
+    return ServerInfo(**given | {"tables": {"rollouts": table}} | fields)
+
+
+WARNING = Finding("memory", Level.WARNING, "nothing bounds the bytes", "set max_bytes")
+
+
+def test_one_sentence_says_how_the_run_is():
+    healthy = verdict(info_of(), [], [])
+    assert (healthy["level"], healthy["headline"]) == ("ok", "Healthy")
+    assert healthy["detail"] == "The trainer waits for rollouts 40% of the time: generators set the pace."
+    warned = verdict(info_of(), [WARNING], [])
+    assert (warned["headline"], warned["remedy"][:7]) == ("Running, with 1 thing to look at", "memory:")
+    failed = verdict(info_of(), [WARNING, Finding("disk", Level.FAILURE, "it is full", "make room")], [WARNING])
+    assert (failed["level"], failed["headline"], failed["remedy"]) == ("failure", "disk: it is full", "make room")
+    gone = verdict(None, [Finding("connection", Level.FAILURE, "no answer", "start it")], [])
+    assert (gone["headline"], gone["detail"]) == ("The server does not answer", "no answer")
+
+
+def test_what_stops_the_run_is_told_first_and_a_wait_at_a_table_before_one_for_permits():
+    permits = Finding("permits", Level.FAILURE, "too far ahead", "train", headline="Generators are blocked")
+    table = Finding("rollouts", Level.WARNING, "it is full", "start a trainer", headline="Inserts are blocked")
+    said = verdict(info_of(), [WARNING, permits, table], [WARNING])
+    assert (said["level"], said["headline"], said["remedy"]) == ("blocked", "Inserts are blocked", "start a trainer")
+    assert verdict(info_of(), [WARNING, permits], [])["headline"] == "Generators are blocked"
+    silence = pb.Silence(side="trainer", reason="no new policy version since version 29, 94 s ago; usual: 31 s")
+    gone = Finding("trainer", Level.FAILURE, silence.reason, "start it again", headline="The trainer is gone")
+    said = verdict(info_of(silences=(silence,)), [WARNING, gone, permits, table], [])
+    assert (said["level"], said["headline"], said["detail"]) == ("failure", "The trainer is gone", silence.reason)
+
+
+@pytest.mark.parametrize(
+    ("age", "long_wait", "headline"), [(50.0, 20.0, "Healthy"), (500.0, 20.0, "Idle"), (500.0, 900.0, "Healthy")]
+)
+def test_a_server_that_nobody_uses_is_idle_and_one_with_long_steps_is_not(age, long_wait, headline):
+    table = TableInfo(name="rollouts", inserted=pb.Rhythm(age=age), sampled=pb.Rhythm(age=age))
+    assert verdict(info_of(tables={"rollouts": table}, long_wait=long_wait), [], [])["headline"] == headline
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def line(step: int, **metrics: float) -> str:
+    return json.dumps({"step": step, **metrics}) + "\n"
+
+
+def test_curves_follow_files_that_grow_begin_anew_and_have_damaged_lines(tmp_path):
+    runs = Runs(tmp_path)
+    path = tmp_path / "a" / "metrics.jsonl"
+    path.parent.mkdir()
+    path.write_text(line(1, loss=1.0) + "not json\n[1]\n" + line(2, loss=2.0, late=5.0) + '{"step": 3, "lo')
+    runs.read()
+    (curve,) = runs.document([])["curves"]
+    assert curve == {"run": "a", "steps": [1, 2], "columns": {"loss": [1.0, 2.0], "late": [None, 5.0]}}
+    assert runs.document([])["runs"] == [{"name": "a", "steps": 2, "damaged": 2}]
+    with path.open("a") as file:
+        file.write('ss": 3.0}\n')
+    before = runs.version
+    runs.read()
+    assert runs.version > before
+    assert runs.document(["a"])["curves"][0]["columns"]["loss"] == [1.0, 2.0, 3.0]
+    path.write_text(line(1, loss=9.0))
+    runs.read()
+    assert runs.document(["a"])["curves"][0]["columns"] == {"loss": [9.0]}
+    path.unlink()
+    runs.read()
+    assert runs.document([])["runs"] == []
+
+
+def test_long_curves_are_thinned_out_and_keep_their_last_point(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(line(step, loss=float(step)) for step in range(1, 4321)))
+    runs = Runs(tmp_path)
+    runs.read()
+    (curve,) = runs.document([])["curves"]
+    assert len(curve["steps"]) <= MOST_POINTS
+    assert (curve["steps"][-1], curve["columns"]["loss"][-1]) == (4320, 4320.0)
+
+
+def test_the_documentation_says_what_the_metrics_of_a_trainer_mean():
+    meanings = Runs(None).meanings
+    page = (ROOT / "docs/metrics.md").read_text()
+    assert "The curve to watch" in meanings["fresh/reward_mean"]
+    assert "> 0.3" in meanings["correction/ess"]
+    for name in ("train/entropy", "replay/staleness_max", "replay/drift_mean", "time/sample", "time/step"):
+        assert meanings[name]
+        assert name in page
+    assert meanings["eval/reward_mean"] == meanings["fresh/reward_mean"]
+
+
+# ------------------------------------------------------------------------------------------------ what was read
+
+
+def facts(reward: float, **fields) -> Facts:
+    numbers = {"reward_mean": reward, "completions": 4.0, "solved_share": reward, "length_mean": 9.0}
+    return Facts(numbers | {"logprob_mean": float("nan")}, **fields)
+
+
+def test_prompts_remember_groups_that_are_gone_and_how_they_changed():
+    log = PromptLog()
+    for version, (hard, easy) in enumerate([(0.0, 0.75), (0.0, 1.0), (0.5, 1.0), (0.5, 1.0)]):
+        log.add(version, facts(hard, prompt_id="hard", prompt="1 + 1"))
+        log.add(version, facts(easy, prompt_id="easy"))
+    log.add(9, Facts(flags=frozenset(("damaged",))))
+    found = log.document("", "solved", False, 10, {})
+    assert [(row["prompt"], row["solved"], row["change"]) for row in found["rows"]] == [
+        ("hard", 0.25, 0.5),
+        ("easy", 0.9375, 0.125),
+    ]
+    assert log.document("1 + 1", "", True, 10, {})["matching"] == 1
+    assert [(row["version"], row["solved"]) for row in log.by_version()][2:] == [(2, 0.75), (3, 0.75)]
+    with pytest.raises(ValueError, match="sort"):
+        log.document("", "nothing", False, 10, {})
+
+
+def test_slots_of_groups_that_are_gone_are_used_again():
+    store = FactsStore()
+    for key in range(3000):
+        store.put(key, facts(key / 3000, flags=frozenset((f"ended by {key % 80}",))))
+    store.keep_only(set(range(1500, 3000)))
+    for key in range(3000, 4500):
+        store.put(key, facts(1.0))
+    assert len(store.rows) == 3000
+    assert store.slots_of([0, 1500]).tolist() == [-1, 1500]
+    assert store.numbers[store.slots[4499]][0] == 1.0
+    assert len(store.names) == 63  # more kinds of finish reasons share the last
+
+
+def test_a_folder_without_a_tokenizer_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(ValueError, match="save_pretrained"):
+        TokenText(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a tokenizer"):
+        TokenText(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ the page's files
+
+
+def test_the_page_parses_no_html_and_asks_no_other_host():
+    for path in PAGE.glob("*.js"):
+        source = path.read_text()
+        for word in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "eval(",
+            "new Function",
+            "DOMParser",
+        ):
+            assert word not in source, f"{path.name} has {word}"
+        hosts = [part.split('"')[0] for part in source.split("http")[1:]]
+        assert all(host.startswith("://www.w3.org/2000/svg") for host in hosts), path.name
+    assert "<style" not in (PAGE / "index.html").read_text()
+    assert " style=" not in (PAGE / "index.html").read_text()
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def command(address: str, *arguments: str) -> Running:
+    words = ("--address", address, "dashboard", "--no-browser", *arguments)
+    return Running(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_command_prints_its_address_and_ends_well(tmp_path, number, status):
+    with ReplayServer(tables=[TableConfig(name="pool")], port=0) as server:
+        process = command(server.address, "--port", "0", "--runs", str(tmp_path))
+        address = process.stdout.readline().removeprefix("dashboard at ").strip()
+        assert b"<title>replay</title>" in urllib.request.urlopen(address).read()
+        process.send_signal(number)
+        _, complaints = process.communicate(timeout=60)
+        assert (complaints, process.returncode) == ("", status)
+
+
+def test_beyond_loopback_the_address_holds_a_token():
+    process = command("127.0.0.1:1", "--host", "0.0.0.0", "--port", "0")
+    address = process.stdout.readline().removeprefix("dashboard at ").strip()
+    page, _, token = address.partition("#token=")
+    assert len(token) >= 32
+    port = page.rstrip("/").rpartition(":")[2]
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/api/prompts")
+    process.terminate()
+    process.communicate(timeout=60)
+
+
+def test_without_its_extra_the_command_names_it():
+    code = "import sys; sys.modules['uvicorn'] = None; from replay_cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "dashboard"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "the page needs uvicorn, which is not installed: pip install '.[dashboard]'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--tokenizer", "/nothing"), "has no tokenizer.json"),
+        (("--runs", "/nothing"), "there is no folder /nothing"),
+        (("--host", "192.0.2.1"), "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_options_that_cannot_be_used_end_the_command_with_one_line(arguments, problem):
+    assert problem in fails("dashboard", "--no-browser", "--port", "0", *arguments)

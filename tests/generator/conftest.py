@@ -1,0 +1,50 @@
+"""A small model and adapters of it, engines that ask servers, and time for the last words of a generator."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replay_generator import building, server
+from tests.generator.factories import make_adapter, make_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def time_for_last_words() -> Iterator[None]:
+    """Gives a generator a minute for its last words: on a slow machine the server would get its permits back late."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(server, "LAST_WORD", 60.0)
+        patched.setattr(building, "LAST_WORD", 60.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two versions; the second has another rank."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return [make_adapter(model, folder / f"step-{step}", seed=step, rank=4 * step) for step in (1, 2)]
+
+
+@pytest.fixture
+async def make_engine(model: Path) -> AsyncIterator[Callable[..., Any]]:
+    """Makes engines that ask servers; closed after the test."""
+    from replay_generator.engines.vllm_server import VLLMServerEngine
+
+    engines: list[Any] = []
+
+    def make(*servers: Any, **options: Any) -> Any:
+        urls = [server if isinstance(server, str) else server.url for server in servers]
+        engines.append(VLLMServerEngine(model, base_url=urls, **({"self_test": False} | options)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        await engine.close()

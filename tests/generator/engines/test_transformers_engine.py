@@ -1,0 +1,282 @@
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from replay_generator.engines import Completion, EngineError, SamplingConfig
+from replay_generator.engines.continuous_batch import processed_logprobs
+from replay_generator.engines.transformers import TransformersEngine
+from tests.factories import turns
+from tests.generator.factories import (
+    EOS,
+    check_completion,
+    check_each_is_told,
+    check_kept,
+    check_scores,
+    loaded,
+    make_model,
+    make_version,
+)
+
+
+@pytest.fixture
+async def engine(model: Path) -> AsyncIterator[TransformersEngine]:
+    engine = TransformersEngine(model, seed=0)
+    yield engine
+    await engine.close()
+
+
+async def test_requests_of_every_kind_share_a_batch_and_keep_their_own_numbers(
+    model: Path, engine: TransformersEngine
+) -> None:
+    requests = [
+        ([3], SamplingConfig(max_tokens=1), 2),
+        ([3, 4, 5, 6, 7, 8, 9, 10, 11], SamplingConfig(temperature=0.6, max_tokens=30), 5),
+        ([12, 13], SamplingConfig(top_k=4, max_tokens=9), 3),
+        ([14, 3, 3], SamplingConfig(top_p=0.5, temperature=1.4, max_tokens=17), 4),
+        ([3, 9, 4], SamplingConfig(temperature=1.3, top_k=5, max_tokens=20), 6),
+        ([3, 9, 4], SamplingConfig(temperature=0.9, top_k=9, top_p=0.7, max_tokens=20), 6),
+        ([3, 9], SamplingConfig(temperature=1.2, min_p=0.3, max_tokens=20), 6),
+    ]
+    answers = await asyncio.gather(*(engine.generate(*request) for request in requests))
+    for (prompt_ids, sampling, n), completions in zip(requests, answers, strict=True):
+        assert len(completions) == n
+        for completion in completions:
+            assert 1 <= len(completion.token_ids) <= sampling.max_tokens
+            check_completion(completion, prompt_ids, sampling, model)
+
+
+async def test_completions_end_with_the_end_token_or_at_the_limit(tmp_path: Path) -> None:
+    engine = TransformersEngine(make_model(tmp_path, sharpness=1.0), seed=0)
+    completions = await engine.generate([3, 9], SamplingConfig(temperature=2.0, max_tokens=12), 256)
+    for completion in completions:
+        ended = completion.token_ids[-1] == EOS
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert ended or len(completion.token_ids) == 12
+        assert EOS not in completion.token_ids[:-1]
+    assert len({len(completion.token_ids) for completion in completions}) > 3
+    assert any(completion.token_ids == [EOS] and completion.text == "" for completion in completions)
+    await engine.close()
+
+
+async def test_prompt_and_completion_fit_the_maximum_length(model: Path) -> None:
+    engine = TransformersEngine(model, max_length=10)
+    completions = await engine.generate([3] * 8, SamplingConfig(max_tokens=50), 16)
+    assert max(len(completion.token_ids) for completion in completions) == 2
+    await engine.close()
+
+
+async def test_a_seed_repeats_completions_whatever_shares_the_batch(engine: TransformersEngine) -> None:
+    seeded, other = SamplingConfig(seed=7, max_tokens=10), SamplingConfig(max_tokens=10)
+    alone = await engine.generate([3, 4], seeded, 3)
+    together, _ = await asyncio.gather(engine.generate([3, 4], seeded, 3), engine.generate([5] * 9, other, 3))
+    assert [completion.token_ids for completion in alone] == [completion.token_ids for completion in together]
+    assert alone[0].token_ids != alone[1].token_ids
+
+
+async def test_tokens_come_as_often_as_their_probabilities_say(engine: TransformersEngine, model: Path) -> None:
+    drawn = 4000
+    completions = await engine.generate([3, 4], SamplingConfig(max_tokens=1), drawn)
+    counts = Counter(completion.token_ids[0] for completion in completions)
+    for completion in completions[:50]:
+        probability = float(np.exp(completion.logprobs[0]))
+        deviation = (probability * (1 - probability) / drawn) ** 0.5
+        assert abs(counts[completion.token_ids[0]] / drawn - probability) < 5 * deviation
+
+
+async def test_tied_embeddings_reload_whole(tmp_path: Path) -> None:
+    tied = make_model(tmp_path / "tied", tied=True)
+    version = make_version(tied, tmp_path / "step-1")
+    engine = TransformersEngine(tied)
+    await engine.load_weights(str(version), 1)
+    await check_scores(engine, version)
+    await engine.close()
+
+
+async def test_each_completion_is_told_as_it_ends(engine: TransformersEngine) -> None:
+    await check_each_is_told(engine, SamplingConfig(temperature=2.0, max_tokens=60))
+
+
+async def test_a_long_request_does_not_hold_up_a_short_one(
+    engine: TransformersEngine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, all_asked, load = list[str](), threading.Event(), AutoModelForCausalLM.from_pretrained
+
+    def load_late(*given: Any, **options: Any) -> Any:
+        assert all_asked.wait(60)
+        return load(*given, **options)
+
+    async def ask(name: str, max_tokens: int, n: int) -> None:
+        await engine.generate([3], SamplingConfig(max_tokens=max_tokens, seed=1), n)
+        ended.append(name)
+
+    # The engine loads weights until both are asked for, the long one first.
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load_late)
+    tasks = [
+        asyncio.create_task(work)
+        for work in (engine.load_weights(str(model), 0), ask("long", 60, 16), ask("short", 1, 1))
+    ]
+    await turns()
+    all_asked.set()
+    await asyncio.gather(*tasks)
+    assert ended == ["short", "long"]
+
+
+async def finished_while_loading(
+    engine: TransformersEngine, weights: Path, requests: list[tuple[list[int], SamplingConfig, int]]
+) -> list[list[Completion]]:
+    """The completions of requests that come one after the other, with `weights` loaded among them."""
+    tasks = []
+    for request in requests:
+        tasks.append(asyncio.create_task(engine.generate(*request)))
+        await asyncio.sleep(0.02)
+        if len(tasks) == len(requests) // 2:
+            await tasks[0]  # at the latest now the engine has begun
+            await engine.load_weights(str(weights), 1)
+    return await asyncio.gather(*tasks)
+
+
+async def test_weights_loaded_among_requests_that_come_and_go_are_exact_for_every_token(
+    model: Path, engine: TransformersEngine, tmp_path: Path
+) -> None:
+    version = make_version(model, tmp_path / "step-1")
+    requests = [
+        ([3 + size] * size, SamplingConfig(temperature=0.6 + size / 10, max_tokens=4 + 8 * (size % 4)), 3)
+        for size in range(1, 11)
+    ]
+    answers = await finished_while_loading(engine, version, requests)
+    for (prompt_ids, sampling, _), completions in zip(requests, answers, strict=True):
+        for completion in completions:
+            check_completion(completion, prompt_ids, sampling, {0: model, 1: version})
+    assert {version for completions in answers for each in completions for version in each.policy_versions} == {0, 1}
+
+
+async def test_a_model_whose_cache_cannot_be_merged_completes_as_exactly(tmp_path: Path) -> None:
+    config = MistralConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=5, max_position_embeddings=64, pad_token_id=0, eos_token_id=EOS,
+        bos_token_id=None,
+    )  # fmt: skip
+    sliding = make_model(tmp_path / "sliding")
+    torch.manual_seed(0)
+    MistralForCausalLM(config).save_pretrained(sliding)
+    version = make_version(sliding, tmp_path / "step-1", drift=0.2)
+    engine = TransformersEngine(sliding, seed=0)
+    requests = [([3 + size] * size, SamplingConfig(max_tokens=20), 2) for size in range(1, 9)]
+    answers = await finished_while_loading(engine, version, requests)
+    for (prompt_ids, sampling, _), completions in zip(requests, answers, strict=True):
+        for completion in completions:
+            check_completion(completion, prompt_ids, sampling, {0: sliding, 1: version})
+    await engine.close()
+
+
+async def test_no_more_completions_run_at_a_time_than_allowed_but_a_larger_request_runs_alone(model: Path) -> None:
+    engine = TransformersEngine(model, max_concurrent_completions=8)
+    answers = await asyncio.gather(*(engine.generate([3], SamplingConfig(max_tokens=8), n) for n in (5, 5, 20, 1)))
+    assert [len(completions) for completions in answers] == [5, 5, 20, 1]
+    await engine.close()
+
+
+async def test_a_request_that_breaks_the_model_fails_and_the_next_is_served(engine: TransformersEngine) -> None:
+    with pytest.raises(
+        EngineError, match=r"the transformers engine failed: IndexError: index out of range.*start the generator again"
+    ):
+        await engine.generate([10**6], SamplingConfig(max_tokens=4), 2)
+    assert len(await engine.generate([3], SamplingConfig(max_tokens=4), 2)) == 2
+
+
+async def test_a_request_that_is_given_up_leaves_the_batch_and_the_others_stay(
+    model: Path, engine: TransformersEngine
+) -> None:
+    sampling = SamplingConfig(max_tokens=40)
+    given_up = asyncio.create_task(engine.generate([3, 4, 5], sampling, 6))
+    kept = asyncio.create_task(engine.generate([6], sampling, 3))
+    await engine.generate([7], SamplingConfig(max_tokens=1), 1)  # comes last, so the others are under way
+    given_up.cancel()
+    for completion in await kept:
+        check_completion(completion, [6], sampling, model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 0.7},
+        {"top_k": 4},
+        {"min_p": 0.1},
+        {"min_p": 0.1, "top_k": 6, "top_p": 0.8, "temperature": 0.8},
+        {"top_p": 0.9, "sampling_masks": 3},
+    ],
+    ids=["top_p", "top_k", "min_p", "all three", "no more than three tokens"],
+)
+async def test_the_kept_tokens_come_with_each_token(
+    model: Path, engine: TransformersEngine, options: dict[str, Any]
+) -> None:
+    sampling, prompt_ids = SamplingConfig(max_tokens=12, **options), [3, 9, 4]
+    others = engine.generate([5], SamplingConfig(max_tokens=12), 2)
+    for completion in (await asyncio.gather(engine.generate(prompt_ids, sampling, 4), others))[0]:
+        check_kept(completion, prompt_ids, sampling, model)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.7, "sampling_masks": 0}], ids=["all are kept", "none are wanted"])
+async def test_who_needs_no_kept_tokens_gets_none(engine: TransformersEngine, options: dict[str, Any]) -> None:
+    for completion in await engine.generate([3, 9, 4], SamplingConfig(max_tokens=4, **options), 2):
+        assert completion.extras == completion.axes == {}
+
+
+def test_top_p_keeps_at_least_one_token_and_top_k_all_where_it_exceeds_the_vocabulary() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
+    ones = torch.ones(2)
+    only = processed_logprobs(logits, ones, ones * 1e-6, torch.zeros(2), torch.zeros(2))
+    assert only.exp().tolist() == [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+    everything = processed_logprobs(logits, ones, ones, torch.tensor([50, 3]), torch.zeros(2))
+    torch.testing.assert_close(everything, logits.log_softmax(-1))
+
+
+def test_min_p_comes_after_the_temperature_and_before_top_k_and_top_p() -> None:
+    # At temperature 2 the tokens are 1, 0.61, 0.37, 0.22 times as likely as the first, and 1, 0.37, 0.14, 0.05 at 1.
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).expand(4, 4)
+    temperatures, ones = torch.tensor([2.0, 1.0, 2.0, 2.0]), torch.ones(4)
+    top_p, top_k = torch.tensor([1.0, 1.0, 0.8, 1.0]), torch.tensor([0, 0, 0, 1])
+    kept = processed_logprobs(logits, temperatures, top_p, top_k, 0.3 * ones).isfinite()
+    # The first two tokens have 0.73 of the probability of all tokens, which top_p 0.8 does not accept, and 0.81 of
+    # that of the three tokens that min_p keeps, which it accepts.
+    assert kept.sum(-1).tolist() == [3, 2, 2, 1]
+    most_likely = processed_logprobs(torch.tensor([[1.0, 1.0, 0.9]]), *torch.ones(2, 1), torch.zeros(1), torch.ones(1))
+    assert most_likely.isfinite().tolist() == [[True, True, False]]
+
+
+async def test_the_experts_of_each_token_that_was_read_come_with_a_completion(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=6, num_experts_per_tok=2,
+        max_position_embeddings=64, pad_token_id=0, eos_token_id=EOS, bos_token_id=None,
+    )  # fmt: skip
+    folder = make_model(tmp_path / "mixture")
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    engine = TransformersEngine(folder, seed=0, routing=True)
+    requests = [([3, 9, 4], SamplingConfig(max_tokens=9, top_k=5), 2), ([5] * 7, SamplingConfig(max_tokens=4), 2)]
+    answers = await asyncio.gather(*(engine.generate(*request) for request in requests))
+    await engine.close()
+    model = loaded(folder)
+    for (prompt_ids, _, _), completions in zip(requests, answers, strict=True):
+        for completion in completions:
+            read = torch.tensor([[*prompt_ids, *completion.token_ids[:-1]]])
+            router_logits = model(read, output_router_logits=True).router_logits
+            expected = np.stack([logits.topk(2, dim=-1).indices.numpy() for logits in router_logits], axis=1)
+            routed = completion.extras["routed_experts"]
+            assert routed.dtype == np.uint8
+            np.testing.assert_array_equal(np.sort(routed), np.sort(expected))
+            assert completion.axes["routed_experts"] == "whole"
+
+
+def test_a_model_without_experts_has_no_routing(model: Path) -> None:
+    with pytest.raises(ValueError, match=r"for a mixture of up to 256 experts.* has 0 experts in 0 such"):
+        TransformersEngine(model, routing=True)

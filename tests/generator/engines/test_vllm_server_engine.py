@@ -1,0 +1,623 @@
+"""VLLMServerEngine with real vLLM servers, and its requests and refusals with a server that answers as they do."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from replay_client import ReplayClient
+from replay_generator import GeneratorConfig, RolloutGenerator, WeightsMismatchError
+from replay_generator.engines import SamplingConfig
+from replay_generator.engines.vllm_http import VLLMServer, VLLMServerError, VLLMServerGoneError, Weights
+from replay_generator.engines.vllm_server import VLLMServerEngine, completion_of
+from replay_server import ReplayServer
+from replay_server.config import DEFAULT_TABLES
+from tests.docs.blocks import ROOT, blocks
+from tests.factories import PATIENCE, async_until
+from tests.generator.engines.vllm_rollouts import TOOL, group_of, tool_group, two_turns
+from tests.generator.engines.vllm_servers import (
+    CHUNKED,
+    NEVER,
+    PAGE,
+    VLLMProcess,
+    answering,
+    answers_for,
+    choice,
+    impatient_with,
+    label_of,
+    post,
+    server_info,
+)
+from tests.generator.factories import (
+    RecordingClient,
+    check_completion,
+    check_each_is_told,
+    check_group,
+    check_kept,
+    check_scores,
+    make_model,
+    make_prompts,
+    make_version,
+    recomputed,
+)
+
+needs_vllm = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+]
+PROMPT = [3, 9, 4, 13]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="module")
+def versions(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("versions")
+    return [make_version(model, folder / f"step-{version}", seed=version) for version in range(1, 4)]
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VLLMProcess]]:
+    """Two that were started together."""
+    logs = tmp_path_factory.mktemp("logs")
+    processes = [VLLMProcess(model, logs / f"server-{number}.log") for number in range(2)]
+    try:
+        for process in processes:
+            process.wait()
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.fixture
+def fresh(servers: list[VLLMProcess], model: Path) -> list[VLLMProcess]:
+    """The two servers, with the weights that they were started with."""
+    for process in servers:
+        post(f"{process.url}/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model)}})
+        post(f"{process.url}/reset_prefix_cache")
+        post(f"{process.url}/update_weight_version", {"new_version": "default"})
+        post(f"{process.url}/resume")
+    return servers
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often engines have asked which address."""
+    counts: Counter[str] = Counter()
+    call = VLLMServer.call
+
+    async def counted(self: VLLMServer, method: str, path: str, *args: Any, **query: Any) -> Any:
+        counts[f"{self.url}{path}"] += 1
+        return await call(self, method, path, *args, **query)
+
+    monkeypatch.setattr(VLLMServer, "call", counted)
+    return counts
+
+
+@pytest.mark.timeout(900)
+class TestRealServers:
+    """Two servers serve all of these; the last one is killed."""
+
+    pytestmark: ClassVar = [*needs_vllm, pytest.mark.long]
+
+    @pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "top_k": 8, "min_p": 0.05}], ids=["all", "kept"])
+    async def test_tokens_and_logprobs_equal_transformers_before_and_after_reloads(
+        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], options: dict[str, Any], make_engine: Any
+    ) -> None:
+        engine, sampling = make_engine(fresh[0]), SamplingConfig(max_tokens=16, **options)
+        for version, weights in enumerate([model, *versions[:2]]):
+            if version:
+                await engine.load_weights(str(weights), version)
+            completions = await engine.generate(PROMPT, sampling, 4)
+            assert len(completions) == 4
+            for completion in completions:
+                (check_kept if sampling.most_kept else check_completion)(completion, PROMPT, sampling, weights)
+            await check_scores(engine, weights)
+
+    async def test_each_completion_is_told_as_it_ends(self, fresh: list[VLLMProcess], make_engine: Any) -> None:
+        await check_each_is_told(make_engine(fresh[0]), SamplingConfig(temperature=2.0, max_tokens=60, seed=3))
+
+    async def test_a_request_that_is_given_up_ends_in_the_server(
+        self, fresh: list[VLLMProcess], make_engine: Any
+    ) -> None:
+        def drawn() -> float:
+            with urllib.request.urlopen(f"{fresh[0].url}/metrics", timeout=10) as lines:
+                return sum(float(line.split()[-1]) for line in lines if line.startswith(b"vllm:generation_tokens_to"))
+
+        engine, before = make_engine(fresh[0]), drawn()
+        post(f"{fresh[0].url}/pause?mode=keep")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.generate(PROMPT, SamplingConfig(max_tokens=50), 12), 1.0)
+        post(f"{fresh[0].url}/resume")
+        assert drawn() - before < 12 * 50  # some, until the server sees that nobody listens
+
+    async def test_completions_go_on_with_new_weights_and_each_token_has_the_log_probability_of_its_own(
+        self, fresh: list[VLLMProcess], versions: list[Path], make_engine: Any
+    ) -> None:
+        engine = make_engine(fresh[0])
+        await engine.load_weights(str(versions[0]), 1)
+        sampling = SamplingConfig(max_tokens=58)
+        for seed in range(40):
+            work = asyncio.create_task(engine.generate(PROMPT, SamplingConfig(max_tokens=58, seed=seed), 8))
+            await asyncio.sleep(0.02 * 1.15**seed)  # to 5 s: how long a completion takes depends on the machine
+            old, new = versions[seed % 2], versions[(seed + 1) % 2]
+            await engine.load_weights(str(new), seed + 2)
+            spanning = [each for each in await work if len({*each.policy_versions}) == 2]
+            if spanning:
+                break
+        assert spanning
+        for completion in spanning:
+            assert completion.policy_versions[0] == seed + 1
+            assert completion.policy_versions[-1] == seed + 2
+            before = np.abs(np.subtract(completion.logprobs, recomputed(old, PROMPT, completion.token_ids, sampling)))
+            after = np.abs(np.subtract(completion.logprobs, recomputed(new, PROMPT, completion.token_ids, sampling)))
+            # 0.32 does not say where the weights changed. There is one place, and no token is of neither.
+            cuts = [n for n in range(len(before) + 1) if (before[:n] < 1e-4).all() and (after[n:] < 1e-4).all()]
+            assert cuts
+
+    async def test_every_turn_of_a_rollout_has_the_logprobs_of_the_whole_sequence_before_it(
+        self, fresh: list[VLLMProcess], model: Path, make_engine: Any
+    ) -> None:
+        sampling = SamplingConfig(temperature=0.8, max_tokens=12)
+        group = await group_of(make_engine(*fresh), two_turns(sampling), PROMPT, sampling, 8)
+        check_group(group, sampling, model)
+        for span, ids in zip(group.sequence_spans(), group.completions(), strict=True):
+            assert ids[~group.trained_mask[span]].tolist() == TOOL
+
+    async def test_a_turn_after_new_weights_has_their_version_and_logprobs(
+        self, fresh: list[VLLMProcess], versions: list[Path], make_engine: Any
+    ) -> None:
+        engine = make_engine(fresh[0])
+        await engine.load_weights(str(versions[0]), 1)
+        sampling = SamplingConfig(temperature=0.7, max_tokens=12)
+        hook = two_turns(sampling, lambda: engine.load_weights(str(versions[1]), 2), 8)
+        group = await group_of(engine, hook, PROMPT, sampling, 8)
+        assert (group.policy_version, group.policy_version_end) == (1, 2)
+        check_group(group, sampling, {1: versions[0], 2: versions[1]})
+
+    async def test_new_weights_in_the_middle_of_a_turn_change_it_in_one_place(
+        self, fresh: list[VLLMProcess], versions: list[Path], make_engine: Any
+    ) -> None:
+        engine = make_engine(fresh[0])
+        await engine.load_weights(str(versions[0]), 1)
+        sampling, (old, new) = SamplingConfig(max_tokens=48), versions[:2]
+        for attempt in range(40):
+            loading: list[asyncio.Task[None]] = []
+
+            async def later(new: Path = new, attempt: int = attempt) -> None:
+                await asyncio.sleep(0.02 * 1.15**attempt)  # how long a turn takes depends on the machine
+                await engine.load_weights(str(new), attempt + 2)
+
+            async def load(loading: list[asyncio.Task[None]] = loading, later: Any = later) -> None:
+                """Begins to load, and lets the second turn begin."""
+                loading.append(asyncio.create_task(later()))
+
+            group = await group_of(engine, two_turns(SamplingConfig(max_tokens=4), load, 8), PROMPT, sampling, 8)
+            await asyncio.gather(*loading)
+            if group.policy_version_end is not None:
+                break
+            old, new = new, old
+        assert group.policy_version_end is not None
+        for span, ids in zip(group.sequence_spans(), group.completions(), strict=True):
+            trained, logprobs = group.trained_mask[span], group.rollout_logprobs[span]
+            assert np.isnan(logprobs[~trained]).all()
+            by_weights = [np.array(recomputed(each, PROMPT, ids.tolist(), sampling)) for each in (old, new)]
+            before, after = (~trained | (np.abs(logprobs - each) < 1e-4) for each in by_weights)
+            # 0.32 does not say where the weights changed. There is one place, and no token is of neither.
+            assert [n for n in range(ids.size + 1) if before[:n].all() and after[n:].all()]
+
+    async def test_the_tool_loop_gives_the_answers_of_tools_and_the_logprobs_of_what_follows_them(
+        self, fresh: list[VLLMProcess], model: Path, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sampling = SamplingConfig(temperature=2.0, max_tokens=24)
+        check_group(await tool_group(make_engine(*fresh), monkeypatch, sampling, 64), sampling, model)
+
+    async def test_several_servers_share_the_requests_and_all_get_the_new_weights(
+        self, fresh: list[VLLMProcess], versions: list[Path], asked: Counter[str], make_engine: Any
+    ) -> None:
+        engine = make_engine(*fresh, seed=1)
+        await engine.load_weights(str(versions[0]), 1)
+        sampling = SamplingConfig(max_tokens=12)
+        groups = await asyncio.gather(*(engine.generate(PROMPT, sampling, 2) for _ in range(8)))
+        assert all(asked[f"{server.url}/v1/completions"] >= 2 for server in fresh)
+        completions = [completion for group in groups for completion in group]
+        for completion in completions:
+            check_completion(completion, PROMPT, sampling, versions[0])
+        assert len({tuple(completion.token_ids) for completion in completions}) > 8  # each has a seed of its own
+
+    async def test_more_long_prompts_at_a_time_than_a_batch_of_the_server_holds_are_completed(
+        self, fresh: list[VLLMProcess], make_engine: Any
+    ) -> None:
+        engine = make_engine(fresh[0])
+        sampling = SamplingConfig(max_tokens=2)
+        prompts = [[3 + number % 5, *[4 + number % 7] * 55] for number in range(8)]
+        groups = await asyncio.gather(*(engine.generate(prompt, sampling, 4) for prompt in prompts))
+        assert [len(group) for group in groups] == [4] * 8  # 1,792 tokens of prompts; a batch holds 1,024
+        assert engine.servers_lost == 0
+
+    async def test_of_several_generators_one_reloads(
+        self, fresh: list[VLLMProcess], versions: list[Path], asked: Counter[str], make_engine: Any
+    ) -> None:
+        engines = [make_engine(fresh[0]) for _ in range(3)]
+        await asyncio.gather(*(engine.load_weights(str(versions[2]), 3) for engine in engines))
+        assert asked[f"{fresh[0].url}/collective_rpc"] == 1
+        for engine in engines:
+            await check_scores(engine, versions[2])
+
+    async def test_a_generator_that_is_late_takes_the_newer_version_that_another_one_loaded(
+        self, fresh: list[VLLMProcess], versions: list[Path], make_engine: Any
+    ) -> None:
+        late, early = make_engine(fresh[0]), make_engine(fresh[0])
+        await late.load_weights(str(versions[0]), 1)
+        await early.load_weights(str(versions[1]), 2)
+        with pytest.raises(FileNotFoundError, match="another generator has loaded 2@"):
+            await late.score(PROMPT)
+        # The other way round: an older version that came after ours gives way to ours.
+        await late.load_weights(str(versions[0]), 1)
+        await check_scores(early, versions[1])
+
+    async def test_servers_that_disagree_about_a_version_are_found(
+        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], make_engine: Any
+    ) -> None:
+        engine = make_engine(*fresh)
+        await engine.load_weights(str(versions[0]), 1)
+        label = label_of(fresh[1])
+        post(f"{fresh[1].url}/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model)}})
+        post(f"{fresh[1].url}/reset_prefix_cache")
+        assert label_of(fresh[1]) == label
+        with pytest.raises(VLLMServerError, match="hold the same version, and their log-probabilities differ"):
+            await engine.score(PROMPT)
+
+    async def test_a_server_that_accepts_and_never_answers_holds_up_nobody_and_is_taken_back(
+        self, fresh: list[VLLMProcess], versions: list[Path], caplog: pytest.LogCaptureFixture, make_engine: Any
+    ) -> None:
+        engine = make_engine(*fresh, health_timeout=2.0, patience=0.1)
+        sampling = SamplingConfig(max_tokens=6)
+        fresh[1].freeze()
+        try:
+            groups = await asyncio.gather(*(engine.generate(PROMPT, sampling, 2) for _ in range(6)))
+            assert [len(group) for group in groups] == [2] * 6
+            assert (engine.servers_lost, engine.servers_away) == (1, 1)
+            assert f"{fresh[1].url}: it left 2 questions about its health unanswered" in caplog.text
+            # Longer than patience: it is asked for ever while the other one works.
+            await engine.load_weights(str(versions[0]), 1)
+            await check_scores(engine, versions[0])
+            (completion,) = await engine.generate(PROMPT, sampling, 1)
+            assert {*completion.policy_versions} == {1}
+            assert engine.servers_away == 1
+        finally:
+            fresh[1].thaw()
+        await async_until(lambda: not engine.servers_away, 60.0)
+        assert label_of(fresh[1]) == label_of(fresh[0])
+        assert f"{fresh[1].url} is used again, after" in caplog.text
+        assert engine.servers_lost == 1
+
+    async def test_the_self_test_restores_the_weights_and_a_server_that_a_killed_generator_left_paused_goes_on(
+        self, fresh: list[VLLMProcess], model: Path, make_engine: Any
+    ) -> None:
+        post(f"{fresh[0].url}/pause?mode=keep")
+        engine = await asyncio.to_thread(make_engine, fresh[0], self_test=True)
+        assert len(await engine.generate(PROMPT, SamplingConfig(max_tokens=3), 2)) == 2
+        await check_scores(engine, model)
+
+    async def test_weights_that_are_gone_and_weights_that_the_server_cannot_read(
+        self, fresh: list[VLLMProcess], model: Path, tmp_path: Path, make_engine: Any
+    ) -> None:
+        engine = make_engine(fresh[0])
+        with pytest.raises(FileNotFoundError, match=r"no \*.safetensors in"):
+            await engine.load_weights(str(tmp_path), 1)
+        (tmp_path / "model.safetensors").write_bytes(b"nothing")
+        with pytest.raises(VLLMServerError, match=r"could not load .* it must see the folder under the same path"):
+            await engine.load_weights(str(tmp_path), 1)
+        assert label_of(fresh[0]) == "incomplete"
+        with pytest.raises(VLLMServerError, match="loaded in part: start it anew"):
+            make_engine(fresh[0], self_test=True)
+
+    def test_the_program_of_the_page_runs(self, fresh: list[VLLMProcess], model: Path, tmp_path: Path) -> None:
+        names: dict[str, Any] = {}
+        for block in blocks(ROOT / "docs/how-to/vllm-server.md"):
+            if block.language == "python":
+                exec(block.text, names)
+        rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(20)]
+        (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with ReplayServer(DEFAULT_TABLES, port=0) as server, ReplayClient(server.address) as client:
+            names["main"](
+                [each.url for each in fresh], str(model), tmp_path / "prompts.jsonl", server.address, groups=3
+            )
+            samples = client.sample("rollouts", 3, timeout=5.0)
+        for sample in samples:
+            check_group(sample.group, SamplingConfig(), model)
+
+    def test_the_command_uses_the_servers(self, fresh: list[VLLMProcess], model: Path, tmp_path: Path) -> None:
+        (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+        with ReplayServer(DEFAULT_TABLES, port=0) as server, ReplayClient(server.address) as client:
+            command = ["--engine", "vllm-server", "--model", str(model), "--prompts", str(tmp_path / "prompts.jsonl")]
+            command += [word for each in fresh for word in ("--base-url", each.url)]
+            command += ["--reward", "exact_match", "--max-groups", "2", "--group-size", "2", "--max-tokens", "4"]
+            done = subprocess.run(
+                [sys.executable, "-m", "replay_cli", "--address", server.address, "generate", *command],
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            assert done.returncode == 0, done.stderr
+            assert client.server_info().tables["rollouts"].size == 2
+
+    async def test_a_generator_follows_versions_and_survives_the_server(
+        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], tmp_path: Path, make_engine: Any
+    ) -> None:
+        client = RecordingClient()
+        sampling = SamplingConfig(max_tokens=8)
+        config = GeneratorConfig(group_size=2, sampling=sampling, max_concurrent_groups=4)
+        engine = make_engine(fresh[0])
+        generator = RolloutGenerator(client, engine, make_prompts(), lambda row, text: float(len(text)), config)
+        run = asyncio.create_task(generator.run())
+
+        async def inserted(version: int, count: int) -> None:
+            """Returns when `count` groups of a version are in; fails with the generator."""
+            while sum(group.policy_version == version for group, _ in client.inserts) < count:
+                assert not run.done(), run.exception()
+                await asyncio.sleep(0.05)
+
+        await inserted(0, 4)
+        await client.publish(1, versions[0])
+        await inserted(1, 4)
+        count = sum(group.policy_version == 1 for group, _ in client.inserts)
+        await asyncio.to_thread(fresh[0].kill)
+        again = VLLMProcess(model, tmp_path / "again.log", fresh[0].port)
+        try:
+            await asyncio.to_thread(again.wait)
+            await inserted(1, count + 8)
+            await client.publish(2, versions[1])
+            await inserted(2, 4)
+            generator.stop()
+            await run
+        finally:
+            again.kill()
+        weights = [model, *versions]
+        for group, _ in client.inserts:
+            check_group(group, sampling, weights[group.policy_version])
+        told = [group.policy_version for group, _ in client.inserts]
+        assert told == sorted(told)
+        assert {*told} == {0, 1, 2}
+        assert generator.stats["probe_max_difference"] < 1e-4
+
+
+# ------------------------------------------------------------------------------------------------ refusals, no vLLM
+
+
+def test_a_server_that_fits_is_taken(model: Path) -> None:
+    with answering(answers_for(model)) as (url, asked):
+        engine = VLLMServerEngine(model, base_url=url)
+    assert engine.max_length == 64
+    assert asked.index("/pause") < asked.index("/collective_rpc") < asked.index("/resume")
+
+
+async def test_a_request_leaves_nothing_of_sampling_to_the_defaults_of_the_model(model: Path, make_engine: Any) -> None:
+    bodies: list[dict[str, Any]] = []
+    with answering(answers_for(model, **{"v1/completions": {"choices": [choice(0), choice(1)]}}), bodies) as (url, _):
+        await make_engine(url).generate(PROMPT, SamplingConfig(min_p=0.05), 2)
+    (asked_for,) = [body for body in bodies if "prompt" in body and "temperature" in body]
+    drawn = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.05}
+    plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert drawn | plain == {name: asked_for[name] for name in drawn | plain}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"server_info": None}, {}, "has no /server_info: start it with the development calls: VLLM_SERVER_DEV_MODE=1"),
+        (
+            {"server_info": server_info("raw_logprobs")},
+            {},
+            "returns raw_logprobs, .* start it with --logprobs-mode processed_logprobs",
+        ),
+        (
+            {"server_info": server_info(device_config={"device": "cpu"}, scheduler_config=CHUNKED)},
+            {},
+            "prefills prompts in parts, .* start it with --no-enable-chunked-prefill",
+        ),
+        ({}, {"max_length": 128}, "takes at most 64 tokens, fewer than 128: start it with --max-model-len 128"),
+        ({}, {"served_model": "other"}, "serves model, not other: give the same model to both"),
+        (
+            {"v1/models": {"data": [{"id": "qwen", "root": "/models/qwen", "max_model_len": 64}]}},
+            {},
+            "serves qwen, not .*/model: .* served_model=qwen",
+        ),
+        ({"tokenize": {"tokens": [1, 2]}}, {}, r"has the tokens \[1, 2\] for .*: give the same model to both"),
+        ({"server_info": (401, {})}, {}, "wants its --api-key: set VLLM_API_KEY"),
+        ({"server_info": (500, {"error": "x"})}, {}, 'answered 500: {"error": "x"}'),
+        ({"weight_info": {"weight_version": "incomplete"}}, {}, "loaded in part: start it anew"),
+        (
+            {"weight_checker": {"checksums": {"a": "1"}, "mismatches": ["model.norm.weight"]}},
+            {},
+            r"a reload of its own weights misses model.norm.weight \(1 parameters\)",
+        ),
+        ({"v1/models": PAGE}, {}, "/v1/models answered something else than vLLM does: <html>"),
+        ({"server_info": {"vllm_config": "VllmConfig(...)"}}, {}, "does not tell its configuration: is it vLLM 0.32"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused_with_the_remedy(
+    model: Path, changes: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with (
+        answering(answers_for(model, **changes)) as (url, asked),
+        pytest.raises(VLLMServerError, match=message),
+    ):
+        VLLMServerEngine(model, base_url=url, **options)
+    assert asked.count("/pause") == asked.count("/resume")
+
+
+def test_a_server_that_does_not_answer_is_refused(model: Path) -> None:
+    with pytest.raises(VLLMServerGoneError, match=r"no vLLM server answers at http://127.0.0.1:1"):
+        VLLMServerEngine(model, base_url="http://127.0.0.1:1")
+    with pytest.raises(
+        ValueError, match="base_url must be http://host:port of one server or more, not 'localhost:8000'"
+    ):
+        VLLMServerEngine(model, base_url="localhost:8000")
+
+
+async def test_a_server_that_does_not_come_back_ends_the_wait(
+    model: Path, versions: list[Path], make_engine: Any
+) -> None:
+    with answering(answers_for(model)) as (url, _):
+        engine = make_engine(url, self_test=True, patience=0.2)
+    with pytest.raises(VLLMServerError, match="no vLLM server answers"):
+        await engine.generate(PROMPT, SamplingConfig(), 1)
+
+
+def test_a_server_that_accepts_and_never_answers_is_refused_at_the_start(model: Path) -> None:
+    with (
+        answering(answers_for(model, server_info=NEVER)) as (url, _),
+        pytest.raises(
+            VLLMServerGoneError, match=r"no vLLM server answers at .*: no answer to /server_info within 0.2 s"
+        ),
+    ):
+        VLLMServerEngine(model, base_url=url, control_timeout=0.2)
+
+
+@pytest.mark.parametrize("silent", ["pause", "collective_rpc", "update_weight_version", "weight_info"])
+async def test_a_control_call_without_an_answer_ends_and_a_new_version_goes_to_the_others(
+    model: Path, versions: list[Path], silent: str, caplog: pytest.LogCaptureFixture, make_engine: Any
+) -> None:
+    label = Weights.of(str(versions[0]), 1).label
+    good = answers_for(model, weight_info={"weight_version": label}, health={})
+    with (
+        answering(good) as (url, _),
+        answering(answers_for(model, **({"health": {}, "update_weight_version": {}} | {silent: NEVER}))) as (other, _),
+        impatient_with(f"{other}/{silent}"),
+    ):
+        engine = make_engine(url, other, control_timeout=0.3, reload_timeout=0.3)
+        async with asyncio.timeout(PATIENCE):
+            await engine.load_weights(str(versions[0]), 1)
+        assert (engine.servers_lost, engine.servers_away) == (1, 1)
+        assert f"no vLLM server answers at {other}: no answer to /{silent} within 0.3 s" in caplog.text
+        stats = RolloutGenerator(RecordingClient(), engine, [], lambda row, text: 0.0).stats  # type: ignore[arg-type]
+        assert (stats["servers_lost"], stats["servers_away"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "useless",
+    [
+        pytest.param({"server_info": server_info("raw_logprobs")}, id="it was started in another way"),
+        pytest.param({"server_info": PAGE}, id="a proxy answers in its place"),
+        pytest.param({"health": PAGE}, id="a proxy answers for its health"),
+        pytest.param({"server_info": {}}, id="it is another program"),
+        pytest.param({"v1/models": {}}, id="it is another version"),
+    ],
+)
+async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_others_go_on(
+    model: Path, useless: dict[str, Any], caplog: pytest.LogCaptureFixture, make_engine: Any
+) -> None:
+    completions = {"v1/completions": {"choices": [choice()]}, "health": {}}
+    again = answers_for(model, **completions)
+    with answering(answers_for(model, **completions)) as (url, _), answering(again) as (other, asked):
+        engine = make_engine(url, other)
+        again |= answers_for(model, **{"v1/completions": (503, {})}, **useless)
+        before = asked.count("/health")
+        await asyncio.gather(*(engine.generate(PROMPT, SamplingConfig(), 1) for _ in range(4)))
+        await async_until(lambda: asked.count("/health") >= before + 2)  # the second question came after the refusal
+        await engine.generate(PROMPT, SamplingConfig(), 1)
+        assert engine.servers_away == 1
+        again |= answers_for(model, **completions)
+        await async_until(lambda: not engine.servers_away)
+    assert f"{other}/v1/completions answered 503: {{}}; it is asked again, 1 of 2 servers are away" in caplog.text
+    assert f"{other} is used again, after" in caplog.text
+
+
+async def test_a_newer_version_is_asked_for_when_all_servers_are_away_and_the_weights_are_removed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_engine: Any
+) -> None:
+    monkeypatch.setattr("replay_generator.engines.vllm_server.LONGEST_PAUSE", 0.05)
+    weights = make_version(model, tmp_path / "step-1")
+    with answering(answers_for(model)) as (url, _):
+        engine = make_engine(url)
+    loading = asyncio.create_task(engine.load_weights(str(weights), 1))
+    await async_until(lambda: engine.servers_away)
+    assert not loading.done()
+    shutil.rmtree(weights)
+    with pytest.raises(FileNotFoundError):
+        await loading
+
+
+@pytest.mark.parametrize("name", ["control_timeout", "reload_timeout", "health_timeout"])
+def test_a_limit_that_no_server_can_keep_is_refused_by_name(model: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be above 0, not 0"):
+        VLLMServerEngine(model, base_url="http://127.0.0.1:1", **{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("failing", "error"),
+    [
+        ({"collective_rpc": (500, {"error": "no such file"})}, "could not load"),
+        ({"reset_prefix_cache": {"success": False}}, "did not reset its prefix cache"),
+    ],
+)
+async def test_a_server_is_resumed_after_a_reload_that_failed(
+    model: Path, versions: list[Path], failing: dict[str, Any], error: str, make_engine: Any
+) -> None:
+    answers = answers_for(model, update_weight_version={"success": True}, **failing)
+    with answering(answers) as (url, asked):
+        engine = make_engine(url)
+        with pytest.raises(VLLMServerError, match=error):
+            await engine.load_weights(str(versions[0]), 1)
+    assert asked[-1] == "/resume"
+    # The label says so from before the first weight changes.
+    assert asked.index("/pause") < asked.index("/update_weight_version") < asked.index("/collective_rpc")
+
+
+def test_versions_of_tokens_are_those_of_the_servers_spans() -> None:
+    choice = {
+        "token_ids": [5, 6, 7],
+        "logprobs": {"token_logprobs": [-1.0, None, -2.0]},
+        "text": "abc",
+        "finish_reason": "length",
+    }
+    spans = [{"version": "default", "start": 0, "end": 1}, {"version": "7@abc", "start": 1, "end": 3}]
+    completion = completion_of(choice | {"weight_versions": spans}, "default", "7@abc")
+    assert completion.policy_versions == [0, 7, 7]
+    assert np.isnan(completion.logprobs[1])
+    assert completion_of(choice, "6@abc", "7@abc").policy_versions == [6, 6, 7]
+    empty = choice | {"token_ids": [], "logprobs": {"token_logprobs": []}}
+    assert completion_of(empty, "6@abc", "7@abc").policy_versions == []
+    with pytest.raises(VLLMServerGoneError, match="'incomplete', which are no policy version"):
+        completion_of(choice, "incomplete", "7@abc")
+
+
+def test_a_label_names_the_version_and_the_files(versions: list[Path], tmp_path: Path) -> None:
+    label = Weights.of(str(versions[0]), 1).label
+    assert label.startswith("1@")
+    assert Weights.of(str(versions[1]), 1).label != label
+    assert Weights.of(str(versions[0]), 1).label == label
+
+
+async def test_a_probe_that_does_not_fit_stops_the_generator(model: Path, tmp_path: Path, make_engine: Any) -> None:
+    weights = make_version(model, tmp_path / "step-1", probe_error=0.5)
+    labels = Weights.of(str(weights), 1).label
+    steps = [None, *({str(t): {"logprob": -1.0}} for t in [9, 4, 13, 7, 5, 20, 11])]
+    answers = answers_for(
+        model, weight_info={"weight_version": labels}, **{"v1/completions": {"choices": [{"prompt_logprobs": steps}]}}
+    )
+    client = RecordingClient()
+    await client.publish(1, weights)
+    with answering(answers) as (url, _):
+        engine = make_engine(url, self_test=True)
+        generator = RolloutGenerator(client, engine, make_prompts(), lambda row, text: 0.0)
+        with pytest.raises(WeightsMismatchError):
+            await generator.run()

@@ -1,0 +1,350 @@
+"""Environments of the real `verifiers`: each token of a group is one that the engine drew, or one that it was given.
+
+`verifiers` needs other versions of what vLLM brings, so `make test` runs this file in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from replay_cli.app import app
+from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup
+from replay_client.scoring import group_advantages
+from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
+from replay_generator.engines import Completion, EngineError, SamplingConfig
+from replay_generator.engines.transformers import TransformersEngine
+from replay_generator.environments import load_environment
+from replay_server import ReplayServer, TableConfig
+from tests.docs.blocks import ROOT, write_files
+from tests.generator.factories import EOS, RecordingClient, make_model, recomputed
+from tests.trainer.factories import lines_of, make_trainer
+
+pytest.importorskip("verifiers", reason="make test runs it in .venv-verifiers")
+
+ENVIRONMENTS = Path(__file__).parent
+SAMPLING = SamplingConfig(temperature=0.8, max_tokens=5)
+HERE = {"runtime": {"type": "subprocess"}}
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose chat template writes the messages one after the other, those of the policy with their end."""
+    return make_chat_model(tmp_path_factory.mktemp("model"))
+
+
+def make_chat_model(folder: Path, **options: Any) -> Path:
+    make_model(folder, **options)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verifiers finds an environment as a module of its name."""
+    monkeypatch.syspath_prepend(str(ENVIRONMENTS))
+
+
+class RecordedEngine(TransformersEngine):
+    """Remembers what it was asked for, and what it drew."""
+
+    fails_after: int | None = None
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(model, seed=0)
+        self.drawn: list[tuple[list[int], Completion]] = []
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, *_: Any) -> list[Completion]:
+        if self.fails_after is not None and len(self.drawn) >= self.fails_after:
+            raise EngineError("the engine is gone")
+        completions = await super().generate(prompt_ids, sampling, n)
+        self.drawn += [(list(prompt_ids), completion) for completion in completions]
+        return completions
+
+
+def make_environment(name: str, **args: Any) -> Any:
+    return load_environment(f"verifiers:{name}", {"agent": HERE} | args)
+
+
+async def generate(environment: Any, engine: Any, client: Any = None, **config: Any) -> tuple[Any, list[RolloutGroup]]:
+    """The statistics of a run, and its groups."""
+    client = RecordingClient() if client is None else client
+    config = {"group_size": 4, "max_groups": 1, "max_concurrent_groups": 2, "sampling": SAMPLING} | config
+    prompts = environment.prompts(0)
+    generator = RolloutGenerator(client, engine, prompts, config=GeneratorConfig(**config), rollout=environment)
+    await generator.run()
+    return generator.stats, [group for group, _ in client.inserts]
+
+
+def parts(group: RolloutGroup) -> Iterator[tuple[list[int], Completion]]:
+    """Each stretch of tokens that the policy wrote, with all tokens before it, as the group has them."""
+    versions = group.extras.get("policy_versions", np.full(group.num_tokens, group.policy_version))
+    for ids, span in zip(group.completions(), group.sequence_spans(), strict=True):
+        for drawn, at in itertools.groupby(range(len(ids)), lambda at, span=span: bool(group.trained_mask[span][at])):
+            place = list(at)
+            logprobs = group.rollout_logprobs[span][place]
+            if not drawn:
+                assert np.isnan(logprobs).all()
+                continue
+            before = [*group.prompt_ids.tolist(), *ids[: place[0]].tolist()]
+            yield before, Completion(ids[place].tolist(), logprobs.tolist(), "", "", versions[span][place].tolist())
+
+
+def assert_drawn(groups: Sequence[RolloutGroup], engine: RecordedEngine) -> None:
+    """Every completion of the engine is in the groups once, after the tokens that it was asked with, unchanged."""
+    left = list(engine.drawn)
+    for group in groups:
+        for before, part in parts(group):
+            at = next(at for at, (asked, it) in enumerate(left) if (asked, it.token_ids) == (before, part.token_ids))
+            _, completion = left.pop(at)
+            np.testing.assert_array_equal(part.logprobs, np.array(completion.logprobs, np.float32))
+            assert part.policy_versions == completion.policy_versions
+    assert left == []
+
+
+# ------------------------------------------------------------------------------------------- what a group holds
+
+
+async def test_one_turn_is_what_the_engine_drew_with_the_environments_reward(model: Path, tmp_path: Path) -> None:
+    engine = RecordedEngine(model)
+    metrics = {"metrics_path": tmp_path / "m.jsonl", "metrics_interval": 3600.0}
+    _, groups = await generate(make_environment("sums"), engine, max_groups=3, **metrics)
+    assert_drawn(groups, engine)
+    assert len({group.prompt_id for group in groups}) == 3
+    for group in groups:
+        text = engine.tokenizer.decode(group.prompt_ids)
+        texts = [engine.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in group.completions()]
+        right = np.array([said == str(int(text[0]) + 1) for said in texts], np.float32)
+        digits = np.array([0.5 * sum(map(str.isdigit, said)) / max(1, len(said)) for said in texts], np.float32)
+        np.testing.assert_allclose(group.extras["rewards/rollout/right"], right)
+        np.testing.assert_allclose(group.extras["rewards/rollout/digits"], digits, rtol=1e-6)
+        np.testing.assert_allclose(group.rewards, right + digits, rtol=1e-6)
+        np.testing.assert_allclose(group.advantages, group_advantages(group.rewards), rtol=1e-6)
+        assert group.loss_mask is group.sequence_counts is None
+    (line,) = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
+    assert line["reward/rollout"] == pytest.approx(line["reward_mean"])
+    assert line["reward/rollout/letters"] is not None
+
+
+async def test_of_several_turns_only_the_policys_are_trained_and_none_is_tokenized_again(model: Path) -> None:
+    engine = RecordedEngine(model)
+    _, groups = await generate(make_environment("guesses", rounds=3), engine, max_groups=2)
+    assert_drawn(groups, engine)
+    for group in groups:
+        assert group.sequence_counts is None
+        assert group.rewards.tolist() == [3.0] * 4
+        for turns, ids, span in zip(group.meta["turns"], group.completions(), group.sequence_spans(), strict=True):
+            assert [role for role, _ in turns] == ["prompt", "assistant", "user", "assistant", "user", "assistant"]
+            lengths = [tokens for _, tokens in turns[1:]]
+            said, heard, *_ = np.split(ids, np.cumsum(lengths)[:-1])
+            # The environment answers "{}?" with the number of even digits; a turn that was cut gets its end first.
+            even = sum(character in "02468" for character in engine.tokenizer.decode(said, skip_special_tokens=True))
+            end = [] if said[-1] == EOS else [EOS]
+            assert heard.tolist() == [*end, *engine.tokenizer.encode(f"{even}?")]
+            assert group.trained_mask[span].tolist() == [
+                role == "assistant" for role, tokens in turns[1:] for _ in range(tokens)
+            ]
+            expected = np.array(recomputed(model, group.prompt_ids.tolist(), ids.tolist(), SAMPLING))
+            trained = group.trained_mask[span]
+            np.testing.assert_allclose(group.rollout_logprobs[span][trained], expected[trained], atol=1e-4)
+
+
+async def test_each_branch_is_a_sequence_and_a_turn_that_several_share_is_trained_on_once(model: Path) -> None:
+    engine = RecordedEngine(model)
+    _, (group,) = await generate(make_environment("forks"), engine, group_size=2)
+    assert_drawn([group], engine)
+    assert (group.group_size, group.num_sequences) == (2, 6)
+    assert group.sequence_counts is not None
+    assert group.sequence_counts.tolist() == [3, 3]
+    assert group.rewards.tolist() == [3.0, 3.0]
+    roles = [[role for role, _ in turns] for turns in group.meta["turns"]]
+    assert roles[:3] == roles[3:]
+    assert roles[:3] == [
+        ["prompt", "assistant", "user", "assistant"],
+        ["prompt", "earlier", "user", "assistant"],
+        ["prompt", "assistant"],
+    ]
+
+
+async def test_an_agent_that_is_not_trained_asks_the_policy_and_is_left_out(model: Path) -> None:
+    """With the shipped environment user-sim: the policy is the user too."""
+    seat = HERE | {"harness": {"id": "sums"}, "max_turns": 2}
+    args = {"id": "user-sim", "user": seat, "assistant": seat, "persona": "2+2?"}
+    environment = load_environment("verifiers:sums", args)
+    engine = RecordedEngine(model)
+    _, (group,) = await generate(environment, engine)
+    trained = [(before, part.token_ids) for before, part in parts(group)]
+    drawn = [(asked, completion.token_ids) for asked, completion in engine.drawn]
+    assert trained
+    assert len(trained) < len(drawn)
+    assert all(each in drawn for each in trained)
+
+
+# -------------------------------------------------------------------------------------------------- what fails
+
+
+async def test_an_episode_that_fails_loses_its_own_rollout(model: Path) -> None:
+    environment = make_environment("guesses", fails_at=1)
+    engine = RecordedEngine(model)
+    stats, (group,) = await generate(environment, engine, min_rollouts=2)
+    assert (group.group_size, stats["rollouts_failed"]) == (2, 2)
+    assert group.rewards.tolist() == [2.0, 2.0]
+
+
+async def test_too_few_episodes_end_the_run_with_the_reason_of_the_environment(model: Path) -> None:
+    environment = make_environment("guesses", fails_at=1)
+    with pytest.raises(PromptError, match=r"2 of 4 rollouts failed.*OSError: the browser of episode \d is gone"):
+        await generate(environment, RecordedEngine(model))
+
+
+async def test_an_engine_that_dies_ends_the_run_with_its_own_error(model: Path) -> None:
+    engine = RecordedEngine(model)
+    engine.fails_after = 3
+    with pytest.raises(EngineError, match="the engine is gone"):
+        await generate(make_environment("guesses"), engine)
+
+
+async def test_a_rollout_that_takes_too_long_ends_and_so_does_its_request(model: Path) -> None:
+    class Stuck(RecordedEngine):
+        under_way = 0
+
+        async def generate(
+            self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, *_: Any
+        ) -> list[Completion]:
+            self.under_way += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.under_way -= 1
+            raise AssertionError
+
+    engine = Stuck(model)
+    with pytest.raises(PromptError, match=r"it took longer than 0.5 s \(rollout_timeout\)"):
+        await generate(make_environment("sums"), engine, rollout_timeout=0.5)
+    assert engine.under_way == 0
+
+
+async def test_an_environment_that_draws_otherwise_than_the_trainer_assumes_is_refused(model: Path) -> None:
+    environment = make_environment("sums", agent=HERE | {"sampling": {"temperature": 0.5}})
+    with pytest.raises(PromptError, match=r"drew with temperature 0.5, and the trainer assumes that of the generator"):
+        await generate(environment, RecordedEngine(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        ("no-such", {}, "environment 'verifiers:no-such': taskset 'no-such' not found"),
+        ("broken", {}, "environment 'verifiers:broken': it needs the module 'a_package_that_nobody_has', which is"),
+        ("sums", {"agent": {"max_turn": 3}}, r"environment 'verifiers:sums': .*max_turn: Extra inputs"),
+        ("sums", {"taskset": {"largest": "nine"}}, r"environment 'verifiers:sums': .*largest: Input should be a valid"),
+        ("sums", {"taskset": 3}, "environment 'verifiers:sums': taskset must be an object, not 3"),
+        ("sums", {"id": "no-such"}, "environment 'verifiers:sums': environment 'no-such' not found"),
+        ("sums", {"renderer": {"name": "nobody"}}, "environment 'verifiers:sums': .*renderer"),
+    ],
+    ids=["unknown", "import", "field", "value", "kind", "env", "renderer"],
+)
+def test_an_environment_that_cannot_work_is_refused_in_one_line(name: str, args: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as raised:
+        load_environment(f"verifiers:{name}", args)
+    assert "\n" not in str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------------- the command
+
+
+def test_replay_generate_plays_the_environment_of_the_page(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(ROOT / "docs/how-to/verifiers.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    command = ["generate", "--config", "generate.toml", "--model", str(model), "--engine", "transformers"]
+    command += ["--group-size", "2", "--min-rollouts", "2", "--max-groups", "2", "--max-tokens", "4"]
+    with ReplayServer(tables=[TableConfig(name="rollouts")], port=0) as server, ReplayClient(server.address) as client:
+        # In this process: importing verifiers once more takes longer than all else.
+        done = CliRunner().invoke(app, ["--address", server.address, *command])
+        assert done.exit_code == 0, done.output
+        items = client.list_items("rollouts").items
+        groups = [item.group for item in client.get([item.key for item in items])]
+    assert [item.tags["environment"] for item in items] == ["reversed_words"] * 2
+    for group in groups:
+        assert group.extras["rewards/rollout/right"].tolist() == group.rewards.tolist()
+        assert "rewards/rollout/letters" in group.extras
+
+
+# ---------------------------------------------------------------------------------------------------- learning
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_an_environment_of_two_turns_trains_for_fifty_steps(tmp_path: Path) -> None:
+    """The reward is the share of even digits in both turns: 5 of 24 characters at first."""
+    folder = make_chat_model(tmp_path / "model", sharpness=1.0)
+    rewards = {"even": {"fn": "guesses:even"}, "turns": {"weight": 0.0}}
+    environment = make_environment("guesses", taskset={"task": {"rewards": rewards}})
+    engine = TransformersEngine(folder, seed=0)
+    sampling = SamplingConfig(max_tokens=4, seed=0)
+    config = GeneratorConfig(group_size=8, sampling=sampling, max_concurrent_groups=None, stop_grace=0.2)
+    tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 16})]
+    server = ReplayServer(tables, port=0, admission={"groups_per_step": 4, "max_staleness": 2})
+    with server, ReplayClient(server.address) as client:
+        generator = in_thread(server.address, engine, environment, config)
+        with generator:
+            trainer = make_trainer(
+                client,
+                tmp_path / "run",
+                model=AutoModelForCausalLM.from_pretrained(folder, dtype="float32"),
+                max_steps=50,
+                groups_per_step=4,
+                learning_rate=3e-3,
+                zero_variance="none",
+            )
+            trainer.train()
+    curve = [line["fresh/reward_mean"] for line in lines_of(tmp_path / "run")]
+    assert len(curve) == 50
+    assert np.mean(curve[-10:]) > np.mean(curve[:10]) + 0.3
+
+
+@contextmanager
+def in_thread(address: str, engine: Any, environment: Any, config: GeneratorConfig) -> Iterator[None]:
+    """A generator on an event loop of its own until the end of the block. Raises the error that ended it."""
+    stop, ended = threading.Event(), []
+
+    async def run() -> None:
+        async with AsyncReplayClient(address) as client:
+            prompts = environment.prompts(0)
+            generator = RolloutGenerator(client, engine, prompts, config=config, rollout=environment)
+            running = asyncio.create_task(generator.run())
+            while not (stop.is_set() or running.done()):
+                await asyncio.sleep(0.05)
+            generator.stop()
+            await running
+
+    def main() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=main, name="generator")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        if ended:
+            raise ended[0]

@@ -1,0 +1,10 @@
+"""What the tests of tables of prompts share: small windows."""
+
+import pytest
+
+from replay_generator import prompts_table
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch):
+    monkeypatch.setattr(prompts_table, "WINDOW", 4)

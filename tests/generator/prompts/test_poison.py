@@ -1,0 +1,261 @@
+"""Items of `prompts` and `building` that nobody can make a group of stop no generator: they are set aside."""
+
+from dataclasses import replace
+
+import msgpack
+import numpy as np
+import pytest
+
+from replay_client.columns.encoding import encode_arrays
+from replay_client.errors import ReplayError
+from replay_generator import Rollout, RolloutSequence, prompts_table
+from replay_generator.config import MOST_ROLLOUTS
+from replay_generator.engines import Completion, SamplingConfig
+from replay_generator.openings import OPENING_MAGIC, Opening, encode_rollout
+from replay_generator.prompts import Prompt, PromptError
+from replay_generator.stored_prompts import MAGIC, LoadMark
+from tests.factories import make_group
+from tests.generator.factories import SAID, Letters, ScriptedEngine
+from tests.generator.prompts.test_curriculum import TABLES as CURRICULUM
+from tests.generator.prompts.test_curriculum import make_curriculum
+from tests.generator.prompts.test_epoch import TABLES, held, made, make_generator, names, serving
+from tests.generator.prompts.test_under_construction import BUILDING
+
+PROMPT = Prompt("odd", "1+1=", {"prompt": "1+1="})
+TOLD = {"prompt_id": "odd", "content": "1+1=", "row": {}, "tags": {}}
+FIELDS = {"prompt": msgpack.packb(TOLD), "epoch": 0, "position": 0}
+MARK = vars(LoadMark(1, 0, 10, "names"))
+OPENING = Opening(1, PROMPT, [5, 6], 0, 3, SamplingConfig())
+NESTED = b"\x91" * 5000
+LONG = "1" * 500
+
+
+class KnownLetters(Letters):
+    """A tokenizer that says how many tokens it has."""
+
+    def __len__(self) -> int:
+        return 1000
+
+
+def stored(**fields):
+    prompt = msgpack.packb(TOLD | {name: fields.pop(name) for name in TOLD if name in fields})
+    return MAGIC + msgpack.packb(FIELDS | {"prompt": prompt} | fields)
+
+
+def marked(**fields):
+    return MAGIC + msgpack.packb({"mark": MARK | fields})
+
+
+def opening(**fields):
+    return replace(OPENING, **fields).encode()
+
+
+def told(given=(), dropped=(), ids=None, **told):
+    """An opening with some fields of its header as they are given."""
+    fields = {
+        "key": 1,
+        "prompt": msgpack.packb(TOLD),
+        "number": 0,
+        "group_size": 3,
+        "sampling": {},
+        "again": False,
+        "item": None,
+    }
+    fields = {name: value for name, value in (fields | told).items() if name not in dropped}
+    ids = np.array([5, 6], np.int32) if ids is None else ids
+    return b"".join(encode_arrays(OPENING_MAGIC, [("prompt_ids", ids)], {}, dict(given) or fields))
+
+
+def packed(**fields):
+    return told(prompt=msgpack.packb(TOLD | fields))
+
+
+def rolled(numbers=(0,), *, axis="group", cut=0, **changes):
+    """Columns of rollouts, which are added to an opening; `changes` are those of the sequence and of the rollout."""
+    sequence = RolloutSequence([5, 6])
+    sequence.sampled(Completion([7, 8], [-0.1, -0.2], "78", "stop", [0, 0], extras=changes.pop("extras", {})))
+    for name in ("token_ids", "sampled_mask", "logprobs", "policy_versions", "turns"):
+        if name in changes:
+            setattr(sequence, name, changes.pop(name))
+    column = encode_rollout(replace(Rollout([sequence]), **changes))
+    return {f"rollout/{number}": column[: column.size - cut] for number in numbers}
+
+
+def bare(**fields):
+    """A rollout whose header has these fields."""
+    told = {"sequences": [], "reward": None, "finish_reason": "", "metrics": {}, "info": msgpack.packb({})} | fields
+    return {"rollout/0": np.frombuffer(b"".join(encode_arrays(b"RPLYROL\x01", [], {}, told)), np.uint8)}
+
+
+PROMPTS = {
+    "nothing": b"",
+    "random bytes": bytes(range(200)),
+    "a group": make_group().encode(),
+    "another format": b"RPLYPRM\x09" + msgpack.packb(FIELDS),
+    "no msgpack": MAGIC + b"\xc1",
+    "cut off": stored()[:-3],
+    "nested": MAGIC + NESTED,
+    **{f"msgpack of {kind!r}": MAGIC + msgpack.packb(kind) for kind in (5, "mark", None, ["mark"], {})},
+    "a field is missing": MAGIC + msgpack.packb({"content": "1+1="}),
+    **{
+        f"{name} {value!r:.20}": stored(**{name: value})
+        for name, values in {
+            "prompt_id": (7, None, ["x"]),
+            "content": ("", [], 7, None, {"a": 1}, [{"role": "user"}], ["1"], [{"role": 3, "content": ""}]),
+            "row": (None, 7, ["x"]),
+            "tags": ({"a": 1.5}, {"": "x"}, {"a": "x" * 300}, {f"t{n}": n for n in range(9)}),
+            "epoch": ("0", -1, None),
+            "position": (2.5, [0]),
+        }.items()
+        for value in values
+    },
+    "too long": stored(content=LONG),
+    "messages without a template": stored(content=[{"role": "user", "content": "x"}]),
+    "a mark of 5": MAGIC + msgpack.packb({"mark": 5}),
+    "a mark of others": MAGIC + msgpack.packb({"mark": {"run": 1}}),
+    **{f"a mark's {name}": marked(**{name: value}) for name, value in {"run": "1", "rows": -1, "epoch": 1.5}.items()},
+    "a mark behind the end": marked(position=11),
+}
+SITES = {
+    "nothing": b"",
+    "random bytes": bytes(range(200)),
+    "a group": make_group().encode(),
+    "a prompt": stored(),
+    "cut off": opening()[:-70],
+    "nested": OPENING_MAGIC + len(NESTED).to_bytes(8, "little") + NESTED + bytes(64),
+    "no fields": told(given={"x": 1}),
+    **{f"no {name}": told(dropped=[name]) for name in ("key", "prompt", "group_size", "sampling", "item")},
+    **{
+        f"{name} {value!r:.20}": told(**{name: value})
+        for name, values in {
+            "group_size": (0, -3, 30_000_000, MOST_ROLLOUTS + 1, "3", 2.5, None, True),
+            "key": (-1, "1", None, 1.5),
+            "number": ("0", None),
+            "prompt": (5, b"\xc1", b""),
+            "sampling": (5, {"x": 1}, {"temperature": "1"}, {"temperature": -1.0}, {"max_tokens": 0}, {"top_k": 2**63}),
+            "item": (5, [1], ["k", 0.1, 0, 0], [1, "p", 0, 0], [1, float("nan"), 0, 0], [-1, 0.1, 0, 0]),
+        }.items()
+        for value in values
+    },
+    "prompt_id": packed(prompt_id=7),
+    "content": packed(content=""),
+    "row": packed(row=5),
+    "tags": packed(tags={"a": [1]}),
+    "too many tags": packed(tags={f"t{n}": n for n in range(9)}),
+    "no prompt_ids": opening(prompt_ids=[]),
+    "too many prompt_ids": opening(prompt_ids=[5] * 64),
+    "prompt_ids outside the vocabulary": opening(prompt_ids=[5, 1_000_000]),
+    "prompt_ids below 0": opening(prompt_ids=[5, -1]),
+    "prompt_ids of floats": told(ids=np.array([5.5, 6], np.float32)),
+    "prompt_ids of int64": told(ids=np.array([2**40], np.int64)),
+    "prompt_ids in two dimensions": told(ids=np.array([[5], [6]], np.int32)),
+}
+ROLLOUTS = {
+    "another number": {"rollout/x": rolled()["rollout/0"]},
+    "a number below 0": rolled([-1]),
+    "more rollouts than the group": rolled(range(4)),
+    "another type": {"rollout/0": np.array([1.5, 2.5])},
+    "an empty column": {"rollout/0": np.zeros(0, np.uint8)},
+    "a truncated column": rolled(cut=64),
+    "no sequences": bare(),
+    "a sequence without arrays": bare(sequences=[{"turns": [], "finish_reason": "stop", "drawn": []}]),
+    "info that is no dict": rolled(info=[1]),
+    "a reward of NaN": rolled(reward=float("nan")),
+    "an infinite reward": rolled(reward=float("inf")),
+    "a huge reward": rolled(reward=1e30),
+    "a reward of text": bare(sequences=[], reward="1"),
+    "a metric of text": bare(metrics={"a": "b"}),
+    "a reason that is a number": rolled(finish_reason=5),
+    "fewer masks": rolled(sampled_mask=[False, False, True]),
+    "fewer log-probabilities": rolled(logprobs=[np.nan, np.nan, -0.1]),
+    "fewer versions": rolled(policy_versions=[0, 0]),
+    "log-probabilities above 0": rolled(logprobs=[np.nan, np.nan, 5.0, 5.0]),
+    "tokens below 0": rolled(token_ids=[5, 6, -7, 8]),
+    "turns that are no text": rolled(
+        turns=[*RolloutSequence([5]).turns, replace(RolloutSequence([5]).turns[0], text=5)]
+    ),
+    "nothing that the policy wrote": rolled(turns=RolloutSequence([5, 6, 7, 8]).turns),
+    "extras that do not fit": rolled(extras={"hidden": np.zeros((9, 2), np.float32)}),
+    "two that do not go together": rolled([0], extras={"hidden": np.zeros((2, 2), np.float32)})
+    | rolled([1], extras={"hidden": np.zeros((2, 3), np.float32)}),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(prompts_table, "_PAUSE", 0.05)
+
+
+def engine():
+    return ScriptedEngine(tokenizer=KnownLetters(), completions=[SAID])
+
+
+async def check_set_aside(client, generator, caplog, key, table, expected):
+    """The run ends with all groups; the item is named once, counted, and gone."""
+    await generator.run()
+    assert sorted(await made(client)) == sorted(expected.elements())
+    lines = [record.message for record in caplog.records if "set aside" in record.message]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"item {key} of table {table!r} is set aside: ")
+    assert generator.stats["set_aside"] == 1
+    assert not await client.get([key])
+
+
+@pytest.mark.parametrize("shape", PROMPTS)
+async def test_an_item_that_is_no_prompt_is_set_aside(shape, caplog):
+    async with serving() as client:
+        if shape in ("a group", "too long", "messages without a template"):  # behind others; the rest comes first
+            await make_generator(client, max_groups=0, engine=engine()).run()
+        key = await client.insert(PROMPTS[shape], {"prompts": 1.0})
+        await check_set_aside(client, make_generator(client, engine=engine()), caplog, key, "prompts", names(10))
+
+
+@pytest.mark.parametrize("shape", ["random bytes", "content ''", "too long"])
+async def test_an_item_that_a_curriculum_would_draw_again_and_again_is_taken_out(shape, caplog):
+    async with serving(*CURRICULUM) as client:
+        await make_curriculum(client, 1, max_groups=1, engine=engine()).run()
+        key = await client.insert(PROMPTS[shape], {"prompts": 1e9})
+        generator = make_curriculum(client, 1, max_groups=2, engine=engine())
+        await check_set_aside(client, generator, caplog, key, "prompts", names(1, 3))
+
+
+@pytest.mark.parametrize("shape", [*SITES, *ROLLOUTS])
+async def test_an_item_that_is_no_group_under_construction_is_set_aside(shape, caplog):
+    async with serving(*TABLES, BUILDING) as client:
+        key = await client.insert(SITES.get(shape, OPENING.encode()), {"building": 1.0})
+        for name, column in ROLLOUTS.get(shape, {}).items():
+            await client.extend(key, {name: column}, axes={name: "group"})
+        generator = make_generator(client, engine=engine(), building="building")
+        await check_set_aside(client, generator, caplog, key, "building", names(10))
+
+
+async def test_what_is_no_rollout_beside_an_opening_does_not_matter():
+    async with serving(*TABLES, BUILDING) as client:
+        key = await client.insert(OPENING.encode(), {"building": 1.0})
+        await client.extend(key, {"values": np.zeros(3), **rolled([1])})
+        generator = make_generator(client, engine=engine(), building="building")
+        await generator.run()
+        assert sorted(await made(client)) == sorted([*names(10), "odd"])
+        assert (generator.stats["taken_over"], generator.stats["set_aside"]) == (1, 0)
+
+
+async def test_rollouts_that_do_not_go_together_with_those_of_this_engine_are_set_aside(caplog):
+    own = Completion([7, 8], [-0.1, -0.2], "78", "stop", [], extras={"hidden": np.zeros((2, 2), np.float32)})
+    async with serving(*TABLES, BUILDING) as client:
+        key = await client.insert(OPENING.encode(), {"building": 1.0})
+        await client.extend(key, rolled(extras={"hidden": np.zeros((2, 3), np.float32)}))
+        generator = make_generator(client, engine=replace(engine(), completions=[own]), building="building")
+        await check_set_aside(client, generator, caplog, key, "building", names(10))
+
+
+async def test_where_nothing_fits_the_run_ends_and_most_stays_in_the_table():
+    async with serving() as client:
+        with pytest.raises(PromptError, match="has 500 tokens; the engine takes 1 to 63"):
+            await make_generator(client, [{"prompt": LONG}] * 3, engine=engine()).run()
+        assert await held(client) == (4, 0)  # with the mark
+    async with serving() as client:
+        for _ in range(300):
+            await client.insert(b"foreign", {"prompts": 1.0})
+        with pytest.raises(ReplayError, match="'prompts' holds other things than prompts"):
+            await make_generator(client).run()
+        assert await held(client) == (200, 0)

@@ -1,0 +1,408 @@
+"""The generator against a real server: permits, refusals and restarts."""
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
+
+from replay_client import AsyncReplayClient
+from replay_client.errors import ServerUnavailableError
+from replay_client.records import read_described
+from replay_client.waits import WaitLog
+from replay_generator import GeneratorConfig, RolloutGenerator, StaleWeightsError
+from replay_generator.weights import model_facts
+from replay_server import AdmissionConfig, ReplayServer, TableConfig
+from tests.factories import async_until, free_port, server_process, turns
+from tests.generator.factories import ScriptedEngine, make_prompts
+
+TABLES = [
+    TableConfig(name="rollouts", sampler="fifo", max_staleness=2),
+    TableConfig(name="small", sampler="fifo", max_size=2, when_full="reject"),
+    TableConfig(name="large", sampler="fifo", max_size=1000, when_full="reject"),
+]
+
+
+@contextmanager
+def serving(**admission: Any) -> Iterator[ReplayServer]:
+    config = AdmissionConfig(table="rollouts", **admission) if admission else None
+    with ReplayServer(tables=TABLES, port=0, admission=config) as server:
+        yield server
+
+
+@asynccontextmanager
+async def generating(
+    address: str,
+    engine: ScriptedEngine,
+    *,
+    prompts: Any = None,
+    reward: Any = lambda row, text: float(len(text)),
+    keep: Any = None,
+    timeout: float = 10.0,
+    **config: Any,
+) -> AsyncIterator[tuple[RolloutGenerator, AsyncReplayClient, asyncio.Task[None]]]:
+    """A generator that runs until the end of the block."""
+    settings = {"group_size": 3, "max_concurrent_groups": 4, "stop_grace": 0.5, "permit_timeout": 5.0} | config
+    async with AsyncReplayClient(address, timeout) as client:
+        prompts = make_prompts() if prompts is None else prompts
+        generator = RolloutGenerator(client, engine, prompts, reward, GeneratorConfig(**settings), keep=keep)
+        task = asyncio.create_task(generator.run())
+        try:
+            yield generator, client, task
+        finally:
+            generator.stop()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+FATES = ("insert", "filter", "fail", "stale", "fail to tokenize")
+
+
+@pytest.mark.parametrize("building", [None, "building"])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(fates=st.lists(st.sampled_from(FATES), min_size=1, max_size=24))
+def test_every_permit_is_used_by_an_insert_or_given_back(building: str | None, fates: list[str]) -> None:
+    def reward(row: Any, text: str) -> float:
+        return float("nan") if row["fate"] == "fail" else float(len(text))
+
+    class Dated(ScriptedEngine):
+        async def generate(self, prompt_ids: Any, *args: Any) -> Any:
+            drawn = await super().generate(prompt_ids, *args)
+            version = 0 if fates[prompt_ids[0]] == "stale" else 5
+            for each in drawn:
+                each.policy_versions[:] = [version] * len(each.token_ids)
+            return drawn
+
+    class ByFate:
+        def encode(self, text: str) -> list[int]:
+            return [] if text.endswith("fail to tokenize") else [int(text.split()[0])]
+
+    async def run(address: str) -> None:
+        prompts = [{"prompt": f"{index} {fate}", "fate": fate, "prompt_id": fate} for index, fate in enumerate(fates)]
+        async with generating(
+            address,
+            Dated(tokenizer=ByFate()),
+            prompts=prompts,
+            reward=reward,
+            keep=lambda group: group.prompt_id != "filter",
+            on_prompt_error="skip",
+            max_concurrent_groups=None,
+            building=building,
+        ) as (generator, client, task):
+            await task
+            info = await client.server_info()
+            stats = generator.stats
+        assert stats["groups"] == info.tables["rollouts"].size == fates.count("insert")
+        assert stats["filtered"] == fates.count("filter")
+        assert stats["stale_refused"] == fates.count("stale")
+        assert stats["skipped"] == fates.count("fail") + fates.count("fail to tokenize")
+        assert info.admission is not None
+        assert info.admission.running == 0
+        assert info.admission.accepted == 5 * 3 + fates.count("insert")  # the server counts from the version on
+        assert info.admission.expired == 0
+
+    admission = {"groups_per_step": 3, "max_staleness": 7, "building": building}
+    with serving(**admission) as server, tempfile.TemporaryDirectory() as weights:
+
+        async def main() -> None:
+            async with AsyncReplayClient(server.address) as client:
+                await client.set_policy_version(5, weights=weights, rollback=True)
+            await run(server.address)
+
+        asyncio.run(main())
+
+
+async def test_as_many_groups_are_under_way_as_there_are_permits() -> None:
+    engine = ScriptedEngine(hold=asyncio.Event())
+    with serving(groups_per_step=3, max_staleness=1) as server:
+        async with generating(server.address, engine, max_concurrent_groups=None) as (_, client, _task):
+            await async_until(lambda: engine.generating == 6)
+            while not (await client.server_info()).admission.acquiring.count:  # the request for the seventh permit
+                await asyncio.sleep(0.01)
+            assert engine.most_generating == 6
+            await client.set_policy_version(1)
+            await async_until(lambda: engine.generating == 9)
+
+
+async def test_a_group_that_takes_longer_than_its_permit_lives_is_inserted_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = ScriptedEngine(hold=asyncio.Event())
+    with (
+        caplog.at_level(logging.WARNING),
+        serving(groups_per_step=2, max_staleness=0, permit_ttl=0.2) as server,
+    ):
+        async with generating(server.address, engine, max_groups=3) as (generator, client, task):
+            # The server believes one of the first two dead, and lets the third begin.
+            await async_until(lambda: engine.generating == 3)
+            await asyncio.sleep(0.3)  # by the generator's clock, too, all three permits have expired
+            engine.let_go()
+            await task
+            info = await client.server_info()
+    assert generator.stats["groups"] == info.tables["rollouts"].size == 3
+    assert generator.stats["permits_expired"] == 3
+    assert info.admission is not None
+    assert (info.admission.accepted, info.admission.running) == (3, 0)
+    assert info.admission.expired >= 1
+    assert sum("raise permit_ttl" in record.message for record in caplog.records) == 1
+
+
+async def test_a_generator_whose_groups_are_all_too_old_waits_for_newer_weights_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, score = ScriptedEngine(), asyncio.Event()
+    score.set()
+    scoring: set[str] = set()
+
+    async def reward(row: Any, text: str) -> float:
+        scoring.add(row["prompt_id"])
+        await score.wait()
+        scoring.discard(row["prompt_id"])
+        return float(len(text))
+
+    with serving() as server:
+        async with generating(server.address, engine, reward=reward) as (generator, client, task):
+            await async_until(lambda: generator.stats["groups"] > 3)
+            score.clear()
+            await async_until(lambda: len(scoring) == 4)
+            await client.set_policy_version(9)
+            score.set()
+            await async_until(lambda: generator.stats["stale_refused"] and not generator.stats["groups_under_way"])
+            started = len(engine.seeds)
+            await turns()
+            assert len(engine.seeds) == started
+            assert generator.stats["stale_refused"] <= 4  # those that were under way
+            await client.set_policy_version(10, weights=str(tmp_path))
+            inserted = generator.stats["groups"]
+            await async_until(lambda: generator.stats["groups"] > inserted + 10)
+            assert generator.stats["stale_seconds"] > 0
+            assert not task.done()
+    (line,) = [message for message in caplog.messages if "too old on arrival" in message]
+    assert "so the generator waits for newer ones: item of policy version 0 lags 9 behind the current 9" in line
+
+
+@pytest.mark.parametrize(
+    ("follow", "why"),
+    [(True, "the newest is 9, which was published without weights"), (False, r"does not follow .*\(follow_policy\)")],
+)
+async def test_a_generator_that_gets_no_newer_weights_ends_with_the_reason(follow: bool, why: str) -> None:
+    with serving() as server:
+        # Before it begins: what it has heard of the policy when its first group is refused is then known.
+        async with AsyncReplayClient(server.address) as trainer:
+            await trainer.set_policy_version(9)
+        async with generating(server.address, ScriptedEngine(), stale_timeout=0.2, follow_policy=follow) as (
+            _,
+            _,
+            task,
+        ):
+            with pytest.raises(StaleWeightsError, match=rf"for 0\.2 s \(stale_timeout\) .*{why}.*raise max_staleness"):
+                await asyncio.wait_for(task, 60)
+
+
+async def test_groups_that_would_be_too_old_are_given_up_and_made_again_with_newer_weights(tmp_path: Path) -> None:
+    engine = ScriptedEngine(hold=asyncio.Event())
+    with serving(groups_per_step=4, max_staleness=2) as server:
+        async with generating(server.address, engine, max_groups=5) as (generator, client, task):
+            await async_until(lambda: engine.generating == 4)
+            await client.set_policy_version(2)  # they would be just young enough
+            await async_until(lambda: generator.stats["policy_version"] == 0 and engine.generating == 4)
+            await client.set_policy_version(3, weights=str(tmp_path))
+            # The requests that were under way have ended, or the engine could not have loaded weights.
+            await async_until(lambda: engine.version == 3 and engine.generating == 4)
+            assert generator.stats["given_up"] == 4
+            engine.let_go()
+            await task
+            samples = await client.sample("rollouts", 5)
+            admission = (await client.server_info()).admission
+    assert sorted(sample.group.prompt_id for sample in samples) == [f"p{number}" for number in range(5)]
+    assert {sample.group.policy_version for sample in samples} == {3}
+    assert (generator.stats["stale_refused"], generator.stats["groups"]) == (0, 5)
+    assert admission is not None
+    assert (admission.running, admission.expired) == (0, 0)
+
+
+async def test_a_group_that_is_too_old_twice_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine(hold=asyncio.Event())
+    with serving() as server:
+        async with generating(server.address, engine, max_groups=1) as (generator, client, task):
+            for version in (3, 6):
+                await async_until(lambda: engine.generating == 1)
+                await client.set_policy_version(version, weights=str(tmp_path))
+                await async_until(lambda version=version: generator.stats["given_up"] == version // 3)
+            await task
+    assert (generator.stats["groups"], generator.stats["given_up"]) == (0, 2)
+    assert "prompt 'p0': left out, because its group was too old twice" in caplog.messages
+
+
+async def test_the_bound_of_a_table_counts_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    follower = "replay_generator.policy_follower"
+    monkeypatch.setattr("replay_generator.server.SECONDS_PER_LOOK", 0.05)
+    monkeypatch.setattr(f"{follower}.LOG_SECONDS", 0.05)  # between two looks whether it is time for a trial
+    looks, server_info = [], AsyncReplayClient.server_info
+
+    async def counted(*given: Any, **options: Any) -> Any:
+        info = await server_info(*given, **options)
+        looks.append(info)
+        return info
+
+    monkeypatch.setattr(AsyncReplayClient, "server_info", counted)
+    engine = ScriptedEngine(hold=asyncio.Event())
+    with serving() as server:
+        async with generating(server.address, engine, max_groups=1, stale_timeout=None) as (generator, client, task):
+            await async_until(lambda: engine.generating == 1)
+            await client.set_policy_version(2)
+            await client.update_table("rollouts", max_staleness=1)
+            await async_until(lambda: generator.stats["given_up"] == 1)
+            await client.update_table("rollouts", max_staleness=2)
+            seen = len(looks) + 2  # the first of these may have been under way
+            await async_until(lambda: len(looks) >= seen)
+            engine.let_go()
+            monkeypatch.setattr(f"{follower}.TRIAL_SECONDS", 0.0)
+            await task
+    assert generator.stats["groups"] == 1
+
+
+async def test_a_held_generator_finds_out_that_its_groups_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay_generator.policy_follower.TRIAL_SECONDS", 0.2)
+    with serving() as server:
+        async with generating(server.address, ScriptedEngine()) as (generator, client, _):
+            await async_until(lambda: generator.stats["groups"] > 3)
+            await client.set_policy_version(9)
+            await async_until(lambda: generator.stats["stale_seconds"] and not generator.stats["groups_under_way"])
+            inserted = generator.stats["groups"]
+            await client.update_table("rollouts", max_staleness=20)
+            await async_until(lambda: generator.stats["groups"] > inserted + 10)
+
+
+async def test_a_table_that_refuses_groups_gets_them_when_it_has_room() -> None:
+    with serving() as server:
+        async with generating(server.address, ScriptedEngine(), tables=("small",), max_groups=4) as (
+            generator,
+            client,
+            task,
+        ):
+            # The answer to one that was refused may come before that to one that was taken.
+            await async_until(lambda: generator.stats["full_refused"] and generator.stats["groups"] == 2)
+            assert not task.done()
+            for sample in await client.sample("small", 2):
+                await client.delete("small", [sample.info.key])
+            await task
+            assert generator.stats["groups"] == 4
+
+
+async def test_a_busy_server_is_waited_for_and_nothing_is_dropped(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A second line would come after half a minute, which this test takes where little of the machine is free.
+    monkeypatch.setattr("replay_generator.server.WaitLog", partial(WaitLog, every=3600.0))
+    with ReplayServer(tables=TABLES, port=0, max_bytes=3000) as server:
+        async with generating(server.address, ScriptedEngine(), tables=("large",), max_groups=20, when_full="drop") as (
+            generator,
+            client,
+            task,
+        ):
+            await async_until(lambda: generator.stats["server_refused"] > 0)
+            seen = 0
+            while not task.done():
+                page = await client.list_items("large")
+                seen += (await client.delete("large", [item.key for item in page])).applied
+                await asyncio.sleep(0.01)
+            await task
+            seen += (await client.server_info()).tables["large"].size
+    assert (generator.stats["groups"], seen, generator.stats["full_refused"]) == (20, 20, 0)
+    assert sum("the server refuses for now" in record.message for record in caplog.records) == 1
+
+
+def test_a_wait_is_logged_at_once_then_every_half_minute_and_when_it_ends(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, clock = WaitLog(), [1000.0]
+    monkeypatch.setattr("replay_client.waits.time.monotonic", lambda: clock[0])
+    for second in range(71):
+        clock[0] = 1000.0 + second
+        log.wait("busy")
+    log.go_on()
+    log.go_on()
+    log.wait("busy again, within half a minute of the last line")
+    assert caplog.messages == [
+        "busy",
+        "busy (for 30 s now)",
+        "busy (for 60 s now)",
+        "the generator goes on after 70 s",
+    ]
+
+
+@pytest.mark.parametrize("way", ["kill", pytest.param("terminate", marks=pytest.mark.long)])
+async def test_a_server_that_is_restarted_finds_the_generator_going_on(
+    tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay_generator.server.SECONDS_PER_LOOK", 1.0)
+    monkeypatch.setattr("replay_generator.server.LAST_WORD", 0.1)  # there is no server at its end
+    address = f"127.0.0.1:{free_port()}"
+    config = (
+        '[admission]\ngroups_per_step = 100000\nmax_staleness = 4\n\n[[tables]]\nname = "rollouts"\nsampler = "fifo"\n'
+    )
+    with server_process(tmp_path, config, address) as server:
+        async with generating(address, ScriptedEngine(), timeout=20.0, max_concurrent_groups=2) as (
+            generator,
+            client,
+            task,
+        ):
+
+            async def described() -> list[object]:
+                said = (await client.server_info()).clients
+                return [read_described(each.settings).get("max_concurrent_groups") for each in said]
+
+            await async_until(lambda: generator.stats["groups"] > 5)
+            assert await described() == [2]
+            getattr(server.process, way)()
+            server.process.wait()
+            await async_until(lambda: "the server does not answer, and the generator tries again" in caplog.text, 90.0)
+            groups = generator.stats["groups"]
+            assert not task.done()
+            with server_process(tmp_path, config, address):
+                await async_until(lambda: generator.stats["groups"] > groups + 20, 90.0)
+                await async_until(lambda: "the server was restarted: it holds " in caplog.text, 90.0)
+                async with asyncio.timeout(90.0):
+                    while await described() != [2]:
+                        await asyncio.sleep(0.01)
+            assert not task.done()
+
+
+async def test_a_server_that_stays_away_ends_the_run_after_the_clients_timeout(tmp_path: Path) -> None:
+    with server_process(tmp_path) as server:
+        async with generating(server.address, ScriptedEngine(), timeout=1.0) as (generator, _, task):
+            await async_until(lambda: generator.stats["groups"] > 5)
+            server.kill()
+            with pytest.raises(ServerUnavailableError, match=r"tried for 1 s"):
+                await asyncio.wait_for(task, 60)
+
+
+async def test_a_server_that_stays_away_before_there_are_weights_ends_the_run_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay_generator.policy_follower.LOG_SECONDS", 0.3)  # the client's timeout is longer
+    with server_process(tmp_path) as server:
+        async with generating(server.address, ScriptedEngine(), timeout=1.0, wait_for_policy=True) as (_, _, task):
+            await async_until(lambda: "waiting until the trainer publishes weights" in caplog.text)
+            server.kill()
+            with pytest.raises(ServerUnavailableError, match=r"tried for 1 s"):
+                await asyncio.wait_for(task, 60)
+
+
+def test_a_slow_tokenizer_says_the_same_of_itself_as_a_fast_one_and_an_engine_of_ones_own_says_nothing(tmp_path):
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "b", "a"]))
+    slow = BertTokenizerLegacy(str(vocabulary))
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordPiece(slow.get_vocab(), unk_token="[UNK]")))
+    assert model_facts(None, slow) == model_facts(None, fast) == {"tokenizer": "f7b06a0da87e2ab6"}
+    assert model_facts(None, ScriptedEngine().tokenizer) == model_facts(str(tmp_path), None) == {}

@@ -1,0 +1,221 @@
+"""SkyRL's fully asynchronous trainer with a replay server: finished groups survive it, and may be trained on again.
+
+    class MyExp(FullyAsyncPPOExp):
+        def get_trainer(self, **arguments): return ServerFullyAsyncTrainer(**arguments)
+
+generator ──finished group──▶ SkyRL's own buffer ──▶ mini-batch ──▶ checkpoint
+    │  ▲                                              ▲     │           │
+    ▼  └──after a restart── finished ◀──deleted───────┼─────┼───────────┘
+ finished                                        replay ◀───┘
+
+SkyRL's buffer is a queue in its own memory, bound to prompts, epochs and counts that SkyRL asserts. So it stays, and a
+copy of each finished group lies on the server until a checkpoint contains the group. A trainer that resumes generates
+all prompts that its checkpoint does not name; where the server has the group of such a prompt, nothing is generated.
+
+Before a mini-batch becomes training input, groups of `replay` take the place of groups whose rewards are all equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from replay_adapters.finished import FinishedGroups, Place
+from replay_adapters.hooks import hooks_of
+from replay_adapters.pool import GroupPool, OnUnavailable
+from replay_client import ReplayClient, RolloutGroup, Sample
+from replay_client.waits import in_daemon_thread
+
+with hooks_of("SkyRL"):
+    from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer, GeneratedOutputGroup
+    from skyrl.train.generators.base import GeneratorInterface, TrajectoryID
+
+    from replay_adapters.skyrl_rows import columns_of, group_of, output_of
+
+
+@dataclass(frozen=True)
+class SkyRLSettings:
+    """The argument `replay` of ServerFullyAsyncTrainer."""
+
+    address: str | None = None
+    """host:port; None: REPLAY_ADDRESS."""
+    finished: str = "finished"
+    """The table of finished groups that no checkpoint contains. A queue is refused: nobody draws from it."""
+    pool: str | None = "replay"
+    """The table of groups that were trained on, and that replace groups without variance; None: nothing is replaced."""
+    max_staleness: int | None = None
+    """Steps; None: SkyRL's `fully_async.max_staleness_steps`."""
+    on_unavailable: OnUnavailable = "continue"
+    """continue: without the server train as SkyRL does. raise: end the run."""
+    timeout: float = 60.0
+    """Seconds that a call waits for a server that went away."""
+
+
+class _KeepingGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has no types that mypy reads
+    """SkyRL's generator, which keeps what it made, and makes nothing that is kept already."""
+
+    def __init__(self, generator: Any, trainer: Any) -> None:
+        self._generator, self._trainer = generator, trainer
+        self._takes_option = "disable_tqdm" in inspect.signature(generator.generate).parameters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    async def generate(self, input_batch: Any, disable_tqdm: bool = False) -> Any:
+        generate = partial(self._generator.generate, **({"disable_tqdm": disable_tqdm} if self._takes_option else {}))
+        metadata = input_batch.get("batch_metadata")
+        # Without checkpoints no run could go on with what is kept.
+        keeps = (
+            metadata is not None and metadata.training_phase == "train" and self._trainer.cfg.trainer.ckpt_interval > 0
+        )
+        if not keeps:
+            return await generate(input_batch)
+        place, prompts = (self._trainer.epoch, input_batch["trajectory_ids"][0].instance_id), input_batch["prompts"]
+        if (kept := await in_daemon_thread(partial(self._trainer.recalled, place, prompts))) is not None:
+            return kept
+        step = self._trainer.global_step
+        output = await generate(input_batch)
+        await in_daemon_thread(partial(self._trainer.keep, place, output, step, prompts))
+        return output
+
+
+class WithServer:
+    """Adds the server to one of SkyRL's fully asynchronous trainers. `replay`: the settings."""
+
+    # SkyRL's trainer sets these.
+    cfg: Any
+    generator: Any
+    async_train_dataloader: Any
+    all_metrics: dict[str, Any]
+    epoch: int
+    global_step: int
+    max_staleness_steps: int
+    num_steps_per_epoch: int
+
+    def __init__(self, *args: Any, replay: SkyRLSettings | None = None, **kwargs: Any) -> None:
+        """Raises ValueError without log-probabilities or for a queue as `finished`, TableNotFoundError if the server
+        lacks a table, and ServerUnavailableError if none answers."""
+        super().__init__(*args, **kwargs)
+        settings = replay or SkyRLSettings()
+        if self.cfg.generator.sampling_params.logprobs is None:
+            raise ValueError("generator.sampling_params.logprobs is None: set it to 1, groups are stored with them")
+        self.client = ReplayClient.from_env(settings.timeout, address=settings.address)
+        self._bound = self.max_staleness_steps if settings.max_staleness is None else settings.max_staleness
+        how: dict[str, Any] = {
+            "sequences": True,
+            "on_unavailable": settings.on_unavailable,
+            "timeout": settings.timeout,
+        }
+        run = hashlib.sha256(str(self.cfg.trainer.ckpt_path).encode()).hexdigest()[:16]
+        self._finished = FinishedGroups(self.client, settings.finished, run=run, **how)
+        self._pool: GroupPool | None = None
+        if settings.pool is not None:
+            self._pool = GroupPool(self.client, settings.pool, max_staleness=self._bound, **how)
+        self._scope = uuid.uuid4().hex
+        self._steps: dict[str, int] = {}
+        """The steps at which groups from the server were generated, in the count of this run, by uid."""
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        self.generator = _KeepingGenerator(self.generator, self)
+
+    async def train(self) -> None:
+        """SkyRL's training. At its end the server forgets the groups that the last checkpoint contains."""
+        try:
+            await super().train()  # type: ignore[misc]
+            await in_daemon_thread(lambda: self._finished.forget(dict(self._finished.contained)))
+        finally:
+            self.client.close()
+
+    # ------------------------------------------------------------------------------------------- finished groups
+
+    def recalled(self, place: Place, prompts: Any) -> dict[str, Any] | None:
+        """The output for a prompt that a run before has left on the server. None: it must be generated."""
+        if (group := self._finished.get(place)) is None:
+            return None
+        read = output_of(group)
+        lag = max(0, self._finished.version_of(self.global_step - 1) - group.policy_version)
+        if read is None or read[1]["prompts"] != prompts or lag > self._bound:
+            self._finished.forget({place: self._finished.held[place]})
+            self._counts["replay/groups_generated_again"] += 1
+            return None
+        self._steps[place[1]] = self.global_step - lag
+        self._counts["replay/groups_recalled"] += 1
+        return read[0]
+
+    def keep(self, place: Place, output: Mapping[str, Any], step: int, prompts: Any) -> None:
+        """Stores what was generated, scheduled at `step`."""
+        self._finished.store(place, group_of(output, self._finished.version_of(step - 1), prompts))
+
+    def save_checkpoints(self) -> Any:
+        """SkyRL's checkpoint. What it contains is deleted from the server with the next one."""
+        uids = set(self.async_train_dataloader.get_consumed_uids_list())
+        folder = super().save_checkpoints()  # type: ignore[misc]
+        self._finished.saved(self.epoch, uids)
+        return folder
+
+    def load_checkpoints(self) -> Any:
+        """SkyRL's checkpoint, and what the server has beyond it."""
+        loaded = super().load_checkpoints()  # type: ignore[misc]
+        step, _, uids, _, epoch = loaded
+        self._finished.find()
+        self._finished.saved(step // self.num_steps_per_epoch if epoch is None else epoch, uids or set())
+        self._finished.forget(dict(self._finished.contained))
+        return loaded
+
+    # ---------------------------------------------------------------------------------------------- replacement
+
+    async def _collect_generation_mini_batch(self, *args: Any) -> Any:
+        """SkyRL's mini-batch, with groups of the pool in the place of groups whose rewards are all equal."""
+        groups, dropped, exhausted = await super()._collect_generation_mini_batch(*args)  # type: ignore[misc]
+        if not exhausted:
+            groups = await in_daemon_thread(partial(self._replaced, groups))
+        return groups, dropped, exhausted
+
+    def _replaced(self, groups: list[GeneratedOutputGroup]) -> list[GeneratedOutputGroup]:
+        self._finished.advance(self.global_step - 1)
+        for place, group in enumerate(groups):
+            step = self._steps.pop(group.uid, group.global_step_when_scheduled)
+            groups[place] = dataclasses.replace(group, global_step_when_scheduled=step)
+        if self._pool:
+            made = {place: self._made(group) for place, group in enumerate(groups)}
+            columns = columns_of(made[0])  # SkyRL joins the lists of all groups, so all must have the same
+            scope = f"{self._scope}/{self.global_step}"
+            drawn, metrics = self._pool.replace(made, scope, lambda group: columns_of(group) == columns)
+            for place, sample in drawn.items():
+                groups[place] = self._in_place(groups[place], sample)
+            self.all_metrics.update(metrics)
+        self.all_metrics.update(self._counts)
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        return groups
+
+    def _made(self, group: GeneratedOutputGroup) -> RolloutGroup:
+        version = self._finished.version_of(group.global_step_when_scheduled - 1)
+        return group_of(group.generator_output, max(0, version), group.prompts)
+
+    def _in_place(self, group: GeneratedOutputGroup, sample: Sample) -> GeneratedOutputGroup:
+        """A stored group with the uid of the group that stood there: SkyRL counts prompts by it."""
+        read = output_of(sample.group)
+        assert read is not None
+        output, more = read
+        if output.get("trajectory_ids"):
+            output["trajectory_ids"] = [
+                TrajectoryID(group.uid, each.repetition_id) for each in output["trajectory_ids"]
+            ]
+        return GeneratedOutputGroup(
+            generator_output=output,
+            uid=group.uid,
+            global_step_when_scheduled=self.global_step - sample.info.staleness,
+            prompts=more["prompts"],
+        )
+
+
+_COUNTS = ("replay/groups_recalled", "replay/groups_generated_again")
+
+
+class ServerFullyAsyncTrainer(WithServer, FullyAsyncRayPPOTrainer):  # type: ignore[misc]
+    """SkyRL's FullyAsyncRayPPOTrainer with a server."""

@@ -1,0 +1,113 @@
+"""The output of SkyRL's generator for one prompt as a group, and the same output back, bit by bit.
+
+SkyRL has no class for a row: its output is a dict of lists, with an entry for each row. So each row becomes a SkyRLRow
+here, and SampleStore, which also has slime's and Miles' samples, makes the group. A trajectory of several rows
+(`step_wise_trajectories`) is a rollout of several sequences, whose reward is that of its last row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import fsum
+from typing import Any
+
+from skyrl.train.generators.base import TrajectoryID  # noqa: F401  # SampleStore looks it up here
+
+from replay_adapters.samples import SampleStore
+from replay_client import RolloutGroup
+
+_TOKENS = ("prompt_token_ids", "response_ids")
+"""Lists of SkyRL's output that are the tokens of a row."""
+_NAMES = {
+    "loss_masks": "loss_mask",
+    "rollout_logprobs": "rollout_log_probs",
+    "rollout_expert_indices": "rollout_routed_experts",
+}
+"""Further lists, by the names that SampleStore has for an entry."""
+
+
+@dataclass
+class StopReason:
+    """Why a row ended, as SampleStore reads it."""
+
+    value: str
+
+
+@dataclass
+class SkyRLRow:
+    """A row of SkyRL's output, as SampleStore reads it. Each further list of the output is an attribute of its name."""
+
+    tokens: Any = None
+    response_length: Any = None
+    loss_mask: Any = None
+    rollout_log_probs: Any = None
+    rollout_routed_experts: Any = None
+    rewards: Any = None
+    stop_reasons: Any = None
+    is_last_step: Any = None
+
+    remove_sample = False
+
+    @property
+    def reward(self) -> float | None:
+        """Of the trajectory; None: another row of it has the reward."""
+        if self.is_last_step is False:
+            return None
+        return fsum(self.rewards) if isinstance(self.rewards, list) else self.rewards
+
+    @property
+    def status(self) -> StopReason:
+        """SkyRL's stop reason."""
+        return StopReason(str(self.stop_reasons or "stop"))
+
+
+_STORE = SampleStore(SkyRLRow)
+
+
+def group_of(output: Mapping[str, Any], version: int, prompts: Any = None) -> RolloutGroup:
+    """SkyRL's output for one prompt as a group. `prompts`: its messages, which come back with it.
+
+    Raises ValueError for an output without log-probabilities, or with something that cannot be stored.
+    """
+    if output.get("rollout_logprobs") is None:
+        raise ValueError("SkyRL's output has no rollout_logprobs: set generator.sampling_params.logprobs=1")
+    count = len(output["response_ids"])
+    columns = [name for name, value in output.items() if isinstance(value, list) and len(value) == count]
+    rollouts: list[Any] = []
+    begins = True
+    for k in range(count):
+        prompt, response = output["prompt_token_ids"][k], output["response_ids"][k]
+        row = SkyRLRow([*prompt, *response], len(response))
+        vars(row).update({_NAMES.get(name, name): output[name][k] for name in columns if name not in _TOKENS})
+        if row.is_last_step is None:
+            rollouts.append(row)
+            continue
+        if begins:
+            rollouts.append([])
+        rollouts[-1].append(row)
+        begins = row.is_last_step
+    rest = {name: value for name, value in output.items() if name not in columns}
+    more = {"names": list(output), "columns": sorted(columns), "rest": rest, "prompts": prompts}
+    return _STORE.group_of(rollouts, version, more)
+
+
+def columns_of(group: RolloutGroup) -> list[str] | None:
+    """The names of the lists of rows in the output of a group; None: another program's group."""
+    packed = _STORE.packed_of(group)
+    return None if packed is None else packed["more"].get("columns")
+
+
+def output_of(group: RolloutGroup) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The output that `group_of` got, with `columns` (its lists of rows) and `prompts`; None: of another program."""
+    packed = _STORE.packed_of(group)
+    if packed is None or "columns" not in packed["more"]:
+        return None
+    more, rollouts = packed["more"], _STORE.rollouts_of(group, packed) or []
+    rows = [row for rollout in rollouts for row in (rollout if isinstance(rollout, list) else [rollout])]
+    columns = {
+        name: [getattr(row, _NAMES.get(name, name)) for row in rows] for name in more["columns"] if name not in _TOKENS
+    }
+    columns["prompt_token_ids"] = [row.tokens[: len(row.tokens) - row.response_length] for row in rows]
+    columns["response_ids"] = [row.tokens[len(row.tokens) - row.response_length :] for row in rows]
+    return {name: more["rest"][name] if name in more["rest"] else columns[name] for name in more["names"]}, more

@@ -1,0 +1,122 @@
+"""slime's rollout with a replay server: stored groups replace groups whose rewards are all equal.
+
+    --rollout-function-path replay_adapters.slime.generate_rollout
+
+slime then corrects by the log-probabilities that came with the samples: `--use-tis --tis-clip 2.0`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from functools import cache
+from math import isfinite
+from typing import Any
+
+from replay_adapters.hooks import hooks_of
+from replay_adapters.pool import GroupPool, OnUnavailable
+from replay_adapters.samples import SampleStore
+from replay_client import ReplayClient, RolloutGroup
+
+with hooks_of("slime"):
+    from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
+    from slime.utils.types import Sample
+
+IMAGES = ("multimodal_inputs", "multimodal_train_inputs")
+_ENDED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+"""The status of a sample that did not fail."""
+_OF_PLACE = ("group_index", "index", "rollout_id", "metadata", "session_id")
+"""Fields that a replaced sample keeps: what slime orders and groups by, and what it measured in this step."""
+_MEASURED = ("spec_info", "prefix_cache_info", "non_generation_time")
+"""Fields with what slime measured in this step. It sums them over samples."""
+_RUN = uuid.uuid4().hex
+
+
+@cache
+def _pool(address: str | None, table: str, max_staleness: int | None, on_unavailable: OnUnavailable) -> GroupPool:
+    client = ReplayClient.from_env(address=address)
+    return GroupPool(client, table, max_staleness=max_staleness, sequences=True, on_unavailable=on_unavailable)
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """slime's own rollout, then replacement. Metrics are `replay/*`; evaluation is slime's own.
+
+    Settings are attributes of `args`, from slime's --custom-config-path: `replay_address` (host:port; left out:
+    REPLAY_ADDRESS), `replay_table` ("replay"), `replay_max_staleness` (rollouts), `replay_on_unavailable` ("continue":
+    without the server train on what was generated; "raise"), and `replay_rollout_function`, the path of the function
+    that generates (slime's default).
+    """
+    from slime.utils.misc import load_function
+
+    path = getattr(args, "replay_rollout_function", "slime.rollout.sglang_rollout.generate_rollout")
+    output = call_rollout_fn(load_function(path), args, rollout_id, data_source, evaluation=evaluation)
+    if evaluation:
+        return output
+    address, table = getattr(args, "replay_address", None), getattr(args, "replay_table", "replay")
+    on_unavailable = getattr(args, "replay_on_unavailable", "continue")
+    pool = _pool(address, table, getattr(args, "replay_max_staleness", None), on_unavailable)
+    return replaced(output, pool, rollout_id, getattr(args, "reward_key", None))
+
+
+def replaced(output: Any, pool: GroupPool, rollout_id: int, reward_key: str | None = None) -> RolloutFnTrainOutput:
+    """`output` with its zero-variance groups replaced as far as `pool` has others, and its other groups stored.
+
+    Groups that cannot be trained on again stay as they are: those with a sample that failed, or with images. Raises
+    ValueError if the samples have no log-probabilities, or a field that cannot be stored.
+    """
+    version, store = pool.advance(rollout_id), SampleStore(Sample, reward_key)
+    whole = {place: each for place, each in enumerate(output.samples) if _is_whole(each, store)}
+    groups = {place: store.group_of(each, version) for place, each in whole.items()}
+    drawn, metrics = pool.replace(groups, f"{_RUN}/{rollout_id}", lambda group: store.packed_of(group) is not None)
+    samples = list(output.samples)
+    for place, sample in drawn.items():
+        samples[place] = _restored(whole[place], sample.group, store)
+    metrics["replay/groups_left_alone"] = len(output.samples) - len(groups)
+    return RolloutFnTrainOutput(samples=samples, metrics=(output.metrics or {}) | metrics)
+
+
+def _is_whole(group: Any, store: SampleStore) -> bool:
+    """Whether all of a group can be trained on at another time."""
+    if not isinstance(group, list) or not group or not all(group):
+        return False
+    for sample in (sample for rollout in group for sample in _as_list(rollout)):
+        known = len(sample.rollout_log_probs or ()) == sample.response_length
+        if not known and sample.status in _ENDED:
+            raise ValueError("slime's samples lack rollout_log_probs: use a rollout function that returns them")
+        images = any(getattr(sample, name, None) is not None for name in IMAGES)
+        scored = isfinite(store.reward(sample))
+        # What was broken off is no whole answer, also if it has a reward.
+        ended = sample.status != Sample.Status.ABORTED
+        if not known or images or not scored or not ended or len(sample.tokens) <= sample.response_length:
+            return False
+    return True
+
+
+def _restored(places: Sequence[Any], group: RolloutGroup, store: SampleStore) -> list[Any]:
+    """A stored group as rollouts with the indices of the rollouts that stood there.
+
+    A rollout that is a list may have more samples than the one that stood there. Those have the index of its first.
+    """
+    rollouts = store.rollouts_of(group)
+    assert rollouts is not None
+    for place, rollout in zip(places, rollouts, strict=True):
+        there, samples = _as_list(place), _as_list(rollout)
+        for k, sample in enumerate(samples):
+            one = there[min(k, len(there) - 1)]
+            _take(sample, one, _OF_PLACE)
+            _take(sample, one if k < len(there) else Sample(), _MEASURED)
+            if len(samples) > 1:  # slime wants one name for all samples of a rollout
+                sample.rollout_id = there[0].index if there[0].rollout_id is None else there[0].rollout_id
+    return rollouts
+
+
+def _take(sample: Any, other: Any, names: Sequence[str]) -> None:
+    """Give `sample` the fields `names` of `other`. Versions of slime differ in what they have."""
+    for name in names:
+        if hasattr(other, name):
+            setattr(sample, name, getattr(other, name))
+
+
+def _as_list(rollout: Any) -> list[Any]:
+    """The samples of a rollout. One that may fan out into several is a list, also if it has only one."""
+    return rollout if isinstance(rollout, list) else [rollout]

@@ -1,0 +1,520 @@
+"""TRL's GRPOTrainer with a replay server: groups from the pool replace groups whose rewards are all equal.
+
+    generate ──▶ reward ──▶ [replace rows] ──▶ pad ──▶ log-probs, importance ratio, advantages ──▶ loss
+                                 ▲   │                                   TRL's own
+                       draw      │   └── fresh informative groups ──▶ insert
+
+The rows change before TRL computes anything from them, so all that it computes belongs to the new rows. Two cases:
+
+* TRL corrects (vLLM, `vllm_importance_sampling_correction`): its ratio uses the stored log-probabilities.
+* TRL does not correct: this module multiplies the advantages of replaced rows by min(π_old / π_stored, clip) per token.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from accelerate.utils import broadcast_object_list, gather, gather_object
+from torch import Tensor
+from transformers import TrainerCallback
+
+from replay_adapters.hooks import hooks_of, mismatch
+from replay_adapters.pool import GroupPool, OnUnavailable
+from replay_adapters.trl_rows import FreshRow, GeneratedRows, GenerationStep, fingerprint
+from replay_client import ReplayClient, RolloutGroup, Sample, group_from_completions, group_from_rows
+from replay_client.errors import ServerUnavailableError
+from replay_client.scoring import carries_gradient, group_advantages, group_priority
+from replay_client.settings import check_choice
+from replay_server import ReplayServer, TableConfig
+from replay_trainer.config import OnEmpty
+from replay_trainer.correction import CorrectionConfig, correct
+
+with hooks_of("TRL"):
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.models.utils import disable_gradient_checkpointing
+
+
+@dataclass
+class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types that mypy reads
+    """TRL's GRPOConfig and the settings of replay. Raises ValueError for a value out of range."""
+
+    replay: str | None = None
+    """Address of a replay server, host:port; token and TLS come from the environment (REPLAY_TOKEN, REPLAY_TLS_CA).
+    None: a server inside this process, which ends with it."""
+    replay_table: str = "replay"
+    """Table of the server that holds the pool."""
+    replay_buffer_size: int = 64
+    """Groups in the pool of the server inside this process; a server at an address has its own max_size.
+    0 turns replay off."""
+    replay_share: float = 0.0
+    """Least share of the groups of a step that come from the pool, from 0 to 0.9. 0: only groups whose rewards are all
+    equal are replaced. Otherwise the fresh groups of the lowest priority are replaced too; they go into the pool."""
+    replay_max_staleness: int | None = None
+    """A stored group that is more optimizer steps old than this is not used. None: only the table's limit holds."""
+    replay_on_empty: OnEmpty = "keep"
+    """What happens to a group that the pool has no replacement for. keep: TRL trains on it. drop: the loss leaves it
+    out. wait: wait up to replay_timeout for another trainer to fill the pool."""
+    replay_on_unavailable: OnUnavailable = "continue"
+    """What happens when the server goes away for replay_timeout. continue: all ranks train on fresh rows alone, and ask
+    again at every generation. raise: ServerUnavailableError ends the run on all ranks."""
+    replay_timeout: float = 60.0
+    """Seconds that a generation waits for a server that restarts, and that replay_on_empty="wait" waits before
+    DeadlineExceededError ends the run."""
+    replay_same_rewards: bool = False
+    """Leave stored groups out that other reward functions scored. False: they are used, with a warning."""
+    replay_clip_max: float = 2.0
+    """Upper bound of the importance ratio of a replayed token. Where TRL corrects (vLLM), its own settings apply."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.replay_share <= 0.9:
+            raise ValueError(f"replay_share must be from 0 to 0.9, not {self.replay_share}")
+        if self.replay_buffer_size < 0:
+            raise ValueError(f"replay_buffer_size must be at least 0, not {self.replay_buffer_size}")
+        check_choice("replay_on_empty", self.replay_on_empty, get_args(OnEmpty))
+        check_choice("replay_on_unavailable", self.replay_on_unavailable, get_args(OnUnavailable))
+        if not self.replay_clip_max > 0:
+            raise ValueError(f"replay_clip_max must be above 0, not {self.replay_clip_max}")
+
+
+ATTRIBUTES = (
+    *("accelerator", "num_generations", "reward_weights", "reward_func_names", "temperature", "max_completion_length"),
+    *("use_vllm", "vllm_importance_sampling_correction", "off_policy_mask_threshold", "multi_objective_aggregation"),
+    *("scale_rewards", "tools", "_is_vlm", "_metrics", "_tokenizer", "_step", "_pending_extra_logs"),
+)
+"""Read from a trainer that has been constructed."""
+
+GENERATED = 8
+"""Values that `_generate` returns: prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images,
+tool_images."""
+
+
+def start_embedded(table: str, max_size: int, max_staleness: int | None) -> ReplayServer:
+    """A running server on the loopback address, with one table: a pool in memory that keeps the best `max_size` groups.
+
+    The caller stops it.
+    """
+    config = TableConfig(
+        name=table, sampler="prioritized", remover="min_heap", max_size=max_size, max_staleness=max_staleness
+    )
+    server = ReplayServer(tables=[config], port=0)
+    server.start()
+    return server
+
+
+logger = logging.getLogger(__name__)
+
+
+class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+    """TRL's GRPOTrainer; takes what it takes, with a ReplayGRPOConfig or (for the defaults) a GRPOConfig as `args`.
+
+    Evaluation, and batches with images, stay as TRL has them. Metrics are `replay/*` beside TRL's own; TRL's `reward`
+    is that of the rows trained on, `replay/fresh_reward` that of the rows generated.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ImportError if the installed TRL has other hooks, TableNotFoundError and ServerUnavailableError for a
+        server that cannot be used."""
+        super().__init__(*args, **kwargs)
+        if missing := [name for name in ATTRIBUTES if not hasattr(self, name)]:
+            raise mismatch("TRL", f"a GRPOTrainer has no attribute {', '.join(missing)}")
+        # A GRPOConfig has none of our fields: then the defaults hold.
+        self._replay = SimpleNamespace(
+            **{each.name: getattr(self.args, each.name, each.default) for each in fields(ReplayGRPOConfig)}
+        )
+        self._replay_step: GenerationStep | None = None
+        rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        self._groups_span_ranks = bool(rows % self.num_generations)
+        scorers = [*self.reward_funcs]
+        if type(self)._calculate_rewards is not GRPOTrainer._calculate_rewards:
+            scorers.append(type(self)._calculate_rewards)
+        self._fingerprint = fingerprint(self.reward_func_names, scorers)
+        self._warned_of_rewards = False
+        self.pool = self._connect() if self._replay.replay_buffer_size else None
+
+    def _connect(self) -> GroupPool:
+        settings, server = self._replay, None
+        address = settings.replay
+        if address is None and self.accelerator.is_main_process:
+            server = start_embedded(settings.replay_table, settings.replay_buffer_size, settings.replay_max_staleness)
+            address = server.address
+        ranks = self.accelerator.num_processes
+        if settings.replay is None and ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
+            raise ValueError(
+                "replay=None starts the server on the loopback address, which other machines do not reach: start "
+                "`replay serve` and give its address as `replay`"
+            )
+        address, self._run = broadcast_object_list([address, uuid.uuid4().hex])
+        # The environment describes the access to the user's server, not to ours.
+        client = ReplayClient(address) if settings.replay is None else ReplayClient.from_env(address=address)
+        pool = GroupPool(
+            client,
+            settings.replay_table,
+            settings.replay_on_empty,
+            settings.replay_timeout,
+            settings.replay_max_staleness,
+            vocabulary=self.model.config.get_text_config().vocab_size,
+        )
+        self._close_replay = weakref.finalize(self, _close, client, server)
+        self.add_callback(_Leave(client, server))
+        return pool
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self.pool is None or not self.model.training or {"image", "images"} & inputs[0].keys():
+            return super()._generate_and_score_completions(inputs)  # type: ignore[no-any-return]
+        started = time.perf_counter()
+        version = self.pool.advance(self.state.global_step) if self.accelerator.is_main_process else 0
+        # The first rank asks, so that all ranks do without the server in the same steps.
+        version, away = broadcast_object_list([version, self.pool.problem is not None])
+        first = self.accelerator.process_index * len(inputs)
+        step = GenerationStep(inputs, self.num_generations, first, version, away, seconds=time.perf_counter() - started)
+        self._replay_step = step
+        try:
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        finally:
+            self._replay_step = None
+            self.__dict__.pop("_calculate_rewards", None)
+        if step.fresh is None:
+            return output
+        if step.final_rewards is not None:
+            raise mismatch("TRL", "it does not call _calculate_rewards after _generate")
+        if not away:
+            with step.timed():
+                old = self._correct(step, output)
+                self.pool.insert(self._informative_groups(step, self._fresh_rows(step, old)))
+        self._report(step)
+        return output
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        generated: tuple[Any, ...] = super()._generate(prompts)
+        step = self._replay_step
+        if step is None:
+            return generated
+        if len(generated) != GENERATED:
+            raise mismatch("TRL", f"_generate returns {len(generated)} values, not {GENERATED}")
+        prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, _ = generated
+        # All ranks must decide alike, because what follows is collective.
+        if self._is_vlm and gather(torch.tensor([images is not None], device=self.accelerator.device)).any():
+            return generated
+        for row, each in enumerate(step.inputs):  # as TRL does before it computes rewards
+            for name, values in extra_fields.items():
+                if not isinstance(values, list):
+                    each[name] = values
+                elif row < len(values):
+                    each[name] = values[row]
+        # By the method of the class, which may be a subclass with rewards of its own.
+        step.rewards = self._calculate_rewards(step.inputs, prompts, completions, completion_ids).clone()
+        with step.timed():
+            step.fresh = GeneratedRows(prompt_ids, completion_ids, tool_mask, logprobs)
+            rows = step.fresh.copy()  # the lists may belong to a rollout_func
+            trained = [bool(ids) for ids in completion_ids] if tool_mask is None else [any(mask) for mask in tool_mask]
+            step.trained = gather(torch.tensor(trained, device=self.accelerator.device)).tolist()
+            step.final_rewards = gather(self._replace(step, rows, prompts, completions))
+        # TRL asks for the rewards of the same rows next. They are known.
+        self.__dict__["_calculate_rewards"] = step.take_rewards
+        return rows.prompt_ids, rows.completion_ids, rows.tool_mask, completions, rows.logprobs, *generated[5:]
+
+    # -------------------------------------------------------------------------------------------------- replacing
+
+    def _replace(self, step: GenerationStep, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> Tensor:
+        """Replace rows, and what TRL logs of them. Returns the rewards (B, F) of the final rows."""
+        assert self.pool is not None
+        assert step.rewards is not None
+        priorities = {
+            g: self._priority(step.rewards[step.rows_of(g)], step.trained[step.rows_of(g)]) for g in step.present
+        }
+        zero_variance = [g for g in step.owned if priorities[g] == 0]
+        wanted = max(len(zero_variance), round(self._replay.replay_share * len(step.owned)))
+        if self._replay.replay_share and rows.logprobs is None and not step.away:
+            step.fresh_logprobs = self._logprobs(*self._padded(rows))
+        places = sorted(step.owned, key=priorities.__getitem__)[:wanted]
+        drawn: list[Sample] = []
+        if not step.away:
+            drawn = self.pool.draw(len(places), f"{self._run}/{self._step}", self._accept)
+        step.replaced = dict(zip(places, drawn, strict=False))
+        step.stored = self._stored_groups(step)
+        step.zero_variance = len(zero_variance)
+        step.missing = len([g for g in zero_variance if g not in step.replaced])
+
+        final_BF = step.rewards_BF.clone()
+        for g, group in step.stored.items():
+            rewards_GF = self._stored_rewards(group)
+            for row, k in step.places(g):
+                rows.put(row, group, k)
+                final_BF[row] = rewards_GF[k]
+                self._log_row(row, rows, prompts, completions)
+        if self._replay.replay_on_empty == "drop":
+            left = [g for g in step.present if priorities[g] == 0 and g not in step.stored]
+            for row in (row for g in left for row, _ in step.places(g)):
+                rows.mask()[row] = [0] * len(rows.completion_ids[row])
+        return final_BF
+
+    def _stored_groups(self, step: GenerationStep) -> dict[int, RolloutGroup]:
+        """What the ranks have drawn for the groups that have rows here."""
+        if not self._groups_span_ranks:
+            return {g: sample.group for g, sample in step.replaced.items()}
+        drawn = gather_object([(g, bytes(sample.payload)) for g, sample in step.replaced.items()])
+        return {g: RolloutGroup.decode(payload) for g, payload in drawn if g in step.present}
+
+    def _priority(self, rewards_GF: Tensor, trained: list[bool]) -> float:
+        """`group_priority` of a group, 0 if it carries no gradient as TRL computes its advantages."""
+        scorable = ~rewards_GF.isnan().all(dim=1)
+        weighted_GF = (rewards_GF * self.reward_weights.to(rewards_GF.device))[scorable].nan_to_num(nan=0.0)
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            weighted_GF = weighted_GF.sum(dim=1, keepdim=True)
+        columns = weighted_GF.T.tolist() if len(weighted_GF) else []
+        mask = np.array(trained)[scorable.cpu().numpy()]
+        judged = [_group_of_rewards(column, mask) for column in columns]
+        if not any(carries_gradient(group, "none") for group in judged):
+            return 0.0
+        return sum(group_priority(group.rewards, group.advantages) for group in judged)
+
+    def _accept(self, group: RolloutGroup) -> bool:
+        """Whether a stored group fits into the batch."""
+        lengths = group.sampled_lengths
+        longest = self.max_completion_length or lengths.max()
+        trained = [bool(group.trained_mask[span].any()) for span in group.sampled_spans()]
+        fits = (
+            group.group_size == self.num_generations
+            and group.prompt_lengths.all()
+            and lengths.min() > 0
+            and lengths.max() <= longest
+            and self._priority(self._stored_rewards(group), trained) > 0
+        )
+        return bool(fits) and self._has_our_objective(group)
+
+    def _has_our_objective(self, group: RolloutGroup) -> bool:
+        """Whether the reward functions of this run scored a stored group; True if it need not be so."""
+        if self._same_rewards(group):
+            return True
+        assert self._replay_step is not None
+        self._replay_step.other_rewards += 1
+        if not self._warned_of_rewards:
+            logger.warning(
+                "table %r has groups that other reward functions scored (%s; this run: %s): %s. This is the only "
+                "warning; replay/other_rewards counts them",
+                self._replay.replay_table,
+                ", ".join(map(str, group.meta.get("reward_funcs", ["unknown"]))),
+                ", ".join(self.reward_func_names),
+                "they are not used"
+                if self._replay.replay_same_rewards
+                else "training on them teaches another objective; replay_same_rewards=True leaves them out, and a "
+                "table for each objective (replay_table) keeps them apart",
+            )
+        self._warned_of_rewards = True
+        return not self._replay.replay_same_rewards
+
+    def _same_rewards(self, group: RolloutGroup) -> bool:
+        return group.meta.get("rewards") == self._fingerprint
+
+    def _stored_rewards(self, group: RolloutGroup) -> Tensor:
+        """(G, F) rewards of a stored group, of which TRL makes the group's rewards again."""
+        rewards_GF = group.extras.get("rewards_per_func")
+        if rewards_GF is None or not self._same_rewards(group):
+            # Other functions scored this group: the first one of ours stands for all of them.
+            weights = self.reward_weights.tolist()
+            column = next(k for k, weight in enumerate(weights) if weight)
+            rewards_GF = np.full((group.group_size, len(weights)), np.nan, np.float32)
+            rewards_GF[:, column] = group.rewards / weights[column]
+        return torch.tensor(rewards_GF, device=self.accelerator.device)
+
+    def _log_row(self, row: int, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> None:
+        """Put what TRL logs of a replaced row in place: its texts, and None for the extra columns of the fresh row."""
+        for ids, texts, role in (
+            (rows.prompt_ids[row], prompts, "user"),
+            (rows.completion_ids[row], completions, "assistant"),
+        ):
+            text = self._tokenizer.decode(ids, skip_special_tokens=True)
+            texts[row] = text if isinstance(texts[row], str) else [{"role": role, "content": text}]
+        for values in self._pending_extra_logs.values():
+            if row < len(values):
+                values[row] = None
+
+    # ------------------------------------------------------------------------------------------------- correcting
+
+    def _correct(self, step: GenerationStep, output: dict[str, Any]) -> Tensor | None:
+        """Correct the advantages of replaced rows if TRL does not. Returns log-probs (B, T) under the current weights,
+        None if TRL corrects."""
+        mask_BT = output["completion_mask"] * output.get("tool_mask", 1)
+        places = [(row, group, k) for g, group in step.stored.items() for row, k in step.places(g)]
+        rows = [row for row, _, _ in places]
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            ratio = output["importance_sampling_ratio"].expand_as(mask_BT)[rows] * mask_BT[rows]
+            step.ratio = float(ratio.sum()), float(mask_BT[rows].sum())
+            return None
+        old_BT: Tensor | None = output.get("old_per_token_logps")
+        if old_BT is None:  # computed on every rank, replaced rows or not: a partitioned model needs all ranks
+            names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
+            old_BT = self._logprobs(*(output[name] for name in names))
+        stored_BT = old_BT.clone()
+        for row, group, k in places:
+            logprobs = group.rollout_logprobs[group.sampled_spans()[k]]
+            # A copy: the client's arrays are read-only.
+            stored_BT[row, : len(logprobs)] = torch.tensor(logprobs).to(stored_BT)
+        if rows:
+            correction = correct(
+                old_BT[rows], stored_BT[rows], mask_BT[rows], CorrectionConfig(clip_max=self._replay.replay_clip_max)
+            )
+            step.ratio = float(correction.weights.sum()), float(mask_BT[rows].sum())
+            weights_BT = torch.ones_like(old_BT)
+            weights_BT[rows] = correction.weights.to(old_BT)
+            output["advantages"] = output["advantages"].unsqueeze(1) * weights_BT
+        if self.off_policy_mask_threshold is not None:
+            output.setdefault("sampling_per_token_logps", stored_BT)
+        # TRL computes nothing sensible for the tokens of truncated completions that it masks.
+        return old_BT.masked_fill(output["completion_mask"] == 0, torch.nan)
+
+    def _logprobs(self, prompt_ids: Tensor, completion_ids: Tensor, prompt_mask: Tensor, mask: Tensor) -> Tensor:
+        """(B, T) of the completions under the current weights, as TRL computes them."""
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            logprobs, _, _ = self._get_per_token_logps_and_entropies(
+                self.model,
+                input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
+                attention_mask=torch.cat([prompt_mask, mask], dim=1),
+                logits_to_keep=completion_ids.size(1),
+                batch_size=self.args.per_device_train_batch_size,
+            )
+        return logprobs  # type: ignore[no-any-return]
+
+    def _padded(self, rows: GeneratedRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Prompts padded on the left, completions on the right, and the masks of both."""
+        tensors = []
+        for values, side in ((rows.prompt_ids, "left"), (rows.completion_ids, "right")):
+            ids = [torch.tensor(each, device=self.accelerator.device) for each in values]
+            tensors.append((_pad(ids, side), _pad([torch.ones_like(each) for each in ids], side)))
+        (prompt_ids, prompt_mask), (completion_ids, mask) = tensors
+        return prompt_ids, completion_ids, prompt_mask, mask
+
+    # --------------------------------------------------------------------------------------------------- storing
+
+    def _fresh_rows(self, step: GenerationStep, old: Tensor | None) -> list[FreshRow]:
+        """The rows that this rank generated; those of all ranks if groups span ranks."""
+        fresh = step.fresh
+        assert fresh is not None
+        if fresh.logprobs is not None:
+            logprobs: Any = [[np.nan if x is None else x for x in row] for row in fresh.logprobs]
+        else:
+            source = old if step.fresh_logprobs is None else step.fresh_logprobs
+            assert source is not None
+            logprobs = [row[: len(ids)].tolist() for row, ids in zip(source, fresh.completion_ids, strict=True)]
+        masks: list[Any] = fresh.tool_mask or [None] * len(logprobs)
+        rows = list(map(FreshRow, fresh.prompt_ids, fresh.completion_ids, masks, logprobs))
+        return list(gather_object(rows)) if self._groups_span_ranks else rows
+
+    def _informative_groups(self, step: GenerationStep, rows: list[FreshRow]) -> Iterator[RolloutGroup]:
+        """The fresh groups of this rank that a later step can learn from."""
+        assert step.rewards is not None
+        first = 0 if self._groups_span_ranks else step.first
+        for g in step.owned:
+            rewards_GF = step.rewards[step.rows_of(g)]
+            if rewards_GF.isnan().all(dim=1).any() or not self._priority(rewards_GF, step.trained[step.rows_of(g)]):
+                continue
+            members = rows[g * step.size - first :][: step.size]
+            rewards = (rewards_GF * self.reward_weights.to(rewards_GF.device)).nansum(dim=1).tolist()
+            masks: list[Any] = [row.mask for row in members]
+            yield group_from_rows(
+                prompts=[row.prompt_ids for row in members],
+                completions=[row.completion_ids for row in members],
+                logprobs=[row.logprobs for row in members],
+                loss_masks=None if any(mask is None for mask in masks) else masks,
+                rewards=rewards,
+                advantages=group_advantages(rewards, "none" if self.scale_rewards == "none" else "group"),
+                policy_version=step.version,
+                sampling={"temperature": self.temperature},
+                extras={"rewards_per_func": rewards_GF.cpu().numpy()},
+                axes={"rewards_per_func": "rollout"},
+                meta={"reward_funcs": list(self.reward_func_names), "rewards": self._fingerprint, "run": self._run},
+            )
+
+    def _report(self, step: GenerationStep) -> None:
+        """Append the metrics of all ranks to TRL's."""
+        assert self.pool is not None
+        rewards_B = (step.rewards_BF * self.reward_weights.to(step.rewards_BF.device)).nansum(dim=1)
+        staleness = [sample.info.staleness for sample in step.replaced.values()]
+        away = step.away or self.pool.problem is not None
+        sums = {
+            "groups_replaced": len(staleness),
+            "groups_missing": step.missing,
+            "groups_put_aside": self.pool.take_put_aside(),
+            "other_rewards": step.other_rewards,
+            "unavailable": float(away),
+        }
+        means = {
+            "fresh_reward": (float(rewards_B.sum()), len(rewards_B)),
+            "fresh_zero_variance": (step.zero_variance, len(step.owned)),
+            "staleness": (sum(staleness), len(staleness)),
+            "ratio": step.ratio,
+            "seconds": (step.seconds, 1),
+        }
+        local = torch.tensor([(total, 1) for total in sums.values()] + [*means.values()], dtype=torch.float64)
+        totals = self.accelerator.reduce(local.to(self.accelerator.device)).tolist()
+        values = {name: total for name, (total, _) in zip(sums, totals, strict=False)}
+        if values["unavailable"] and self._replay.replay_on_unavailable == "raise":
+            reason = self.pool.problem or "another rank does not reach it"
+            raise ServerUnavailableError(f"the replay server is away: {reason}")  # on every rank
+        values["unavailable"] = float(values["unavailable"] > 0)
+        for name, (total, count) in zip(means, totals[len(sums) :], strict=True):
+            values[name] = total / count if count else np.nan
+        for name, value in values.items():
+            self._metrics["train"][f"replay/{name}"].append(value)
+
+
+class _Leave(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Tells the server at the end of a run that nobody needs to miss this trainer."""
+
+    def __init__(self, client: ReplayClient, server: ReplayServer | None) -> None:
+        """`server`: the one inside of this process."""
+        self._client, self._server = client, server
+
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step and self._server is not None:
+            logger.warning(
+                "the run goes on after step %d with an empty pool: the server inside the process ended with the run "
+                "before. `replay serve`, with its address as `replay`, keeps the groups",
+                state.global_step,
+            )
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._client.leave()
+
+
+class GRPOWithReplayBufferTrainer(ReplayGRPOTrainer):
+    """The name, and the order of arguments, of the trainer that TRL had until 1.13."""
+
+    def __init__(self, args: GRPOConfig | None = None, **kwargs: Any) -> None:
+        """As ReplayGRPOTrainer."""
+        super().__init__(args=args, **kwargs)
+
+
+GRPOWithReplayBufferConfig = ReplayGRPOConfig
+"""The name of the configuration that TRL had until 1.13."""
+
+
+def _group_of_rewards(rewards: list[float], trained: npt.NDArray[np.bool_]) -> RolloutGroup:
+    """A group of completions of one token each, to judge rewards by."""
+    ones = [[0]] * len(rewards)
+    advantages = group_advantages(rewards)
+    return group_from_completions(
+        prompt_ids=[0], completions=ones, logprobs=ones, rewards=rewards, advantages=advantages, loss_mask=trained
+    )
+
+
+def _pad(rows: list[Tensor], side: str) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+
+
+def _close(client: ReplayClient, server: Any) -> None:
+    client.close()
+    if server is not None:
+        server.stop()

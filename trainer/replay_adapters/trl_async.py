@@ -1,0 +1,511 @@
+"""TRL's AsyncGRPOTrainer with a replay server as its rollout queue, so that generators run anywhere and survive it.
+
+replay generate ──insert──▶ rollouts ──lease──▶ ServerRollouts.rollout_buffer ──▶ AsyncGRPOTrainer ──▶ checkpoint
+      ▲                        └──forward──▶ replay ──replaces zero variance──┘         │                  │
+      └────────────── policy version, folder of weights ◀── update_model_version ◀──────┘   acknowledged ◀─┘
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from replay_adapters.hooks import hooks_of
+from replay_adapters.leased import LeasedTable
+from replay_client import Policy, RolloutGroup, Sample
+from replay_client.columns.kept import other_sampling
+from replay_client.errors import GONE, InvalidRequestError
+from replay_client.scoring import carries_gradient
+from replay_generator.weights import model_facts, why_other_model
+from replay_trainer.leases import TrainedGroups
+from replay_trainer.weights import publish_weights, published, to_disk, version_of
+
+with hooks_of("AsyncGRPO"):
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+
+@dataclass(frozen=True)
+class _Group:
+    sample: Sample
+    skipped: int
+    """Sequences that are not handed out again."""
+    before: int
+    """The place before that of the first sequence that is handed out."""
+    last: int
+    """The place of the last sequence."""
+
+
+class Progress:
+    """Which of the groups that TRL's AsyncGRPOTrainer took from its queue it has trained on.
+
+    taken from the queue ──▶ collated into a micro-batch ──▶ trained on
+          place 1, 2, ...         ahead of training            everything up to a place is done
+
+    * TRL keeps the order of the queue: each micro-batch holds the samples that follow those of the one before.
+    * TRL drops samples that are too old or too long. They are done when a later sample is.
+    * One thread uses it: TRL's loop.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0
+        """The place of the sample that was handed out last."""
+        self._done = 0
+        """All samples up to this place are trained on, or dropped."""
+        self._groups: deque[_Group] = deque()
+        self._places: dict[int, int] = {}
+        """The place of each sample, by the id of its `input_ids`, which TRL passes on as they are."""
+        self._collated: deque[int] = deque()
+        """The last place of each micro-batch that is collated and not trained on."""
+        self._skip: dict[int, int] = {}
+        self._number = 0
+
+    def watch(self, collator: Any) -> None:
+        """From now on notes what TRL's collator puts into each micro-batch."""
+        collate = collator.torch_call
+
+        def noting(examples: list[Any]) -> Any:
+            # One element: the rows of a micro-batch, one for each rank.
+            samples = [sample for row in examples[0] for sample in row.samples]
+            self._collated.append(max(self._places[id(sample["input_ids"])] for sample in samples))
+            return collate(examples)
+
+        collator.torch_call = noting
+
+    def skip(self, begun: dict[int, int]) -> None:
+        """`begun` of the checkpoint that the trainer goes on from: it has trained on these sequences."""
+        self._skip = begun
+
+    def begin(self, sample: Sample) -> tuple[int, int]:
+        """A number for a group that comes, and how many of its sequences the trainer has trained on before."""
+        self._number += 1
+        return self._number, self._skip.pop(sample.info.key, 0)
+
+    def hand_out(self, sample: Sample, skipped: int, rows: list[np.ndarray]) -> None:
+        """The `input_ids` of the sequences of a group, without the `skipped` first ones, go to TRL in this order."""
+        before = self._last
+        for input_ids in rows:
+            self._last += 1
+            self._places[id(input_ids)] = self._last
+        self._groups.append(_Group(sample, skipped, before, self._last))
+
+    def trained(self) -> None:
+        """The oldest micro-batch that was collated is trained on."""
+        self._done = self._collated.popleft()
+        while self._groups and self._groups[0].last <= self._done:
+            self._groups.popleft()
+        self._places = {key: place for key, place in self._places.items() if place > self._done}
+
+    @property
+    def left(self) -> list[Sample]:
+        """The groups of which some sequences are not trained on."""
+        return [group.sample for group in self._groups]
+
+    @property
+    def begun(self) -> list[tuple[int, int]]:
+        """The keys of groups that are trained on in part, with the number of sequences that are: the first ones."""
+        counts = dict(self._skip)
+        for group in self._groups:
+            if count := group.skipped + max(0, self._done - group.before):
+                counts[group.sample.info.key] = count
+        return list(counts.items())
+
+
+logger = logging.getLogger(__name__)
+
+_STATE = "replay_state.json"
+"""File of a checkpoint: the id under which the server knows it, its policy version, and the id of the one before."""
+_LONG_WAIT = 30.0
+"""Seconds without a group after which the trainer says so."""
+
+
+class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """`rollout_worker`, `weight_transfer` and callback of one AsyncGRPOTrainer, for one call of `train`.
+
+    * The groups that the trainer takes stay leased until a checkpoint of TRL contains the steps that used them.
+    * TRL counts its versions from 1 whenever it starts. The server's versions go on from where they were.
+    * A server that is away pauses the trainer.
+    * A rollout may have several sequences. Advantages of tokens have no place in TRL: a group with them is put aside.
+    """
+
+    def __init__(
+        self,
+        address: str | None,
+        output_dir: str | Path,
+        *,
+        table: str = "rollouts",
+        pool: str | None = "replay",
+        max_staleness: int | None = None,
+        keep_weights: int = 2,
+        lease: float = 300.0,
+    ) -> None:
+        """`address`: host:port; None: REPLAY_ADDRESS. `output_dir`: where generators find the weights; it keeps the
+        `keep_weights` newest, and belongs to one run at a time.
+
+        `pool`: table whose groups replace groups whose rewards are all equal; None: they are trained on.
+        `max_staleness`: that of AsyncGRPOConfig, which throws away older samples.
+        `lease`: seconds after which the server takes back the groups of a trainer that died and was not started again.
+        Raises TableNotFoundError if the server lacks a table.
+        """
+        self._output_dir, self._keep_weights = Path(output_dir).resolve(), keep_weights
+        self._queue = queue_ = LeasedTable(
+            "the trainer", table, self._output_dir, lease, pool=pool, max_staleness=max_staleness, address=address
+        )
+        self.client, self._pool, self._leases, self._reach = queue_.client, queue_.pool, queue_.leases, queue_.reach
+        self._keeps = bool(json.loads(queue_.config)["keep_consumed"])
+        self.rollout_buffer = _ServerQueue(self._draw)
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._replaces = pool is not None
+        self._table = table
+        self._progress = Progress()
+        self._trained = TrainedGroups()
+        self._run = uuid.uuid4().hex
+        self._model: Any = None
+        self._tokenizer: Any = None
+        self._facts: dict[
+            str, Any
+        ] = {}  # `model_facts`, until the generators of the first group were compared with them
+        self._sampling: dict[str, float] = {}  # of what TRL computes: over all tokens, at its temperature
+        self._weights: dict[str, Tensor] = {}
+        self._policy: Policy | None = None
+        """The version that this trainer found, or announced last."""
+        self._state_id = ""
+        """What the server calls the newest checkpoint."""
+        self._hungry_since: float | None = None
+        self._ended = False
+        self._put_aside = 0
+
+    # ------------------------------------------------------------------------------------------------- the callback
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any, processing_class: Any, train_dataloader: Any, **_: Any
+    ) -> None:
+        """Takes up the run that `state` is from: its groups, and the count of versions.
+
+        Raises RuntimeError if another trainer uses output_dir, or at a second call of `train`, and ValueError for a
+        model with frozen weights.
+        """
+        if not state.is_world_process_zero:
+            return
+        if self._queue.closed:
+            raise RuntimeError("a ServerRollouts serves one call of train: make another one, and a trainer with it")
+        self._queue.lock()
+        self._facts = model_facts(model.config, processing_class)
+        self._sampling = {"temperature": args.temperature}
+        self._pool.vocabulary = model.config.get_text_config().vocab_size
+        self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._tokenizer = processing_class
+        frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+        if frozen and model is self._model:
+            raise ValueError(
+                f"TRL sends only the weights that it trains, and {len(frozen)} of this model are frozen, such as "
+                f"{frozen[0]}: generators could not load what is published. Train all weights, or an adapter"
+            )
+        self._progress.watch(train_dataloader.collate_fn)
+        self._policy = self._reach(self.client.policy)
+        self._state_id = self._policy.state
+        self._reach(partial(self._pool.version_of, 0, max(map(version_of, published(self._output_dir)), default=0)))
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        groups = TrainedGroups.from_state_dict(saved["groups"]) if saved else TrainedGroups()
+        self._progress.skip(dict(saved["begun"]) if saved else {})
+        self._reach(partial(self._leases.acknowledge, groups))
+        self._go_back(_checkpoint_of(args, state))
+        self._reach(partial(self._leases.give_back_of_dead, groups, rolled_back=self._keeps))
+        if held := self._reach(self.client.server_info).tables[self._table].reserved:
+            logger.warning(
+                "another reader holds %d groups of table %r: another trainer, which takes groups away from this one, "
+                "or one that died. What a dead one held comes back when its leases end",
+                held,
+                self._table,
+            )
+        self._leases.start()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A micro-batch is trained on."""
+        if state.is_world_process_zero:
+            self._progress.trained()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The last micro-batch of a step is trained on. A checkpoint that is written now contains its groups."""
+        if not state.is_world_process_zero:
+            return
+        self._progress.trained()
+        self._trained = self._leases.trained(self._progress.left)
+        # TRL writes this into the checkpoint's trainer_state.json.
+        state.stateful_callbacks[type(self).__name__] = {
+            "groups": self._trained.state_dict(),
+            "begun": self._progress.begun,
+        }
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A checkpoint is written: its groups are used up."""
+        if state.is_world_process_zero:
+            folder, id = _checkpoint_of(args, state), ""
+            if self._keeps:
+                id = uuid.uuid4().hex
+                named = {"id": id, "version": self._current.version, "before": self._state_id}
+                (folder / _STATE).write_text(json.dumps(named))
+            for path in [*folder.rglob("*"), folder, folder.parent]:
+                to_disk(path)
+            self._acknowledge(id)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The run has reached its end: the groups of all its steps are used up, and nobody has to miss the trainer."""
+        if state.is_world_process_zero:
+            self._acknowledge()
+            self._ended = True
+
+    def _acknowledge(self, state_id: str = "") -> None:
+        """`state_id`: of the checkpoint that is written now, which contains all groups that are trained on."""
+        if self._queue.acknowledge(self._trained) and state_id:
+            # Last: what the server hears of later comes back when a trainer goes back to this state.
+            self._check_alone(self._reach(self.client.policy))
+            ours = self._current
+            name = partial(self.client.set_policy_version, ours.version, weights=ours.weights, state=state_id)
+            self._policy, self._state_id = self._reach(name), state_id
+
+    def _go_back(self, checkpoint: Path) -> None:
+        """Takes the server back to this checkpoint, if others were written after it: their groups come again.
+
+        The version goes back as well, until TRL sends the weights of the checkpoint, which is the next that it does.
+        """
+        try:
+            named = json.loads((checkpoint / _STATE).read_text())
+        except (OSError, ValueError):
+            # This run begins, or the trainer was killed before it wrote all of this file: the server does not know it.
+            return
+        # Otherwise the trainer was killed before it named this checkpoint, or the server has started again without its
+        # items and knows no state: then it has nothing that was consumed since.
+        if self._keeps and self._current.state not in (named["id"], named["before"], ""):
+            back = partial(self.client.set_policy_version, named["version"], rollback=True, state=named["id"])
+            try:
+                self._policy = self._reach(back)
+            except InvalidRequestError as error:
+                logger.warning("groups that were consumed after %s do not come back: %s", checkpoint, error)
+        self._state_id = named["id"]
+
+    # ------------------------------------------------------------------------------------------- the rollout worker
+
+    def start(self) -> None:
+        """Nothing: generators run elsewhere. Each pauses when it loads a version, and `stop` closes the connection."""
+
+    def stop(self) -> None:
+        """Give back the groups that no checkpoint contains, and close the connection. Generators and server go on."""
+        self._queue.close(leave=self._ended)
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Says why no group comes. Raises RuntimeError if none came for `stale_after_s` seconds.
+
+        Time in which the server is away does not count.
+        """
+        now = time.monotonic()
+        waited = now - (self._hungry_since or now)
+        try:
+            info = self.client.server_info(tables=[self._table], timeout=5.0).tables[self._table]
+        except GONE as error:
+            self._queue.waiting.wait(f"the server is away, and the trainer waits for it: {error}")
+            self._hungry_since = time.monotonic()
+            return
+        reason = f"{info.inserts} groups were inserted into {self._table}, and it holds {info.size}"
+        if waited > stale_after_s:
+            raise RuntimeError(
+                f"no rollout came for {waited:.0f} s: {reason}. Are generators running? `replay doctor` says more"
+            )
+        if waited > _LONG_WAIT:
+            self._queue.waiting.wait(f"no rollout came for {waited:.0f} s: {reason}")
+
+    def update_model_version(self, model_version: int) -> None:
+        """Publish the weights that were sent last, as the version that TRL calls `model_version`.
+
+        Raises RuntimeError if another trainer publishes to the server.
+        """
+        version = self._pool.version_of(model_version)
+        self._check_alone(self._reach(self.client.policy))
+        folder = publish_weights(
+            self._model,
+            self._tokenizer,
+            self._output_dir,
+            version,
+            self._keep_weights,
+            None,  # a probe needs a forward pass, which a trainer whose weights are partitioned cannot make here
+            weights=self._weights,
+        )
+        self._policy = self._reach(partial(self.client.set_policy_version, version, weights=str(folder)))
+        self._weights = {}
+
+    @property
+    def _current(self) -> Policy:
+        assert self._policy is not None, "training has not begun"
+        return self._policy
+
+    def _check_alone(self, found: Policy) -> None:
+        ours = self._current
+        # A lower version is that of a server that was started again without its data.
+        if found.version >= ours.version and (found.version, found.weights) != (ours.version, ours.weights):
+            raise RuntimeError(
+                f"the server is at policy version {found.version} with the weights {found.weights or 'of nobody'}, and "
+                f"this trainer left it at {ours.version} with {ours.weights or 'none'}: another "
+                f"trainer publishes to it. Stop one of the two, or give each a server of its own"
+            )
+
+    # ------------------------------------------------------------------------------------------ the weight transfer
+
+    def init_weight_transfer(self) -> None:
+        """Raises RuntimeError if this object is not a callback of the trainer. Weights travel through the folder."""
+        if self._model is None:
+            raise RuntimeError("ServerRollouts is not among the callbacks: AsyncGRPOTrainer(..., callbacks=[rollouts])")
+
+    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
+        """Keep a copy of the weights until their version is known."""
+        self._weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in iterator}
+
+    pause = resume = destroy = start
+
+    # ------------------------------------------------------------------------------------------------------- groups
+
+    def _draw(self) -> list[RolloutSample]:
+        """The samples of the next group; none if no group came in time, or the server is away."""
+        if self._hungry_since is None:
+            self._hungry_since = time.monotonic()
+        drawn = self._queue.draw()
+        if not drawn:
+            return []
+        self._hungry_since = None
+        [sample] = drawn
+        if self._pool.puts_aside(sample, self._table):
+            # It is done: its lease ends with those of the groups of this step.
+            self._put_aside += 1
+            self.metrics_queue.put({"replay/groups_put_aside_total": float(self._put_aside)})
+            return []
+        if facts := self._facts:
+            self._facts = {}
+            if why := why_other_model(self._reach(self.client.server_info).clients, facts):
+                raise RuntimeError(why)
+        if other := other_sampling(sample.group.sampling, self._sampling):
+            name, drew, computes = other
+            raise ValueError(
+                f"a group in table {self._table!r} was drawn with {name} {drew}, and TRL computes log-probabilities "
+                f"with {name} {computes}, so its ratios would be off: give AsyncGRPOConfig the temperature of the "
+                f"generators, leave top_p, top_k and min_p out of `replay generate`, and `replay table reset` the table"
+            )
+        zero_variance = not carries_gradient(sample.group)
+        replacement: list[Sample] = []
+        if zero_variance and self._replaces:
+            size = sample.group.group_size
+            scope = f"{self._run}/{self._policy.version if self._policy is not None else 0}"
+            draw = partial(self._pool.draw, 1, scope, partial(self._fits, size))
+            replacement = self._reach(draw)
+        self.metrics_queue.put(
+            {
+                "replay/fresh_reward": float(sample.group.rewards.mean()),
+                "replay/fresh_zero_variance": (float(zero_variance), 1.0),
+                "replay/groups_replaced_total": float(len(replacement)),
+            }
+        )
+        number, skipped = self._progress.begin(sample)
+        rows = self._samples(replacement[0] if replacement else sample, number)[skipped:]
+        self._progress.hand_out(sample, skipped, [row.input_ids for row in rows])
+        return rows
+
+    def _fits(self, size: int, group: RolloutGroup) -> bool:
+        return group.group_size == size and not other_sampling(group.sampling, self._sampling)
+
+    def _samples(self, sample: Sample, number: int) -> list[RolloutSample]:
+        """The sequences of a group, as TRL's worker would queue them. `number`: what TRL tells groups apart by.
+
+        TRL takes a rollout of several sequences, which it calls a conversation that forks: each has the advantage of
+        the rollout, and the loss is a mean over tokens. Its metrics are means over those samples that have them, so
+        only the first one of a rollout has some.
+        """
+        group = sample.group
+        prompt = np.asarray(group.prompt_ids, dtype=np.int64)
+        zeros = np.zeros(len(prompt))
+        # A token without a log-probability has no ratio, so the loss leaves it out.
+        known = np.isfinite(group.rollout_logprobs)
+        mask = known & group.trained_mask
+        logprobs = np.where(known, group.rollout_logprobs, 0.0)
+        samples = []
+        rollouts_S = group.sequence_rollouts
+        for sequence, (k, tokens) in enumerate(zip(rollouts_S, group.sequence_spans(), strict=True)):
+            completion = group.completion_ids[tokens]
+            samples.append(
+                RolloutSample(
+                    prompt=[{"role": "user", "content": self._text(group.prompt_ids)}],
+                    completion=[{"role": "assistant", "content": self._text(completion)}],
+                    input_ids=np.concatenate([prompt, completion]).astype(np.int64),
+                    completion_mask=np.concatenate([zeros, mask[tokens]]).astype(np.int64),
+                    old_log_probs=np.concatenate([zeros, logprobs[tokens]]).astype(np.float32),
+                    advantage=float(group.advantages[k]),
+                    model_version=group.policy_version - self._pool.version_of(0),  # in TRL's count
+                    group_id=number,
+                    metrics=_metrics(group, k) if sequence == 0 or rollouts_S[sequence - 1] != k else {},
+                    enqueued_at=time.time() - sample.info.age,
+                )
+            )
+        return samples
+
+    def _text(self, token_ids: Any) -> str:
+        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+
+class _ServerQueue:
+    """As much of `queue.Queue` as TRL's trainer uses: what is left of the last group, then the next group."""
+
+    def __init__(self, draw: Callable[[], list[RolloutSample]]) -> None:
+        self._draw = draw
+        self._samples: deque[RolloutSample] = deque()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
+        """The next sample. Raises queue.Empty after `timeout` seconds, or a little later; None: never."""
+        end = time.monotonic() + timeout if timeout is not None else float("inf")
+        while not self._samples:
+            self._samples.extend(self._draw())
+            if not self._samples and (not block or time.monotonic() >= end):
+                raise queue.Empty
+        return self._samples.popleft()
+
+    def qsize(self) -> int:
+        """Samples that are here already."""
+        return len(self._samples)
+
+
+def _checkpoint_of(args: Any, state: TrainerState) -> Path:
+    """Where TRL writes the checkpoint of this step."""
+    return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """The newest whole checkpoint-N in AsyncGRPOConfig's output_dir, for `train(resume_from_checkpoint=...)`.
+
+    A trainer that is killed while it writes a checkpoint leaves a part of one, which is passed over. None: there is no
+    whole one.
+    """
+    folders = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name[11:].isdigit()]
+    for folder in sorted(folders, key=lambda path: int(path.name[11:]), reverse=True):
+        try:
+            TrainerState.load_from_json(str(folder / "trainer_state.json"))  # TRL writes it last
+        except (OSError, ValueError) as error:
+            logger.warning("%s is passed over, it is not whole: %s", folder, error)
+        else:
+            return str(folder)
+    return None
+
+
+def _metrics(group: RolloutGroup, k: int) -> dict[str, float]:
+    return {
+        "reward": float(group.rewards[k]),
+        "reward_std": float(group.rewards.std(ddof=1)) if group.group_size > 1 else 0.0,
+    }

@@ -1,0 +1,304 @@
+"""verl's replay buffers with a replay server: stored groups replace groups whose rewards are all equal.
+
+verl keeps the rows of a batch in TransferQueue, under `{uid}_{session}_{index}`. A replaced group keeps its keys and
+its other columns. What verl computes the loss from is overwritten, before verl computes anything of it:
+
+    prompts, responses, input_ids, position_ids, response_mask, loss_mask, rollout_log_probs, rm_scores
+
+and each further column of tokens, such as the routing of experts. A session of several rows is a rollout of several
+sequences. Where the stored one has more or fewer rows than the session in its place, rows come or go.
+
+verl then computes old log-probabilities and advantages of all rows alike. Its `algorithm.rollout_correction` corrects
+them by the stored log-probabilities, and needs `actor_rollout_ref.rollout.calculate_log_probs=True`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from replay_adapters.hooks import hooks_of
+from replay_adapters.pool import GroupPool
+from replay_adapters.samples import narrowest
+from replay_client import ReplayClient, RolloutGroup, group_from_rows, row_of
+from replay_client.scoring import group_advantages
+
+with hooks_of("verl"):
+    import transfer_queue as tq
+    from omegaconf import DictConfig, OmegaConf
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
+    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+COLUMNS = ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores")
+"""What a stored group is made of."""
+_DERIVED = {"input_ids", "position_ids", "loss_mask"}
+_WHOLE, _TOKEN = "whole", "token"
+"""The axis of a column with a row for each token of prompt and response, and of one for each token of the response."""
+_DTYPES = "verl_dtypes"
+"""In the meta of a stored group: the dtypes of its columns of tokens in verl. Routing fits into uint8."""
+
+
+class _WithPool:
+    """Adds a pool to one of verl's buffers.
+
+    `sampler_kwargs` of verl's configuration: `address` (host:port; left out: REPLAY_ADDRESS), `table` ("replay"),
+    `max_staleness` (steps), `max_prompt_length` and `max_response_length` (tokens that a stored row may have), and
+    `on_unavailable` ("continue": without the server train on verl's own batch; "raise").
+    """
+
+    def __init__(self, *args: Any, sampler_kwargs: Mapping[str, Any], **kwargs: Any) -> None:
+        """Raises ValueError for an unknown option, and for group filtering without a metric."""
+        # verl sets these for its own buffers only, and so its options for them would do nothing.
+        filtering = _filtering(sampler_kwargs, alone=isinstance(self, ReplayBufferAsync)) | kwargs
+        super().__init__(*args, sampler_kwargs=sampler_kwargs, **filtering)  # type: ignore[call-arg]
+        options = dict(sampler_kwargs or {})
+        self.pool = GroupPool(
+            ReplayClient.from_env(address=options.pop("address", None)),
+            options.pop("table", "replay"),
+            max_staleness=options.pop("max_staleness", None),
+            sequences=True,
+            on_unavailable=options.pop("on_unavailable", "continue"),
+        )
+        self._tensors: list[str] = []
+        """Further columns that may be of tokens."""
+        self._others: dict[str, str] = {}
+        """The axes of further columns of tokens, by their names."""
+        self._longest = [options.pop(name, None) for name in ("max_prompt_length", "max_response_length")]
+        if options:
+            raise ValueError(f"sampler_kwargs has {', '.join(options)}, which {type(self).__name__} does not know")
+        self._run = uuid.uuid4().hex
+        self._checked = False
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """verl's batch after replacement, and verl's metrics with `replay/*`."""
+        batch, metrics = super().sample(global_steps, partition_id, batch_size)  # type: ignore[misc]
+        if partition_id == "val":
+            return batch, metrics
+        self._check_columns(batch)
+        version = self.pool.advance(global_steps)
+        keys, groups = self._read(batch, version)
+        replaced, ours = self.pool.replace(groups, f"{self._run}/{global_steps}", self._fits)
+        for name, sample in replaced.items():
+            batch = self._overwrite(batch, keys[name], sample.group, global_steps - sample.info.staleness)
+        return batch, metrics | ours
+
+    def _check_columns(self, batch: Any) -> None:
+        """Raises ValueError if a row lacks what a group is made of."""
+        if self._checked or not batch.keys:
+            return
+        row = tq.kv_batch_get(keys=batch.keys[:1], partition_id=batch.partition_id)
+        if missing := {*COLUMNS} - {*row.keys()}:
+            raise ValueError(
+                f"verl's rows have no {', '.join(sorted(missing))}: set actor_rollout_ref.rollout.calculate_log_probs="
+                "True, and compute rewards during the rollout (no colocated reward model)"
+            )
+        self._tensors = [
+            name
+            for name in row.keys() - {*COLUMNS, *_DERIVED}
+            if isinstance(row[name], Tensor) and row[name].dim() > 1 and not row[name].is_complex()
+        ]
+        self._checked = True
+
+    def _read(self, batch: Any, version: int) -> tuple[dict[str, list[str]], dict[str, RolloutGroup]]:
+        """The keys of each uid, in the order of sessions and rows, and its group unless it has images."""
+        keys: dict[str, list[str]] = defaultdict(list)
+        for key in sorted(batch.keys, key=_place):
+            keys[key.split("_")[0]].append(key)
+        read = [*COLUMNS, "multi_modal_inputs", *self._tensors]
+        rows = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=read)
+        values = {name: dict(zip(batch.keys, rows[name], strict=True)) for name in read}
+        self._others = _columns_of_tokens({name: values[name] for name in self._tensors}, values)
+        groups = {}
+        for name, members in keys.items():
+            if not any(_plain(values["multi_modal_inputs"][key]) for key in members):
+                groups[name] = self._group(members, values, version)
+        return keys, groups
+
+    def _group(self, members: list[str], values: Mapping[str, Mapping[str, Any]], version: int) -> RolloutGroup:
+        """The rows of a uid as a group."""
+        sessions = [key.split("_")[1] for key in members]
+        counts = [sessions.count(session) for session in dict.fromkeys(sessions)]
+        finals = [sum(counts[: i + 1]) - 1 for i in range(len(counts))]  # verl counts the reward of the last row
+        rewards = [float(values["rm_scores"][members[final]].sum()) for final in finals]
+        dtypes, columns = {}, {}
+        for column, axis in self._others.items():
+            tensors = [values[column][key] for key in members]
+            dtypes[column] = str(tensors[0].dtype).removeprefix("torch.")
+            arrays = list(map(_numpy, tensors))
+            columns[column] = (axis, [array.astype(narrowest(arrays)) for array in arrays])
+        if any(int(values["rm_scores"][key][:-1].count_nonzero()) for key in members):
+            # Rewards of turns: not on the last token alone.
+            columns["rm_scores"] = (_TOKEN, [_numpy(values["rm_scores"][key]) for key in members])
+        return group_from_rows(
+            prompts=[values["prompts"][key].numpy() for key in members],
+            completions=[values["responses"][key].numpy() for key in members],
+            logprobs=[values["rollout_log_probs"][key].float().numpy() for key in members],
+            rewards=rewards,
+            advantages=group_advantages(rewards),
+            loss_masks=[values["response_mask"][key].numpy() for key in members],
+            columns=columns,
+            policy_version=version,
+            sequence_counts=counts if max(counts) > 1 else None,
+            meta={_DTYPES: dtypes} if dtypes else {},
+        )
+
+    def _fits(self, group: RolloutGroup) -> bool:
+        """Whether a stored group can stand in verl's batch."""
+        lengths = (int(group.prompt_lengths.max()), int(group.sampled_lengths.max()))
+        known = [np.isfinite(group.rollout_logprobs[span]).all() for span in group.sampled_spans()]
+        return (
+            group.sampled_lengths.min() > 0
+            and bool(group.prompt_lengths.all())
+            and all(known)  # verl does not bear a NaN
+            # verl expects a column of all rows alike.
+            and all(group.axes.get(name) == axis for name, axis in self._others.items())
+            and {*group.meta.get(_DTYPES, {})} >= {*self._others}
+            and all(
+                longest is None or length <= longest for length, longest in zip(lengths, self._longest, strict=True)
+            )
+        )
+
+    def _overwrite(self, batch: Any, keys: list[str], group: RolloutGroup, step: int) -> Any:
+        """The batch with a stored group in the place of the rows `keys`; it was generated at `step` of this run's
+        count."""
+        firsts = {key.rsplit("_", 1)[0]: key for key in reversed(keys)}
+        sessions = list(reversed(firsts))
+        counts = [1] * group.group_size if group.sequence_counts is None else group.sequence_counts.tolist()
+        there = [f"{session}_{i}" for session, count in zip(sessions, counts, strict=True) for i in range(count)]
+        # A model of images and texts has several positions of each token, which are the same without an image.
+        there_now = tq.kv_batch_get(keys=keys[:1], partition_id=batch.partition_id, select_fields=["position_ids"])
+        axes = there_now["position_ids"][0].shape[:-1]
+        rows = {}
+        tags: dict[str, dict[str, Any]] = dict(zip(batch.keys, batch.tags, strict=True))
+        for key, row in zip(there, self._rows(group, counts, axes), strict=True):
+            prompt, response = len(row["prompts"]), len(row["responses"])
+            first = firsts[key.rsplit("_", 1)[0]]
+            tags[key] = tags.get(key, tags[first]) | {
+                "prompt_len": prompt,
+                "response_len": response,
+                "seq_len": prompt + response,
+                "min_global_steps": step,
+                "max_global_steps": step,
+            }
+            if key in keys:
+                rows[key] = row
+                continue
+            # A further row of its session: what verl keeps of the session besides, it has from the first one.
+            whole = tq.kv_batch_get(keys=[first], partition_id=batch.partition_id)
+            whole = {name: _plain(whole[name][0]) for name in whole.keys()} | row  # noqa: SIM118
+            self._put(batch, {key: whole}, tags)
+        self._put(batch, rows, tags)
+        if gone := [key for key in keys if key not in there]:
+            tq.kv_clear(keys=gone, partition_id=batch.partition_id)
+        at = min(batch.keys.index(key) for key in keys)
+        before = [key for key in batch.keys[:at] if key not in keys]
+        after = [key for key in batch.keys[at:] if key not in keys]
+        names = list(batch.keys) if {*there} == {*keys} else [*before, *there, *after]
+        return dataclasses.replace(batch, keys=names, tags=[tags[key] for key in names])
+
+    def _put(self, batch: Any, rows: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
+        fields = list_of_dict_to_tensordict(list(rows.values()))
+        tq.kv_batch_put(
+            keys=list(rows), partition_id=batch.partition_id, fields=fields, tags=[tags[key] for key in rows]
+        )
+
+    def _rows(self, group: RolloutGroup, counts: list[int], axes: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+        """The columns of each row of a stored group. `axes`: those of the positions before that of tokens."""
+        rewards = [reward for reward, count in zip(group.rewards, counts, strict=True) for _ in range(count)]
+        spans = zip(group.prompts(), group.sampled_spans(), rewards, strict=True)
+        for k, (prompt_ids, span, reward) in enumerate(spans):
+            prompt = torch.tensor(prompt_ids, dtype=torch.int64)
+            response = torch.tensor(group.completion_ids[span], dtype=torch.int64)
+            mask = torch.tensor(group.trained_mask[span], dtype=torch.int64)
+            scores = torch.zeros(len(response))
+            scores[-1] = float(reward)  # where verl has a reward for the whole response
+            if "rm_scores" in group.extras:
+                scores = torch.tensor(row_of(group, "rm_scores", k))
+            dtypes = group.meta.get(_DTYPES, {})
+            yield {
+                "prompts": prompt,
+                "responses": response,
+                "input_ids": torch.cat([prompt, response]),
+                "position_ids": torch.arange(len(prompt) + len(response)).repeat(*axes, 1),
+                "response_mask": mask,
+                "loss_mask": mask,
+                "rollout_log_probs": torch.tensor(group.rollout_logprobs[span]),
+                "rm_scores": scores,
+            } | {
+                name: torch.tensor(row_of(group, name, k), dtype=getattr(torch, dtypes[name])) for name in self._others
+            }
+
+
+def _place(key: str) -> tuple[str, int, int]:
+    """What orders the rows of a uid: session and index."""
+    uid, session, index = key.rsplit("_", 2)
+    return uid, int(session), int(index)
+
+
+def _columns_of_tokens(
+    columns: Mapping[str, Mapping[str, Any]], values: Mapping[str, Mapping[str, Any]]
+) -> dict[str, str]:
+    """The axes of those `columns` that have a row for each token.
+
+    verl says nothing of its columns, and agent loops add some. So a column counts as one of tokens if its rows are as
+    many as the tokens in every row of the batch. All others stay those of the place.
+    """
+    found = {}
+    for name, tensors in columns.items():
+        lengths = {key: len(tensor) for key, tensor in tensors.items()}
+        responses = {key: len(values["responses"][key]) for key in tensors}
+        if lengths == {key: count + len(values["prompts"][key]) for key, count in responses.items()}:
+            found[name] = _WHOLE
+        elif lengths == responses:
+            found[name] = _TOKEN
+    return found
+
+
+def _numpy(tensor: Tensor) -> npt.NDArray[Any]:
+    """The same numbers; float32 holds those of bfloat16 exactly."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
+
+
+def _filtering(sampler_kwargs: Any, alone: bool) -> dict[str, Any]:
+    """What verl would tell its own buffer of `algorithm.filter_groups` and `sync_refill_failed_groups`.
+
+    `alone`: without the settings of the synchronous buffer. Raises ValueError for filtering without a metric.
+    """
+    # verl hands over a part of its configuration, which knows the whole.
+    whole = sampler_kwargs._get_root() if isinstance(sampler_kwargs, DictConfig) else OmegaConf.create()
+    groups = OmegaConf.select(whole, "algorithm.filter_groups") or {}
+    refill = bool(OmegaConf.select(whole, "trainer.v1.sampler.sync_refill_failed_groups"))
+    metric = groups.get("metric") if groups.get("enable") else None
+    if groups.get("enable") and not metric:
+        raise ValueError("algorithm.filter_groups is on and names no metric: set algorithm.filter_groups.metric=reward")
+    if metric is None and not refill:
+        return {}
+    told = {"filter_groups_metric": metric, "sync_refill_failed_groups": refill}
+    if alone:
+        return told
+    return told | {
+        "train_batch_size": OmegaConf.select(whole, "data.train_batch_size"),
+        "gen_batch_size": 1,  # verl's trainer then fetches one prompt at a time
+        "max_inflight_gen_batches": groups.get("max_inflight_gen_batches", 1),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """The object in a column that holds no tensors; tensordict wraps some of them."""
+    return getattr(value, "data", value)
+
+
+class ServerReplayBuffer(_WithPool, ReplayBuffer):  # type: ignore[misc]  # verl has no types that mypy reads
+    """For verl's synchronous trainer."""
+
+
+class ServerReplayBufferAsync(_WithPool, ReplayBufferAsync):  # type: ignore[misc]
+    """For verl's asynchronous trainers."""
