@@ -1,6 +1,6 @@
 """`python -m benchmarks.tables`: prints the tables of docs/record/performance.md from the newest results.
 
-It reads benchmark.json and gradient.json. A figure that was not measured is left empty.
+It reads benchmark.json. A figure that was not measured is left empty.
 """
 
 from __future__ import annotations
@@ -67,14 +67,6 @@ def dicts(cells: Cells) -> str:
     return markdown(("dict", "ours", *rivals.values()), rows())
 
 
-def stages(gradient: dict[str, Any]) -> str:
-    times = gradient["milliseconds"]
-    return markdown(
-        ("stage", "p50, ms", "p99, ms"),
-        ((name, number(each["p50"]), number(each["p99"])) for name, each in times.items()),
-    )
-
-
 def durable(cells: Cells) -> str:
     def rows() -> Iterator[Row]:
         for payload in ("400B", "106kB"):
@@ -135,10 +127,6 @@ def main() -> None:
     for table in (tokens, dicts, durable, restarts, messages):
         print(table(cells))
     print(goals(results))
-    if (path := folder / "gradient.json").exists():
-        gradient = json.loads(path.read_text())
-        print(stages(gradient))
-        print(gradient["percent_of_a_step_waiting_for"])
 
 
 if __name__ == "__main__":

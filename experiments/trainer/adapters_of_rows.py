@@ -99,7 +99,7 @@ def of_async_grpo(address: str, count: int, routing: bool) -> dict[str, float]:
         rollouts = ServerRollouts(address, folder)
         tokenizer = make_tokenizer()
         rollouts.on_train_begin(
-            SimpleNamespace(output_dir=folder),
+            SimpleNamespace(output_dir=folder, temperature=1.0),
             SimpleNamespace(is_world_process_zero=True, stateful_callbacks={}, global_step=0),
             None,
             model=make_model(vocabulary=len(tokenizer)),

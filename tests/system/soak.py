@@ -284,8 +284,8 @@ def held() -> dict[str, float]:
 
 def serve(config: str, notes: str) -> None:
     """What `Server` runs: the command itself, with one more task that counts."""
-    from replay_server import ReplayServer
     import replay_cli as command
+    from replay_server import ReplayServer
 
     run = ReplayServer.run
 
