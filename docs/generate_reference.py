@@ -1,4 +1,4 @@
-"""A hook of mkdocs: writes the reference of configuration, command line, protocol and metrics out of the code."""
+"""A hook of mkdocs: writes the reference out of the code: Python, configuration, command line, protocol, metrics."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import textwrap
 import tomllib
 import typing
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,88 @@ def on_config(config: Any) -> Any:
 
 def pages() -> dict[str, str]:
     return {
+        **{name: "\n".join(python(name)) for name in PYTHON},
         "configuration": "\n".join(configuration()),
         "command-line": "\n".join(command_line()),
         "protocol": "\n".join(protocol()),
         "metrics": "\n".join(metrics()),
         "doctor": "\n".join(doctor()),
     }
+
+
+# ---------------------------------------------------------------------------------------------------- Python
+
+PYTHON: dict[str, dict[str, tuple[str, ...]]] = {
+    "client": {
+        "": (
+            "replay_client.AsyncReplayClient",
+            "replay_client.ReplayClient",
+            "replay_client.client.Writer",
+            "replay_client.client.Sampler",
+        ),
+        "Groups": ("replay_client.rollout", "replay_client.completions"),
+        "Scores": ("replay_client.scoring",),
+        "Results": ("replay_client.records",),
+        "Access": ("replay_client.access",),
+        "Errors": ("replay_client.errors",),
+        "Diagnosis": ("replay_dashboard.diagnosis",),
+        "Generator": (
+            "replay_generator",
+            "replay_generator.config.GeneratorConfig",
+            "replay_generator.metrics.GeneratorStats",
+            "replay_generator.engines",
+            "replay_generator.prompts",
+            "replay_generator.environments",
+            "replay_generator.rewards",
+        ),
+    },
+    "server": {
+        "": ("replay_server.ReplayServer",),
+        "Rate limiters": ("replay_server.tables.limiter",),
+        "Roles": ("replay_server.rpc.auth",),
+    },
+    "trainer": {
+        "": (
+            "replay_trainer.GRPOTrainer",
+            "replay_trainer.GRPOConfig",
+            "replay_trainer.Callback",
+            "replay_trainer.StepReport",
+            "replay_trainer.Run",
+            "replay_trainer.TableEvaluation",
+            "replay_trainer.PromptEvaluation",
+            "replay_trainer.StepSpans",
+        ),
+        "Groups of a step": ("replay_trainer.groups",),
+        "Correction": ("replay_trainer.correction",),
+        "Presets": ("replay_trainer.correction.presets",),
+        "Losses": ("replay_trainer.LossConfig", "replay_trainer.config.Teacher", "replay_trainer.losses"),
+        "Batches": ("replay_trainer.batching",),
+        "Log-probabilities": ("replay_trainer.logprobs",),
+        "Weights": ("replay_trainer.weights", "replay_trainer.publication.Publication"),
+    },
+}
+"""By page and heading: the classes and modules that it shows with their docstrings."""
+ONLY = {
+    "replay_client.rollout": 'filters: ["!^_", "!^vector$"]',
+    "replay_client.records": 'filters: ["!^_", "!_of$", "!_between$"]',
+    "replay_trainer.correction": "members: [CorrectionConfig, Rejection, correct, Correction, Moments]",
+}
+"""What is shown of a module whose names are not all for users."""
+
+
+def python(page: str) -> Iterator[str]:
+    """A page of directives, each of which mkdocstrings replaces by what the docstrings say."""
+    package = f"replay_{page}"
+    yield f"# {page.capitalize()}\n\nPackage `{package}`. {inspect.getdoc(import_module(package))}\n"
+    for heading, names in PYTHON[page].items():
+        if heading:
+            yield f"## {heading}\n"
+        for name in names:
+            options = ["heading_level: 3"] if heading else []
+            if name.rpartition(".")[2].islower():
+                options += ["show_root_heading: false", "show_root_toc_entry: false"]
+            options += [ONLY[name]] if name in ONLY else []
+            yield f"::: {name}\n    options: {{{', '.join(options)}}}\n"
 
 
 # ---------------------------------------------------------------------------------------------------- configuration

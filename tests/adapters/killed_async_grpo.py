@@ -1,4 +1,4 @@
-"""The code of docs/how-to/trl-async.md with TRL's real AsyncGRPOTrainer, in a process that may kill itself.
+"""The code of docs/how-to/trl.md with TRL's real AsyncGRPOTrainer, in a process that may kill itself.
 
 It notes which completions each step trains on: each completion has a token that no other one has.
 
@@ -29,18 +29,18 @@ from tests.docs.blocks import ROOT, blocks
 from tests.factories import make_group
 from tests.trainer.factories import make_model
 
-PAGE = ROOT / "docs/how-to/trl-async.md"
+PAGE = ROOT / "docs/how-to/trl.md"
 VOCABULARY, FIRST_MARK, GROUP_SIZE = 512, 100, 4
 
 
-def block(language: str) -> str:
-    return next(each.text for each in blocks(PAGE) if each.language == language)
+def block(title: str) -> str:
+    return next(each.text for each in blocks(PAGE) if each.title == title)
 
 
 def train(model: Path, address: str, **options: Any) -> None:
     """The page's function, in the current directory."""
     names: dict[str, Any] = {}
-    exec(block("python"), names)
+    exec(block("async_grpo.py"), names)
     dataset = Dataset.from_list([{"prompt": "1+1="}])
     names["train"](str(model), make_tokenizer(), dataset, address, **OPTIONS | options)
 

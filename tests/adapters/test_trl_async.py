@@ -53,7 +53,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with server_process(tmp_path, block("toml")) as server:
+    with server_process(tmp_path, block("replay.toml")) as server:
         yield server
 
 
@@ -175,7 +175,7 @@ def test_a_trainer_that_starts_again_goes_on_from_the_version_that_it_left(
             assert (policy.version, Path(policy.weights).name) == (expected, f"step-{expected}")
             assert [path.name for path in published(WEIGHTS)] == [f"step-{expected - 1}", f"step-{expected}"]
     # The server is another one, and the folder is the same.
-    with server_process(tmp_path, block("toml")) as fresh, ReplayClient(fresh.address) as client:
+    with server_process(tmp_path, block("replay.toml")) as fresh, ReplayClient(fresh.address) as client:
         insert(fresh.address, 4)
         train(model, fresh.address, max_steps=1, token_budget=BUDGET, save_strategy="no")
         assert client.policy().weights == str(published(WEIGHTS)[-1])
@@ -186,7 +186,7 @@ def test_a_trainer_that_starts_again_goes_on_from_the_version_that_it_left(
 def test_an_older_checkpoint_gets_the_groups_of_the_later_ones_again(
     model: Path, tmp_path: Path, before_step: dict[int, Callable[[], None]], lost: list[int], restored: int
 ) -> None:
-    config = block("toml").replace("forward_to", "keep_consumed = 3\nforward_to")
+    config = block("replay.toml").replace("forward_to", "keep_consumed = 3\nforward_to")
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         insert(server.address, 12)
         options = {"max_steps": 6, "save_steps": 2, "token_budget": BUDGET}
@@ -205,7 +205,7 @@ def test_an_older_checkpoint_gets_the_groups_of_the_later_ones_again(
 def test_a_checkpoint_that_the_server_does_not_know_is_gone_on_from_with_a_warning(
     model: Path, tmp_path: Path, before_step: dict[int, Callable[[], None]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = block("toml").replace("forward_to", "keep_consumed = 1\nforward_to")
+    config = block("replay.toml").replace("forward_to", "keep_consumed = 1\nforward_to")
     with server_process(tmp_path, config) as server:
         insert(server.address, 12)
         options = {"save_steps": 1, "token_budget": BUDGET}
@@ -381,7 +381,7 @@ def test_a_server_that_is_away_pauses_the_trainer(
     monkeypatch.setattr(ReplayClient, "from_env", lambda address: ReplayClient(address, timeout=1.0))
     pool = partial(GroupPool, timeout=0.5)
     monkeypatch.setattr("replay_adapters.leased.GroupPool", pool)
-    config = f'[server]\ndata_dir = "{tmp_path}/data"\n' + block("toml").split("\n\n", 1)[1]
+    config = f'[server]\ndata_dir = "{tmp_path}/data"\n' + block("replay.toml").split("\n\n", 1)[1]
     servers: list[ServerProcess] = []
 
     def restart() -> None:
@@ -414,12 +414,12 @@ def test_a_server_that_comes_back_without_its_data_is_gone_on_with(
     model: Path, tmp_path: Path, before_step: dict[int, Callable[[], None]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with ExitStack() as stack, caplog.at_level(logging.WARNING):
-        first = stack.enter_context(server_process(tmp_path, block("toml"), f"127.0.0.1:{free_port()}"))
+        first = stack.enter_context(server_process(tmp_path, block("replay.toml"), f"127.0.0.1:{free_port()}"))
         insert(first.address, 10)
 
         def replace() -> None:
             first.kill()
-            stack.enter_context(server_process(tmp_path, block("toml"), first.address))
+            stack.enter_context(server_process(tmp_path, block("replay.toml"), first.address))
             insert(first.address, 10, first=10)
 
         before_step[2] = replace

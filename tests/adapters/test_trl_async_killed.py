@@ -32,7 +32,7 @@ GROUPS, STEPS, PER_STEP = 12, 8, 5
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
     save_model(tmp_path / "model")
-    with server_process(tmp_path, block("toml")) as server:
+    with server_process(tmp_path, block("replay.toml")) as server:
         yield server
 
 
@@ -73,7 +73,7 @@ def test_a_trainer_killed_before_it_names_a_checkpoint_goes_on_from_it_or_from_a
     tmp_path: Path, phase: str, older: bool
 ) -> None:
     save_model(tmp_path / "model")
-    config = block("toml").replace("forward_to", "keep_consumed = 2\nforward_to")
+    config = block("replay.toml").replace("forward_to", "keep_consumed = 2\nforward_to")
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         insert(server.address, GROUPS)
         assert end_of(server.address, tmp_path, phase, 4) == -signal.SIGKILL

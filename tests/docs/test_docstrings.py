@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import re
 import textwrap
 from collections.abc import Iterator
 from types import ModuleType
@@ -15,17 +14,15 @@ import pytest
 from pydantic import BaseModel
 
 import replay_server
-from tests.docs.blocks import ROOT
+from docs.generate_reference import PYTHON
 
 PACKAGES = ("replay_client", "replay_server", "replay_trainer")
 
 
 def documented_modules() -> list[str]:
     """The modules that a reference page shows as a whole."""
-    names = []
-    for page in (ROOT / "docs/reference").glob("*.md"):
-        names += re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
-    return sorted(name for name in names if name.rpartition(".")[2].islower())
+    shown = {name for page in PYTHON.values() for names in page.values() for name in names}
+    return sorted(name for name in shown if name.rpartition(".")[2].islower())
 
 
 def public_names(module: ModuleType) -> Iterator[tuple[str, Any]]:

@@ -1,22 +1,25 @@
 """The examples of README and documentation, run as they stand there."""
 
+import json
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 
 import pytest
 import typer.main
 
+from examples.demo.task import make_tokenizer
 from replay_cli.app import app
 from replay_server import Config
 from replay_trainer.config import GRPOConfig
 from tests.docs.blocks import PAGES, ROOT, blocks, write_files
+from tests.trainer.factories import make_model
 
 ALONE = {
-    *("docs/tutorial.md", "docs/tutorial-agent.md", "docs/how-to/use-from-trl.md", "docs/how-to/trl-async.md"),
-    "docs/how-to/use-from-miles.md",
+    *("docs/tutorial.md", "docs/tutorial-agent.md", "docs/how-to/trl.md", "docs/how-to/frameworks.md"),
 }
 """Pages with a test of their own."""
 
@@ -45,6 +48,15 @@ def test_the_examples_of_a_page_run_and_print_what_it_says(page, capsys, tmp_pat
         for name, end in (("client", "close"), ("server", "stop")):
             getattr(names.get(name), end, lambda: None)()
     assert capsys.readouterr().out == "".join(block.text for block in blocks(page) if block.language == "text")
+
+
+def test_the_page_of_your_own_model_saves_it_in_float32(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_model().bfloat16().save_pretrained("MODEL")
+    make_tokenizer().save_pretrained("MODEL")
+    (text,) = [block.text for block in blocks(ROOT / "docs/how-to/own-model.md") if block.title == "float32.py"]
+    exec(text, {})
+    assert str(make_model().from_pretrained("base").dtype) == "torch.float32"
 
 
 def test_the_configurations_in_the_pages_can_be_loaded():
@@ -96,18 +108,38 @@ def test_every_command_in_the_pages_exists_with_its_options(tmp_path, monkeypatc
             command, name = command.commands[arguments[0]], arguments.pop(0)
 
 
-def test_the_documentation_builds_without_a_warning(tmp_path):
+ANSWERS = {
+    "reference/configuration": ("max_times_sampled", "samples_per_insert"),
+    "reference/command-line": ("install-completion",),
+    "reference/metrics": ("replay_table_evicted_unsampled_total", "replay_permits_running"),
+    "reference/protocol": ("DrawRequest", "read-write"),
+    "reference/client": ("update_priorities", "TableFullError"),
+    "reference/trainer": ("ZeroVarianceReplacer", "clip_max", "learning rate"),
+    "explanation/correction": ("importance sampling", "off-policy", "TIS"),
+    "metrics": ("wandb", "tensorboard"),
+    "tutorial": ("quickstart",),
+    "how-to/trl": ("TRL",),
+}
+"""Pages, and what a reader types who looks for them."""
+
+
+def found(index: dict, query: str) -> list[str]:
+    """Pages by the search index, best first: as in the browser, a word in a heading counts before all others."""
+    split = re.compile(index["config"]["separator"] + "|<[^>]*>").split
+    scores: Counter[str] = Counter()
+    for section in index["docs"]:
+        title, text = split(section["title"].lower()), split(section["text"].lower())
+        counts = [1000 * (word in title) / len(title) + text.count(word) / len(text) for word in split(query.lower())]
+        page = section["location"].partition("#")[0].strip("/")
+        scores[page] = max(scores[page], all(counts) * sum(counts))
+    return [page for page, score in scores.most_common() if score]
+
+
+def test_the_documentation_builds_without_a_warning_and_a_search_leads_to_the_page_that_answers(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
-    reference = tmp_path / "site/reference"
-    for page, words in (
-        ("configuration", ("max_times_sampled", "samples_per_insert")),
-        ("command-line", ("replay serve", "--wait-for-policy")),
-        ("metrics", ("replay_table_evicted_unsampled_total", "replay_permits_running")),
-        ("protocol", ("DrawRequest", "read-write")),
-        ("client", ("update_priorities", "TableFullError")),
-        ("trainer", ("ZeroVarianceReplacer", "clip_max")),
-    ):
-        text = (reference / page / "index.html").read_text()
-        assert all(word in text for word in words), page
+    index = json.loads((tmp_path / "site/search/search_index.json").read_text())
+    for page, queries in ANSWERS.items():
+        for query in queries:
+            assert page in found(index, query)[:3], query

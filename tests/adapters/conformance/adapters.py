@@ -1,4 +1,4 @@
-"""What each adapter of another project's trainer was shown to do: the table of docs/reference/adapters.md.
+"""What each adapter of another project's trainer was shown to do: the table of docs/record/adapters.md.
 
 python -m tests.adapters.conformance.adapters     prints the table
 """

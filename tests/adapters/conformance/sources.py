@@ -15,7 +15,7 @@ COMMITS = {
     "miles": "31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
     "skyrl": "a9564572eb8e91076be43c1bd5e4615e3de17265",
 }
-"""The commits that the table in docs/reference/adapters.md was shown with. On GitHub: THUDM/slime, radixark/miles and
+"""The commits that the table in docs/record/adapters.md was shown with. On GitHub: THUDM/slime, radixark/miles and
 NovaSky-AI/SkyRL."""
 VARIABLE = "REPLAY_SOURCES"
 

@@ -1,7 +1,7 @@
 """One test for all adapters: a group comes back as it went in, and each side may die, hang and start again.
 
 The cases are data: the groups below, and the two frameworks whose samples are objects. What an adapter shows in a test
-of its own, and what cannot be shown, is in `adapters.TABLE`, which the page docs/reference/adapters.md repeats.
+of its own, and what cannot be shown, is in `adapters.TABLE`, which the page docs/record/adapters.md repeats.
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ def test_every_adapter_has_every_column_and_the_tests_that_it_names() -> None:
 
 
 def test_the_page_repeats_the_table() -> None:
-    page = (ROOT / "docs/reference/adapters.md").read_text()
+    page = (ROOT / "docs/record/adapters.md").read_text()
     found = re.search(r"<!-- table -->\n(.*?)<!-- /table -->", page, re.DOTALL)
     assert found is not None
     assert found[1].strip() == markdown().strip(), "python -m tests.adapters.conformance.adapters prints it"

@@ -309,7 +309,7 @@ def test_the_page_runs_and_prints_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    text = {block.language: block.text for block in blocks(ROOT / "docs/how-to/use-from-miles.md")}
+    text = {block.language: block.text for block in blocks(ROOT / "docs/how-to/frameworks.md")}
     settings = BufferSettings.of(Namespace(**yaml.safe_load(text["yaml"])))
     assert settings == BufferSettings(), "the page names the defaults"
     with server_process(tmp_path, text["toml"]) as server:

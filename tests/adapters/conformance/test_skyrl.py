@@ -155,7 +155,7 @@ def test_training_goes_on_without_a_server(tmp_path: Path, how: signal.Signals) 
 
 
 def test_the_page_names_the_defaults() -> None:
-    page = (ROOT / "docs/how-to/use-from-skyrl.md").read_text()
-    assert any(block.language == "toml" for block in blocks(ROOT / "docs/how-to/use-from-skyrl.md"))
+    page = (ROOT / "docs/how-to/frameworks.md").read_text()
+    assert any(block.language == "toml" for block in blocks(ROOT / "docs/how-to/frameworks.md"))
     for name in ("address", "finished", "pool", "max_staleness", "on_unavailable", "timeout"):
         assert f"| `{name}` |" in page

@@ -269,7 +269,7 @@ def test_an_environment_that_cannot_work_is_refused_in_one_line(name: str, args:
 def test_replay_generate_plays_the_environment_of_the_page(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_files(ROOT / "docs/how-to/verifiers.md", tmp_path)
+    write_files(ROOT / "docs/how-to/agents.md", tmp_path)
     monkeypatch.chdir(tmp_path)
     command = ["generate", "--config", "generate.toml", "--model", str(model), "--engine", "transformers"]
     command += ["--group-size", "2", "--min-rollouts", "2", "--max-groups", "2", "--max-tokens", "4"]

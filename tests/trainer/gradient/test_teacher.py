@@ -193,7 +193,7 @@ def reverse_kl(student: Any, teacher: Any) -> float:
 
 
 def teach(client: ReplayClient, teacher: Any, ended: threading.Event) -> None:
-    """Brings the column to every group until the end, as docs/how-to/teacher.md says."""
+    """Brings the column to every group until the end, as docs/how-to/trajectories.md says."""
     while not ended.is_set():
         try:
             samples = client.sample("teacher", 1, timeout=0.2, lease=60.0)
