@@ -26,7 +26,7 @@ import pytest
 from prometheus_client import parser as prometheus
 from prometheus_client.openmetrics import parser as openmetrics
 
-from replay_client import RolloutGroup
+from replay_client import ItemInfo, ReplayClient, RolloutGroup
 from replay_client.scoring import group_advantages
 from replay_server.storage.memory import MemoryStorage
 from replay_server.tables.buffer import ReplayBuffer
@@ -109,6 +109,20 @@ def until(
         assert time.monotonic() < deadline, otherwise
         time.sleep(pause)
     return value
+
+
+def every_item(client: ReplayClient, table: str) -> list[ItemInfo]:
+    """The items of a table, page after page."""
+    items, page = [], ""
+    while True:
+        found = client.list_items(table, limit=5000, page=page)
+        items += found.items
+        if not (page := found.next_page):
+            return items
+
+
+def keys_in(client: ReplayClient, table: str) -> list[int]:
+    return sorted(item.key for item in every_item(client, table))
 
 
 _FIRST_PORT, _LAST_PORT, _BLOCK = 12_000, 30_000, 300

@@ -10,110 +10,31 @@ time. Exit status 1 if any promise was broken.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
 import random
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from replay_client import ReplayClient
-from replay_client.errors import ReplayError
-from replay_protos import shared_memory
-from tests.factories import PATIENCE, free_port, start_server, until
-from tests.system.ledger import Books, Ledger, payload_of
+from tests.system.harness import Crew, Servers, program, pull_the_plug
+from tests.system.ledger import AHEAD_BATCH, PERMITS, PLAIN_BATCH, Ledger, payload_of
 
 CONFIG = """
-[server]
-data_dir = "{data_dir}"
-fsync = "{fsync}"
-
-[admission]
-table = "work"
-groups_per_step = 1000
-max_staleness = 1000
-permit_ttl = 1e6  # a run of hours must not outlive a permit
-
-[[tables]]
-name = "work"
-sampler = "fifo"
-max_times_sampled = 1
-
-[[tables]]
-name = "queue"
-rate_limiter = {{ type = "queue", max_size = 200 }}
-forward_to = "pool"
-
-[[tables]]
-name = "pool"
-sampler = "prioritized"
-remover = "min_heap"
-max_size = 150
-
-[[tables]]
-name = "keep"
+server = { data_dir = "{folder}", fsync = "FSYNC" }
+# A run of hours must not outlive a permit.
+admission = { table = "work", groups_per_step = 1000, max_staleness = 1000, permit_ttl = 1e6 }
+tables = [
+    { name = "work", sampler = "fifo", max_times_sampled = 1 },
+    { name = "queue", rate_limiter = { type = "queue", max_size = 200 }, forward_to = "pool" },
+    { name = "pool", sampler = "prioritized", remover = "min_heap", max_size = 150 },
+    { name = "keep" },
+]
 """
 
 
-PLAIN_BATCH, AHEAD_BATCH = 3, 2
-PERMITS = 4
-
-
-class Crew:
-    """Clients at work on a server, each on a thread, until `stop`."""
-
-    def __init__(self, address: str, books: Books, works: Sequence[Callable[[ReplayClient], None]]) -> None:
-        self.address, self.books = address, books
-        self.stopping = threading.Event()
-        self.clients: list[ReplayClient] = []
-        self.threads = [threading.Thread(target=self._run, args=(work,), name=work.__name__) for work in works]
-        for thread in self.threads:
-            thread.start()
-
-    def _run(self, work: Callable[[ReplayClient], None]) -> None:
-        client = ReplayClient(self.address, timeout=15.0)
-        self.clients.append(client)
-        try:
-            while not self.stopping.is_set():
-                try:
-                    work(client)
-                except ReplayError:
-                    time.sleep(0.01)
-        except Exception as error:
-            self.books.violated(f"{work.__name__}: {error!r}")
-        finally:
-            client.close()
-
-    def are_at_work(self, what: str, enough: int) -> bool:
-        """Whether so much was counted of `what`, and somebody has a ring where all payloads are to go through one.
-
-        A ring that comes late lets the first payloads go without it.
-        """
-        # As far as the clients know by themselves.
-        over_rings = sum(client._aio.transport == "shared memory" for client in list(self.clients))
-        if self.books.totals[what] < enough or (shared_memory.MIN_SHARED == 1 and not over_rings):
-            return False
-        self.books.totals["clients over rings"] += over_rings
-        return True
-
-    def stop(self, at_once: bool) -> None:
-        """`at_once`: in the middle of whatever the clients do."""
-        self.stopping.set()
-        if at_once:
-            for client in list(self.clients):
-                client.close()
-        for thread in self.threads:
-            thread.join(timeout=PATIENCE)
-            if thread.is_alive():
-                self.books.violated(f"{thread.name} hangs")
-
-
 class Workload(Crew):
-    def __init__(self, address: str, ledger: Ledger, keys: itertools.count[int], rng: random.Random) -> None:
+    def __init__(self, ledger: Ledger, keys: itertools.count[int], address: str, rng: random.Random) -> None:
         self.ledger, self.keys, self.rng = ledger, keys, rng
         works = [
             self.write_kept,
@@ -221,10 +142,7 @@ class Workload(Crew):
                 self.ledger.removed(key, sure)
 
     def publish(self, client: ReplayClient) -> None:
-        with self.ledger.lock:
-            version = self.ledger.maybe_version = self.ledger.maybe_version + 1
-        client.set_policy_version(version, weights=f"step-{version}")
-        self.ledger.version = version
+        self.ledger.publish(client)
         time.sleep(0.01)
 
     def _got(self, table: str, samples: list) -> None:  # type: ignore[type-arg]
@@ -239,86 +157,14 @@ class Workload(Crew):
         return self.rng.choice(there) if there else None
 
 
-def settle(client: ReplayClient) -> None:
-    """Waits until the server has ended what clients had open that are gone: their batches are back in the tables."""
-
-    def is_settled() -> bool:
-        info = client.server_info()
-        waiting = sum(table.inserting.count + table.sampling.count for table in info.tables.values())
-        return not (info.insert_streams or info.sample_streams or waiting)
-
-    until(is_settled, "the server holds something for clients that are gone")
-
-
 def run(kills: int, seed: int, folder: Path, fsync: str, shards: int = 1) -> Ledger:
-    rng, ledger, keys = random.Random(seed), Ledger(shards), itertools.count(1)
-    ledger.totals["kills"] = 0
-    configs, addresses = [], [f"127.0.0.1:{free_port()}" for _ in range(shards)]
-    for number in range(shards):
-        configs.append(folder / f"replay-{number}.toml")
-        configs[-1].write_text(CONFIG.format(data_dir=folder / f"data-{number}", fsync=fsync))
-    servers = [start_server(config, address=address) for config, address in zip(configs, addresses, strict=True)]
-    address = ",".join(addresses)
-    try:
-        with ReplayClient(address) as client:
+    ledger = Ledger(shards)
+    with Servers(folder, [CONFIG.replace("FSYNC", fsync)] * shards) as servers:
+        with ReplayClient(servers.address) as client:
             client.set_policy_version(0, weights="step-0")
-        for _ in range(kills):
-            workload = Workload(address, ledger, keys, random.Random(rng.random()))
-            inserts = ledger.totals["inserts"]
-            time.sleep(0.1 + rng.random())
-            # On a loaded machine the clients may not have begun by then.
-            until(
-                lambda workload=workload, inserts=inserts: workload.are_at_work("inserts", inserts + 10),
-                "nobody inserts",
-            )
-            killed = 0 if shards == 1 else rng.randrange(shards)
-            servers[killed].kill()
-            ledger.totals["kills"] += 1
-            # Taken, and the answer that says so was under way: no more than one batch of each reader.
-            ledger.tables["work"].may_be_lost, ledger.tables["queue"].may_be_lost = PLAIN_BATCH, AHEAD_BATCH
-            # Granted, and the answer was under way: the lease ends with its time, and the client has another.
-            ledger.running[1] += PERMITS
-            if shards > 1:
-                time.sleep(rng.random())  # the others go on without it
-            clients_go = rng.random() < 0.5
-            if clients_go:
-                workload.stop(at_once=True)
-            began = time.monotonic()
-            servers[killed] = start_server(configs[killed], address=addresses[killed])
-            ledger.totals["milliseconds of restarts"] += int(1000 * (time.monotonic() - began))
-            if not clients_go:
-                time.sleep(0.3 + rng.random())
-                workload.stop(at_once=False)
-            with ReplayClient(address) as client:
-                if shards > 1:
-                    until(lambda client=client: not client.server_info().gone, "a shard does not come back")
-                    workload.publish(client)  # as a trainer does that goes on
-                settle(client)
-                ledger.check(client)
-            if ledger.violations:
-                break
-    finally:
-        for server in servers:
-            server.kill()
+        pull_the_plug(servers, kills, seed, ledger, partial(Workload, ledger, itertools.count(1)), "inserts")
     return ledger
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    parser.add_argument("--shards", type=int, default=1, help="servers, of which one is killed each time")
-    parser.add_argument("--fsync", default="always", help="as in the configuration")
-    arguments = parser.parse_args()
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    with tempfile.TemporaryDirectory() as folder:
-        ledger = run(arguments.kills, arguments.seed, Path(folder), arguments.fsync, arguments.shards)
-    print(f"seed {arguments.seed}: " + ", ".join(f"{count} {what}" for what, count in sorted(ledger.totals.items())))
-    print(f"{len(ledger.violations)} violations")
-    for violation in ledger.violations:
-        print(" ", violation)
-    sys.exit(bool(ledger.violations))
-
-
 if __name__ == "__main__":
-    main()
+    program(run, kills=100, shards=1, fsync="always")

@@ -10,41 +10,27 @@ lost, none twice, and none on another item. Exit status 1 if one was.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
 import random
-import sys
-import tempfile
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from replay_client import ExtendResult, ReplayClient, RolloutGroup, StoredItem
 from replay_client.columns.segments import encode_columns
-from tests.factories import free_port, make_group, start_server, until
-from tests.system.crash import Crew, settle
-from tests.system.ledger import Books
+from tests.factories import make_group
+from tests.system.harness import Books, Crew, Servers, program, pull_the_plug
 
 CONFIG = """
-[server]
-data_dir = "{data_dir}"
-fsync = "{fsync}"
-
-[[tables]]
-name = "rollouts"
-rate_limiter = {{ type = "queue", max_size = 60 }}
-requires = ["teacher"]
-
-[[tables]]
-name = "teachers"
-rate_limiter = {{ type = "queue", max_size = 200 }}
-
-[[tables]]
-name = "keep"
-sampler = "fifo"
+server = { data_dir = "{folder}", fsync = "FSYNC" }
+tables = [
+    { name = "rollouts", rate_limiter = { type = "queue", max_size = 60 }, requires = ["teacher"] },
+    { name = "teachers", rate_limiter = { type = "queue", max_size = 200 } },
+    { name = "keep", sampler = "fifo" },
+]
 """
 COLUMNS = ("teacher", "value", "late")
 MOST_KEPT = 150
@@ -147,7 +133,7 @@ class ColumnLedger(Books):
 
 
 class Extenders(Crew):
-    def __init__(self, address: str, ledger: ColumnLedger, numbers: itertools.count[int], rng: random.Random) -> None:
+    def __init__(self, ledger: ColumnLedger, numbers: itertools.count[int], address: str, rng: random.Random) -> None:
         """`numbers` gives keys to items, and names attempts."""
         self.ledger, self.numbers, self.rng = ledger, numbers, rng
         works = [self.generate] * 2 + [self.teach] * 2 + [self.extend_any] * 3 + [self.train, self.delete]
@@ -201,49 +187,11 @@ class Extenders(Crew):
 
 
 def run(kills: int, seed: int, folder: Path, fsync: str) -> ColumnLedger:
-    rng, ledger, numbers = random.Random(seed), ColumnLedger(), itertools.count(1)
-    config, address = folder / "replay.toml", f"127.0.0.1:{free_port()}"
-    config.write_text(CONFIG.format(data_dir=folder / "data", fsync=fsync))
-    server = start_server(config, address=address)
-    try:
-        while ledger.totals["kills"] < kills and not ledger.violations:
-            crew = Extenders(address, ledger, numbers, random.Random(rng.random()))
-            added = ledger.totals["added"]
-            time.sleep(0.1 + rng.random())
-            # On a loaded machine the clients may not have begun by then.
-            until(lambda crew=crew, added=added: crew.are_at_work("added", added + 10), "nobody extends")
-            server.kill()
-            ledger.totals["kills"] += 1
-            clients_go = rng.random() < 0.5
-            if clients_go:
-                crew.stop(at_once=True)
-            server = start_server(config, address=address)
-            if not clients_go:
-                time.sleep(0.3 + rng.random())
-                crew.stop(at_once=False)
-            with ReplayClient(address) as client:
-                settle(client)
-                ledger.check(client)
-    finally:
-        server.kill()
+    ledger = ColumnLedger()
+    with Servers(folder, [CONFIG.replace("FSYNC", fsync)]) as servers:
+        pull_the_plug(servers, kills, seed, ledger, partial(Extenders, ledger, itertools.count(1)), "added")
     return ledger
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    parser.add_argument("--fsync", default="always", help="as in the configuration")
-    arguments = parser.parse_args()
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    with tempfile.TemporaryDirectory() as folder:
-        ledger = run(arguments.kills, arguments.seed, Path(folder), arguments.fsync)
-    print(f"seed {arguments.seed}: " + ", ".join(f"{count} {what}" for what, count in sorted(ledger.totals.items())))
-    print(f"{len(ledger.violations)} violations")
-    for violation in ledger.violations:
-        print("  " + violation)
-    sys.exit(bool(ledger.violations))
-
-
 if __name__ == "__main__":
-    main()
+    program(run, kills=200, fsync="always")

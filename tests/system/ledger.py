@@ -7,12 +7,17 @@ server with this, and what was unsure is settled by what is found.
 from __future__ import annotations
 
 import random
-import threading
-from collections import Counter
 from dataclasses import dataclass, field
 
 from replay_client import ReplayClient
 from replay_protos.replay_pb2 import TableInfo
+from tests.factories import every_item
+from tests.system.harness import Books
+
+PLAIN_BATCH, AHEAD_BATCH = 3, 2
+"""Items that a reader of "work", and one of "queue", gets at once."""
+PERMITS = 4
+"""That a writer gets at once."""
 
 
 def payload_of(key: int) -> bytes:
@@ -39,23 +44,11 @@ class Consumed:
     """Items that may be in a batch whose reader went away before it took the batch: they come back with its lease."""
 
 
-class Books:
-    """What a crew counts, and what it found wrong."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.totals: Counter[str] = Counter()
-        self.violations: list[str] = []
-
-    def violated(self, what: str) -> None:
-        self.violations.append(what)
-
-
 class Ledger(Books):
     def __init__(self, shards: int = 1) -> None:
         """Of several shards it does not count permits: a group goes elsewhere without one if its shard is away."""
         super().__init__()
-        self.counts_permits = shards == 1
+        self.one_server = shards == 1
         self.tables = {"work": Consumed(), "queue": Consumed()}
         self.kept: dict[int, set[float]] = {}
         """Items that stay until they are deleted, with the priorities that they may have."""
@@ -130,10 +123,25 @@ class Ledger(Books):
             if sure or count > 0:
                 self.running[1] += count
 
+    def publish(self, client: ReplayClient) -> None:
+        with self.lock:
+            version = self.maybe_version = self.maybe_version + 1
+        client.set_policy_version(version, weights=f"step-{version}")
+        self.version = version
+
+    def killed(self) -> None:
+        super().killed()
+        # Taken, and the answer that says so was under way: no more than one batch of each reader.
+        self.tables["work"].may_be_lost, self.tables["queue"].may_be_lost = PLAIN_BATCH, AHEAD_BATCH
+        # Granted, and the answer was under way: the lease ends with its time, and the client has another.
+        self.running[1] += PERMITS
+
     # ------------------------------------------------------------------------------------------------ what is there
 
     def check(self, client: ReplayClient) -> None:
         """Compares, with nobody else at work."""
+        if not self.one_server:
+            self.publish(client)  # as a trainer does that goes on
         info = client.server_info()
         found = {name: self._items(client, name) for name in ("work", "queue", "pool", "keep")}
         for name, table in info.tables.items():
@@ -158,7 +166,7 @@ class Ledger(Books):
             ("running", info.admission.running, self.running),
             ("accepted", info.admission.accepted, self.accepted),
         ):
-            if self.counts_permits and not bounds[0] <= seen <= bounds[1]:
+            if self.one_server and not bounds[0] <= seen <= bounds[1]:
                 self.violated(f"{seen} permits {what}, not {bounds[0]} to {bounds[1]}")
             bounds[:] = [seen, seen]
         if info.damaged or info.commit_error:
@@ -169,12 +177,7 @@ class Ledger(Books):
                 self.violated(f"{item.key} has the payload of another")
 
     def _items(self, client: ReplayClient, table: str) -> dict[int, float]:
-        items, page = [], ""
-        while True:
-            found = client.list_items(table, limit=5000, page=page)
-            items += found.items
-            if not (page := found.next_page):
-                break
+        items = every_item(client, table)
         priorities = {item.key: item.priority for item in items}
         if len(priorities) < len(items):
             self.violated(f"{table}: {len(items) - len(priorities)} items are there twice")

@@ -27,7 +27,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -40,6 +39,7 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server.tables.buffer import MAX_ANSWERS, MAX_KNOWN_KEYS
 from replay_server.tables.outstanding import MAX_TAKEN
 from tests.factories import PATIENCE, until
+from tests.system.harness import Books, Crew
 
 TOKEN = "soak-0123456789abcdef"
 CONFIG = """
@@ -87,16 +87,16 @@ GROWTH: dict[str, tuple[float, float]] = {
 """By column: the last third may be this many times the second, plus this."""
 
 
-@dataclass
-class Workload:
+class Workload(Crew):
     """Clients of every kind, each on a thread, at a rate that leaves room for others."""
 
-    address: str
-    stop: threading.Event = field(default_factory=threading.Event)
-    times: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=2000)))
-    done: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    refused: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    failures: list[str] = field(default_factory=list)
+    pause = 0.2
+
+    def __init__(self, address: str) -> None:
+        self.times: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=2000))
+        self.rng = random.Random(0)
+        works = [self.write_small, self.write_groups, self.write_groups, self.write_large, self.train, self.lease]
+        super().__init__(address, Books(), [*works, self.look, self.come_and_go, self.break_off], timeout=10.0)
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -107,120 +107,95 @@ class Workload:
     def client(self, timeout: float = 10.0) -> ReplayClient:
         return ReplayClient(self.address, timeout, token=TOKEN)
 
-    def write_small(self, rng: random.Random) -> None:
-        with self.client() as client:
-            while not self.stop.wait(0.02):
-                with self.timed("insert"):
-                    client.insert(rng.randbytes(rng.randrange(2000)), {"replay": rng.random()}, policy_version=1 << 40)
+    def write_small(self, client: ReplayClient) -> None:
+        self.stopping.wait(0.02)
+        payload = self.rng.randbytes(self.rng.randrange(2000))
+        with self.timed("insert"):
+            client.insert(payload, {"replay": self.rng.random()}, policy_version=1 << 40)
 
-    def write_groups(self, rng: random.Random) -> None:
+    def write_groups(self, client: ReplayClient) -> None:
         """As generators do: with permits, into the queue."""
-        with self.client() as client, client.writer(max_in_flight=8, timeout=30.0) as writer:
-            while not self.stop.wait(0.01):
+        with client.writer(max_in_flight=8, timeout=30.0) as writer:
+            while not self.stopping.wait(0.01):
                 lease = client.acquire_permits(2)
                 version = client.policy().version
-                for _ in range(rng.choice([0, 1, 2])):
-                    size = rng.choice([500, 50_000, 50_000, 400_000])
-                    writer.insert(bytes(size), {"rollouts": rng.choice([0.0, 1.0])}, policy_version=version,
-                                  permits=lease)  # fmt: skip
-                if rng.random() < 0.5:
+                for _ in range(self.rng.choice([0, 1, 2])):
+                    payload = bytes(self.rng.choice([500, 50_000, 50_000, 400_000]))
+                    priorities = {"rollouts": self.rng.choice([0.0, 1.0])}
+                    writer.insert(payload, priorities, policy_version=version, permits=lease)
+                if self.rng.random() < 0.5:
                     client.release_permits(lease)  # otherwise what is left expires
 
-    def write_large(self, rng: random.Random) -> None:
-        with self.client() as client:
-            while not self.stop.wait(0.5):
-                size = rng.randrange(2_000_000, 6_000_000)
-                client.insert(bytes(size), {"replay": rng.random()}, policy_version=client.policy().version)
+    def write_large(self, client: ReplayClient) -> None:
+        self.stopping.wait(0.5)
+        payload = bytes(self.rng.randrange(2_000_000, 6_000_000))
+        client.insert(payload, {"replay": self.rng.random()}, policy_version=client.policy().version)
 
-    def train(self, rng: random.Random) -> None:
+    def train(self, client: ReplayClient) -> None:
         """As a trainer does: takes groups, replaces some of them, publishes."""
-        with self.client() as client, client.sampler("rollouts", batch_size=4, prefetch=2) as sampler:
+        with client.sampler("rollouts", batch_size=4, prefetch=2) as sampler:
             version = client.policy().version
-            while not self.stop.is_set():
+            while not self.stopping.is_set():
                 batch = next(sampler)
                 with self.timed("sample"):
                     mates = client.sample("replay", 4, min_samples=1, scope=f"step-{version}", timeout=5.0)
-                client.update_priorities("replay", {sample.info.key: rng.random() for sample in mates})
+                client.update_priorities("replay", {sample.info.key: self.rng.random() for sample in mates})
                 del batch
                 version += 1
                 client.set_policy_version(version, f"weights-{version}")
 
-    def lease(self, rng: random.Random) -> None:
-        with self.client() as client:
-            while not self.stop.wait(0.05):
-                samples = client.sample("replay", 2, min_samples=1, lease=rng.choice([0.2, 10.0]), timeout=5.0)
-                if rng.random() < 0.7:
-                    client.acknowledge(samples, give_back=rng.random() < 0.3)
+    def lease(self, client: ReplayClient) -> None:
+        self.stopping.wait(0.05)
+        samples = client.sample("replay", 2, min_samples=1, lease=self.rng.choice([0.2, 10.0]), timeout=5.0)
+        if self.rng.random() < 0.7:
+            client.acknowledge(samples, give_back=self.rng.random() < 0.3)
 
-    def look(self, rng: random.Random) -> None:
-        with self.client() as client:
-            while not self.stop.wait(0.1):
-                with self.timed("policy"):
-                    client.policy()
-                client.server_info()
-                page = client.list_items("replay", limit=20, order_by="priority", descending=rng.random() < 0.5)
-                client.get([item.key for item in page.items[:5]])
-                client.delete("replay", [item.key for item in page.items[:1]])
+    def look(self, client: ReplayClient) -> None:
+        self.stopping.wait(0.1)
+        with self.timed("policy"):
+            client.policy()
+        client.server_info()
+        page = client.list_items("replay", limit=20, order_by="priority", descending=self.rng.random() < 0.5)
+        client.get([item.key for item in page.items[:5]])
+        client.delete("replay", [item.key for item in page.items[:1]])
 
-    def come_and_go(self, rng: random.Random) -> None:
+    def come_and_go(self, _: ReplayClient) -> None:
         """Clients that connect, wait for something, watch, and leave in the middle of it."""
-        while not self.stop.wait(0.05):
-            with self.client(timeout=0.3) as client:
-                with suppress(ReplayError):
-                    client.sample("rollouts", 60, timeout=rng.random() * 0.1)
-                next(client.watch_policy())
-                sampler = client.sampler("replay", batch_size=2, prefetch=2)
-                next(sampler)
+        self.stopping.wait(0.05)
+        with self.client(timeout=0.3) as client:
+            with suppress(ReplayError):
+                client.sample("rollouts", 60, timeout=self.rng.random() * 0.1)
+            next(client.watch_policy())
+            sampler = client.sampler("replay", batch_size=2, prefetch=2)
+            next(sampler)
 
-    def break_off(self, rng: random.Random) -> None:
+    def break_off(self, _: ReplayClient) -> None:
         """Calls that end in the middle: half an item, an answer that is not read, no token, nonsense."""
+        self.stopping.wait(0.1)
         metadata = [("authorization", f"Bearer {TOKEN}")]
-        while not self.stop.wait(0.1):
-            with grpc.insecure_channel(self.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
-                stub, end = ReplayStub(channel), threading.Event()
+        with grpc.insecure_channel(self.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            stub, end = ReplayStub(channel), threading.Event()
 
-                def half(end: threading.Event = end) -> Iterator[pb.InsertRequest]:
-                    targets = [pb.InsertTarget(table="replay")]
-                    yield pb.InsertRequest(
-                        keys=[1], targets=targets, payload_sizes=[5_000_000], payloads=bytes(1 << 20)
-                    )
-                    end.wait(5)
+            def half() -> Iterator[pb.InsertRequest]:
+                targets = [pb.InsertTarget(table="replay")]
+                yield pb.InsertRequest(keys=[1], targets=targets, payload_sizes=[5_000_000], payloads=bytes(1 << 20))
+                end.wait(5)
 
-                calls = [
-                    stub.InsertStream(half(), metadata=metadata),
-                    stub.Sample(pb.SampleRequest(table="replay", num_samples=2, timeout=1), metadata=metadata),
-                    stub.Sample(pb.SampleRequest(table="rollouts", num_samples=64, timeout=60), metadata=metadata),
-                ]
-                for bad in ([], [("authorization", "Bearer wrong")]):
-                    with suppress(grpc.RpcError):
-                        stub.GetPolicy(pb.GetPolicyRequest(), metadata=bad, timeout=5)
+            calls = [
+                stub.InsertStream(half(), metadata=metadata),
+                stub.Sample(pb.SampleRequest(table="replay", num_samples=2, timeout=1), metadata=metadata),
+                stub.Sample(pb.SampleRequest(table="rollouts", num_samples=64, timeout=60), metadata=metadata),
+            ]
+            for bad in ([], [("authorization", "Bearer wrong")]):
                 with suppress(grpc.RpcError):
-                    channel.unary_unary("/replay.v1.Replay/Insert")(rng.randbytes(200), metadata=metadata, timeout=5)
-                time.sleep(rng.random() * 0.2)
-                for call in calls:
-                    call.cancel()
-                end.set()
-
-    def start(self) -> list[threading.Thread]:
-        works = [self.write_small, self.write_groups, self.write_groups, self.write_large, self.train, self.lease]
-        works += [self.look, self.come_and_go, self.break_off]
-        threads = [threading.Thread(target=self._run, args=(n, work), daemon=True) for n, work in enumerate(works)]
-        for thread in threads:
-            thread.start()
-        return threads
-
-    def _run(self, number: int, work: Callable[[random.Random], None]) -> None:
-        """Again and again: a refusal is normal life, anything else is a failure."""
-        rng = random.Random(number)
-        while not self.stop.is_set():
-            try:
-                work(rng)
-            except ReplayError as error:
-                self.refused[f"{work.__name__}: {type(error).__name__}"] += 1
-                self.stop.wait(0.2)
-            except Exception as error:
-                self.failures.append(f"{work.__name__}: {type(error).__name__}: {error}")
-                return
+                    stub.GetPolicy(pb.GetPolicyRequest(), metadata=bad, timeout=5)
+            with suppress(grpc.RpcError):
+                garbage = self.rng.randbytes(200)
+                channel.unary_unary("/replay.v1.Replay/Insert")(garbage, metadata=metadata, timeout=5)
+            time.sleep(self.rng.random() * 0.2)
+            for call in calls:
+                call.cancel()
+            end.set()
 
 
 class Server:
@@ -349,13 +324,13 @@ def observe(server: Server, minutes: float, fill: bool) -> list[str]:
         print(f"{idle['memory_mb']:.0f} MB when idle, {full:.0f} MB with all that is remembered of retries "
               f"({time.monotonic() - started:.0f} s)", flush=True)  # fmt: skip
     workload = Workload(server.address)
-    threads = workload.start()
     rows: list[dict[str, float]] = []
     started, shown = time.monotonic(), 0.0
     columns = ["minute", *GROWTH, "policy_p99", "insert_p99", "sample_p99", "live_mb", "items", "cpu"]
     print("  ".join(f"{name:>10}" for name in columns), flush=True)
     with workload.client() as client:
-        while ((passed := time.monotonic() - started) < 60 * minutes or len(rows) < 6) and not workload.failures:
+        problems = workload.books.violations
+        while ((passed := time.monotonic() - started) < 60 * minutes or len(rows) < 6) and not problems:
             time.sleep(INTERVAL)
             info = client.server_info()
             row = server.measure() | {"minute": passed / 60, "live_mb": info.bytes / 1e6, "items": info.items}
@@ -367,13 +342,10 @@ def observe(server: Server, minutes: float, fill: bool) -> list[str]:
             if passed - shown >= 60 * minutes / 20:
                 shown = passed
                 print("  ".join(f"{row[name]:10.1f}" for name in columns), flush=True)
-        workload.stop.set()
-        for thread in threads:
-            thread.join(PATIENCE)
-        print(f"refused: {json.dumps(dict(workload.refused))}")
+        workload.stop()
+        print(f"refused: {json.dumps(dict(workload.books.totals))}")
         tables = client.server_info().tables
         print(f"inserts: { {name: table.inserts for name, table in tables.items()} }")
-    problems = [*workload.failures, *(["a client hangs"] if any(thread.is_alive() for thread in threads) else [])]
     return problems + growth(rows) + leftovers(server, idle)
 
 

@@ -19,7 +19,8 @@ from replay_client import ReplayClient
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer.weights import saved
-from tests.factories import ServerProcess, free_port, server_process, start, until
+from tests.factories import ServerProcess, server_process, start, until
+from tests.system.harness import Servers
 from tests.trainer.factories import OnStep
 from tests.trainer.killed_trainer import kill_in_a_process, run, run_rank, trained
 from tests.trainer.test_killed import check_used_up, durable, insert, until_gone
@@ -84,8 +85,8 @@ def resume_ranks(address: str, folder: Path, **options: Any) -> None:
     ],
 )
 def test_ranks_of_which_one_is_killed_or_all_lose_no_group_and_train_on_none_twice(
-    server: ServerProcess, tmp_path: Path, rank: int, phase: str, step: int, options: dict[str, Any]
-) -> None:
+    server, tmp_path, rank, phase, step, options
+):
     with ReplayClient(server.address) as client:
         keys = insert(client)
         kill_ranks(server.address, tmp_path, rank, phase, step, **options)
@@ -96,9 +97,7 @@ def test_ranks_of_which_one_is_killed_or_all_lose_no_group_and_train_on_none_twi
 
 
 @pytest.mark.parametrize(("rank", "memory"), [(0, False), pytest.param(1, True, marks=pytest.mark.long)])
-def test_a_rank_that_cannot_write_its_rows_stops_all_ranks_and_a_resume_goes_on(
-    server: ServerProcess, tmp_path: Path, rank: int, memory: bool
-) -> None:
+def test_a_rank_that_cannot_write_its_rows_stops_all_ranks_and_a_resume_goes_on(server, tmp_path, rank, memory):
     options: dict[str, Any] = {"fsdp": True} | ({"weights_dir": tmp_path / "memory"} if memory else {})
     with ReplayClient(server.address) as client:
         keys = insert(client)
@@ -120,7 +119,7 @@ def test_a_rank_that_cannot_write_its_rows_stops_all_ranks_and_a_resume_goes_on(
 
 
 @pytest.mark.long
-def test_ranks_and_server_killed_together_come_back_together(tmp_path: Path) -> None:
+def test_ranks_and_server_killed_together_come_back_together(tmp_path):
     config = durable(tmp_path)
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         keys = insert(client)
@@ -138,37 +137,15 @@ EACH = 6
 """Groups of each shard. A batch takes from both in turn, as long as both are there."""
 
 
-class Pair:
+class Pair(Servers):
     """Two durable shards as processes, each with its groups. The second one goes away."""
 
-    def __init__(self, tmp_path: Path, stack: ExitStack) -> None:
-        self._stack = stack
-        self._folders = [tmp_path / name for name in "ab"]
-        for folder in self._folders:
-            folder.mkdir()
-        self.addresses = [f"127.0.0.1:{free_port()}" for _ in self._folders]
-        self._servers = [self._serve(*each) for each in zip(self._folders, self.addresses, strict=True)]
-        self.address = ",".join(f"{name}={address}" for name, address in zip("ab", self.addresses, strict=True))
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, [durable(Path("{folder}"))] * 2, named=True)
         self.keys: list[int] = []
-
-    def _serve(self, folder: Path, address: str) -> ServerProcess:
-        return self._stack.enter_context(server_process(folder, durable(folder), address))
 
     def fill(self, each: int = EACH) -> None:
         self.keys = sorted(key for address in self.addresses for key in fill(address, each))
-
-    def kill_second(self) -> None:
-        self._servers[1].kill()
-
-    def end_leases(self) -> None:
-        """Ends the leases of the second shard while its clients cannot see it."""
-        server = self._serve(self._folders[1], "127.0.0.1:0")
-        with ReplayClient(server.address) as client:
-            until(lambda: client.server_info().tables["rollouts"].reserved == 0, seconds=60.0)
-        server.kill()
-
-    def restart_second(self) -> None:
-        self._servers[1] = self._serve(self._folders[1], self.addresses[1])
 
     def left(self) -> list[int]:
         """The keys that are in the queues when no trainer runs."""
@@ -187,8 +164,8 @@ def fill(address: str, count: int = EACH) -> list[int]:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        yield Pair(tmp_path, stack)
+    with Pair(tmp_path) as shards:
+        yield shards
 
 
 def after_step(last: int, act: Callable[[], None]) -> OnStep:
@@ -201,52 +178,53 @@ def after_step(last: int, act: Callable[[], None]) -> OnStep:
 
 @pytest.mark.long
 @pytest.mark.parametrize("lease", [2.0, 300.0], ids=["its leases have ended", "its leases are open"])
-def test_a_shard_that_comes_back_while_the_resumed_trainer_runs_gives_no_group_twice(
-    pair: Pair, tmp_path: Path, lease: float
-) -> None:
+def test_a_shard_that_comes_back_while_the_resumed_trainer_runs_gives_no_group_twice(pair, tmp_path, lease):
     pair.fill()
     kill_in_a_process(pair.address, tmp_path, "written", 2, lease=lease)
-    pair.kill_second()
+    pair.kill(1)
     if lease < 300.0:
-        pair.end_leases()
+        pair.end_leases(1)
     # From step 5 on, the groups of the first shard are used up.
-    run(pair.address, tmp_path, callbacks=[after_step(4, pair.restart_second)], resume=True, max_steps=5, lease=lease)
+    run(
+        pair.address,
+        tmp_path,
+        callbacks=[after_step(4, lambda: pair.restart(1))],
+        resume=True,
+        max_steps=5,
+        lease=lease,
+    )
     assert sorted(trained(tmp_path) + pair.left()) == pair.keys
 
 
 @pytest.mark.long
-def test_the_state_names_the_groups_of_a_shard_for_as_long_as_it_is_away(pair: Pair, tmp_path: Path) -> None:
+def test_the_state_names_the_groups_of_a_shard_for_as_long_as_it_is_away(pair, tmp_path):
     pair.fill()
     kill_in_a_process(pair.address, tmp_path, "written", 2, lease=2.0)
-    pair.kill_second()
-    pair.end_leases()
+    pair.kill(1)
+    pair.end_leases(1)
     run(pair.address, tmp_path, resume=True, max_steps=4)
-    pair.restart_second()
+    pair.restart(1)
     run(pair.address, tmp_path, resume=True, max_steps=5)
     assert sorted(trained(tmp_path) + pair.left()) == pair.keys
 
 
 @pytest.mark.long
-def test_ranks_that_are_resumed_without_a_shard_train_on_no_group_twice_when_it_is_back(
-    pair: Pair, tmp_path: Path
-) -> None:
+def test_ranks_that_are_resumed_without_a_shard_train_on_no_group_twice_when_it_is_back(pair, tmp_path):
     pair.fill(12)
     options = {"groups_per_step": 4}
     kill_ranks(pair.address, tmp_path, 0, "written", 2, all_ranks=True, lease=2.0, **options)
-    pair.kill_second()
-    pair.end_leases()
+    pair.kill(1)
+    pair.end_leases(1)
     ranks = start_ranks(pair.address, tmp_path, "resumed", {}, resume=True, max_steps=5, **options)
     until(lambda: '"step": 4' in (tmp_path / "drawn.jsonl").read_text(), seconds=300.0)
-    pair.restart_second()
+    pair.restart(1)
     for rank in ranks:
         rank.join(300)
     assert [rank.exitcode for rank in ranks] == [0, 0]
     assert sorted(trained(tmp_path) + pair.left()) == pair.keys
 
 
-def test_a_run_goes_on_without_a_shard_that_its_state_names_and_says_so_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_goes_on_without_a_shard_that_its_state_names_and_says_so_once(tmp_path, caplog):
     with ExitStack() as stack:
         servers = [stack.enter_context(ReplayServer(DEFAULT_TABLES, port=0)) for _ in range(3)]
         named = [f"{name}={server.address}" for name, server in zip("abc", servers, strict=True)]

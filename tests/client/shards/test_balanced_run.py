@@ -1,43 +1,24 @@
 """Balanced tables in server processes: two shards with unequal values, both killed in the middle of draws and back."""
 
 from collections import Counter
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
 from replay_client import ReplayClient
-from tests.factories import free_port, server_process, until
+from tests.factories import until
+from tests.system.harness import Servers
 
 CONFIG = """
-[server]
-data_dir = "{data}"
-
-[[tables]]
-name = "rollouts"
-rate_limiter = {{ type = "queue", max_size = 512 }}
-forward_to = "replay"
-
-[[tables]]
-name = "replay"
-sampler = "prioritized"
-remover = "min_heap"
-index = ["level"]
-balance = {{ tag = "environment", weights = {{ math = 2.0, code = 1.0, broken = 0.0 }} }}
-"""
+server.data_dir = "{folder}"
+tables = [
+    { name = "rollouts", rate_limiter = { type = "queue", max_size = 512 }, forward_to = "replay" },
+    { name = "replay", sampler = "prioritized", remover = "min_heap", index = ["level"], balance = BALANCE },
+]
+""".replace("BALANCE", '{ tag = "environment", weights = { math = 2.0, code = 1.0, broken = 0.0 } }')
 ITEMS = [{"math": 3, "code": 40, "broken": 5}, {"code": 20, None: 8}]
 """Of each value on each server; None: without the tag."""
 SHARES = {"math": 0.5, "code": 0.25, None: 0.25}
-
-
-def start_both(stack, tmp_path, addresses):
-    servers = []
-    for number, address in enumerate(addresses):
-        folder = tmp_path / str(number)
-        folder.mkdir(exist_ok=True)
-        config = CONFIG.format(data=folder / "data")
-        servers.append(stack.enter_context(server_process(folder, config, address=address)))
-    return servers
 
 
 def check_shares(client):
@@ -52,25 +33,24 @@ def check_shares(client):
 
 
 def test_shares_and_tags_outlive_the_kill_of_both_servers(tmp_path):
-    with ExitStack() as stack:
-        addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-        servers = start_both(stack, tmp_path, addresses)
+    with Servers(tmp_path, [CONFIG] * 2) as servers:
         keys = {}
-        for address, items in zip(addresses, ITEMS, strict=True):
+        for address, items in zip(servers.addresses, ITEMS, strict=True):
             with ReplayClient(address, timeout=30.0) as client:
                 for value, n in items.items():
                     for level in range(n):
                         tags = {"level": level} | ({} if value is None else {"environment": value})
                         keys[client.insert(b"x", {"rollouts": 1.0 + level}, tags=tags)] = tags
                 client.sample("rollouts", sum(items.values()))  # forwards all of them to the pool
-        with ReplayClient(addresses, timeout=30.0) as client:
+        with ReplayClient(servers.address, timeout=30.0) as client:
             check_shares(client)
             outstanding = client.sample("replay", 40, lease=600.0)
             assert len({sample.info.key for sample in outstanding}) == 40
-            for server in servers:
-                server.kill()
-        start_both(stack, tmp_path, addresses)
-        with ReplayClient(addresses, timeout=30.0) as client:
+            for number in range(2):
+                servers.kill(number)
+        for number in range(2):
+            servers.restart(number)
+        with ReplayClient(servers.address, timeout=30.0) as client:
             check_shares(client)
             listed = client.list_items("replay", limit=1000).items
             assert {item.key: item.tags for item in listed} == keys

@@ -19,7 +19,7 @@ from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, Tab
 from replay_server.rpc.limits import OpenCalls
 from replay_server.storage import checkpointer, checkpoints, state
 from replay_server.storage.checkpoints import CheckpointDirectory, DamagedCheckpoint, verified
-from tests.factories import make_group, small_disk, until
+from tests.factories import keys_in, make_group, small_disk, until
 from tests.system.ledger import payload_of
 
 TABLES = (
@@ -42,15 +42,6 @@ def serving(tmp_path, *, durable=False, restore=None, replace=False, tables=TABL
             yield client
     finally:
         server.stop(grace=2.0)
-
-
-def keys_in(client, table):
-    keys, page = [], ""
-    while True:
-        found = client.list_items(table, limit=5000, page=page)
-        keys += [item.key for item in found.items]
-        if not (page := found.next_page):
-            return sorted(keys)
 
 
 def fill(client, n=40):

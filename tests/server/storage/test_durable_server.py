@@ -22,7 +22,7 @@ from replay_server.storage import records
 from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
 from replay_server.storage.records import Delta
 from tests.commands import fails
-from tests.factories import make_group, small_disk, until
+from tests.factories import keys_in, make_group, small_disk, until
 
 TABLES = (
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}, forward_to="pool"),
@@ -55,10 +55,6 @@ def try_insert(client, payload):
         return client.insert(payload, {"pool": 1.0})
     except ReplayError:
         return None
-
-
-def keys_in(client, table):
-    return sorted(item.key for item in client.list_items(table, limit=1000).items)
 
 
 @OVER_BOTH

@@ -16,50 +16,36 @@ that build their groups in their own memory.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import os
 import random
-import sys
-import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup
-from replay_client.errors import DeadlineExceededError
 from replay_client.records import ExtendResult
 from replay_generator import GeneratorConfig, run_generator
 from replay_generator.engines import SamplingConfig
 from replay_generator.openings import Opening, decode_rollout
 from tests.factories import server_process, start, until
 from tests.system.building.engine import EngineServer, RemoteEngine, number_of
-from tests.system.ledger import Books
+from tests.system.harness import BLOCKED, Books, Fleet, Trainer, program
 
 GROUP_SIZE, GROUPS_PER_STEP, CONCURRENT = 8, 4, 3
 LEASE = 2.0
 CONFIG = f"""
-[server]
-data_dir = "{{data_dir}}"
-
+server.data_dir = "{{data_dir}}"
+tables = [{{{{ name = "rollouts", rate_limiter = {{{{ type = "queue", max_size = 64 }}}} }}}}]
 [admission]
 groups_per_step = {GROUPS_PER_STEP}
 max_staleness = 2
 permit_ttl = 5.0
 building = "building"
-
-[[tables]]
-name = "rollouts"
-rate_limiter = {{{{ type = "queue", max_size = 64 }}}}
 """
-PATIENCE = 300.0
-"""Seconds after which somebody counts as blocked, on a machine that is busy."""
 
 
 class ToldClient(AsyncReplayClient):
@@ -109,51 +95,28 @@ def generate(address: str, port: int, notes: Path, name: str, building: bool, ne
     run_generator(connect, RemoteEngine(port), prompts(), lambda row, text: float(len(text)), config)
 
 
-class Trainer(threading.Thread):
-    """Takes groups and publishes versions, until `stop`."""
+class Groups(Books):
+    """The groups that the trainer got."""
 
-    def __init__(self, address: str, books: Books) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.groups: dict[str, list[int]] = {}
         """The numbers of the completions of each group, by its prompt."""
         self.tokens = 0
-        self._address, self._books = address, books
-        self._stopping = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        try:
-            with ReplayClient(self._address, timeout=60.0) as client:
-                since = time.monotonic()
-                while not self._stopping.is_set():
-                    with suppress(DeadlineExceededError):
-                        (sample,) = client.sample("rollouts", timeout=0.2)
-                        self.look(sample.group)
-                        since = time.monotonic()
-                        if len(self.groups) % GROUPS_PER_STEP == 0:
-                            client.set_policy_version(len(self.groups) // GROUPS_PER_STEP)
-                    if time.monotonic() - since > PATIENCE:
-                        self._books.violated(f"no group for {PATIENCE:g} s")
-                        return
-        except Exception as error:
-            self._books.violated(f"the trainer: {error!r}")
 
     def look(self, group: RolloutGroup) -> None:
         numbers = [number_of(ids) for ids in group.completions()]
         if group.prompt_id in self.groups:
-            self._books.violated(f"two groups of the prompt {group.prompt_id}")
+            self.violated(f"two groups of the prompt {group.prompt_id}")
         if group.group_size != GROUP_SIZE or len(set(numbers)) != GROUP_SIZE:
-            self._books.violated(f"group {group.prompt_id} has the completions {numbers}")
+            self.violated(f"group {group.prompt_id} has the completions {numbers}")
         self.groups[group.prompt_id] = numbers
         self.tokens += group.num_tokens
 
-    def stop(self) -> None:
-        self._stopping.set()
-        self.join()
 
-
-def check_rollouts(notes: Path, groups: dict[str, list[int]], books: Books) -> None:
+def check_rollouts(notes: Path, books: Groups) -> None:
     """Each rollout that was acknowledged is in the group of its prompt, at its place."""
+    groups = books.groups
     acknowledged: dict[tuple[str, int], list[int]] = defaultdict(list)
     for line in notes.read_text().splitlines() if notes.exists() else ():
         prompt, index, number = json.loads(line)
@@ -171,92 +134,71 @@ def check_rollouts(notes: Path, groups: dict[str, list[int]], books: Books) -> N
     books.totals["rollouts acknowledged"] = len(acknowledged)
 
 
-def kill_generators(kills: int, folder: Path, seed: int, *, building: bool = True, generators: int = 2) -> Books:
+def kill_generators(kills: int, folder: Path, seed: int, *, without: bool = False, generators: int = 2) -> Books:
     """Kills so many, and all that are left. Returns what was counted, and what is wrong."""
-    books, rng, engine, notes = Books(), random.Random(seed), EngineServer(seed), folder / "acknowledged"
+    books, rng, engine, notes = Groups(), random.Random(seed), EngineServer(seed), folder / "acknowledged"
     names = itertools.count()
     config = CONFIG.format(data_dir=folder / "data")
     with server_process(folder, config) as server, ReplayClient(server.address, timeout=60.0) as client:
 
         def start_one(new_groups: bool = True) -> BaseProcess:
             name = f"generator{next(names)}"
-            return start(generate, server.address, engine.port, notes, name, building, new_groups)
+            return start(generate, server.address, engine.port, notes, name, not without, new_groups)
 
         def stored() -> int:
             return len(notes.read_bytes().splitlines()) if notes.exists() else 0
 
         def go_on() -> None:
             """Returns when some rollouts and groups more are there."""
-            enough, rollouts = len(trainer.groups) + rng.randrange(1, 4), stored() + building
+            enough, rollouts = len(books.groups) + rng.randrange(1, 4), stored() + (not without)
             until(
-                lambda: (len(trainer.groups) >= enough and stored() >= rollouts) or books.violations,
+                lambda: (len(books.groups) >= enough and stored() >= rollouts) or books.violations,
                 "nobody inserts",
-                PATIENCE,
+                BLOCKED,
             )
 
         def left() -> int:
             table = client.server_info().tables["building"]
             return table.size + table.reserved
 
-        trainer = Trainer(server.address, books)
-        running = [start_one() for _ in range(generators)]
+        trainer = Trainer(server.address, books, books.look, GROUPS_PER_STEP)
+        fleet = Fleet(start_one, generators, books, rng)
         try:
             while books.totals["kills"] < kills and not books.violations:
                 go_on()
                 time.sleep(rng.random() * 0.3)
-                victim = rng.randrange(generators)
-                if (code := running[victim].exitcode) is not None:
-                    books.violated(f"a generator ended by itself, with {code}")
-                running[victim].kill()
-                books.totals["kills"] += 1
-                running[victim] = start_one()
+                fleet.kill_one()
             go_on()
         finally:
-            for process in running:
-                process.kill()
-                process.join()
-                books.totals["kills"] += 1
-        deadline = time.monotonic() + PATIENCE
+            fleet.kill_all()
+        deadline = time.monotonic() + BLOCKED
         while left() and not books.violations and time.monotonic() < deadline:
             finisher = start_one(new_groups=False)
-            finisher.join(PATIENCE)
+            finisher.join(BLOCKED)
             if finisher.exitcode != 0:
                 books.violated(f"who was to finish what is left ended with {finisher.exitcode}")
             time.sleep(0.1)  # until the leases of the dead end
-        until(lambda: client.server_info().tables["rollouts"].size == 0 or books.violations, "groups stay", PATIENCE)
+        until(lambda: client.server_info().tables["rollouts"].size == 0 or books.violations, "groups stay", BLOCKED)
         # A generator that is killed between its permit and the opening of its group leaves the permit for its lease.
-        until(lambda: not client.server_info().admission.running, "permits of the dead stay away", PATIENCE)  # type: ignore[union-attr]
+        until(lambda: not client.server_info().admission.running, "permits of the dead stay away", BLOCKED)  # type: ignore[union-attr]
         trainer.stop()
         engine.stop()
         admission = client.server_info().admission
         assert admission is not None
         if (admission.running, admission.building, left()) != (0, 0, 0):
             books.violated(f"{admission.running} permits running, {admission.building} building, {left()} items left")
-        if admission.accepted != len(trainer.groups):
-            books.violated(f"{admission.accepted} groups accepted, and the trainer got {len(trainer.groups)}")
-    check_rollouts(notes, trainer.groups, books)
+        if admission.accepted != len(books.groups):
+            books.violated(f"{admission.accepted} groups accepted, and the trainer got {len(books.groups)}")
+    check_rollouts(notes, books)
+    lost = engine.drawn - books.tokens
     books.totals |= {
-        "groups": len(trainer.groups),
+        "groups": len(books.groups),
         "tokens drawn": engine.drawn,
-        "tokens in no group": engine.drawn - trainer.tokens,
+        "tokens in no group": lost,
+        "tokens lost a kill": lost // books.totals["kills"],
     }
     return books
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    parser.add_argument("--without", action="store_true", help="without groups under construction")
-    arguments = parser.parse_args()
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    with tempfile.TemporaryDirectory() as folder:
-        books = kill_generators(arguments.kills, Path(folder), arguments.seed, building=not arguments.without)
-    print(f"seed {arguments.seed}: " + ", ".join(f"{count} {what}" for what, count in sorted(books.totals.items())))
-    print(f"{books.totals['tokens in no group'] / books.totals['kills']:.0f} tokens lost a kill")
-    print(f"{len(books.violations)} violations", *books.violations[:20], sep="\n  ")
-    sys.exit(bool(books.violations))
-
-
 if __name__ == "__main__":
-    main()
+    program(kill_generators, kills=200, without=False)

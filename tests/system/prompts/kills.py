@@ -12,12 +12,9 @@ or if anybody ended with an error.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -30,33 +27,21 @@ from typing import Any
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_generator import GeneratorConfig, prompts_table, run_generator
 from replay_generator.engines import Completion, SamplingConfig
-from tests.factories import ServerProcess, free_port, start, start_server, until
-from tests.system.ledger import Books
+from tests.factories import keys_in, start, until
+from tests.system.harness import BLOCKED, Books, Fleet, Servers, program
 
 CONFIG = """
-[server]
-data_dir = "{folder}"
-fsync = "never"
-
-[[tables]]
-name = "prompts"
-sampler = "fifo"
-max_times_sampled = 1
-
-[[tables]]
-name = "rollouts"
-
-[[tables]]
-name = "building"
-sampler = "fifo"
-max_times_sampled = 1
+server = { data_dir = "{folder}", fsync = "never" }
+tables = [
+    { name = "prompts", sampler = "fifo", max_times_sampled = 1 },
+    { name = "rollouts" },
+    { name = "building", sampler = "fifo", max_times_sampled = 1 },
+]
 """
 WINDOW = 64
 LEASE = 2.0
 HELD_AFTER = 32
 """Groups that a generator begins, and then waits, where kills are to come before all prompts are done."""
-PATIENCE = 300.0
-"""Seconds after which somebody counts as blocked, on a machine that is busy."""
 
 
 @dataclass
@@ -113,14 +98,14 @@ def generate(address: str, log: str, gate: Path, prompts: int, epochs: int, wind
         building_lease=LEASE,
     )
     rows = [{"prompt": str(number), "prompt_id": f"p{number}"} for number in range(prompts)]
-    run_generator(lambda: AsyncReplayClient(address, timeout=PATIENCE), Coins(gate), rows, parity, config)
+    run_generator(lambda: AsyncReplayClient(address, timeout=BLOCKED), Coins(gate), rows, parity, config)
 
 
 def kill_all_along(
     prompts: int,
     kills: int,
     folder: Path,
-    rng: random.Random,
+    seed: int,
     *,
     epochs: int = 1,
     generators: int = 3,
@@ -134,29 +119,24 @@ def kill_all_along(
     Every so manieth kill is one of the server. `held`: each generator begins HELD_AFTER groups, and no more before all
     kills are done.
     """
-    books, address, log = Books(), f"127.0.0.1:{free_port()}", folder / "generators.log"
-    gate = folder / "gate"
+    books, rng, log, gate = Books(), random.Random(seed), folder / "generators.log", folder / "gate"
     if held:
         gate.touch()
-    config = folder / "replay.toml"
-    config.write_text(CONFIG.format(folder=folder / "data"))
-    server: list[ServerProcess] = [start_server(config, address=address)]
+    with Servers(folder, [CONFIG]) as servers, ReplayClient(servers.address, timeout=BLOCKED) as client:
 
-    def start_one() -> BaseProcess:
-        return start(generate, address, str(log), gate, prompts, epochs, window, building)
-
-    running = [start_one() for _ in range(generators)]
-    with ReplayClient(address, timeout=PATIENCE) as client:
+        def start_one() -> BaseProcess:
+            return start(generate, servers.address, str(log), gate, prompts, epochs, window, building)
 
         def inserted() -> int:
             return int(client.server_info(tables=["rollouts"]).tables["rollouts"].size)
 
         def someone_failed() -> bool:
-            for process in running:
+            for process in fleet.running:
                 if process.exitcode:
                     books.violated(f"a generator ended with {process.exitcode}: {log.read_text()[-2000:]}")
             return bool(books.violations)
 
+        fleet = Fleet(start_one, generators, books, rng, may_end=True)
         try:
             total = prompts * epochs
             moments = sorted(rng.randrange(total) for _ in range(kills))
@@ -166,45 +146,33 @@ def kill_all_along(
                 while (now := inserted()) < moment and not someone_failed():
                     if now > since:
                         since, waited = now, time.monotonic()
-                    if time.monotonic() > waited + PATIENCE:
-                        books.violated(f"nobody inserts for {PATIENCE:g} s")
+                    if time.monotonic() > waited + BLOCKED:
+                        books.violated(f"nobody inserts for {BLOCKED:g} s")
                     time.sleep(0.02)
                 if books.violations:
                     break
                 time.sleep(rng.random() * 0.05)
                 if number % server_every == server_every - 1:
-                    server[-1].kill()
-                    server.append(start_server(config, address=address))
+                    servers.kill()
+                    servers.restart()
                     books.totals["kills of the server"] += 1
                 else:
-                    victim = rng.randrange(generators)
-                    if running[victim].exitcode is None:
-                        running[victim].kill()
-                        running[victim].join()
-                        books.totals["kills of generators"] += 1
-                        running[victim] = start_one()
+                    fleet.kill_one()
             gate.unlink(missing_ok=True)
-            ended = lambda: someone_failed() or all(each.exitcode == 0 for each in running)  # noqa: E731
-            until(ended, "the generators do not end", PATIENCE + total / 20, pause=0.1)
+            ended = lambda: someone_failed() or all(each.exitcode == 0 for each in fleet.running)  # noqa: E731
+            until(ended, "the generators do not end", BLOCKED + total / 20, pause=0.1)
             count(client, prompts, epochs, books)
         finally:
-            for process in running:
-                process.kill()
-                process.join()
-            server[-1].kill()
+            fleet.kill_all()
     return books
 
 
 def count(client: ReplayClient, prompts: int, epochs: int, books: Books) -> None:
     """Looks at every group: one of each prompt an epoch."""
     done: Counter[str] = Counter()
-    page = ""
-    while True:
-        rows = client.list_items("rollouts", limit=1000, page=page)
-        done.update(item.group.prompt_id for item in client.get([row.key for row in rows]))
-        page = rows.next_page
-        if not page:
-            break
+    keys = keys_in(client, "rollouts")
+    for start_at in range(0, len(keys), 1000):
+        done.update(item.group.prompt_id for item in client.get(keys[start_at : start_at + 1000]))
     books.totals["groups"] = done.total()
     for number in range(prompts):
         if (times := done.pop(f"p{number}", 0)) != epochs:
@@ -223,30 +191,5 @@ def count(client: ReplayClient, prompts: int, epochs: int, books: Books) -> None
         books.violated(f"{size} items are left of the prompts, and {reserved} are drawn; one mark should be")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--prompts", type=int, default=10_000)
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--generators", type=int, default=3)
-    parser.add_argument("--building", action="store_true")
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    given = parser.parse_args()
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        books = kill_all_along(
-            given.prompts,
-            given.kills,
-            Path(folder),
-            random.Random(given.seed),
-            epochs=given.epochs,
-            generators=given.generators,
-            building=given.building,
-        )
-    print(f"seed {given.seed}: " + ", ".join(f"{count} {what}" for what, count in sorted(books.totals.items())))
-    print(f"{time.monotonic() - started:.0f} s, {len(books.violations)} violations", *books.violations[:20], sep="\n  ")
-    sys.exit(bool(books.violations))
-
-
 if __name__ == "__main__":
-    main()
+    program(kill_all_along, prompts=10_000, epochs=1, kills=50, generators=3, building=False)

@@ -11,46 +11,32 @@ has accepted is what the trainer got and what is left. Exit status 1 if any of t
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import signal
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
 
 from replay_client import ReplayClient, RolloutGroup
-from replay_client.errors import DeadlineExceededError
 from replay_client.records import AdmissionInfo
 from replay_client.scoring import group_advantages
 from tests.factories import server_process, start, until
 from tests.generator.factories import make_model
-from tests.system.ledger import Books
+from tests.system.harness import BLOCKED, Books, Fleet, Trainer, program
 from tests.system.rollouts.command import run_command
 from tests.system.rollouts.hooks import TOOL
 
 GROUP_SIZE, LEAST = 4, 2
 GROUPS_PER_STEP = 4
 CONFIG = f"""
-[admission]
-groups_per_step = {GROUPS_PER_STEP}
-max_staleness = 1
-permit_ttl = 2.0
-
-[[tables]]
-name = "rollouts"
-rate_limiter = {{ type = "queue", max_size = 64 }}
+admission = {{ groups_per_step = {GROUPS_PER_STEP}, max_staleness = 1, permit_ttl = 2.0 }}
+tables = [{{ name = "rollouts", rate_limiter = {{ type = "queue", max_size = 64 }} }}]
 """
-PATIENCE = 300.0
-"""Seconds after which somebody counts as blocked, on a machine that is busy."""
 
 
 def faults(group: RolloutGroup) -> Iterator[str]:
@@ -76,50 +62,9 @@ def faults(group: RolloutGroup) -> Iterator[str]:
             yield f"{given} is masked, and no answer of the tool"
 
 
-class Trainer(threading.Thread):
-    """Takes groups, looks at each and publishes versions, until `stop`."""
-
-    def __init__(self, address: str, model: Path, books: Books) -> None:
-        super().__init__()
-        self.groups = 0
-        self._address, self._model, self._books = address, model, books
-        self._stopping = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        try:
-            with ReplayClient(self._address, timeout=30.0) as client:
-                client.set_policy_version(0, weights=str(self._model))
-                since = time.monotonic()
-                while not self._stopping.is_set():
-                    with suppress(DeadlineExceededError):
-                        (sample,) = client.sample("rollouts", timeout=0.5)
-                        self.look(sample.group)
-                        since = time.monotonic()
-                        if self.groups % GROUPS_PER_STEP == 0:
-                            client.set_policy_version(self.groups // GROUPS_PER_STEP, weights=str(self._model))
-                    if time.monotonic() - since > PATIENCE:
-                        self._books.violated(f"no group for {PATIENCE:g} s")
-                        return
-        except Exception as error:
-            self._books.violated(f"the trainer: {error!r}")
-
-    def look(self, group: RolloutGroup) -> None:
-        self.groups += 1
-        self._books.totals["rollouts"] += group.group_size
-        self._books.totals["groups of survivors"] += group.group_size < GROUP_SIZE
-        self._books.totals["groups of several versions"] += group.policy_version_end is not None
-        for fault in faults(group):
-            self._books.violated(f"group {group.prompt_id}: {fault}")
-
-    def stop(self) -> None:
-        self._stopping.set()
-        self.join()
-
-
-def kill_generators(kills: int, folder: Path, rng: random.Random, generators: int = 2) -> Books:
+def kill_generators(kills: int, folder: Path, seed: int, generators: int = 2) -> Books:
     """Kills so many, and all that are left. Returns what was counted, and what is wrong."""
-    books, model = Books(), make_model(folder / "model")
+    books, rng, model = Books(), random.Random(seed), make_model(folder / "model")
     rows = [json.dumps({"prompt": f"{number}+{number}="}) + "\n" for number in range(50)]
     (folder / "prompts.jsonl").write_text("".join(rows))
     with server_process(folder, CONFIG) as server, ReplayClient(server.address, timeout=30.0) as client:
@@ -132,13 +77,21 @@ def kill_generators(kills: int, folder: Path, rng: random.Random, generators: in
             command += ["--max-concurrent-groups", "4", "--reload", "at_once"]
             return start(run_command, folder / "generators.log", *command)
 
+        def look(group: RolloutGroup) -> None:
+            books.totals["groups"] += 1
+            books.totals["rollouts"] += group.group_size
+            books.totals["groups of survivors"] += group.group_size < GROUP_SIZE
+            books.totals["groups of several versions"] += group.policy_version_end is not None
+            for fault in faults(group):
+                books.violated(f"group {group.prompt_id}: {fault}")
+
         def inserts() -> int:
             return client.server_info().tables["rollouts"].inserts
 
         def go_on() -> None:
             """Returns when some groups more are there."""
             enough = inserts() + rng.randrange(1, 9)
-            until(lambda: inserts() >= enough or books.violations, "nobody inserts", PATIENCE)
+            until(lambda: inserts() >= enough or books.violations, "nobody inserts", BLOCKED)
 
         def is_at_work(process: BaseProcess) -> bool:
             """Whether groups are under way at the moment, in which it then stands still."""
@@ -149,37 +102,26 @@ def kill_generators(kills: int, folder: Path, rng: random.Random, generators: in
             os.kill(process.pid, signal.SIGCONT)
             return False
 
-        trainer = Trainer(server.address, model, books)
-        running = [start_one() for _ in range(generators)]
+        client.set_policy_version(0, weights=str(model))
+        trainer = Trainer(server.address, books, look, GROUPS_PER_STEP, weights=str(model))
+        fleet = Fleet(start_one, generators, books, rng)
         try:
-            for _ in range(kills):
+            while books.totals["kills"] < kills and not books.violations:
                 go_on()
                 time.sleep(rng.random() * 0.2)
-                victim = rng.randrange(generators)
-                if (code := running[victim].exitcode) is not None:
-                    books.violated(f"a generator ended by itself, with {code}")
-                if books.violations:
-                    break
-                until(lambda: is_at_work(running[victim]), "no group is under way", PATIENCE)  # noqa: B023
-                running[victim].kill()
-                books.totals["kills"] += 1
-                running[victim] = start_one()
+                fleet.kill_one(when=is_at_work)
             go_on()
         finally:
-            for process in running:
-                process.kill()
-                process.join()
-                books.totals["kills"] += 1
+            fleet.kill_all()
         try:
-            until(lambda: not _admission(client).running, "permits of the dead stay away", PATIENCE)
+            until(lambda: not _admission(client).running, "permits of the dead stay away", BLOCKED)
         finally:
             trainer.stop()
         for item in client.get([item.key for item in client.list_items("rollouts", limit=1000).items]):
-            trainer.look(item.group)
+            look(item.group)
         admission = _admission(client)
-        if not admission.accepted == inserts() == trainer.groups:
-            books.violated(f"{admission.accepted} accepted, {inserts()} inserted, {trainer.groups} seen")
-        books.totals["groups"] = trainer.groups
+        if not admission.accepted == inserts() == books.totals["groups"]:
+            books.violated(f"{admission.accepted} accepted, {inserts()} inserted, {books.totals['groups']} seen")
         books.totals["permits of the dead"] = admission.expired
     return books
 
@@ -190,18 +132,5 @@ def _admission(client: ReplayClient) -> AdmissionInfo:
     return admission
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--generators", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        books = kill_generators(arguments.kills, Path(folder), random.Random(arguments.seed), arguments.generators)
-    print(f"seed {arguments.seed}: " + ", ".join(f"{count} {what}" for what, count in sorted(books.totals.items())))
-    print(f"{len(books.violations)} violations", *books.violations, sep="\n  ")
-    sys.exit(bool(books.violations))
-
-
 if __name__ == "__main__":
-    main()
+    program(kill_generators, kills=50, generators=2)

@@ -17,7 +17,6 @@ import os
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from multiprocessing.process import BaseProcess
@@ -25,9 +24,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from replay_client import ReplayClient
-from replay_client.errors import ReplayError
 from replay_client.scoring import group_priority
-from tests.factories import PATIENCE, ServerProcess, free_port, make_group, start, start_server, until
+from tests.factories import free_port, make_group, start, until
+from tests.system.harness import Books, Crew, Servers
 from tests.system.shards.cluster import RECONNECT, RayCluster
 from tests.trainer.killed_trainer import run as train
 from tests.trainer.killed_trainer import trained
@@ -40,8 +39,8 @@ KILLS_OF_A_RUN = 7
 CONFIG = """
 server.data_dir = "{folder}/data"
 tables = [
-    {{ name = "rollouts", rate_limiter = {{ type = "queue", max_size = 16 }}, forward_to = "replay" }},
-    {{ name = "replay", sampler = "prioritized", remover = "min_heap", max_size = 64 }},
+    { name = "rollouts", rate_limiter = { type = "queue", max_size = 16 }, forward_to = "replay" },
+    { name = "replay", sampler = "prioritized", remover = "min_heap", max_size = 64 },
 ]
 """
 
@@ -63,40 +62,14 @@ class Service(Protocol):
     def close(self) -> None: ...
 
 
-class Processes:
+class Processes(Servers):
     """Three `replay serve`."""
 
     def __init__(self, folder: Path) -> None:
-        self._folders = [folder / name for name in "abc"]
-        for each in self._folders:
-            each.mkdir()
-            (each / "replay.toml").write_text(CONFIG.format(folder=each))
-        self.addresses = [f"127.0.0.1:{free_port()}" for _ in self._folders]
-        self.address = ",".join(f"{name}={address}" for name, address in zip("abc", self.addresses, strict=True))
-        self._servers = [self._serve(number, address) for number, address in enumerate(self.addresses)]
-
-    def _serve(self, number: int, address: str = "127.0.0.1:0") -> ServerProcess:
-        return start_server(self._folders[number] / "replay.toml", address=address)
+        super().__init__(folder, [CONFIG] * SHARDS, named=True)
 
     def start_trainer(self, folder: Path, **options: Any) -> BaseProcess:
         return start(train, self.address, folder, **options)
-
-    def kill(self, number: int) -> None:
-        self._servers[number].kill()
-
-    def restart(self, number: int) -> None:
-        self._servers[number] = self._serve(number, self.addresses[number])
-
-    def end_leases(self, number: int) -> None:
-        """Ends the leases of a killed shard while its clients cannot see it."""
-        server = self._serve(number)
-        with ReplayClient(server.address) as client:
-            until(lambda: client.server_info().tables["rollouts"].reserved == 0)
-        server.kill()
-
-    def close(self) -> None:
-        for server in self._servers:
-            server.kill()
 
 
 class OnRay:
@@ -104,7 +77,7 @@ class OnRay:
 
     def __init__(self, folder: Path) -> None:
         self._config, self._folder, self._port = folder / "replay.toml", folder / "shards", free_port()
-        self._config.write_text(CONFIG.format(folder=folder))
+        self._config.write_text(CONFIG.replace("{folder}", str(folder)))
         self._folder.mkdir()
         self._cluster = RayCluster.start(self._config, self._folder, self._port, SHARDS)
         self.address = self._cluster.shards
@@ -124,39 +97,21 @@ class OnRay:
         self._cluster.stop()
 
 
-class Writer:
-    """Inserts groups without a pause on a thread, until `stop`, and knows which are acknowledged."""
+class Writer(Crew):
+    """Inserts groups without a pause, until `stop`, and knows which are acknowledged."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, books: Books) -> None:
         self.tried: set[int] = set()
         self.acknowledged: set[int] = set()
-        self.wrong: list[str] = []
-        self._address = address
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._keys = itertools.count(1)
+        super().__init__(address, books, [self.write], timeout=10.0)
 
-    def _run(self) -> None:
-        with ReplayClient(self._address, timeout=10.0) as client:
-            for key in itertools.count(1):
-                if self._stopping.is_set():
-                    return
-                completions = [[3 + key % 12, 6], [7, 3 + key % 5]]
-                group = make_group(rewards=[1.0, 0.0], completions=completions, logprobs=-2.7)
-                self.tried.add(key)
-                try:
-                    client.insert(group, {"rollouts": group_priority(group.rewards, group.advantages)}, key=key)
-                    self.acknowledged.add(key)
-                except ReplayError:
-                    pass  # all queues are full, or its shard is away
-                except Exception as error:
-                    self.wrong.append(repr(error))
-                    return
-
-    def stop(self) -> None:
-        self._stopping.set()
-        self._thread.join(timeout=PATIENCE)
-        assert not self._thread.is_alive(), "the writer hangs"
+    def write(self, client: ReplayClient) -> None:
+        key = next(self._keys)
+        group = make_group(rewards=[1.0, 0.0], completions=[[3 + key % 12, 6], [7, 3 + key % 5]], logprobs=-2.7)
+        self.tried.add(key)
+        client.insert(group, {"rollouts": group_priority(group.rewards, group.advantages)}, key=key)
+        self.acknowledged.add(key)
 
 
 class Run:
@@ -164,7 +119,8 @@ class Run:
 
     def __init__(self, service: Service, folder: Path, rng: random.Random) -> None:
         self._service, self._folder, self._rng = service, folder, rng
-        self._writer = Writer(service.address)
+        self.books = Books()
+        self._writer = Writer(service.address, self.books)
         self.trainer = self._start()
 
     def _start(self, **options: Any) -> BaseProcess:
@@ -201,7 +157,7 @@ class Run:
         used = Counter([*trained(self._folder), *self._left()])
         never = self._writer.acknowledged - used.keys()
         return [
-            *self._writer.wrong,
+            *self.books.violations,
             *(f"{len(never)} groups never, for example {min(never)}" for _ in range(bool(never))),
             *(f"{key} {times} times" for key, times in used.items() if times > 1),
             *(f"{key} was never inserted" for key in used.keys() - self._writer.tried),

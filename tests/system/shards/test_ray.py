@@ -7,18 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from replay_client import ReplayClient
-from replay_client.errors import ReplayError
 from replay_server import TableConfig, shards
 from replay_server.config import AdmissionConfig, Config
 from replay_server.shards import ShardError, ShardStatus
-from tests.factories import PATIENCE, until
+from tests.factories import keys_in, until
+from tests.system.harness import Books, Crew
 
 ADDRESS = "ray://replay/replay"
 TABLES = (
@@ -51,7 +49,7 @@ def service(cluster, tmp_path) -> Iterator[list[ShardStatus]]:
     shards.down()
 
 
-class Load:
+class Load(Crew):
     """A writer and a reader at work until `stop`, and what they know for sure."""
 
     def __init__(self) -> None:
@@ -59,82 +57,50 @@ class Load:
         self.unsure: set[int] = set()
         self.kept: set[int] = set()
         self.delivered: list[int] = []
-        self.errors: list[str] = []
         self._key = 0
-        self._stopping = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=(work,)) for work in (self._write, self._keep, self._read)
-        ]
-        for thread in self._threads:
-            thread.start()
+        super().__init__(ADDRESS, Books(), [self.write, self.keep, self.read], timeout=30.0)
 
-    def _run(self, work) -> None:
-        with ReplayClient(ADDRESS, timeout=30.0) as client:
-            while not self._stopping.is_set():
-                try:
-                    work(client)
-                except ReplayError:
-                    time.sleep(0.01)
-                except Exception as error:
-                    self.errors.append(repr(error))
-                    return
-
-    def _write(self, client: ReplayClient) -> None:
+    def write(self, client: ReplayClient) -> None:
         self._key += 1
         self.unsure.add(self._key)
         client.insert(str(self._key).encode(), {"work": 1.0}, key=self._key)
         self.acknowledged.add(self._key)
 
-    def _keep(self, client: ReplayClient) -> None:
+    def keep(self, client: ReplayClient) -> None:
         self.kept.add(client.insert(b"kept", {"keep": 1.0}))
 
-    def _read(self, client: ReplayClient) -> None:
+    def read(self, client: ReplayClient) -> None:
         for sample in client.sample("work", BATCH, timeout=1.0):
             assert bytes(sample.payload) == str(sample.info.key).encode()
             self.delivered.append(sample.info.key)
 
-    def stop(self) -> None:
+    def end(self) -> None:
         # The reader has asked every shard once more: a part that a kill left open is settled then.
         delivered = len(self.delivered)
         until(lambda: len(self.delivered) > delivered + 5 * BATCH)
-        self._end()
-        assert self.errors == []
-
-    def _end(self) -> None:
-        self._stopping.set()
-        for thread in self._threads:
-            thread.join(timeout=PATIENCE)
-            assert not thread.is_alive(), "a client hangs"
+        self.stop()
+        assert self.books.violations == []
 
     def __enter__(self) -> "Load":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self.stop()
 
     def check(self) -> None:
         """Nothing twice, nothing invented, and no acknowledged item gone."""
         assert len(self.delivered) == len(set(self.delivered))
         with ReplayClient(ADDRESS, timeout=30.0) as client:
             until(lambda: client.server_info().gone == ())
-            there = keys_of(client, "work")
+            there = keys_in(client, "work")
             assert len(there) == len(set(there))
             assert set(there).isdisjoint(self.delivered)
             assert {*there, *self.delivered} <= self.unsure
             assert self.acknowledged <= {*there, *self.delivered}
-            kept = keys_of(client, "keep")
+            kept = keys_in(client, "keep")
             assert self.kept <= set(kept)
             assert len(kept) == len(set(kept))
         assert len(self.delivered) > 20
-
-
-def keys_of(client: ReplayClient, table: str) -> list[int]:
-    keys, page = [], ""
-    while True:
-        found = client.list_items(table, limit=1000, page=page)
-        keys += [item.key for item in found]
-        if not (page := found.next_page):
-            return keys
 
 
 def kill_shard(number: int) -> None:
@@ -158,7 +124,7 @@ def test_shards_spread_and_come_back_under_load_after_kills_with_what_they_held(
         until(lambda: len(load.delivered) > 20)
         kill_and_wait(load, 1)
         kill_and_wait(load, 0)
-        load.stop()
+        load.end()
         load.check()
     assert sorted(shard.restarted for shard in shards.status()) == [False, True, True]
 
@@ -177,7 +143,7 @@ def test_a_node_that_is_removed_costs_its_share_until_its_shard_runs_on_another(
         until(lambda: len(shards.status()) == 3 and all(shard.is_up for shard in shards.status()))
         inserted = len(load.kept)
         until(lambda: len(load.kept) > inserted + 10)
-        load.stop()
+        load.end()
         load.check()
     assert victim.node_id not in {shard.node for shard in shards.status()}
 

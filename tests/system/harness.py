@@ -1,0 +1,266 @@
+"""What every kill program is made of: servers and processes that are killed, clients at work, books, a command line.
+
+A program starts its parts, kills one of them at a random moment, again and again, and compares what is there with its
+books. What it compares is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Self
+
+from replay_client import ReplayClient, RolloutGroup
+from replay_client.errors import DeadlineExceededError, ReplayError
+from replay_protos import shared_memory
+from tests.factories import PATIENCE, ServerProcess, free_port, start_server, until
+
+BLOCKED = 300.0
+"""Seconds after which somebody counts as blocked, on a machine that is busy."""
+
+
+class Books:
+    """What was counted, and what was found wrong."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.totals: Counter[str] = Counter()
+        self.violations: list[str] = []
+
+    def violated(self, what: str) -> None:
+        self.violations.append(what)
+
+    def killed(self) -> None:
+        self.totals["kills"] += 1
+
+
+class Servers:
+    """`replay serve`, one or several: each is killed and comes back on its port, over what it has stored."""
+
+    def __init__(self, folder: Path, configs: Sequence[str], named: bool = False) -> None:
+        """`configs`: one for each server, with {folder} for its own folder. `named`: they are shards "a", "b", …"""
+        self._configs = [folder / f"replay-{number}.toml" for number in range(len(configs))]
+        for number, (path, config) in enumerate(zip(self._configs, configs, strict=True)):
+            path.write_text(config.replace("{folder}", f"{folder}/shard-{number}"))
+        self.addresses = [f"127.0.0.1:{free_port()}" for _ in configs]
+        self.address = ",".join(
+            f"{chr(97 + i)}={address}" if named else address for i, address in enumerate(self.addresses)
+        )
+        self.running = [self._start(*each) for each in zip(self._configs, self.addresses, strict=True)]
+
+    def _start(self, config: Path, address: str = "127.0.0.1:0") -> ServerProcess:
+        return start_server(config, address=address)
+
+    def kill(self, number: int = 0) -> None:
+        self.running[number].kill()
+
+    def restart(self, number: int = 0) -> None:
+        self.running[number] = self._start(self._configs[number], self.addresses[number])
+
+    def end_leases(self, number: int) -> None:
+        """Ends the leases of a killed server while its clients cannot see it."""
+        server = self._start(self._configs[number])
+        with ReplayClient(server.address) as client:
+            until(lambda: client.server_info().tables["rollouts"].reserved == 0)
+        server.kill()
+
+    def close(self) -> None:
+        for server in self.running:
+            server.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Crew:
+    """Clients at work, each on a thread that calls its function again and again, until `stop`."""
+
+    refusals: type[Exception] = ReplayError
+    """What is normal life. Any other error is wrong."""
+    pause = 0.01
+    """Seconds after a refusal."""
+
+    def __init__(
+        self, address: str, books: Books, works: Sequence[Callable[[ReplayClient], None]], timeout: float = 15.0
+    ) -> None:
+        self.address, self.books, self._timeout = address, books, timeout
+        self.stopping = threading.Event()
+        self.clients: list[ReplayClient] = []
+        self.threads = [threading.Thread(target=self._run, args=(work,), name=work.__name__) for work in works]
+        for thread in self.threads:
+            thread.start()
+
+    def client(self) -> ReplayClient:
+        return ReplayClient(self.address, timeout=self._timeout)
+
+    def _run(self, work: Callable[[ReplayClient], None]) -> None:
+        client = self.client()
+        self.clients.append(client)
+        try:
+            while not self.stopping.is_set():
+                try:
+                    work(client)
+                except self.refusals as error:
+                    self.books.totals[f"refusals of {work.__name__}: {type(error).__name__}"] += 1
+                    self.stopping.wait(self.pause)
+        except Exception as error:
+            self.books.violated(f"{work.__name__}: {error!r}")
+        finally:
+            client.close()
+
+    def are_at_work(self, what: str, enough: int) -> bool:
+        """Whether so much was counted of `what`, and somebody has a ring where all payloads are to go through one.
+
+        A ring that comes late lets the first payloads go without it.
+        """
+        # As far as the clients know by themselves.
+        over_rings = sum(client._aio.transport == "shared memory" for client in list(self.clients))
+        if self.books.totals[what] < enough or (shared_memory.MIN_SHARED == 1 and not over_rings):
+            return False
+        self.books.totals["clients over rings"] += over_rings
+        return True
+
+    def stop(self, at_once: bool = False) -> None:
+        """`at_once`: in the middle of whatever the clients do."""
+        self.stopping.set()
+        if at_once:
+            for client in list(self.clients):
+                client.close()
+        for thread in self.threads:
+            thread.join(timeout=PATIENCE)
+            if thread.is_alive():
+                self.books.violated(f"{thread.name} hangs")
+
+
+class Trainer(Crew):
+    """Takes groups, looks at each, and publishes a version after every so many."""
+
+    refusals = DeadlineExceededError
+
+    def __init__(
+        self, address: str, books: Books, look: Callable[[RolloutGroup], None], groups_per_step: int, weights: str = ""
+    ) -> None:
+        self.groups, self._since = 0, time.monotonic()
+        self._look, self._groups_per_step, self._weights = look, groups_per_step, weights
+        super().__init__(address, books, [self.train], timeout=60.0)
+
+    def train(self, client: ReplayClient) -> None:
+        if time.monotonic() - self._since > BLOCKED:
+            self.stopping.set()
+            self.books.violated(f"no group for {BLOCKED:g} s")
+        (sample,) = client.sample("rollouts", timeout=0.2)
+        self._look(sample.group)
+        self.groups, self._since = self.groups + 1, time.monotonic()
+        if self.groups % self._groups_per_step == 0:
+            client.set_policy_version(self.groups // self._groups_per_step, weights=self._weights)
+
+
+class Fleet:
+    """Processes of which one is killed now and then, and replaced by another."""
+
+    def __init__(
+        self, begin: Callable[[], BaseProcess], size: int, books: Books, rng: random.Random, may_end: bool = False
+    ) -> None:
+        """`may_end`: a process that ends by itself, with status 0, is in good order."""
+        self._begin, self._books, self._rng, self._may_end = begin, books, rng, may_end
+        self.running = [begin() for _ in range(size)]
+
+    def kill_one(self, when: Callable[[BaseProcess], bool] = lambda process: True) -> None:
+        """`when`: whether it is the moment to kill this one."""
+        victim = self._rng.randrange(len(self.running))
+        process = self.running[victim]
+        if (code := process.exitcode) is not None:
+            if code or not self._may_end:
+                self._books.violated(f"a process ended by itself, with {code}")
+            return
+        until(lambda: when(process), "the moment to kill does not come", BLOCKED)
+        self._kill(process)
+        self.running[victim] = self._begin()
+
+    def _kill(self, process: BaseProcess) -> None:
+        if process.exitcode is None:
+            self._books.killed()
+        process.kill()
+        process.join()
+
+    def kill_all(self) -> None:
+        for process in self.running:
+            self._kill(process)
+
+
+def settle(client: ReplayClient) -> None:
+    """Waits until the server has ended what clients had open that are gone: their batches are back in the tables."""
+
+    def is_settled() -> bool:
+        info = client.server_info()
+        waiting = sum(table.inserting.count + table.sampling.count for table in info.tables.values())
+        return not (info.insert_streams or info.sample_streams or waiting)
+
+    until(is_settled, "the server holds something for clients that are gone")
+
+
+def pull_the_plug(
+    servers: Servers, kills: int, seed: int, books: Any, crew_of: Callable[[str, random.Random], Crew], counted: str
+) -> None:
+    """Kills one of the servers so often, each time under the load of another crew, and compares what comes back.
+
+    `crew_of` starts a crew at an address. `counted`: of this it does ten at least before the kill. After the kill all
+    clients go, or they go on by themselves with the server that is back.
+    """
+    rng, several = random.Random(seed), len(servers.running) > 1
+    while books.totals["kills"] < kills and not books.violations:
+        crew = crew_of(servers.address, random.Random(rng.random()))
+        enough = books.totals[counted] + 10
+        time.sleep(0.1 + rng.random())
+        # On a loaded machine the clients may not have begun by then.
+        until(partial(crew.are_at_work, counted, enough), f"{counted}: none")
+        victim = rng.randrange(len(servers.running))
+        servers.kill(victim)
+        books.killed()
+        if several:
+            time.sleep(rng.random())  # the others go on without it
+        if clients_go := rng.random() < 0.5:
+            crew.stop(at_once=True)
+        began = time.monotonic()
+        servers.restart(victim)
+        books.totals["milliseconds of restarts"] += int(1000 * (time.monotonic() - began))
+        if not clients_go:
+            time.sleep(0.3 + rng.random())
+            crew.stop()
+        with ReplayClient(servers.address) as client:
+            if several:
+                until(lambda client=client: not client.server_info().gone, "a server does not come back")
+            settle(client)
+            books.check(client)
+
+
+def program(run: Callable[..., Books], **options: Any) -> None:
+    """The command line of a kill program: `--seed`, and these options with their defaults; `run` gets all and a folder.
+
+    Exit status 1 if anything was wrong.
+    """
+    parser = argparse.ArgumentParser()
+    for name, default in {"seed": random.randrange(10**6), **options}.items():
+        kind: dict[str, Any] = {"action": "store_true"} if default is False else {"type": type(default)}
+        parser.add_argument(f"--{name}", default=default, **kind)
+    given, began = vars(parser.parse_args()), time.monotonic()
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    with tempfile.TemporaryDirectory() as folder:
+        books = run(folder=Path(folder), **given)
+    totals = ", ".join(f"{count} {what}" for what, count in sorted(books.totals.items()))
+    print(f"seed {given['seed']}, {time.monotonic() - began:.0f} s: {totals}")
+    print(f"{len(books.violations)} violations", *books.violations[:20], sep="\n  ")
+    sys.exit(bool(books.violations))
