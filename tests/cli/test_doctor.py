@@ -1,13 +1,11 @@
 """`doctor`: each trouble is named, with the remedy, and a healthy server has none."""
 
-import contextlib
 import json
 import subprocess
 
 import pytest
 
 from replay_client import ReplayClient
-from replay_client.errors import ReplayError
 from replay_protos import NO_EVENT_ENGINE
 from replay_server import ReplayServer, SecuritySection, TableConfig
 from replay_server.telemetry import host
@@ -35,10 +33,6 @@ def findings_of_the_healthy(server):
         return json.loads(result.stdout)["findings"] if result.returncode == 0 else None
 
     return until(all_well, "the doctor always finds something")
-
-
-def trouble(findings, check):
-    return [(found["level"], found["message"]) for found in findings if found["check"] == check if found["remedy"]]
 
 
 def server_with(*tables, **options):
@@ -99,55 +93,9 @@ def test_a_missing_token_is_a_failure_and_an_unencrypted_way_to_another_machine_
     assert [found["level"] for found in json.loads(far.stdout)["findings"]] == ["warning", "ok", "failure"]
 
 
-def test_unbounded_memory_and_tables_that_nobody_feeds_are_warnings():
-    with (
-        server_with({"name": "queue", "rate_limiter": {"type": "queue", "max_size": 8}, "forward_to": "pool"},
-                    {"name": "pool"}, {"name": "spare"}) as server,
-        ReplayClient(server.address) as client,
-    ):  # fmt: skip
-        client.insert(b"x", {"queue": 0.0})
-        findings = findings_of(server)
-        assert "nothing bounds the bytes of queue, pool, spare" in trouble(findings, "memory")[0][1]
-        assert trouble(findings, "spare") == [("warning", "no client has ever inserted into it")]
-        assert "nobody has sampled queue, which feeds it" in trouble(findings, "pool")[0][1]
-        client.sample("queue")
-        findings = findings_of(server, "--strict", status=1)
-        assert "queue was sampled and has forwarded nothing" in trouble(findings, "pool")[0][1]
-        assert "no policy version was ever published" in trouble(findings, "policy")[0][1]
-
-
-def test_staleness_that_drops_most_of_what_is_generated_is_a_failure():
-    with (
-        server_with({"name": "pool", "max_staleness": 1}, max_bytes="1MB") as server,
-        ReplayClient(server.address) as client,
-    ):
-        client.set_policy_version(5)
-        client.insert(b"x", {"pool": 1.0}, policy_version=5)
-        for _ in range(3):
-            with contextlib.suppress(ReplayError):
-                client.insert(b"x", {"pool": 1.0}, policy_version=1)
-        level, message = trouble(findings_of(server, status=1), "pool")[0]
-        assert level == "failure"
-        assert message.startswith("75% of what was generated was dropped unused: it was older than max_staleness 1")
-
-
-def test_pool_groups_that_go_stale_after_training_are_no_trouble():
-    queue = {"name": "rollouts", "rate_limiter": {"type": "queue", "max_size": 8}, "forward_to": "replay"}
-    with (
-        server_with(queue, {"name": "replay", "max_staleness": 1}, max_bytes="1MB") as server,
-        ReplayClient(server.address) as client,
-    ):
-        for version in range(6):
-            client.set_policy_version(version)
-            client.insert(b"x", {"rollouts": 1.0}, policy_version=version)
-            client.sample("rollouts")
-        assert client.server_info().tables["replay"].stale == 4
-        assert {finding["level"] for finding in findings_of_the_healthy(server)} == {"ok"}
-
-
 def test_each_finding_is_one_line_that_ends_with_its_remedy(server):
     result = run_replay("doctor", address=server.address)
-    assert result.returncode == 0
+    assert (result.returncode, run_replay("doctor", "--strict", address=server.address).returncode) == (0, 1)
     lines = result.stdout.splitlines()
     assert all(line.startswith(("ok ", "warning ", "failure ")) for line in lines)
     assert any(line.startswith("warning  memory:") and "; set [server] max_bytes" in line for line in lines)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import ExitStack
+from functools import partial
 
 import grpc
 import pytest
@@ -103,16 +105,51 @@ def test_a_connection_describes_and_ends_no_client_but_its_own():
         assert clients_of(watch)["trainer"] == {"part": "generator"}
 
 
-def test_who_may_only_read_cannot_describe_itself(tmp_path):
-    tokens = "read-only:0123456789abcdef0123 read-write:abcdef0123456789abcd"
-    security = SecuritySection(tokens_file=tokens_file(tmp_path, tokens))
+def test_a_client_has_a_role_by_what_it_does_and_a_name_of_host_and_process_or_what_it_likes_or_none():
     with (
-        ReplayServer([POOL], port=0, security=security) as server,
-        ReplayClient(server.address, token="0123456789abcdef0123", name="reader") as reader,
+        ReplayServer([QUEUE, POOL], port=0) as server,
+        ReplayClient(server.address) as trainer,
+        ReplayClient(server.address, name="gen-a") as generator,
+        ReplayClient(server.address, name="") as nameless,
     ):
-        with pytest.raises(AuthenticationError):
-            reader.describe({"part": '"trainer"'})
-        assert clients_of(reader) == {}
+        generator.insert(make_group(), {"rollouts": 1.0})
+        trainer.sample("rollouts")
+        nameless.insert(b"x", {"replay": 1.0})
+        known = {each.name: (each.role, each.open > 0) for each in trainer.server_info().clients}
+        (name,) = known.keys() - {"gen-a"}
+        assert name.endswith(f":{os.getpid()}")
+        assert known == {name: ("trainer", True), "gen-a": ("generator", True)}
+
+
+@pytest.mark.parametrize("name", ["a b", "ü", "x" * 65, "a\n"])
+def test_a_name_that_cannot_travel_is_refused_at_once(name):
+    with pytest.raises(ValueError, match="name must have at most 64 printable ASCII characters"):
+        ReplayClient("127.0.0.1:1", name=name)
+
+
+def test_a_client_that_only_reads_leaves_no_trace_and_cannot_say_that_others_end(tmp_path):
+    reader, writer = "r" * 32, "w" * 32
+    security = SecuritySection(tokens_file=tokens_file(tmp_path, f"read-only:{reader}", f"read-write:{writer}"))
+    with (
+        ReplayServer([TableConfig(name="pool")], port=0, security=security) as server,
+        ReplayClient(server.address, token=writer, name="honest") as client,
+        ReplayClient(server.address, token=reader, name="honest", timeout=60.0) as spy,
+        ReplayClient(server.address, token=reader, name="another", timeout=60.0) as other,
+    ):
+        client.insert(b"x", {"pool": 1.0})
+        for reads in (spy, other):
+            reads.server_info()
+            reads.get([1])
+            reads.list_items("pool")
+            next(reads.watch_policy())
+            for refused in (
+                *(reads.leave, partial(reads.describe, {"part": '"trainer"'})),
+                *(partial(reads.sample, "pool"), partial(reads.insert, b"y", {"pool": 1.0})),
+            ):
+                with pytest.raises(AuthenticationError, match="needs a token of the role read-write"):
+                    refused()
+        (known,) = client.server_info().clients
+        assert (known.name, known.role, known.ended) == ("honest", "generator", False)
 
 
 def step(client: ReplayClient, version: int, begun: int) -> None:

@@ -62,20 +62,11 @@ def test_hostile_bytes_decode_to_a_value_error(payload):
         RolloutGroup.decode(payload)
 
 
-def test_every_truncation_and_every_flipped_byte_is_an_error_or_a_group():
+def test_every_truncation_is_an_error():
     data = make_group(extras={"x": np.arange(4)}, meta={"a": 1}).encode()
     for end in range(len(data) - 64):
         with pytest.raises(ValueError, match="rollout group"):
             RolloutGroup.decode(data[:end])
-    rng = np.random.default_rng(0)
-    for position in range(len(data)):
-        damaged = bytearray(data)
-        damaged[position] ^= int(rng.integers(1, 256))
-        try:
-            group = RolloutGroup.decode(damaged)
-        except ValueError:
-            continue
-        assert int(group.completion_lengths.sum()) == group.num_tokens
 
 
 # ------------------------------------------------------------------------------------------------ HTTP/2

@@ -67,18 +67,9 @@ def test_pages_orders_and_bounds_hold_for_a_list_by_tags(client, keys, table):
     assert not client.list_items(table, tags={"environment": "math"}, min_priority=9.5).items
 
 
-@pytest.mark.parametrize(
-    ("tags", "line"),
-    [
-        ({"": "math"}, "tag '' has a name of 0 bytes: 1 to 64"),
-        ({"level": 1.5}, "tag 'level' is 1.5: a tag is a string, or an integer of 64 bits"),
-        ({f"t{n}": "" for n in range(9)}, "an item has at most 8 tags, not 9"),
-    ],
-    ids=["no name", "a float", "nine"],
-)
-def test_tags_that_no_item_can_have_are_refused_with_one_line(client, tags, line):
-    with pytest.raises(InvalidRequestError, match=f"^{line}"):
-        client.list_items("plain", tags=tags)
+def test_tags_that_no_item_can_have_are_refused_with_one_line(client):
+    with pytest.raises(InvalidRequestError, match=r"^tag 'level' is 1\.5: a tag is a string, or an integer of 64 bits"):
+        client.list_items("plain", tags={"level": 1.5})
 
 
 def test_an_index_that_begins_while_the_server_runs_finds_the_items_of_before(client, keys):

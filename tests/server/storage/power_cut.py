@@ -28,7 +28,7 @@ from replay_server.storage import lmdb, records
 from replay_server.storage.data_dir import DamagedDirectory
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.memory import read_payloads
-from tests.server.storage.damage import commit, in_child, insert, open_buffer, payload_of
+from tests.server.storage.damage import commit, go_on, in_child, insert, open_buffer, payload_of
 
 PAGE, SECTOR = 4096, 512
 MODES = {"always": True, "never": False}
@@ -189,15 +189,7 @@ def examine(directory: Path, recording: Recording, moment: int, killed: bool) ->
         columns = [column_of(key, place) for place in range(len(item.labels.columns))]
         expected = payload_of(key) + b"".join(columns)
         assert b"".join(next(read_payloads(buffer.storage, [key], [item.nbytes]))) == expected, "a wrong payload"
-    for keys in (range(100), range(100, 150)):  # and it goes on working
-        for table in "ab":
-            buffer.delete(table, list(buffer.items))
-        insert(buffer, list(keys))
-        commit(storage, collector)
-    storage.close()
-    buffer, storage, _ = open_buffer(directory)
-    assert buffer.items.keys() == set(range(100, 150))
-    storage.close()
+    go_on(directory, buffer, storage, collector)
     return "the last commit" if number == newest else "the synced commit" if number == promised else "one between"
 
 

@@ -1,7 +1,6 @@
 """Large changes: they are one moment for whoever looks, and what they leave behind is cleared away in slices."""
 
 import asyncio
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -19,6 +18,7 @@ from replay_server.tables.extensions.admission import Admission
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleRequest
 from tests.factories import replay_buffer
+from tests.server.storage.damage import commit
 
 ROWS = 25
 IN_A_SLICE = 10
@@ -169,17 +169,11 @@ def test_permits_of_removed_groups_are_free_at_once():
     assert (Admission.of(buffer).accepted, buffer.items) == (0, {})
 
 
-def test_a_kill_between_two_slices_leaves_the_whole_change_and_no_payload(tmp_path: Path):
+def test_a_kill_between_two_slices_leaves_the_whole_change_and_no_payload(tmp_path):
     storage = LmdbStorage(tmp_path)
     buffer = filled(0, storage=storage)
     collector = ChangeCollector(buffer)
     buffer.watchers.append(collector)
-
-    def commit(storage: LmdbStorage, collector: ChangeCollector) -> None:
-        delta = collector.collect()
-        storage.commit(delta, storage.begin_commit())
-        storage.end_commit(None)
-        collector.written(delta)
 
     insert(buffer, range(1, ROWS + 1))
     commit(storage, collector)
