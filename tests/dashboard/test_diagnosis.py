@@ -63,6 +63,21 @@ def tutorial(queue: dict[str, Any] | None = None, pool: dict[str, Any] | None = 
     return server(table("rollouts", QUEUE, **queue), table("replay", POOL, **pool), **fields)
 
 
+def pool(config: dict[str, Any] | None = None, **counts: Any) -> ServerInfo:
+    """A server with one table."""
+    return server(table("pool", config, **counts))
+
+
+def lacks(seconds: float, **columns: int) -> dict[str, Any]:
+    """What a table says whose items wait for these columns, so many for each."""
+    lacking = [pb.Lacking(name=name, items=items) for name, items in columns.items()]
+    return {"waiting_rows": max(columns.values()), "lacking": lacking, "waiting_seconds": seconds}
+
+
+def silences(*sides: str) -> list[pb.Silence]:
+    return [pb.Silence(side=side, reason=f"{side}: no sign") for side in sides]
+
+
 HEALTHY = {
     "a tutorial run whose pool groups went stale after they were trained on": tutorial(),
     "a pool that replaces nothing, because every group has variance": tutorial(pool={"samples": 0}),
@@ -79,12 +94,10 @@ HEALTHY = {
     "a server that started a moment ago": server(
         table("rollouts", QUEUE, inserts=0), table("replay", POOL, inserts=0), uptime=1.0
     ),
-    "a pool that clients feed directly and sample often": server(
-        table("pool", {"max_staleness": 4}, inserts=1000, samples=4000, stale=900, size=100)
+    "a pool that clients feed directly and sample often": pool(
+        {"max_staleness": 4}, inserts=1000, samples=4000, stale=900, size=100
     ),
-    "items that wait a moment for a column": tutorial(
-        {"waiting_rows": 1, "lacking": [pb.Lacking(name="value", items=1)], "waiting_seconds": LONG / 2}
-    ),
+    "items that wait a moment for a column": tutorial(lacks(LONG / 2, value=1)),
     "an on-disk server with room on its disk": tutorial(disk_available=10**11, commits=100),
     "priorities of 0 in a queue, which ignores them": tutorial({"priority": pb.Quantiles()}),
     "tables with bounds of their own on a server without one": server(
@@ -128,50 +141,35 @@ WARNINGS = {
     "a queue that nobody fills": (tutorial({"sampling": waiting()}), "rollouts", "1 sample request waits"),
     "items that nobody extends": (
         tutorial(
-            {
-                "waiting_rows": 14,
-                "lacking": [pb.Lacking(name="teacher_logprobs", items=14)],
-                "waiting_seconds": 3 * LONG,
-            },
+            lacks(3 * LONG, teacher_logprobs=14),
             clients=[pb.ClientInfo(name="gpu-7", role="teacher, trainer", age=61.0)],
         ),
         "rollouts",
         "waits for teacher_logprobs: 14 items; nobody has extended one for 1 min; last seen: gpu-7 (1 min 1 s ago)",
     ),
     "a balance over a tag that no item has": (
-        server(table("pool", {"balance": {"tag": "enviroment"}}, size=9, values=[pb.ValueInfo(items=9, weight=1.0)])),
+        pool({"balance": {"tag": "enviroment"}}, size=9, values=[pb.ValueInfo(items=9, weight=1.0)]),
         "pool",
         "it balances 'enviroment', and no item has this tag: its draws are as without balance",
     ),
     "a balance that lets nothing be drawn": (
-        server(
-            table(
-                "pool",
-                {"balance": {"tag": "level", "weights": {"1": 0.0}}},
-                size=9,
-                values=[pb.ValueInfo(name="1", items=9)],
-            )
-        ),
+        pool({"balance": {"tag": "level", "weights": {"1": 0.0}}}, size=9, values=[pb.ValueInfo(name="1", items=9)]),
         "pool",
         "balance gives weight 0 to every value of 'level' that its items have: nothing is ever drawn",
     ),
-    "a table that fills once and blocks": (
-        server(table("pool", {"when_full": "block"})),
-        "pool",
-        "full, it blocks inserting for ever",
-    ),
+    "a table that fills once and blocks": (pool({"when_full": "block"}), "pool", "full, it blocks inserting for ever"),
     "a queue larger than its table": (
         server(table("queue", QUEUE | {"max_size": 4, "forward_to": None})),
         "queue",
         "admits 64 items, and the table evicts beyond max_size 4",
     ),
     "a table that has no room for what its items wait for": (
-        server(table("pool", {"requires": ["value"], "max_bytes": "1GB"})),
+        pool({"requires": ["value"], "max_bytes": "1GB"}),
         "pool",
         "it requires value and evicts beyond max_bytes: while it is full, what its items wait for is refused",
     ),
     "a pool without a priority above 0": (
-        server(table("pool", {"sampler": "prioritized"}, size=3, priority=pb.Quantiles())),
+        pool({"sampler": "prioritized"}, size=3, priority=pb.Quantiles()),
         "pool",
         "every item has priority 0",
     ),
@@ -187,7 +185,7 @@ WARNINGS = {
         "rollouts was sampled and has forwarded nothing",
     ),
     "some groups come too late": (
-        server(table("pool", {"max_staleness": 1}, inserts=80, stale_refused=20, samples=80)),
+        pool({"max_staleness": 1}, inserts=80, stale_refused=20, samples=80),
         "pool",
         "20% of what was generated was dropped unused",
     ),
@@ -197,7 +195,7 @@ WARNINGS = {
         "60 items of rollouts (60% of all) were not archived",
     ),
     "a table too small for what is inserted": (
-        server(table("pool", evicted=60, evicted_unsampled=60)),
+        pool(evicted=60, evicted_unsampled=60),
         "pool",
         "60 items (60% of all) evicted before anybody sampled them",
     ),
@@ -232,37 +230,18 @@ FAILURES = {
         "a trainer waits for groups of rollouts: neither can move",
     ),
     "a queue full of items that nobody extends": (
-        tutorial(
-            {
-                "waiting_rows": 2,
-                "lacking": [pb.Lacking(name="teacher_logprobs", items=2), pb.Lacking(name="value", items=1)],
-                "waiting_seconds": 2 * LONG,
-                "inserting": waiting(),
-                "sampling": waiting(),
-            }
-        ),
+        tutorial(lacks(2 * LONG, teacher_logprobs=2, value=1) | {"inserting": waiting(), "sampling": waiting()}),
         "rollouts",
         "waits for teacher_logprobs: 2 items, value: 1 item; nobody has extended one for 40 s",
     ),
-    "both sides of a table wait": (
-        server(table("pool", inserting=waiting(), sampling=waiting())),
-        "pool",
-        "wait for each other",
-    ),
+    "both sides of a table wait": (pool(inserting=waiting(), sampling=waiting()), "pool", "wait for each other"),
     "a ratio that max_times_sampled does not allow": (
-        server(
-            table(
-                "pool",
-                {"rate_limiter": {"type": "sample_to_insert_ratio", "samples_per_insert": 4.0}, "max_times_sampled": 2},
-            )
-        ),
+        pool({"rate_limiter": {"type": "sample_to_insert_ratio", "samples_per_insert": 4.0}, "max_times_sampled": 2}),
         "pool",
         "inserting will block for ever",
     ),
     "a min_size that does not fit into max_bytes": (
-        server(
-            table("pool", {"rate_limiter": {"type": "min_size", "min_size": 10}, "max_bytes": 50}, size=4, bytes=40)
-        ),
+        pool({"rate_limiter": {"type": "min_size", "min_size": 10}, "max_bytes": 50}, size=4, bytes=40),
         "pool",
         "never fit into max_bytes 50 bytes",
     ),
@@ -272,63 +251,43 @@ FAILURES = {
         "74% of what was generated was dropped unused",
     ),
     "a pool that loses what clients insert before it is sampled": (
-        server(table("pool", {"max_staleness": 1}, stale=90, samples=10)),
+        pool({"max_staleness": 1}, stale=90, samples=10),
         "pool",
         "80% of what was generated was dropped unused",
     ),
 }
 
 
-@pytest.mark.parametrize(
-    ("info", "headlines"),
-    [
-        pytest.param(tutorial(), [], id="healthy"),
-        pytest.param(
-            tutorial({"inserting": waiting(), "sampled": pb.Rhythm(age=LONG)}),
-            ["Inserts into rollouts are blocked: nobody samples it"],
-            id="the trainer does not come",
-        ),
-        pytest.param(
-            tutorial({"inserting": waiting(), "sampled": pb.Rhythm(age=1.0)}),
-            ["Inserts into rollouts are blocked"],
-            id="the trainer comes too seldom",
-        ),
-        pytest.param(
-            tutorial(pool={"sampling": waiting(), "inserted": pb.Rhythm(age=LONG)}),
-            ["Samples of replay are blocked: nobody inserts into it"],
-            id="the generators do not come",
-        ),
-        pytest.param(tutorial({"sampling": waiting(seconds=1.0)}), [], id="a short wait"),
-        pytest.param(
-            tutorial(admission=admission(acquiring=waiting()), policy=pb.Policy(version=3, age=60.0)),
-            ["Generators are blocked: no policy version was published"],
-            id="no version comes",
-        ),
-        pytest.param(
-            tutorial(
-                {
-                    "waiting_rows": 1,
-                    "lacking": [pb.Lacking(name="value", items=1)],
-                    "waiting_seconds": LONG,
-                    "sampling": waiting(),
-                }
-            ),
-            ["rollouts is blocked: nobody extends its items"],
-            id="the teacher does not come",
-        ),
-        pytest.param(
-            tutorial(silences=[pb.Silence(side="trainer", reason="no new policy version")]),
-            ["The trainer is gone"],
-            id="the trainer is gone",
-        ),
-        pytest.param(
-            tutorial(silences=[pb.Silence(side=side, reason=side) for side in ("generators", "trainer")]),
-            ["Trainer and generators are gone"] * 2,
-            id="both are gone",
-        ),
-    ],
-)
-def test_a_finding_that_stops_the_run_has_a_headline(info: ServerInfo, headlines: list[str]) -> None:
+HEADLINES = {
+    "healthy": (tutorial(), []),
+    "the trainer does not come": (
+        tutorial({"inserting": waiting(), "sampled": pb.Rhythm(age=LONG)}),
+        ["Inserts into rollouts are blocked: nobody samples it"],
+    ),
+    "the trainer comes too seldom": (
+        tutorial({"inserting": waiting(), "sampled": pb.Rhythm(age=1.0)}),
+        ["Inserts into rollouts are blocked"],
+    ),
+    "the generators do not come": (
+        tutorial(pool={"sampling": waiting(), "inserted": pb.Rhythm(age=LONG)}),
+        ["Samples of replay are blocked: nobody inserts into it"],
+    ),
+    "a short wait": (tutorial({"sampling": waiting(seconds=1.0)}), []),
+    "no version comes": (
+        tutorial(admission=admission(acquiring=waiting()), policy=pb.Policy(version=3, age=60.0)),
+        ["Generators are blocked: no policy version was published"],
+    ),
+    "the teacher does not come": (
+        tutorial(lacks(LONG, value=1) | {"sampling": waiting()}),
+        ["rollouts is blocked: nobody extends its items"],
+    ),
+    "the trainer is gone": (tutorial(silences=silences("trainer")), ["The trainer is gone"]),
+    "both are gone": (tutorial(silences=silences("generators", "trainer")), ["Trainer and generators are gone"] * 2),
+}
+
+
+@pytest.mark.parametrize(("info", "headlines"), HEADLINES.values(), ids=HEADLINES)
+def test_a_finding_that_stops_the_run_has_a_headline(info, headlines):
     assert [finding.headline for finding in troubles(info) if finding.headline] == headlines
 
 
@@ -363,7 +322,7 @@ def test_the_situations_of_this_file_meet_every_rule_of_the_table():
     stale = table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)
     more = [
         *(server(stale, admission=admission(max_staleness=most)) for most in (1, 2)),
-        server(table("pool", kept_dropped=3)),
+        pool(kept_dropped=3),
         tutorial({"inserting": waiting()}),
         server(
             table("building", size=1, age=pb.Quantiles(max=2 * LONG), sampled=pb.Rhythm(age=2 * LONG)),
