@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +30,7 @@ from benchmarks.measure import CellResult, Effort, Round, measure
 from benchmarks.report import Report
 from benchmarks.run import run
 from benchmarks.trainer import run as trainer
-from experiments.gradient import figures
-from experiments.trainer import shared
+from experiments.learning import page as learning_page
 
 QUICK = Effort(seconds=0.0, rounds=2)  # as on a machine that keeps a process waiting for longer than it measures
 QUICK_SIDE = ["step", "equal", "1", "plain"]
@@ -132,16 +130,6 @@ def test_a_system_that_cannot_be_installed_makes_failed_cells(monkeypatch):
     assert {cell.error for cell in report.cells} == {"no network"}
 
 
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_what_an_adapter_costs_is_measured_beside_trls_own_queue_and_in_its_own_trainer():
-    command = [sys.executable, "-m", "experiments.trainer.adapters", "--only", "trl", "async_grpo", "--groups", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    trl, async_grpo = map(json.loads, done.stdout.splitlines())
-    assert min(trl["stored"], trl["replaced"], async_grpo["own"], async_grpo["ours"]) > 0
-
-
 def test_the_ratio_is_the_median_over_rounds_and_above_one_when_ours_is_better():
     assert make_cell("insert/400B/1-writers", 2.0, 9.0, 1.0).ratio == 2.0
     assert Figure("rate", "items/s", rate).ratio(ours=30.0, theirs=10.0) == 3.0
@@ -183,23 +171,6 @@ def test_the_report_has_a_ratio_in_each_cell_and_says_which_goals_are_met(tmp_pa
     console = Console(file=io.StringIO(), record=True, width=160)
     report.print(console)
     assert "theirs: it broke" in console.export_text()
-
-
-def test_what_a_step_waits_is_divided_between_generator_reload_buffer_and_publication():
-    group = {"finished": 0.0, "scored": 1.0}
-    early = {"step": 1, "seconds": 10.0, "replace": 1.0, "publish": 2.0, "asked": 4.0, "taken": 6.0}
-    late = {"step": 2, "seconds": 10.0, "replace": 0.0, "publish": 1.0, "asked": 10.0, "taken": 16.0}
-    steps = [
-        early | {"gradient": 9.0, "groups": [group | {"key": 1}]},
-        late | {"gradient": 19.0, "groups": [group | {"key": 2}]},
-    ]
-    # The second group came while the trainer waited. Of the reloads, only the second is a part of that.
-    found = figures(steps, {1: 3.0, 2: 15.0}, [(7.0, 9.0), (11.0, 13.0), (15.5, 17.0)])
-    waits = {"generator": 15.0, "reload": 10.0, "buffer": 20.0, "publication": 15.0}
-    assert found["percent_of_a_step_waiting_for"] == waits
-    assert found["milliseconds"]["reload of a version"]["p50"] == pytest.approx(2_000.0)
-    assert found["milliseconds"]["scored to acknowledged"]["p50"] == pytest.approx(8_000.0)
-    assert found["milliseconds"]["finished to gradient"]["p50"] == pytest.approx(14_000.0)
 
 
 def test_our_side_of_the_trainer_benchmark_answers_each_step_with_its_time_and_memory(monkeypatch):
@@ -246,6 +217,12 @@ def interpreter(folder: Path, *options: str) -> None:
     (folder / "python3.11").chmod(0o755)
 
 
+def test_the_published_tables_are_those_of_the_published_records():
+    published = (ROOT / "docs/record/learning.md").read_text()
+    assert published.count("<!-- table: ") == 9
+    assert learning_page.renewed(published, ROOT) == published
+
+
 def test_the_record_has_the_tables_of_the_published_results(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["tables"])
     tables.main()
@@ -265,19 +242,3 @@ def test_an_interpreter_with_optimisations_is_preferred_and_one_that_does_not_ru
     found = installed((3, 11))
     assert [Path(path).parent.name for path in found] == ["optimised", "plain"]
     assert build_of(found[0])["options"] == ["--enable-shared", "--enable-optimizations", "--with-lto"]
-
-
-@pytest.mark.parametrize(
-    ("shape", "read"),
-    [
-        # Of each of 32 completions the last token is not read: 4352 - 32 and the prompts, once for each group or row.
-        ("single turn, G = 8", [4608, 4608, 6624]),
-        # 8 rollouts of 224 tokens, in one sequence or four. The prompts alone leave so much that two passes read one.
-        ("4 turns in 4 sequences a rollout", [2 * (64 + 8 * 223), 3 * 64 + 64 * 127, 64 * (64 + 127)]),
-        ("a long common context", [256 + 2 * (32 + 264) + 1002, 2 * (288 + 8 * 264) + 1002, 16 * (288 + 264) + 1002]),
-    ],
-)
-def test_the_shapes_of_the_benchmark_of_beginnings_are_read_as_far_as_each_side_shares_them(shape, read):
-    batch = shared.to_batch(shared.SHAPES[shape]())
-    assert [shared.computed(shared.sharing(batch, side)) for side in shared.SIDES] == read
-    assert (shared.sharing(batch, "none").mask_BT == batch.mask_BT).all()

@@ -9,9 +9,9 @@ import pytest
 
 from experiments.learning.arms import ARMS
 from experiments.learning.real import demo
+from experiments.tests.test_learning_real import tiny_llama, tiny_tokenizer
 from replay_server.config import Config
 from replay_trainer.config import GRPOConfig
-from tests.test_learning_real import tiny_llama, tiny_tokenizer
 
 
 def published_run(arm, seed, end, *, learning_rate=5e-5):
