@@ -21,14 +21,11 @@ TABLES = [
     TableConfig(name="groups", rate_limiter={"type": "queue", "max_size": 2}),
 ]
 CONFIG = """
-[server]
-data_dir = "{folder}"
-[[tables]]
-name = "prompts"
-rate_limiter = {{ type = "queue", max_size = 100 }}
-[[tables]]
-name = "groups"
-rate_limiter = {{ type = "queue", max_size = 100 }}
+server.data_dir = "{folder}"
+tables = [
+    {{ name = "prompts", rate_limiter = {{ type = "queue", max_size = 100 }} }},
+    {{ name = "groups", rate_limiter = {{ type = "queue", max_size = 100 }} }},
+]
 """
 
 

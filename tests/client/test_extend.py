@@ -306,17 +306,11 @@ def test_what_a_table_requires_can_change_while_it_runs(client):
 # ------------------------------------------------------------------------------------------------ what survives
 
 CONFIG = """
-[server]
-data_dir = "{folder}/data"
-
-[[tables]]
-name = "queue"
-rate_limiter = {{ type = "queue", max_size = 100 }}
-requires = ["teacher_logprobs"]
-
-[[tables]]
-name = "plain"
-sampler = "fifo"
+server.data_dir = "{folder}/data"
+tables = [
+    {{ name = "queue", rate_limiter = {{ type = "queue", max_size = 100 }}, requires = ["teacher_logprobs"] }},
+    {{ name = "plain", sampler = "fifo" }},
+]
 """
 
 

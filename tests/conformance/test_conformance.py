@@ -16,13 +16,10 @@ from tests.factories import server_process
 Groups = dict[str, RolloutGroup]
 EXPECTED: Groups = SHAPES | in_the_end()
 TABLES = """
-[[tables]]
-name = "kept"
-sampler = "fifo"
-
-[[tables]]
-name = "drawn"
-rate_limiter = { type = "queue", max_size = 512 }
+tables = [
+    { name = "kept", sampler = "fifo" },
+    { name = "drawn", rate_limiter = { type = "queue", max_size = 512 } },
+]
 """
 
 
@@ -96,7 +93,7 @@ def test_a_group_has_its_own_bytes_again_after_decoding(name):
 
 
 def test_every_shape_survives_kills_checkpoints_and_files(tmp_path):
-    config = f'[server]\ndata_dir = "{tmp_path}/data"\n\n[checkpoints]\ndir = "{tmp_path}/checkpoints"\n{TABLES}'
+    config = f'server.data_dir = "{tmp_path}/data"\ncheckpoints.dir = "{tmp_path}/checkpoints"\n{TABLES}'
     walked: dict[str, Groups] = {}
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         names = store(client, "kept", "drawn")

@@ -13,17 +13,10 @@ from examples.demo.task import make_model, make_tokenizer, problems
 from tests.commands import Running
 
 CONFIG = """
-[[tables]]
-name = "rollouts"
-rate_limiter = { type = "queue", max_size = 12 }
-forward_to = "replay"
-
-[[tables]]
-name = "replay"
-sampler = "prioritized"
-remover = "min_heap"
-max_size = 64
-seed = 1
+tables = [
+    { name = "rollouts", rate_limiter = { type = "queue", max_size = 12 }, forward_to = "replay" },
+    { name = "replay", sampler = "prioritized", remover = "min_heap", max_size = 64, seed = 1 },
+]
 """
 
 

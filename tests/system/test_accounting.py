@@ -30,9 +30,7 @@ SECONDS = float(os.environ.get("REPLAY_ACCOUNTING_SECONDS", "10"))
 BATCH = 4
 PRODUCERS, CONSUMERS = 2, 2
 CONFIG = """
-[[tables]]
-name = "queue"
-rate_limiter = { type = "queue", max_size = 64 }
+tables = [{ name = "queue", rate_limiter = { type = "queue", max_size = 64 } }]
 """
 
 # Each line of a record is one write, so that a kill leaves whole lines. `+` comes before an attempt, `=` after it, and

@@ -26,9 +26,7 @@ ANSWER_BYTES = 900
 QUIET = Faults(delay=0, reset=0, truncate=0, drop=0, refuse=0)
 QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000}, forward_to="pool")
 CONFIG = """
-[[tables]]
-name = "queue"
-rate_limiter = { type = "queue", max_size = 1000 }
+tables = [{ name = "queue", rate_limiter = { type = "queue", max_size = 1000 } }]
 """
 
 
@@ -118,7 +116,7 @@ def named(batch: int) -> Sample:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["lease", "stream"])
 async def test_a_batch_that_was_taken_before_a_kill_may_be_taken_again_after_the_restart(tmp_path, stream):
-    config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
+    config = f'server.data_dir = "{tmp_path}/data"\n{CONFIG}'
     with server_process(tmp_path, config) as server:
         async with AsyncReplayClient(server.address) as client, connected(server.address) as connection:
             await client.insert(payload(0), {"queue": 1.0})

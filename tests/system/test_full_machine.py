@@ -18,8 +18,7 @@ from tests.factories import server_process, until
 
 MB = 1 << 20
 CONFIG = """
-[[tables]]
-name = "pool"
+tables = [{ name = "pool" }]
 """
 
 
@@ -92,7 +91,7 @@ def test_inserts_are_refused_before_the_system_kills_the_server_and_go_on_when_t
 @pytest.mark.long
 def test_a_durable_server_holds_more_than_its_memory_and_answers_that_nobody_reads_do_not_fill_it(tmp_path):
     """Payloads lie in the file, and its cache in memory can be freed."""
-    with served_in(200 * MB, tmp_path, f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}') as client:
+    with served_in(200 * MB, tmp_path, f'server.data_dir = "{tmp_path}/data"\n{CONFIG}') as client:
         keys = [client.insert(os.urandom(MB), {"pool": 1.0}) for _ in range(250)]
         with grpc.insecure_channel(client.address) as channel:
             stub, calls = ReplayStub(channel), []
@@ -108,7 +107,7 @@ def test_a_durable_server_holds_more_than_its_memory_and_answers_that_nobody_rea
 
 def test_without_file_descriptors_clients_that_are_there_go_on_and_others_come_in_later(tmp_path):
     files = 164
-    config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
+    config = f'server.data_dir = "{tmp_path}/data"\n{CONFIG}'
     with (
         server_process(
             tmp_path, config, before=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))

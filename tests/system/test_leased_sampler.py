@@ -12,17 +12,11 @@ from tests.system.test_exactly_once import QUEUE, connected, draw_of, named, pay
 LONG, SHORT = 600.0, 0.5
 TABLES = [QUEUE, TableConfig(name="pool")]
 CONFIG = """
-[admission]
-groups_per_step = 2
-max_staleness = 1
-
-[[tables]]
-name = "queue"
-rate_limiter = { type = "queue", max_size = 1000 }
-forward_to = "pool"
-
-[[tables]]
-name = "pool"
+admission = { groups_per_step = 2, max_staleness = 1 }
+tables = [
+    { name = "queue", rate_limiter = { type = "queue", max_size = 1000 }, forward_to = "pool" },
+    { name = "pool" },
+]
 """
 
 
@@ -89,7 +83,7 @@ def test_items_of_a_lease_that_has_ended_can_be_taken_by_key_and_only_once():
 
 @pytest.mark.parametrize("keep", ["data_dir", "checkpoint"])
 def test_a_leased_batch_is_still_in_use_after_a_kill_and_a_restart(tmp_path, keep):
-    durable = f'[server]\ndata_dir = "{tmp_path}/data"\n'
+    durable = f'server.data_dir = "{tmp_path}/data"\n'
     with server_process(tmp_path, durable + CONFIG) as server, ReplayClient(server.address) as client:
         permits = client.acquire_permits(3)
         keys = [client.insert(payload(number), {"queue": 1.0}, permits=permits) for number in range(3)]
@@ -111,7 +105,7 @@ def test_a_leased_batch_is_still_in_use_after_a_kill_and_a_restart(tmp_path, kee
 
 
 def test_the_lease_of_a_dead_reader_ends_after_a_restart_too(tmp_path):
-    config = f'[server]\ndata_dir = "{tmp_path}/data"\n{CONFIG}'
+    config = f'server.data_dir = "{tmp_path}/data"\n{CONFIG}'
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         keys = insert(client, 1)
         with client.sampler("queue", batch_size=1, prefetch=0, lease=5.0) as sampler:

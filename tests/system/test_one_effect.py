@@ -25,19 +25,9 @@ PERMITS = 2000
 QUIET = Faults(delay=0, reset=0, truncate=0, drop=0, refuse=0)
 TABLES = [TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000}), TableConfig(name="pool")]
 CONFIG = """
-[server]
-data_dir = "{folder}/data"
-
-[admission]
-groups_per_step = 8
-max_staleness = 0
-
-[[tables]]
-name = "queue"
-rate_limiter = {{ type = "queue", max_size = 1000 }}
-
-[[tables]]
-name = "pool"
+server.data_dir = "{folder}/data"
+admission = {{ groups_per_step = 8, max_staleness = 0 }}
+tables = [{{ name = "queue", rate_limiter = {{ type = "queue", max_size = 1000 }} }}, {{ name = "pool" }}]
 """
 
 

@@ -53,7 +53,7 @@ def played(folder: Path, kills: bool) -> Iterator[tuple[ReplayClient, Callable[[
         pytest.param(True, id="with a kill at each line", marks=[pytest.mark.long, pytest.mark.timeout(600)]),
     ],
 )
-def test_a_trainer_that_goes_back_finds_what_the_table_says(tmp_path: Path, kills: bool) -> None:
+def test_a_trainer_that_goes_back_finds_what_the_table_says(tmp_path, kills):
     with played(tmp_path, kills) as (client, line):
 
         def insert(version: int, priority: float = 0.0) -> int:

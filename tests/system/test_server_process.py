@@ -12,9 +12,7 @@ from replay_client.errors import ReplayError, ServerUnavailableError
 from tests.factories import free_port, server_process, until
 
 CONFIG = """
-[[tables]]
-name = "plain"
-sampler = "fifo"
+tables = [{ name = "plain", sampler = "fifo" }]
 """
 
 

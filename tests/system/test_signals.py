@@ -68,14 +68,14 @@ def hears_a_signal_in(wait: Callable[[], object]) -> bool:
     return False
 
 
-def test_a_call_hears_a_signal(client: ReplayClient) -> None:
+def test_a_call_hears_a_signal(client):
     assert hears_a_signal_in(lambda: client.sample("empty", timeout=None))
     with client.sampler("empty", batch_size=1, timeout=None) as sampler:
         assert hears_a_signal_in(lambda: next(sampler))
 
 
 @pytest.mark.parametrize("wait", ["insert", "flush"])
-def test_a_writer_hears_a_signal(client: ReplayClient, wait: str) -> None:
+def test_a_writer_hears_a_signal(client, wait):
     writer = client.writer(max_in_flight=2)
     for _ in range(3):  # one is in the queue, two wait for room in it
         writer.insert(b"x", {"queue": 1.0})
@@ -84,7 +84,7 @@ def test_a_writer_hears_a_signal(client: ReplayClient, wait: str) -> None:
     writer.close()
 
 
-def test_the_trainer_hears_a_signal_while_a_version_is_written() -> None:
+def test_the_trainer_hears_a_signal_while_a_version_is_written():
     written = threading.Event()
     task = BackgroundTask("test")
 

@@ -10,13 +10,10 @@ from replay_client import ReplayClient
 from tests.factories import free_port, start_server, until
 
 CONFIG = """
-[[tables]]
-name = "pool"
-sampler = "prioritized"
-
-[[tables]]
-name = "queue"
-rate_limiter = { type = "queue", max_size = 1000 }
+tables = [
+    { name = "pool", sampler = "prioritized" },
+    { name = "queue", rate_limiter = { type = "queue", max_size = 1000 } },
+]
 """
 
 

@@ -19,13 +19,7 @@ from tests.server.rpc.calls import bystander
 from tests.server.rpc.rings import Asking, insert_of, open_rings, own_folder
 
 TABLES = """
-[[tables]]
-name = "plain"
-sampler = "fifo"
-[[tables]]
-name = "pool"
-sampler = "uniform"
-max_size = 64
+tables = [{ name = "plain", sampler = "fifo" }, { name = "pool", sampler = "uniform", max_size = 64 }]
 """
 CAPACITY = 16 << 20
 KEYS = itertools.count(1)
@@ -66,7 +60,7 @@ def do_harm(kind: str) -> int:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     config = tmp_path_factory.mktemp("server")
-    with own_folder() as folder, server_process(config, f'[server]\nshared_memory = "{folder}"\n{TABLES}') as server:
+    with own_folder() as folder, server_process(config, f'server.shared_memory = "{folder}"\n{TABLES}') as server:
         yield server
 
 
