@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.long
-def test_an_exported_pool_is_a_data_set_that_trl_trains_on_and_an_imported_one_gives_the_groups(folder: Path) -> None:
+def test_an_exported_pool_is_a_data_set_that_trl_trains_on_and_an_imported_one_gives_the_groups(folder):
     with ReplayServer(tables=[TableConfig(name="replay")], port=0) as server, ReplayClient(server.address) as client:
         client.insert(agents(), {"replay": 1.0})
         client.insert(make_group(prompt=[12], completions=[[5, 6], [7]], rewards=[1.0, 0.0]), {"replay": 1.0})
@@ -90,7 +90,7 @@ def test_an_exported_pool_is_a_data_set_that_trl_trains_on_and_an_imported_one_g
     assert found[12,].completion_ids.tolist() == [5, 6, 7]
 
 
-def test_the_least_that_a_data_set_needs_comes_in_from_the_package_datasets(folder: Path) -> None:
+def test_the_least_that_a_data_set_needs_comes_in_from_the_package_datasets(folder):
     rows = [
         {"prompt_ids": [3, 4], "completion_ids": [5, 6], "reward": 1.0},
         {"prompt_ids": [3, 4], "completion_ids": [7], "reward": 0.0},

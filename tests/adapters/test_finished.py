@@ -40,13 +40,13 @@ def client() -> Iterator[ReplayClient]:
         ("blocks", "its when_full is 'block', under which inserts wait once it is full; leave when_full out"),
     ],
 )
-def test_a_table_that_does_not_keep_what_nobody_draws_is_refused(client: ReplayClient, table: str, why: str) -> None:
+def test_a_table_that_does_not_keep_what_nobody_draws_is_refused(client, table, why):
     words = f"table {table!r} cannot keep finished groups until a checkpoint has them: {why}"
     with pytest.raises(ValueError, match=re.escape(words)):
         FinishedGroups(client, table)
 
 
-def test_a_run_finds_what_the_one_before_left_until_the_next_checkpoint_but_one(client: ReplayClient) -> None:
+def test_a_run_finds_what_the_one_before_left_until_the_next_checkpoint_but_one(client):
     def group(token: int) -> RolloutGroup:
         return make_group(completions=[[token]])
 

@@ -47,9 +47,7 @@ def until_gone(client: ReplayClient) -> None:
 
 
 @pytest.mark.parametrize("phase", ["forward", "updated", "published", "saving", "saved", "acknowledged"])
-def test_a_killed_trainer_loses_nothing_and_trains_on_nothing_twice(
-    server: ServerProcess, tmp_path: Path, phase: str
-) -> None:
+def test_a_killed_trainer_loses_nothing_and_trains_on_nothing_twice(server, tmp_path, phase):
     insert(server.address, GROUPS)
     with ReplayClient(server.address) as client:
         assert end_of(server.address, tmp_path, phase, 4) == -signal.SIGKILL
@@ -69,9 +67,7 @@ def test_a_killed_trainer_loses_nothing_and_trains_on_nothing_twice(
 
 @pytest.mark.parametrize("phase", ["saved", "acknowledged"])
 @pytest.mark.parametrize("older", [False, True])
-def test_a_trainer_killed_before_it_names_a_checkpoint_goes_on_from_it_or_from_an_older_one(
-    tmp_path: Path, phase: str, older: bool
-) -> None:
+def test_a_trainer_killed_before_it_names_a_checkpoint_goes_on_from_it_or_from_an_older_one(tmp_path, phase, older):
     save_model(tmp_path / "model")
     config = block("replay.toml").replace("forward_to", "keep_consumed = 2\nforward_to")
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
@@ -87,9 +83,7 @@ def test_a_trainer_killed_before_it_names_a_checkpoint_goes_on_from_it_or_from_a
         assert (queue.size, queue.reserved, queue.consumed) == (GROUPS - used, 0, used)
 
 
-def test_a_trainer_that_starts_from_nothing_gets_all_groups_again_that_no_checkpoint_contains(
-    server: ServerProcess, tmp_path: Path
-) -> None:
+def test_a_trainer_that_starts_from_nothing_gets_all_groups_again_that_no_checkpoint_contains(server, tmp_path):
     insert(server.address, GROUPS)
     with ReplayClient(server.address) as client:
         assert end_of(server.address, tmp_path, "forward", 4, save_steps=100) == -signal.SIGKILL
@@ -100,7 +94,7 @@ def test_a_trainer_that_starts_from_nothing_gets_all_groups_again_that_no_checkp
         assert trained(tmp_path) == list(range(2 * PER_STEP))
 
 
-def test_the_ranks_of_a_trainer_share_what_its_first_rank_takes(server: ServerProcess, tmp_path: Path) -> None:
+def test_the_ranks_of_a_trainer_share_what_its_first_rank_takes(server, tmp_path):
     insert(server.address, 14)
     port = free_port()
     ranks = [start(run_rank, rank, 2, port, server.address, tmp_path, max_steps=4) for rank in range(2)]
@@ -114,9 +108,7 @@ def test_the_ranks_of_a_trainer_share_what_its_first_rank_takes(server: ServerPr
         assert (queue.size, queue.reserved) == (14 - len(used) // GROUP_SIZE, 0)
 
 
-def test_an_interrupted_trainer_gives_back_at_once_what_no_checkpoint_contains(
-    server: ServerProcess, tmp_path: Path
-) -> None:
+def test_an_interrupted_trainer_gives_back_at_once_what_no_checkpoint_contains(server, tmp_path):
     insert(server.address, 6)
     process = start(run, server.address, tmp_path)
     with ReplayClient(server.address) as client:

@@ -80,7 +80,7 @@ def make(kind: str, folder: Any, address: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["rollout_func", "environment_factory", "no common beginning"])
-def test_a_row_with_a_prompt_of_its_own_is_stored_and_comes_back_with_it(tmp_path: Any, server: Any, kind: str) -> None:
+def test_a_row_with_a_prompt_of_its_own_is_stored_and_comes_back_with_it(tmp_path, server, kind):
     trainer = make(kind, tmp_path, server.address)
     trainer.train()
     client = trainer.pool.client

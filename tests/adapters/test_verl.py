@@ -65,7 +65,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["sync", "colocate_async"])
-def test_a_group_without_variance_has_the_rows_of_a_stored_group(told: dict, mode: str) -> None:
+def test_a_group_without_variance_has_the_rows_of_a_stored_group(told, mode):
     first, second = told[mode]["steps"]
     assert first["metrics"]["replay/groups_missing"] == 1.0
     assert first["metrics"]["replay/groups_replaced"] == 0.0
@@ -86,7 +86,7 @@ def test_a_group_without_variance_has_the_rows_of_a_stored_group(told: dict, mod
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async"])
-def test_verls_own_correction_uses_the_stored_log_probabilities(told: dict, mode: str) -> None:
+def test_verls_own_correction_uses_the_stored_log_probabilities(told, mode):
     step = told[mode]["steps"][1]
     for key, weights in step["weights"].items():
         row = step["rows"][key]
@@ -96,7 +96,7 @@ def test_verls_own_correction_uses_the_stored_log_probabilities(told: dict, mode
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async"])
-def test_informative_groups_are_stored_and_validation_is_left_alone(told: dict, mode: str) -> None:
+def test_informative_groups_are_stored_and_validation_is_left_alone(told, mode):
     entry = told[mode]
     rows = {key: row for step in entry["steps"] for key, row in step["rows"].items()}
     assert [group.rewards.tolist() for group in entry["stored"]] == [[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
@@ -113,14 +113,14 @@ def test_informative_groups_are_stored_and_validation_is_left_alone(told: dict, 
     assert not any("replay" in name for name in entry["val"]["metrics"])
 
 
-def test_group_filtering_and_refills_work_as_with_verls_own_buffer(told: dict) -> None:
+def test_group_filtering_and_refills_work_as_with_verls_own_buffer(told):
     filtered = told["filtered"]
     assert (filtered["evicted"], filtered["refills"]) == (1, [1])
     assert filtered["keys"] == ["r1_0_0", "r1_1_0", "r1_2_0"]
     assert filtered["refills_failed"]
 
 
-def test_sessions_of_several_rows_and_columns_of_tokens_come_back_bit_by_bit(told: dict) -> None:
+def test_sessions_of_several_rows_and_columns_of_tokens_come_back_bit_by_bit(told):
     first, second = told["agents"]["steps"]
     assert (first["replaced"], second["replaced"]) == (0.0, 1.0)
     keys = [f"{{}}_{session}_{index}" for session, count in enumerate((2, 1, 3)) for index in range(count)]
@@ -139,7 +139,7 @@ def test_sessions_of_several_rows_and_columns_of_tokens_come_back_bit_by_bit(tol
     assert (dtypes["routed_experts"], dtypes["entropies"]) == ("torch.int16", "torch.bfloat16")
 
 
-def test_columns_of_tokens_are_stored_with_their_axes(told: dict) -> None:
+def test_columns_of_tokens_are_stored_with_their_axes(told):
     [group] = told["agents"]["stored"]
     assert group.sequence_counts.tolist() == [2, 1, 3]
     assert group.rewards.tolist() == [0.0, 1.0, 1.0]

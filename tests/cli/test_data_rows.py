@@ -17,27 +17,27 @@ def groups_of(*rows: dict[str, Any]) -> list[RolloutGroup]:
     return [RolloutGroup.decode(row["payload"]) for _, row in items_of(enumerate(rows, start=1), "replay")]
 
 
-def test_rows_of_one_prompt_that_follow_one_another_are_a_group() -> None:
+def test_rows_of_one_prompt_that_follow_one_another_are_a_group():
     named = [LEAST | {"prompt_id": name} for name in ("a", "a", "b", "a")]
     assert [(group.prompt_id, group.group_size) for group in groups_of(*named)] == [("a", 2), ("b", 1), ("a", 1)]
     unnamed = [LEAST, LEAST, LEAST | {"prompt_ids": [4]}]
     assert [group.group_size for group in groups_of(*unnamed)] == [2, 1]
 
 
-def test_rows_of_one_rollout_are_its_sequences() -> None:
+def test_rows_of_one_rollout_are_its_sequences():
     (group,) = groups_of(*(LEAST | {"rollout": rollout} for rollout in (0, 0, 1)))
     assert group.sequence_counts is not None
     assert group.sequence_counts.tolist() == [2, 1]
 
 
-def test_equal_groups_of_one_file_are_items_of_their_own_and_have_the_same_keys_the_next_time() -> None:
+def test_equal_groups_of_one_file_are_items_of_their_own_and_have_the_same_keys_the_next_time():
     rows = [LEAST | {"prompt_id": name} for name in ("a", "b", "a")]
     keys = [[row["key"] for _, row in items_of(enumerate(rows, start=1), "replay")] for _ in range(2)]
     assert keys[0] == keys[1]
     assert len(set(keys[0])) == 3
 
 
-def test_rows_that_replay_export_wrote_stay_as_they_are() -> None:
+def test_rows_that_replay_export_wrote_stay_as_they_are():
     rows = [{"key": "1", "completion_ids": [5]}, {"key": None, "payload": b"x"}, {}]
     assert [row for _, row in items_of(enumerate(rows), None)] == rows
 
@@ -55,11 +55,11 @@ def test_rows_that_replay_export_wrote_stay_as_they_are() -> None:
     ],
     ids=["no reward", "no prompt", "too few", "above 0", "negative", "a text", "two rewards"],
 )
-def test_rows_that_make_no_group_are_named_with_the_reason(rows: list[dict[str, Any]], words: str) -> None:
+def test_rows_that_make_no_group_are_named_with_the_reason(rows, words):
     with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
         groups_of(*rows)
 
 
-def test_rows_that_name_no_table_need_one() -> None:
+def test_rows_that_name_no_table_need_one():
     with pytest.raises(ValueError, match="say with --table where the groups go"):
         list(items_of([(1, LEAST)], None))

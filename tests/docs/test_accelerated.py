@@ -29,7 +29,7 @@ def train(folder: Path, address: str, groups: int) -> None:
     accelerated.train("base", address, "out", 1, groups, prefetch=0)
 
 
-def test_two_processes_under_accelerate_train_as_one_does(tmp_path: Path) -> None:
+def test_two_processes_under_accelerate_train_as_one_does(tmp_path):
     weights = {}
     for processes in (1, 2):
         folder = tmp_path / str(processes)

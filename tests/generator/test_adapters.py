@@ -36,9 +36,7 @@ async def engine(model: Path) -> AsyncIterator[TransformersEngine]:
     await engine.close()
 
 
-async def test_adapters_replace_each_other_on_the_same_base(
-    engine: TransformersEngine, model: Path, adapters: list[Path], tmp_path: Path
-) -> None:
+async def test_adapters_replace_each_other_on_the_same_base(engine, model, adapters, tmp_path):
     assert max(abs(a - b) for a, b in zip(scores(adapters[0], TOKENS), scores(model, TOKENS), strict=True)) > 0.1
     for version, adapter in enumerate([*adapters, adapters[0]], start=1):
         await engine.load_weights(str(adapter), version)
@@ -53,9 +51,7 @@ async def test_adapters_replace_each_other_on_the_same_base(
         await check_scores(engine, weights)
 
 
-async def test_a_completion_under_way_goes_on_with_the_new_adapter(
-    engine: TransformersEngine, model: Path, adapters: list[Path]
-) -> None:
+async def test_a_completion_under_way_goes_on_with_the_new_adapter(engine, model, adapters):
     await engine.load_weights(str(adapters[0]), 1)
     sampling = SamplingConfig(temperature=0.7, max_tokens=50, seed=3)
     tasks = [asyncio.create_task(engine.generate([3 + number], sampling, 4)) for number in range(8)]
@@ -67,9 +63,7 @@ async def test_a_completion_under_way_goes_on_with_the_new_adapter(
             check_completion(completion, [3 + number], sampling, {1: adapters[0], 2: adapters[1]})
 
 
-async def test_the_generator_checks_an_adapter_with_its_probe(
-    model: Path, adapters: list[Path], tmp_path: Path
-) -> None:
+async def test_the_generator_checks_an_adapter_with_its_probe(model, adapters, tmp_path):
     async def run(weights: Path) -> RecordingClient:
         client = RecordingClient()
         await client.publish(1, weights)
@@ -96,8 +90,8 @@ async def test_the_generator_checks_an_adapter_with_its_probe(
 
 
 async def test_a_folder_that_is_gone_or_no_lora_adapter_leaves_the_engine_as_it_was(
-    engine: TransformersEngine, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine, adapters, tmp_path, monkeypatch
+):
     await engine.load_weights(str(adapters[0]), 1)
     with pytest.raises(FileNotFoundError, match="gone"):
         await engine.load_weights(str(tmp_path / "gone"), 2)
@@ -118,9 +112,7 @@ async def test_a_folder_that_is_gone_or_no_lora_adapter_leaves_the_engine_as_it_
     await check_scores(engine, adapters[0])
 
 
-async def test_an_adapter_of_a_larger_model_is_refused_by_the_name_of_a_tensor(
-    engine: TransformersEngine, adapters: list[Path], tmp_path: Path
-) -> None:
+async def test_an_adapter_of_a_larger_model_is_refused_by_the_name_of_a_tensor(engine, adapters, tmp_path):
     other = shutil.copytree(adapters[0], tmp_path / "other")
     tensors = load_file(other / "adapter_model.safetensors")
     tensors["base_model.model.model.layers.7.mlp.up_proj.lora_A.weight"] = torch.zeros(4, 64)
@@ -129,7 +121,7 @@ async def test_an_adapter_of_a_larger_model_is_refused_by_the_name_of_a_tensor(
         await engine.load_weights(str(other), 1)
 
 
-def test_an_adapter_is_no_base_model_and_nothing_for_a_vllm_server(adapters: list[Path]) -> None:
+def test_an_adapter_is_no_base_model_and_nothing_for_a_vllm_server(adapters):
     with pytest.raises(ValueError, match="holds an adapter: start the engine with its base model"):
         TransformersEngine(adapters[0])
     with pytest.raises(ValueError, match="merge_adapter=True"):

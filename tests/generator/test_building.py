@@ -127,7 +127,7 @@ async def stored(generator: RolloutGenerator, rollouts: int) -> None:
     await async_until(lambda: generator.stats["rollouts_stored"] >= rollouts)
 
 
-async def test_a_group_that_two_generators_made_is_whole_and_nothing_in_it_was_played_twice() -> None:
+async def test_a_group_that_two_generators_made_is_whole_and_nothing_in_it_was_played_twice():
     with serving() as address:
         first, second = Hook(0, 2), Hook()
         async with generating(address, first) as (generator, client, _task):
@@ -150,7 +150,7 @@ async def test_a_group_that_two_generators_made_is_whole_and_nothing_in_it_was_p
     assert group.meta["turns"][0] == [["prompt", 1], ["assistant", 2], ["tool", 2], ["assistant", 2]]
 
 
-async def test_the_last_permit_may_be_that_of_a_dead_generator_and_its_group_is_found_while_others_wait() -> None:
+async def test_the_last_permit_may_be_that_of_a_dead_generator_and_its_group_is_found_while_others_wait():
     with serving() as address:
         hook = Hook(*range(SIZE))
         async with AsyncReplayClient(address) as dead:
@@ -169,9 +169,7 @@ async def test_the_last_permit_may_be_that_of_a_dead_generator_and_its_group_is_
                 assert (await client.get([77]))[0].group.prompt_id == "of the dead"
 
 
-async def test_rollouts_that_would_be_too_old_on_arrival_are_dropped_and_their_prompt_begins_anew(
-    tmp_path: Any,
-) -> None:
+async def test_rollouts_that_would_be_too_old_on_arrival_are_dropped_and_their_prompt_begins_anew(tmp_path):
     engine = ScriptedEngine(completions=[Completion([7], [-0.1], "7", "stop", [])])
     with serving(max_staleness=1) as address:
         first, second = Hook(0, 1), Hook(*range(SIZE))
@@ -188,7 +186,7 @@ async def test_rollouts_that_would_be_too_old_on_arrival_are_dropped_and_their_p
             await async_until(lambda: sorted(second.began["p0"])[:SIZE] == list(range(SIZE)))
 
 
-async def test_after_its_time_a_group_is_inserted_with_the_rollouts_that_are_finished() -> None:
+async def test_after_its_time_a_group_is_inserted_with_the_rollouts_that_are_finished():
     with serving() as address:
         hook = Hook(1, 2)
         async with generating(address, hook, min_rollouts=2, group_timeout=0.3) as (generator, client, _task):
@@ -199,9 +197,7 @@ async def test_after_its_time_a_group_is_inserted_with_the_rollouts_that_are_fin
 
 
 @pytest.mark.parametrize(("least", "groups"), [(3, 1), (None, 0)])
-async def test_a_group_with_failed_rollouts_has_its_survivors_or_leaves_with_its_permit(
-    least: int | None, groups: int
-) -> None:
+async def test_a_group_with_failed_rollouts_has_its_survivors_or_leaves_with_its_permit(least, groups):
     with serving(groups=2) as address:
         hook = Hook(*range(SIZE), fails=(2,))
         options = {"min_rollouts": least, "on_prompt_error": "skip", "max_groups": 1}
@@ -212,7 +208,7 @@ async def test_a_group_with_failed_rollouts_has_its_survivors_or_leaves_with_its
             assert generator.stats["skipped"] == 1 - groups
 
 
-async def test_who_finds_a_rollout_that_is_there_already_stops_and_the_next_one_sees_it() -> None:
+async def test_who_finds_a_rollout_that_is_there_already_stops_and_the_next_one_sees_it():
     with serving() as address:
         hook = Hook()
 
@@ -240,7 +236,7 @@ async def test_who_finds_a_rollout_that_is_there_already_stops_and_the_next_one_
     assert sample.group.extras["rewards/rollout"].tolist() == [0, 50, 2, 3]
 
 
-async def test_who_finds_that_an_unfinished_group_is_gone_stops() -> None:
+async def test_who_finds_that_an_unfinished_group_is_gone_stops():
     hook = Hook()
 
     async def all_but_the_last(task: Task, policy: RolloutPolicy) -> Rollout:
@@ -256,7 +252,7 @@ async def test_who_finds_that_an_unfinished_group_is_gone_stops() -> None:
             await async_until(lambda: generator.stats["leases_lost"] == 1)
 
 
-async def test_a_rollout_that_cannot_be_stored_is_said_and_counts_all_the_same(caplog: Any) -> None:
+async def test_a_rollout_that_cannot_be_stored_is_said_and_counts_all_the_same(caplog):
     with serving() as address, caplog.at_level(logging.WARNING):
         hook = Hook(*range(SIZE), fails=(3,), info={"number": 1, "what": object()})
         async with generating(address, hook, max_groups=1, min_rollouts=3) as (generator, client, task):
@@ -266,7 +262,7 @@ async def test_a_rollout_that_cannot_be_stored_is_said_and_counts_all_the_same(c
     assert "Rollout.info is stored while its group is under construction, and holds what msgpack cannot" in caplog.text
 
 
-async def test_a_prompt_whose_row_cannot_be_stored_is_named_and_its_permit_goes_back() -> None:
+async def test_a_prompt_whose_row_cannot_be_stored_is_named_and_its_permit_goes_back():
     with serving() as address:
         rows = [{"prompt": "+", "prompt_id": "odd", "bonus": object()}]
         async with generating(address, Hook(), prompts=rows) as (_, client, task):
@@ -282,14 +278,14 @@ async def test_a_prompt_whose_row_cannot_be_stored_is_named_and_its_permit_goes_
         ("building", "other", "the server has no table 'other'"),
     ],
 )
-async def test_a_server_without_the_table_is_named_with_the_remedy(building: Any, wanted: str, words: str) -> None:
+async def test_a_server_without_the_table_is_named_with_the_remedy(building, wanted, words):
     with serving(building=building) as address:
         async with generating(address, Hook(), **{"building": wanted}) as (_, _client, task):
             with pytest.raises(ReplayError, match=words):
                 await task
 
 
-async def test_over_shards_a_group_stays_where_its_permit_came_from() -> None:
+async def test_over_shards_a_group_stays_where_its_permit_came_from():
     with serving() as one, serving() as other:
         async with generating(f"{one},{other}", Hook(*range(SIZE)), max_groups=2, prompts=None) as (_, client, task):
             await task
@@ -300,7 +296,7 @@ async def test_over_shards_a_group_stays_where_its_permit_came_from() -> None:
                 assert (await client.server_info()).tables["rollouts"].size == 1
 
 
-async def test_with_a_seed_a_group_has_the_completions_that_it_has_without_building() -> None:
+async def test_with_a_seed_a_group_has_the_completions_that_it_has_without_building():
     seeds = []
     for table in ("building", None):
         engine = ScriptedEngine()
@@ -318,7 +314,7 @@ async def test_with_a_seed_a_group_has_the_completions_that_it_has_without_build
     assert len(seeds[0]) == 1  # one request for all
 
 
-async def test_what_a_dead_generator_has_not_finished_is_drawn_with_another_seed() -> None:
+async def test_what_a_dead_generator_has_not_finished_is_drawn_with_another_seed():
     async def first_turn(task: Task, policy: RolloutPolicy) -> Rollout:
         if task.index > 1 and not handed_over:
             await asyncio.Event().wait()
@@ -335,9 +331,7 @@ async def test_what_a_dead_generator_has_not_finished_is_drawn_with_another_seed
     assert not {*engines[0].seeds} & {*engines[1].seeds}
 
 
-async def test_a_finished_rollout_that_waits_for_others_is_stored_when_the_generator_stops(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_finished_rollout_that_waits_for_others_is_stored_when_the_generator_stops(monkeypatch):
     monkeypatch.setattr(building, "TOGETHER", 3600.0)
     first, second = Hook(1), Hook(*range(SIZE))
     with serving() as address:
@@ -352,9 +346,7 @@ async def test_a_finished_rollout_that_waits_for_others_is_stored_when_the_gener
 
 
 @pytest.mark.parametrize(("size", "requests"), [(0, [3]), (600_000, [1, 1, 1])], ids=["small", "large"])
-async def test_rollouts_that_end_together_are_stored_by_one_request_unless_they_are_large(
-    monkeypatch: pytest.MonkeyPatch, size: int, requests: list[int]
-) -> None:
+async def test_rollouts_that_end_together_are_stored_by_one_request_unless_they_are_large(monkeypatch, size, requests):
     monkeypatch.setattr(building, "TOGETHER", 3600.0)  # the end of the generator ends the wait
     sent = []
 
@@ -373,9 +365,7 @@ async def test_rollouts_that_end_together_are_stored_by_one_request_unless_they_
     assert sent == requests
 
 
-async def test_a_whole_group_that_is_inserted_at_once_needs_no_request_for_its_rollouts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_whole_group_that_is_inserted_at_once_needs_no_request_for_its_rollouts(monkeypatch):
     monkeypatch.setattr(building, "TOGETHER", 3600.0)
     with serving() as address:
         async with generating(address, Hook(*range(SIZE)), max_groups=1) as (generator, client, task):
@@ -384,7 +374,7 @@ async def test_a_whole_group_that_is_inserted_at_once_needs_no_request_for_its_r
             assert await counts(client) == (1, 0, 0)
 
 
-async def test_the_last_rollouts_are_stored_while_the_rewards_take_their_time() -> None:
+async def test_the_last_rollouts_are_stored_while_the_rewards_take_their_time():
     judged, handed_over = threading.Event(), Hook()
 
     def slow(row: Any, text: str) -> float:
@@ -400,7 +390,7 @@ async def test_the_last_rollouts_are_stored_while_the_rewards_take_their_time() 
     assert not handed_over.began["p0"]
 
 
-async def test_the_last_rollouts_are_stored_while_the_insert_waits_for_room() -> None:
+async def test_the_last_rollouts_are_stored_while_the_insert_waits_for_room():
     admission = AdmissionConfig(table="rollouts", groups_per_step=2, max_staleness=0, building="building")
     tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 1})]
     with ReplayServer(tables=tables, port=0, admission=admission) as server:
@@ -413,9 +403,7 @@ async def test_the_last_rollouts_are_stored_while_the_insert_waits_for_room() ->
             assert generator.stats["leases_lost"] == 0
 
 
-async def test_rollouts_that_are_to_be_stored_when_the_insert_has_closed_their_group_are_no_lost_lease(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_rollouts_that_are_to_be_stored_when_the_insert_has_closed_their_group_are_no_lost_lease(monkeypatch):
     monkeypatch.setattr(building, "TOGETHER", 3600.0)
 
     async def stored_during(self: building.UnderConstruction, work: Any) -> Any:
@@ -441,7 +429,7 @@ async def test_rollouts_that_are_to_be_stored_when_the_insert_has_closed_their_g
         ({"building": "rollouts"}, "building 'rollouts' is one of the tables of finished groups"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(fields: dict[str, Any], words: str) -> None:
+def test_settings_that_do_not_fit_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         GeneratorConfig(**fields)
 
@@ -476,9 +464,7 @@ def sequences(draw: Any) -> RolloutSequence:
         texts, st.integers().filter(lambda n: abs(n) < 2**60) | texts | st.lists(st.booleans()), max_size=3
     ),
 )
-def test_a_rollout_that_was_stored_is_the_rollout_that_was_played(
-    played: list[RolloutSequence], reward: float | None, info: dict[str, Any]
-) -> None:
+def test_a_rollout_that_was_stored_is_the_rollout_that_was_played(played, reward, info):
     rollout = Rollout(played, reward, "ended", info, {"steps": 3.0})
     column = encode_rollout(rollout)
     again = decode_rollout(column)
@@ -495,7 +481,7 @@ def test_a_rollout_that_was_stored_is_the_rollout_that_was_played(
                 np.testing.assert_array_equal(values, their_drawn.extras[name])
 
 
-def test_bytes_that_are_no_group_under_construction_are_refused_in_words() -> None:
+def test_bytes_that_are_no_group_under_construction_are_refused_in_words():
     opening = Opening(1, make_prompts(1)[0], [5], 0, 4, SamplingConfig())
     payload = opening.encode()
     for damaged in (b"", payload[:40], b"\0" * 64, make_group().encode(), payload[:16] + b"\xc1" * (len(payload) - 16)):

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,7 +70,7 @@ async def with_sub_agent(task: Task, policy: RolloutPolicy) -> Rollout:
 # ------------------------------------------------------------------------------------------- what a group holds
 
 
-async def test_every_sampled_token_has_the_logprob_of_all_tokens_before_it_and_a_tools_have_none(model: Path) -> None:
+async def test_every_sampled_token_has_the_logprob_of_all_tokens_before_it_and_a_tools_have_none(model):
     sampling = SamplingConfig(temperature=0.8, max_tokens=8)
     with ReplayServer(tables=[TableConfig(name="rollouts")], port=0) as server:
         async with AsyncReplayClient(server.address) as client:
@@ -93,7 +92,7 @@ async def test_every_sampled_token_has_the_logprob_of_all_tokens_before_it_and_a
     assert group.meta["turns"][0][2] == ["tool", 2]
 
 
-async def test_a_single_turn_makes_the_group_that_it_made_without_a_hook() -> None:
+async def test_a_single_turn_makes_the_group_that_it_made_without_a_hook():
     async def hook(task: Task, policy: RolloutPolicy) -> Rollout:
         sequence = RolloutSequence(task.prompt_ids)
         sequence.sampled(await policy.generate(sequence.token_ids))
@@ -113,7 +112,7 @@ async def test_a_single_turn_makes_the_group_that_it_made_without_a_hook() -> No
     assert client.inserts[0][0].meta == {}
 
 
-async def test_a_rollout_of_several_sequences_counts_once_and_shares_what_they_begin_with() -> None:
+async def test_a_rollout_of_several_sequences_counts_once_and_shares_what_they_begin_with():
     group = await played(with_sub_agent, reward=None, group_size=2)
     prompt_ids = group.prompt_ids.tolist()
     assert (group.group_size, group.num_sequences) == (2, 4)
@@ -126,7 +125,7 @@ async def test_a_rollout_of_several_sequences_counts_once_and_shares_what_they_b
     assert group.rewards.tolist() == [0.0, 1.0]
 
 
-async def test_a_token_of_agents_whose_logprob_the_engine_does_not_know_is_masked_and_counted() -> None:
+async def test_a_token_of_agents_whose_logprob_the_engine_does_not_know_is_masked_and_counted():
     client = RecordingClient()
     half, none = ([7, 8], [np.nan, -0.2], "78", "stop", []), ([7], [np.nan], "7", "stop", [])
     engine = ScriptedEngine(completions=[Completion(*half)])
@@ -138,7 +137,7 @@ async def test_a_token_of_agents_whose_logprob_the_engine_does_not_know_is_maske
     assert group.completion_ids[group.trained_mask].tolist() == [7] * 4
 
 
-async def test_masks_and_extras_of_a_completion_stand_at_its_tokens() -> None:
+async def test_masks_and_extras_of_a_completion_stand_at_its_tokens():
     alternatives = np.array([[1, 2, 3], [4, 5, 6]], np.int16)
     engine = ScriptedEngine(
         completions=[Completion([7, 8], [-0.1, float("nan")], "78", "stop", [], [True, False], {"top": alternatives})]
@@ -150,7 +149,7 @@ async def test_masks_and_extras_of_a_completion_stand_at_its_tokens() -> None:
     assert group.trained_mask.tolist() == [True, False, False, False, True, False] * 2
 
 
-async def test_sets_of_tokens_and_rows_of_what_the_engine_has_read_stand_at_their_tokens() -> None:
+async def test_sets_of_tokens_and_rows_of_what_the_engine_has_read_stand_at_their_tokens():
     class Reader(ScriptedEngine):
         """Tells a row for each token that it has read: the token itself."""
 
@@ -184,7 +183,7 @@ async def test_sets_of_tokens_and_rows_of_what_the_engine_has_read_stand_at_thei
             assert drawn == [next(expected) if mine else [] for mine in trained]
 
 
-async def test_tokens_of_a_tool_have_the_version_of_the_token_before_them() -> None:
+async def test_tokens_of_a_tool_have_the_version_of_the_token_before_them():
     class NewWeightsEachTime(ScriptedEngine):
         async def generate(self, *request: Any) -> list[Completion]:
             self.version += 1
@@ -196,14 +195,14 @@ async def test_tokens_of_a_tool_have_the_version_of_the_token_before_them() -> N
     assert group.axes["policy_versions"] == "token"
 
 
-async def test_rollouts_that_ask_for_the_same_at_the_same_moment_share_one_request() -> None:
+async def test_rollouts_that_ask_for_the_same_at_the_same_moment_share_one_request():
     engine = ScriptedEngine(completions=[SAID, Completion([6], [-0.3], "6", "stop", [])])
     await played(two_turns, engine, group_size=4, sampling=SamplingConfig(seed=3))
     # One for all first turns, and one for each of the two ways in which they went on, each with a seed of its own.
     assert len(engine.seeds) == len(set(engine.seeds)) == 3
 
 
-async def test_a_rollout_goes_on_while_the_first_turns_of_others_are_still_drawn() -> None:
+async def test_a_rollout_goes_on_while_the_first_turns_of_others_are_still_drawn():
     class OneAtATime(ScriptedEngine):
         """Ends the first of several completions, and the others when that one's rollout has asked again."""
 
@@ -233,7 +232,7 @@ async def fails_at_odd(task: Task, policy: RolloutPolicy) -> Rollout:
     return await two_turns(task, policy)
 
 
-async def test_the_others_make_the_group_if_they_are_enough() -> None:
+async def test_the_others_make_the_group_if_they_are_enough():
     client = RecordingClient(admission=True)
 
     def reward(row: Any, text: str, rollout: Rollout) -> float:
@@ -247,7 +246,7 @@ async def test_the_others_make_the_group_if_they_are_enough() -> None:
     assert (stats["groups"], stats["rollouts_failed"], stats["skipped"]) == (1, 2, 0)
 
 
-async def test_a_group_with_too_few_is_left_out_and_its_permit_goes_back() -> None:
+async def test_a_group_with_too_few_is_left_out_and_its_permit_goes_back():
     client = RecordingClient(admission=True)
     engine = ScriptedEngine(completions=[SAID])
     stats = await generate(client, engine, fails_at_odd, max_groups=3, on_prompt_error="skip", min_rollouts=3)
@@ -266,7 +265,7 @@ async def test_a_group_with_too_few_is_left_out_and_its_permit_goes_back() -> No
         (Rollout([RolloutSequence([1])]), "the policy wrote nothing in the rollout: add what policy.generate returns"),
     ],
 )
-async def test_without_a_least_number_one_failure_fails_the_group_and_says_why(hook: Any, says: str) -> None:
+async def test_without_a_least_number_one_failure_fails_the_group_and_says_why(hook, says):
     async def returns(task: Task, policy: RolloutPolicy) -> Any:
         return hook
 
@@ -274,7 +273,7 @@ async def test_without_a_least_number_one_failure_fails_the_group_and_says_why(h
         await played(hook if callable(hook) else returns)
 
 
-async def test_what_a_hook_raises_is_told_with_its_line() -> None:
+async def test_what_a_hook_raises_is_told_with_its_line():
     async def broken(task: Task, policy: RolloutPolicy) -> Rollout:
         return {}["browser"]
 
@@ -285,12 +284,12 @@ async def test_what_a_hook_raises_is_told_with_its_line() -> None:
         await played(broken)
 
 
-async def test_a_hook_that_is_not_async_fails_with_the_remedy() -> None:
+async def test_a_hook_that_is_not_async_fails_with_the_remedy():
     with pytest.raises(PromptError, match=r"the hook returned Rollout.* without being awaited: write async def"):
         await played(lambda task, policy: Rollout([SPOKEN]))
 
 
-async def test_a_text_in_the_place_of_tokens_fails_the_rollout_that_gave_it() -> None:
+async def test_a_text_in_the_place_of_tokens_fails_the_rollout_that_gave_it():
     async def careless(task: Task, policy: RolloutPolicy) -> Rollout:
         sequence = RolloutSequence(task.prompt_ids)
         sequence.given("no" if task.index == 0 else np.array([9, 5]))
@@ -302,7 +301,7 @@ async def test_a_text_in_the_place_of_tokens_fails_the_rollout_that_gave_it() ->
         await played(careless)
 
 
-async def test_a_rollout_that_takes_too_long_fails() -> None:
+async def test_a_rollout_that_takes_too_long_fails():
     finished: list[int] = []
     all_others = asyncio.Event()
 
@@ -322,7 +321,7 @@ async def test_a_rollout_that_takes_too_long_fails() -> None:
     assert (group.group_size, sorted(finished)) == (3, [1, 2, 3])
 
 
-async def test_a_rollout_that_outgrows_the_engine_fails_alone() -> None:
+async def test_a_rollout_that_outgrows_the_engine_fails_alone():
     async def endless(task: Task, policy: RolloutPolicy) -> Rollout:
         sequence = RolloutSequence(task.prompt_ids)
         while task.index == 0:
@@ -336,7 +335,7 @@ async def test_a_rollout_that_outgrows_the_engine_fails_alone() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 10**6])
-async def test_a_rollout_with_a_token_that_no_model_has_fails_alone(model: Path, token: int) -> None:
+async def test_a_rollout_with_a_token_that_no_model_has_fails_alone(model, token):
     async def wrong_at_0(task: Task, policy: RolloutPolicy) -> Rollout:
         sequence = RolloutSequence(task.prompt_ids)
         sequence.sampled(await policy.generate(sequence.token_ids))
@@ -354,7 +353,7 @@ async def test_a_rollout_with_a_token_that_no_model_has_fails_alone(model: Path,
         await played(wrong_at_0, TransformersEngine(model, seed=0), prompts=["12+3="], sampling=sampling)
 
 
-async def test_an_engine_that_dies_ends_the_run_once_whatever_the_hook_catches(caplog: Any) -> None:
+async def test_an_engine_that_dies_ends_the_run_once_whatever_the_hook_catches(caplog):
     class Dying(ScriptedEngine):
         async def generate(self, *_: Any) -> list[Completion]:
             raise EngineError("the engine is dead")
@@ -374,7 +373,7 @@ async def test_an_engine_that_dies_ends_the_run_once_whatever_the_hook_catches(c
 # ------------------------------------------------------------------------------------------- rewards
 
 
-async def test_rewards_see_the_turns_the_texts_and_what_the_hook_tells() -> None:
+async def test_rewards_see_the_turns_the_texts_and_what_the_hook_tells():
     @group_reward
     def of_group(row: Any, texts: list[str], rollouts: list[Rollout]) -> list[float]:
         assert texts == ["78"] * 4
@@ -389,7 +388,7 @@ async def test_rewards_see_the_turns_the_texts_and_what_the_hook_tells() -> None
     assert group.axes["rewards/of_one"] == "rollout"
 
 
-async def test_the_reward_of_the_environment_is_added_to_those_of_functions() -> None:
+async def test_the_reward_of_the_environment_is_added_to_those_of_functions():
     async def rewarded(task: Task, policy: RolloutPolicy) -> Rollout:
         rollout = await two_turns(task, policy)
         rollout.reward = task.index / 2
@@ -401,7 +400,7 @@ async def test_the_reward_of_the_environment_is_added_to_those_of_functions() ->
     assert group.extras["rewards/rollout"].tolist() == [0.0, 0.5, 1.0, 1.5]
 
 
-async def test_rollouts_without_any_reward_are_refused_with_the_remedy() -> None:
+async def test_rollouts_without_any_reward_are_refused_with_the_remedy():
     with pytest.raises(PromptError, match="4 of 4 rollouts have no reward: the hook returns Rollout"):
         await played(two_turns, reward=None)
 
@@ -432,20 +431,20 @@ class Browser:
         return rollout
 
 
-async def test_a_hook_that_is_a_context_is_open_while_rollouts_are_played() -> None:
+async def test_a_hook_that_is_a_context_is_open_while_rollouts_are_played():
     browser = Browser()
     await generate(RecordingClient(), ScriptedEngine(completions=[SAID]), browser, reward=None, max_groups=3)
     assert (browser.opened, browser.open) == (1, False)
 
 
-async def test_a_hook_that_cannot_be_opened_ends_the_run_and_closes_the_engine() -> None:
+async def test_a_hook_that_cannot_be_opened_ends_the_run_and_closes_the_engine():
     engine = ScriptedEngine(completions=[SAID])
     with pytest.raises(RolloutError, match="no browser is installed"):
         await generate(RecordingClient(), engine, Browser(fails=True))
     assert engine.closed == 1
 
 
-async def test_metrics_that_all_rollouts_have_are_stored_and_do_not_count_in_the_reward(tmp_path: Path) -> None:
+async def test_metrics_that_all_rollouts_have_are_stored_and_do_not_count_in_the_reward(tmp_path):
     client, path = RecordingClient(), tmp_path / "metrics.jsonl"
     engine = ScriptedEngine(completions=[SAID])
     await generate(client, engine, Browser(), reward=None, group_size=2, max_groups=2, metrics_path=path)
@@ -466,8 +465,6 @@ async def test_metrics_that_all_rollouts_have_are_stored_and_do_not_count_in_the
     ],
     ids=["package", "name", "json", "object"],
 )
-def test_an_environment_is_named_by_its_package_and_has_an_object_of_arguments(
-    source: str, args: str | None, words: str
-) -> None:
+def test_an_environment_is_named_by_its_package_and_has_an_object_of_arguments(source, args, words):
     with pytest.raises(ValueError, match=words):
         load_environment(source, args)

@@ -61,9 +61,7 @@ def copies(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_only_the_adapter_is_trained_and_a_folder_holds_it_with_the_name_of_the_base(
-    base: Path, tmp_path: Path
-) -> None:
+def test_only_the_adapter_is_trained_and_a_folder_holds_it_with_the_name_of_the_base(base, tmp_path):
     model = with_adapter(base)
     before = copies(model)
     trainer = trainer_of(model, FakeClient(make_batches(3)), tmp_path / "run")
@@ -83,7 +81,7 @@ def test_only_the_adapter_is_trained_and_a_folder_holds_it_with_the_name_of_the_
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_the_engine_computes_with_a_published_version_what_the_trainer_does(tmp_path: Path, merged: bool) -> None:
+def test_the_engine_computes_with_a_published_version_what_the_trainer_does(tmp_path, merged):
     base = make_model_with_tokenizer(tmp_path / "base")
     model = with_adapter(base)
     trainer_of(model, FakeClient(make_batches(3)), tmp_path / "run", merge_adapter=merged).train()
@@ -105,7 +103,7 @@ def test_the_engine_computes_with_a_published_version_what_the_trainer_does(tmp_
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_with_merge_adapter_a_folder_holds_whole_weights_that_any_engine_loads(tmp_path: Path, tied: bool) -> None:
+def test_with_merge_adapter_a_folder_holds_whole_weights_that_any_engine_loads(tmp_path, tied):
     client, folder = FakeClient(make_batches(3)), tmp_path / "run/step-3"
     make_model(tied=tied).save_pretrained(tmp_path / "base")
     model = with_adapter(tmp_path / "base")
@@ -120,7 +118,7 @@ def test_with_merge_adapter_a_folder_holds_whole_weights_that_any_engine_loads(t
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_a_run_that_stops_and_is_resumed_ends_with_the_same_adapter(base: Path, tmp_path: Path, merged: bool) -> None:
+def test_a_run_that_stops_and_is_resumed_ends_with_the_same_adapter(base, tmp_path, merged):
     options: dict[str, Any] = {"max_steps": 4, "merge_adapter": merged}
     whole = with_adapter(base)
     trainer_of(whole, FakeClient(make_batches(4)), tmp_path / "whole", **options).train()
@@ -134,7 +132,7 @@ def test_a_run_that_stops_and_is_resumed_ends_with_the_same_adapter(base: Path, 
     assert_same_weights(resumed, whole)
 
 
-def test_an_adapter_of_layers_and_head_learns_a_task(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_layers_and_head_learns_a_task(base, tmp_path):
     model = with_adapter(base, lora(r=8, target_modules=["q_proj", "down_proj", "lm_head"]))
     client = OnlineClient(model, prompts=[[5], [9]], group_size=8)
     options: dict[str, Any] = {"max_steps": 60, "learning_rate": 3e-2, "groups_per_step": 4, "publish_every": 60}
@@ -143,7 +141,7 @@ def test_an_adapter_of_layers_and_head_learns_a_task(base: Path, tmp_path: Path)
     assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.3
 
 
-def test_the_reference_of_the_kl_is_the_base_model_without_the_adapter(base: Path, tmp_path: Path) -> None:
+def test_the_reference_of_the_kl_is_the_base_model_without_the_adapter(base, tmp_path):
     """The same losses as with a second model, which the trainer keeps for whole weights."""
     losses = {}
     for own_reference in (False, True):
@@ -166,7 +164,7 @@ def test_the_reference_of_the_kl_is_the_base_model_without_the_adapter(base: Pat
         assert alone == pytest.approx(with_model, abs=1e-4)
 
 
-def test_what_cannot_be_trained_or_published_is_refused_in_one_line(base: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_trained_or_published_is_refused_in_one_line(base, tmp_path):
     def refuse(model: Any, words: str, **options: Any) -> None:
         with pytest.raises(ValueError, match=words):
             trainer_of(model, FakeClient(make_batches(1)), tmp_path / "run", **options)
@@ -186,7 +184,7 @@ def test_what_cannot_be_trained_or_published_is_refused_in_one_line(base: Path, 
     refuse(torch.nn.DataParallel(make_model()), "the model itself, not a DataParallel around it")
 
 
-def test_a_resume_with_another_kind_of_weights_is_refused(base: Path, tmp_path: Path) -> None:
+def test_a_resume_with_another_kind_of_weights_is_refused(base, tmp_path):
     client = FakeClient(make_batches(4))
     trainer_of(with_adapter(base), client, tmp_path / "run", max_steps=1).train()
     assert [folder.name for folder in published(tmp_path / "run")] == ["step-0", "step-1"]
@@ -199,7 +197,7 @@ def test_a_resume_with_another_kind_of_weights_is_refused(base: Path, tmp_path: 
 
 
 @pytest.mark.long
-def test_replay_train_makes_an_adapter_by_its_file_and_goes_on_with_it(tmp_path: Path) -> None:
+def test_replay_train_makes_an_adapter_by_its_file_and_goes_on_with_it(tmp_path):
     base = make_model_with_tokenizer(tmp_path / "base")
     (tmp_path / "new.toml").write_text("groups_per_step = 2\nmax_steps = 2\nreport_to = []\n[lora]\nr = 3\n")
     (tmp_path / "more.toml").write_text(
@@ -248,7 +246,7 @@ def test_replay_train_makes_an_adapter_by_its_file_and_goes_on_with_it(tmp_path:
         "modules that are not there",
     ],
 )
-def test_an_adapter_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path, section: str, words: str) -> None:
+def test_an_adapter_that_cannot_be_made_is_refused_in_one_line(tmp_path, section, words):
     make_model_with_tokenizer(tmp_path / "base")
     (tmp_path / "train.toml").write_text(section)
     options = ["--config", str(tmp_path / "train.toml"), "--output-dir", str(tmp_path / "out")]

@@ -109,7 +109,7 @@ CONTEXTS = [
 ]
 
 
-def test_the_context_of_a_row_is_read_by_the_model_and_left_out_of_the_mask() -> None:
+def test_the_context_of_a_row_is_read_by_the_model_and_left_out_of_the_mask():
     batch = to_batch(CONTEXTS)
     assert batch.completion_ids_BT.tolist() == [[8, 9, 0], [6, 7, 10], [9, 0, 0], [11, 3, 4], [12, 5, 6]]
     assert batch.mask_BT.int().tolist() == [[1, 1, 0], [0, 0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 1]]
@@ -118,7 +118,7 @@ def test_the_context_of_a_row_is_read_by_the_model_and_left_out_of_the_mask() ->
 
 
 @pytest.mark.parametrize("route", ["packed", "padded", "logits"])
-def test_rows_with_contexts_have_the_log_probabilities_of_rows_with_prompts_of_their_own(route: Route) -> None:
+def test_rows_with_contexts_have_the_log_probabilities_of_rows_with_prompts_of_their_own(route):
     model = LogprobModel(make_model())
     model.route = route
     found_BT, _ = model(batch := to_batch(CONTEXTS))
@@ -131,7 +131,7 @@ def test_rows_with_contexts_have_the_log_probabilities_of_rows_with_prompts_of_t
     torch.testing.assert_close(found_BT[batch.mask_BT], torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
-def test_every_completion_is_a_row_and_every_prompt_comes_once() -> None:
+def test_every_completion_is_a_row_and_every_prompt_comes_once():
     batch = to_batch(RAGGED)
     assert batch.prompt_ids_UP.tolist() == [[3, 4, 5, 6, 7], [14, 0, 0, 0, 0]]
     assert batch.completion_ids_BT.tolist() == [
@@ -154,7 +154,7 @@ def test_every_completion_is_a_row_and_every_prompt_comes_once() -> None:
     np.testing.assert_array_equal(batch.advantages_B.numpy(), np.concatenate([g.advantages for g in RAGGED]))
 
 
-def test_a_packed_row_has_each_prompt_once_and_no_padding() -> None:
+def test_a_packed_row_has_each_prompt_once_and_no_padding():
     inputs = packed_input(to_batch(RAGGED))
     # The last token of a completion predicts nothing.
     assert inputs.input_ids_RS.tolist() == [[3, 4, 5, 6, 7, 8, 10, 11, 12, 14, 4, 5, 6, 7]]
@@ -170,7 +170,7 @@ ROUTES: list[Route] = ["packed", "padded", "logits"]
     [(kind, route) for kind in ("qwen2", "sliding", "gpt2", "opt") for route in ROUTES]
     + [("bloom", "padded"), ("bloom", "logits")],
 )
-def test_logprobs_are_those_of_each_completion_alone(kind: str, route: Route) -> None:
+def test_logprobs_are_those_of_each_completion_alone(kind, route):
     model = LogprobModel(make_other_model(kind))
     batch = to_batch(RAGGED)
     model.route = route
@@ -189,15 +189,15 @@ def test_logprobs_are_those_of_each_completion_alone(kind: str, route: Route) ->
     ("kind", "route"),
     [("qwen2", "packed"), ("sliding", "packed"), ("gpt2", "packed"), ("opt", "packed"), ("bloom", "padded")],
 )
-def test_a_model_takes_the_fastest_route_that_is_right_for_it(kind: str, route: str) -> None:
+def test_a_model_takes_the_fastest_route_that_is_right_for_it(kind, route):
     assert LogprobModel(make_other_model(kind)).route == route
 
 
-def test_packing_can_be_switched_off() -> None:
+def test_packing_can_be_switched_off():
     assert LogprobModel(make_model(), packing=False).route == "padded"
 
 
-def test_a_head_that_does_more_than_a_linear_layer_goes_through_the_whole_model() -> None:
+def test_a_head_that_does_more_than_a_linear_layer_goes_through_the_whole_model():
     torch.manual_seed(0)
     config = Gemma2Config(
         vocab_size=16,
@@ -214,7 +214,7 @@ def test_a_head_that_does_more_than_a_linear_layer_goes_through_the_whole_model(
     assert model.route == "logits"
 
 
-def test_a_packed_model_still_masks_the_padding_of_other_callers() -> None:
+def test_a_packed_model_still_masks_the_padding_of_other_callers():
     model = LogprobModel(make_model()).model
     ids = torch.tensor([[0, 0, 3, 4, 5]])
     with torch.no_grad():
@@ -224,7 +224,7 @@ def test_a_packed_model_still_masks_the_padding_of_other_callers() -> None:
     torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-5)
 
 
-def test_logprobs_come_in_float32_from_a_bfloat16_model() -> None:
+def test_logprobs_come_in_float32_from_a_bfloat16_model():
     batch = to_batch(RAGGED)
     logprobs_BT, _ = LogprobModel(make_model().bfloat16())(batch)
     assert logprobs_BT.dtype == torch.float32
@@ -240,7 +240,7 @@ def gradients_of(model: LogprobModel, batches: list[Any]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_the_gradient_is_that_of_the_plain_model(route: Route, gradient_checkpointing: bool) -> None:
+def test_the_gradient_is_that_of_the_plain_model(route, gradient_checkpointing):
     plain = LogprobModel(make_model())
     plain.route = "logits"
     expected = gradients_of(plain, [to_batch([group]) for group in RAGGED])
@@ -250,7 +250,7 @@ def test_the_gradient_is_that_of_the_plain_model(route: Route, gradient_checkpoi
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
-def test_gradient_checkpointing_keeps_fewer_activations() -> None:
+def test_gradient_checkpointing_keeps_fewer_activations():
     def kept(gradient_checkpointing: bool) -> int:
         model = LogprobModel(make_model(), gradient_checkpointing=gradient_checkpointing)
         seen: dict[int, int] = {}
@@ -266,7 +266,7 @@ def test_gradient_checkpointing_keeps_fewer_activations() -> None:
     assert kept(True) < kept(False) / 2
 
 
-def test_dropout_is_off_whatever_the_mode() -> None:
+def test_dropout_is_off_whatever_the_mode():
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=16, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.5, attn_pdrop=0.5)
     model = LogprobModel(GPT2LMHeadModel(config)).train()
@@ -275,9 +275,7 @@ def test_dropout_is_off_whatever_the_mode() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 40, 10**6])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_head_in_chunks_is_the_log_softmax_of_all_logits(
-    monkeypatch: pytest.MonkeyPatch, chunk: int, bias: bool
-) -> None:
+def test_the_head_in_chunks_is_the_log_softmax_of_all_logits(monkeypatch, chunk, bias):
     monkeypatch.setattr(logprobs, "CHUNK_LOGITS", chunk)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, 5, generator=generator, requires_grad=True)
@@ -318,9 +316,7 @@ MODEL = LogprobModel(make_model())
 
 @settings(max_examples=12, deadline=None)
 @given(groups(), st.integers(1, 30), st.booleans())
-def test_micro_batches_hold_every_row_once_and_change_no_logprob(
-    batch_groups: list[RolloutGroup], max_tokens: int, packed: bool
-) -> None:
+def test_micro_batches_hold_every_row_once_and_change_no_logprob(batch_groups, max_tokens, packed):
     batch = to_batch(batch_groups)
     seen: list[int] = []
     MODEL.route = "packed" if packed else "padded"
@@ -341,18 +337,18 @@ def test_micro_batches_hold_every_row_once_and_change_no_logprob(
         torch.testing.assert_close(row[: len(alone)], alone, atol=1e-5, rtol=1e-5)
 
 
-def test_no_groups_make_a_batch_without_rows() -> None:
+def test_no_groups_make_a_batch_without_rows():
     batch = to_batch([])
     assert batch.num_rows == 0
     assert batch.mask_BT.shape == (0, 1)
     assert list(micro_batches(batch, 4)) == []
 
 
-def test_an_empty_prompt_is_refused_by_name() -> None:
+def test_an_empty_prompt_is_refused_by_name():
     with pytest.raises(ValueError, match=r"group 1 \(prompt_id 'p7'\) has an empty prompt"):
         to_batch([make_group(), make_group(prompt=[], prompt_id="p7", validate=False)])
 
 
-def test_greedy_samples_are_refused() -> None:
+def test_greedy_samples_are_refused():
     with pytest.raises(ValueError, match=r"temperature 0\.0"):
         to_batch([make_group(sampling={"temperature": 0})])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -34,24 +33,24 @@ def kept(ratios: list[list[float]], **config: object) -> list[list[int]]:
     return correct(*logprobs_of(ratios), CorrectionConfig(**config)).mask.int().tolist()  # type: ignore[arg-type]
 
 
-def test_token_truncation_clamps_from_below_where_told() -> None:
+def test_token_truncation_clamps_from_below_where_told():
     assert weights([[0.5, 1.0, 3.0]], clip_min=0.8, clip_max=2.0) == [[0.8, 1.0, 2.0]]
     assert weights([[0.5, 1.0, 3.0]], clip_min=0.8, clip_max=None) == [[0.8, 1.0, 3.0]]
 
 
-def test_masking_zeroes_weights_outside_the_bounds_and_leaves_the_mask() -> None:
+def test_masking_zeroes_weights_outside_the_bounds_and_leaves_the_mask():
     ratios = [[0.4, 1.0, 3.0], [4.9, 5.1, 0]]
     assert weights(ratios, action="mask", clip_min=0.5, clip_max=5.0) == [[0.0, 1.0, 3.0], [4.9, 0.0, 0.0]]
     assert kept(ratios, action="mask", clip_min=0.5, clip_max=5.0) == [[1, 1, 1], [1, 1, 0]]
 
 
-def test_bounds_are_inside() -> None:
+def test_bounds_are_inside():
     assert weights([[1.0]], action="mask", clip_min=1.0, clip_max=1.0) == [[1.0]]
     assert kept([[1.0]], rejection=Rejection("k1", "token", low=1.0, high=1.0)) == [[1]]
     assert kept([[1.0]], rejection=Rejection("k2", "max", high=0.0)) == [[1]]
 
 
-def test_token_weights_are_normalised_over_tokens_after_the_action() -> None:
+def test_token_weights_are_normalised_over_tokens_after_the_action():
     # truncated 0.5, 1, 2: mean 3.5 / 3
     assert weights([[0.5, 1.0], [3.0, 0]], batch_normalize=True) == [
         [round(0.5 * 3 / 3.5, 4), round(3 / 3.5, 4)],
@@ -59,7 +58,7 @@ def test_token_weights_are_normalised_over_tokens_after_the_action() -> None:
     ]
 
 
-def test_sequence_weights_are_normalised_over_sequences_whatever_their_length() -> None:
+def test_sequence_weights_are_normalised_over_sequences_whatever_their_length():
     # 0.25 and truncated 2: mean 1.125; an empty sequence is none
     assert weights([[0.5, 0.5], [4.0, 0], [0, 0]], level="sequence", batch_normalize=True) == [
         [0.2222, 0.2222],
@@ -68,11 +67,11 @@ def test_sequence_weights_are_normalised_over_sequences_whatever_their_length() 
     ]
 
 
-def test_normalising_weights_that_are_all_masked_leaves_zeros() -> None:
+def test_normalising_weights_that_are_all_masked_leaves_zeros():
     assert weights([[9.0, 9.0]], action="mask", clip_max=2.0, batch_normalize=True) == [[0.0, 0.0]]
 
 
-def test_the_log_ratio_of_each_token_is_clamped_before_it_is_summed() -> None:
+def test_the_log_ratio_of_each_token_is_clamped_before_it_is_summed():
     old, rollout, mask = torch.tensor([[-1.0, -9.0]]), torch.tensor([[-31.0, -4.0]]), torch.ones(1, 2)
     token = correct(old, rollout, mask, CorrectionConfig(action="none")).weights
     assert token.tolist()[0] == pytest.approx([math.exp(20), math.exp(-5)], rel=1e-5)
@@ -80,14 +79,14 @@ def test_the_log_ratio_of_each_token_is_clamped_before_it_is_summed() -> None:
     assert sequence.tolist()[0] == pytest.approx([math.exp(15)] * 2, rel=1e-5)
 
 
-def test_a_long_run_of_large_ratios_stays_finite() -> None:
+def test_a_long_run_of_large_ratios_stays_finite():
     old, rollout, mask = torch.zeros(1, 100), torch.full((1, 100), -30.0), torch.ones(1, 100)
     correction = correct(old, rollout, mask, CorrectionConfig(level="sequence", action="none"))
     assert correction.weights.isfinite().all()
     assert math.isfinite(correction.metrics["ess"])
 
 
-def test_an_unknown_logprob_counts_as_on_policy() -> None:
+def test_an_unknown_logprob_counts_as_on_policy():
     assert weights([[NAN, 4.0]], clip_max=2.0) == [[1.0, 2.0]]
     assert weights([[NAN, 4.0]], level="sequence", action="none") == [[4.0, 4.0]]
     assert weights([[NAN, 4.0]], level="geometric", action="none") == [[2.0, 2.0]]
@@ -114,7 +113,7 @@ STATISTICS = {
 
 
 @pytest.mark.parametrize(("estimator", "aggregate"), STATISTICS)
-def test_rejection_compares_the_statistic_with_both_bounds(estimator: str, aggregate: str) -> None:
+def test_rejection_compares_the_statistic_with_both_bounds(estimator, aggregate):
     values = STATISTICS[estimator, aggregate]
     rollout = torch.full((2, 3), -2.0)
     old = rollout + torch.tensor([[0.5, -0.3, 9.0], [0.1, 0.2, 9.0]])
@@ -136,13 +135,13 @@ def test_rejection_compares_the_statistic_with_both_bounds(estimator: str, aggre
         assert keeps(low=value * 1.001) == [v > value for v in values]
 
 
-def test_one_catastrophic_token_vetoes_its_sequence_only() -> None:
+def test_one_catastrophic_token_vetoes_its_sequence_only():
     ratios = [[1.0, 0.9e-4, 2.0], [1.0, 1.1e-4, 0]]
     assert kept(ratios, veto=1e-4) == [[0, 0, 0], [1, 1, 0]]
     assert kept(ratios) == [[1, 1, 1], [1, 1, 0]]
 
 
-def test_rejection_and_veto_add_up_and_leave_the_weights_alone() -> None:
+def test_rejection_and_veto_add_up_and_leave_the_weights_alone():
     ratios = [[1.0, 1e-6], [1.0, 3.0]]
     config = {"veto": 1e-4, "rejection": Rejection("k1", "token", high=2.0)}
     assert kept(ratios, **config) == [[0, 0], [1, 0]]
@@ -153,7 +152,7 @@ def test_rejection_and_veto_add_up_and_leave_the_weights_alone() -> None:
 OFF_POLICY = [[0.5, 0.5], [0.5, 0.5], [0.5, 1.0], [0.5, 0.0]]
 
 
-def test_the_off_policy_mask_drops_sequences_the_policy_has_left_behind_if_their_advantage_is_negative() -> None:
+def test_the_off_policy_mask_drops_sequences_the_policy_has_left_behind_if_their_advantage_is_negative():
     config = CorrectionConfig(off_policy_mask_threshold=0.5)
     advantages = torch.tensor([-1.0, 0.0, -1.0, -0.1])
     correction = correct(*logprobs_of(OFF_POLICY), config, advantages=advantages)
@@ -165,14 +164,14 @@ def test_the_off_policy_mask_drops_sequences_the_policy_has_left_behind_if_their
     assert correct(*logprobs_of([[0.25, NAN]]), exact, advantages=torch.tensor([-1.0])).mask.int().tolist() == [[1, 1]]
 
 
-def test_the_off_policy_mask_judges_the_current_policy_and_not_the_old_one() -> None:
+def test_the_off_policy_mask_judges_the_current_policy_and_not_the_old_one():
     old, rollout, mask = logprobs_of([[0.5, 0.5]])
     config = CorrectionConfig(off_policy_mask_threshold=0.5)
     correction = correct(old, rollout, mask, config, advantages=torch.tensor([-1.0]), logprobs=rollout)
     assert correction.mask.all()
 
 
-def test_the_dppo_mask_drops_tokens_that_have_moved_far_in_the_direction_they_are_pushed() -> None:
+def test_the_dppo_mask_drops_tokens_that_have_moved_far_in_the_direction_they_are_pushed():
     rollout = torch.tensor([[0.5, 0.5, 0.5, 0.5, NAN]]).log().repeat(2, 1)
     current = torch.tensor([[0.69, 0.71, 0.31, 0.29, 0.9]]).log().repeat(2, 1)
     config = CorrectionConfig(dppo_mask_low=0.2, dppo_mask_high=0.2)
@@ -183,12 +182,12 @@ def test_the_dppo_mask_drops_tokens_that_have_moved_far_in_the_direction_they_ar
     assert zero.mask.int().tolist() == [[1, 1, 1, 0, 1]] * 2
 
 
-def test_masks_that_judge_by_the_advantage_ask_for_it() -> None:
+def test_masks_that_judge_by_the_advantage_ask_for_it():
     with pytest.raises(ValueError, match=r"need advantages of shape \(1,\) or \(1, 2\), not None"):
         correct(*logprobs_of([[1.0, 1.0]]), CorrectionConfig(dppo_mask_high=0.2))
 
 
-def test_moments_of_parts_give_the_metrics_of_the_whole() -> None:
+def test_moments_of_parts_give_the_metrics_of_the_whole():
     config = CorrectionConfig(veto=0.1, off_policy_mask_threshold=0.5)
     batch, advantages = logprobs_of(OFF_POLICY), torch.tensor([-1.0, 0.0, -1.0, -0.1])
     parts = [
@@ -201,7 +200,7 @@ def test_moments_of_parts_give_the_metrics_of_the_whole() -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("aggregate", ["token", "sum", "mean", "max"])
-def test_a_rejection_does_not_hide_a_nan_of_the_model(estimator: str, aggregate: str) -> None:
+def test_a_rejection_does_not_hide_a_nan_of_the_model(estimator, aggregate):
     old, rollout, mask = logprobs_of([[1.0, 1.0, 50.0], [1.0, 50.0, 1.0]])
     old[0, 0] = NAN
     rejection = Rejection(estimator, aggregate, low=0.0, high=2.0)  # type: ignore[arg-type]
@@ -211,7 +210,7 @@ def test_a_rejection_does_not_hide_a_nan_of_the_model(estimator: str, aggregate:
     assert correction.weights[0, 0].isnan()
 
 
-def test_weights_that_all_vanish_are_not_blown_up_by_normalising() -> None:
+def test_weights_that_all_vanish_are_not_blown_up_by_normalising():
     # Two sequences of 3 tokens with l = -7 and -8: weights e^-21 and e^-24, mean 4e-10.
     old, rollout, mask = torch.tensor([[-9.0] * 3, [-10.0] * 3]), torch.full((2, 3), -2.0), torch.ones(2, 3)
     config = CorrectionConfig(level="sequence", batch_normalize=True)
@@ -221,18 +220,18 @@ def test_weights_that_all_vanish_are_not_blown_up_by_normalising() -> None:
     assert near == pytest.approx([2 * math.exp(-20.7), 2.0], rel=1e-4)
 
 
-def test_the_mask_keeps_its_dtype() -> None:
+def test_the_mask_keeps_its_dtype():
     old, rollout, mask = logprobs_of([[1.0, 0]])
     for dtype in (torch.bool, torch.int64, torch.float32):
         assert correct(old, rollout, mask.to(dtype)).mask.dtype == dtype
 
 
-def test_no_gradient_flows_through_the_correction() -> None:
+def test_no_gradient_flows_through_the_correction():
     old, rollout, mask = logprobs_of([[0.5, 1.0]])
     assert not correct(old.requires_grad_(), rollout, mask).weights.requires_grad
 
 
-def test_token_metrics_follow_their_formulas() -> None:
+def test_token_metrics_follow_their_formulas():
     config = CorrectionConfig(clip_max=2.0, rejection=Rejection("k1", "token", high=3.0))
     metrics = correct(*logprobs_of([[0.5, 1.0, 4.0], [2.0, NAN, 0]]), config).metrics
     assert metrics == pytest.approx(
@@ -265,7 +264,7 @@ def test_token_metrics_follow_their_formulas() -> None:
     )
 
 
-def test_sequence_metrics_count_sequences_whatever_their_length() -> None:
+def test_sequence_metrics_count_sequences_whatever_their_length():
     config = CorrectionConfig(level="sequence", action="mask", clip_min=0.4, clip_max=3.0, veto=0.6)
     metrics = correct(*logprobs_of([[2.0, 2.0, 1.0], [0.5, 0, 0], [0.25, 0, 0], [NAN, NAN, 0]]), config).metrics
     # ρ = 4, 0.5, 0.25; weights 0, 0.5, 0. The last sequence is unknown as a whole.
@@ -283,14 +282,14 @@ def test_sequence_metrics_count_sequences_whatever_their_length() -> None:
     assert metrics["nan_fraction"] == pytest.approx(2 / 7)
 
 
-def test_a_token_mask_loses_a_sequence_only_when_all_its_tokens_go() -> None:
+def test_a_token_mask_loses_a_sequence_only_when_all_its_tokens_go():
     config = CorrectionConfig(action="mask", clip_max=2.0)
     metrics = correct(*logprobs_of([[3.0, 3.0], [1.0, 3.0]]), config).metrics
     assert metrics["masked_token_fraction"] == 0.75
     assert metrics["masked_sequence_fraction"] == 0.5
 
 
-def test_differences_are_reported_as_they_are_and_not_clamped() -> None:
+def test_differences_are_reported_as_they_are_and_not_clamped():
     metrics = correct(torch.tensor([[-1.0]]), torch.tensor([[-31.0]]), torch.ones(1, 1)).metrics
     assert metrics["kl"] == -30.0
     assert metrics["logprob_diff_max"] == 30.0
@@ -300,9 +299,7 @@ def test_differences_are_reported_as_they_are_and_not_clamped() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("aggregate", ["token", "sum", "mean", "max"])
 @pytest.mark.parametrize("shape", [(0, 0), (0, 3), (2, 0), (2, 3)])
-def test_a_batch_without_tokens_gives_zero_weights_and_no_numbers(
-    level: str, aggregate: str, shape: tuple[int, int]
-) -> None:
+def test_a_batch_without_tokens_gives_zero_weights_and_no_numbers(level, aggregate, shape):
     empty, rejection = torch.zeros(shape), Rejection("k1", aggregate, high=2.0)  # type: ignore[arg-type]
     config = CorrectionConfig(level=level, batch_normalize=True, rejection=rejection)  # type: ignore[arg-type]
     correction = correct(empty, empty, empty, config)
@@ -337,12 +334,12 @@ def test_a_batch_without_tokens_gives_zero_weights_and_no_numbers(
         (Rejection, {"low": 2.0, "high": 1.0}, "must not exceed"),
     ],
 )
-def test_a_bad_configuration_is_refused_with_its_value(kind: Any, fields: dict[str, Any], message: str) -> None:
+def test_a_bad_configuration_is_refused_with_its_value(kind, fields, message):
     with pytest.raises(ValueError, match=message):
         kind(**fields)
 
 
-def test_shapes_that_differ_are_refused() -> None:
+def test_shapes_that_differ_are_refused():
     with pytest.raises(ValueError, match=r"\(2, 3\).*\(2, 2\)"):
         correct(torch.zeros(2, 3), torch.zeros(2, 2), torch.ones(2, 3))
 
@@ -386,9 +383,7 @@ def same(a: object, b: object) -> bool:
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), configs)
-def test_weights_stay_in_bounds_and_inside_the_mask(
-    batch: tuple[Tensor, Tensor, Tensor], config: CorrectionConfig
-) -> None:
+def test_weights_stay_in_bounds_and_inside_the_mask(batch, config):
     old, rollout, mask = batch
     correction = correct(old, rollout, mask, config)
     assert correction.weights.shape == correction.mask.shape == mask.shape
@@ -403,7 +398,7 @@ def test_weights_stay_in_bounds_and_inside_the_mask(
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), configs)
-def test_padding_never_matters(batch: tuple[Tensor, Tensor, Tensor], config: CorrectionConfig) -> None:
+def test_padding_never_matters(batch, config):
     old, rollout, mask = batch
     T = mask.shape[1]
     correction = correct(old, rollout, mask, config)
@@ -421,9 +416,7 @@ def test_padding_never_matters(batch: tuple[Tensor, Tensor, Tensor], config: Cor
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), configs)
-def test_unknown_tokens_count_nowhere_but_in_nan_fraction(
-    batch: tuple[Tensor, Tensor, Tensor], config: CorrectionConfig
-) -> None:
+def test_unknown_tokens_count_nowhere_but_in_nan_fraction(batch, config):
     old, rollout, mask = batch
     before = correct(old, rollout, mask, config).metrics
     unknown = torch.full_like(old[:1], NAN)
@@ -442,9 +435,7 @@ def test_unknown_tokens_count_nowhere_but_in_nan_fraction(
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), configs)
-def test_float64_gives_what_float32_gives_to_its_last_digits(
-    batch: tuple[Tensor, Tensor, Tensor], config: CorrectionConfig
-) -> None:
+def test_float64_gives_what_float32_gives_to_its_last_digits(batch, config):
     old, rollout, mask = batch
     correction = correct(old, rollout, mask, config)
     doubled = correct(old.double(), rollout.double(), mask, config)
@@ -457,7 +448,7 @@ def test_float64_gives_what_float32_gives_to_its_last_digits(
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), configs)
-def test_on_policy_data_is_left_as_it_is(batch: tuple[Tensor, Tensor, Tensor], config: CorrectionConfig) -> None:
+def test_on_policy_data_is_left_as_it_is(batch, config):
     old, rollout, mask = batch
     correction = correct(old, torch.where(rollout.isnan(), NAN, old), mask, config)
     assert torch.equal(correction.weights, mask.float())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ FULL = Path("/dev/full")
     ],
     ids=["lines", "text", "tensors"],
 )
-def test_a_full_disk_is_named_by_the_file_and_its_free_space(tmp_path: Path, write: Callable[[Path], object]) -> None:
+def test_a_full_disk_is_named_by_the_file_and_its_free_space(tmp_path, write):
     (tmp_path / "file").symlink_to(FULL)
     with (
         pytest.raises(OSError, match=rf"{tmp_path}/file cannot be written \(\d+ MiB are free there\): .*"),
@@ -36,7 +35,7 @@ def test_a_full_disk_is_named_by_the_file_and_its_free_space(tmp_path: Path, wri
         write(tmp_path / "file")
 
 
-def test_an_error_that_says_where_stays_as_it_is(tmp_path: Path) -> None:
+def test_an_error_that_says_where_stays_as_it_is(tmp_path):
     with pytest.raises(FileNotFoundError) as caught, writing(tmp_path):
         (tmp_path / "none/file").write_text("")
     assert caught.value.filename == str(tmp_path / "none/file")
@@ -55,7 +54,7 @@ class FillingTokenizer:
             (folder / "probe.json").symlink_to(FULL)
 
 
-def test_a_run_on_a_full_disk_says_which_version_it_could_not_write(tmp_path: Path) -> None:
+def test_a_run_on_a_full_disk_says_which_version_it_could_not_write(tmp_path):
     trainer = make_trainer(FakeClient(make_batches(2)), tmp_path, max_steps=2, groups_per_step=3)
     trainer.tokenizer = FillingTokenizer()
     words = r"a version could not be published: OSError: .*step-1 cannot be written .*No space left on device"
@@ -63,7 +62,7 @@ def test_a_run_on_a_full_disk_says_which_version_it_could_not_write(tmp_path: Pa
         trainer.train()
 
 
-def test_without_torch_the_import_says_what_to_install() -> None:
+def test_without_torch_the_import_says_what_to_install():
     code = "import sys; sys.modules['torch'] = None; from replay_trainer import GRPOTrainer"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 1

@@ -47,7 +47,7 @@ def logprobs_of(model: Any, groups: Sequence[RolloutGroup]) -> torch.Tensor:
         return LogprobModel(model)(batch)[0][batch.mask_BT]
 
 
-def test_training_raises_the_reward(tmp_path: Path) -> None:
+def test_training_raises_the_reward(tmp_path):
     model = make_model()
     client = OnlineClient(model, prompts=[[4, 5], [6], [8, 3, 3], [9, 9]], group_size=8)
     trainer = make_trainer(client, tmp_path, model=model, max_steps=25, groups_per_step=8, learning_rate=1e-2)
@@ -77,7 +77,7 @@ UPDATES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", UPDATES.values(), ids=UPDATES)
-def test_micro_batches_make_no_difference(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_micro_batches_make_no_difference(tmp_path, options):
     trained = []
     for size in (1, 20, 1000):
         trainer = make_trainer(
@@ -104,7 +104,7 @@ def test_micro_batches_make_no_difference(tmp_path: Path, options: dict[str, Any
     )
 
 
-def test_the_old_policy_is_the_one_before_the_first_update_of_the_step(tmp_path: Path) -> None:
+def test_the_old_policy_is_the_one_before_the_first_update_of_the_step(tmp_path):
     model = make_model()
     group = make_group(rewards=[1.0, 0.0], completions=[[5, 6], [7]])
     group.rollout_logprobs[:] = logprobs_of(model, [group]).numpy() - math.log(1.5)
@@ -116,7 +116,7 @@ def test_the_old_policy_is_the_one_before_the_first_update_of_the_step(tmp_path:
     assert metrics["train/approx_kl"] > 1e-4  # of the last iteration: two updates away from the old policy
 
 
-def test_a_replaced_group_is_corrected_by_its_own_samplers_logprobs(tmp_path: Path) -> None:
+def test_a_replaced_group_is_corrected_by_its_own_samplers_logprobs(tmp_path):
     model = make_model()
     stored = make_group(rewards=[0.0, 1.0, 1.0], prompt=[9, 8, 7], completions=[[5], [6, 7], [8, 9, 10, 11]])
     stored.rollout_logprobs[:] = logprobs_of(model, [stored]).numpy() - math.log(4.0)
@@ -133,7 +133,7 @@ def test_a_replaced_group_is_corrected_by_its_own_samplers_logprobs(tmp_path: Pa
     assert metrics["train/zero_variance_fraction"] == 0.0
 
 
-def test_the_update_is_weighted_and_rejected_as_configured(tmp_path: Path) -> None:
+def test_the_update_is_weighted_and_rejected_as_configured(tmp_path):
     group = make_group(rewards=[1.0, 0.0])
     group.rollout_logprobs[:] = logprobs_of(make_model(), [group]).numpy() - math.log(4.0)
 
@@ -154,7 +154,7 @@ def test_the_update_is_weighted_and_rejected_as_configured(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("on_empty", ["keep", "drop"])
-def test_a_step_without_any_variance_is_done_and_changes_nothing(tmp_path: Path, on_empty: str) -> None:
+def test_a_step_without_any_variance_is_done_and_changes_nothing(tmp_path, on_empty):
     client = FakeClient([[make_sample(make_group(rewards=ALL_WRONG))]])
     trainer = make_trainer(client, tmp_path, max_steps=1, on_empty=on_empty)
     trainer.train()
@@ -167,20 +167,20 @@ def test_a_step_without_any_variance_is_done_and_changes_nothing(tmp_path: Path,
     assert metrics["replay/age_mean"] is None  # nothing to take the mean of
 
 
-def test_saving_weights_draws_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_saving_weights_draws_no_progress_bar(tmp_path, capfd):
     make_trainer(FakeClient(make_batches(1)), tmp_path, max_steps=1).train()
     make_trainer(FakeClient(make_batches(1)), tmp_path, max_steps=1, resume=True).train()
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_reference_of_the_kl_is_the_model_as_it_was_handed_over(tmp_path: Path) -> None:
+def test_the_reference_of_the_kl_is_the_model_as_it_was_handed_over(tmp_path):
     make_trainer(FakeClient(make_batches(2)), tmp_path, max_steps=2, beta=0.5, learning_rate=1e-2).train()
     first, second = lines_of(tmp_path)
     assert first["train/kl"] == pytest.approx(0.0, abs=1e-6)
     assert second["train/kl"] > 1e-4
 
 
-def test_every_version_is_published_before_the_next_step(tmp_path: Path) -> None:
+def test_every_version_is_published_before_the_next_step(tmp_path):
     client = FakeClient(make_batches(4))
     seen = []
 
@@ -211,9 +211,7 @@ KILLED: dict[str, tuple[int, dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize(("step", "options", "server"), KILLED.values(), ids=KILLED)
-def test_a_killed_run_resumes_without_repeating_or_skipping_a_step(
-    tmp_path: Path, step: int, options: dict[str, Any], server: int
-) -> None:
+def test_a_killed_run_resumes_without_repeating_or_skipping_a_step(tmp_path, step, options, server):
     steps, killed = options["max_steps"], tmp_path / "killed"
     batches, (stored,) = make_batches(steps + 1), make_batches(1, seed=9, groups=9)
     pool = [make_sample(sample.group, key=1000 + index) for index, sample in enumerate(stored)]
@@ -244,7 +242,7 @@ def test_a_killed_run_resumes_without_repeating_or_skipping_a_step(
     assert client.version == steps
 
 
-def test_the_servers_checkpoint_is_remembered_with_the_state_it_belongs_to(tmp_path: Path) -> None:
+def test_the_servers_checkpoint_is_remembered_with_the_state_it_belongs_to(tmp_path):
     client = FakeClient(make_batches(4))
     trainer = make_trainer(client, tmp_path, max_steps=4, save_every=2, checkpoint_server=True)
     trainer.train()
@@ -258,9 +256,7 @@ def test_the_servers_checkpoint_is_remembered_with_the_state_it_belongs_to(tmp_p
 @pytest.mark.parametrize(
     ("lost", "whole_file"), [("trainer.pt", False), ("model.safetensors", True), ("config.json", False)]
 )
-def test_a_damaged_state_is_passed_over_with_a_warning_and_done_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, lost: str, whole_file: bool
-) -> None:
+def test_a_damaged_state_is_passed_over_with_a_warning_and_done_again(tmp_path, caplog, lost, whole_file):
     client = FakeClient(make_batches(3))
     make_trainer(client, tmp_path, max_steps=2).train()
     file = tmp_path / "step-2" / lost
@@ -273,7 +269,7 @@ def test_a_damaged_state_is_passed_over_with_a_warning_and_done_again(
     AutoModelForCausalLM.from_pretrained(tmp_path / "step-2")
 
 
-def test_a_state_that_was_moved_away_leaves_the_one_before_to_resume_from(tmp_path: Path) -> None:
+def test_a_state_that_was_moved_away_leaves_the_one_before_to_resume_from(tmp_path):
     client = FakeClient(make_batches(3))
     make_trainer(client, tmp_path / "run", max_steps=2).train()
     (tmp_path / "run/step-2/manifest.json").write_text('{"version": 2, "fi')
@@ -284,7 +280,7 @@ def test_a_state_that_was_moved_away_leaves_the_one_before_to_resume_from(tmp_pa
     assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 2, 3]
 
 
-def test_resuming_a_finished_run_announces_its_weights_again(tmp_path: Path) -> None:
+def test_resuming_a_finished_run_announces_its_weights_again(tmp_path):
     make_trainer(FakeClient(make_batches(2)), tmp_path, max_steps=2).train()
     restarted = FakeClient(make_batches(2))
     make_trainer(restarted, tmp_path, max_steps=2, resume=True).train()
@@ -292,7 +288,7 @@ def test_resuming_a_finished_run_announces_its_weights_again(tmp_path: Path) -> 
     assert len(lines_of(tmp_path)) == 2
 
 
-def test_a_fresh_start_refuses_the_folder_of_another_run(tmp_path: Path) -> None:
+def test_a_fresh_start_refuses_the_folder_of_another_run(tmp_path):
     make_trainer(FakeClient(make_batches(2)), tmp_path, max_steps=1).train()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(FileExistsError, match=r"holds step-1 of an earlier run: set resume=True"):
@@ -300,7 +296,7 @@ def test_a_fresh_start_refuses_the_folder_of_another_run(tmp_path: Path) -> None
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_fresh_start_refuses_a_server_that_is_ahead(tmp_path: Path) -> None:
+def test_a_fresh_start_refuses_a_server_that_is_ahead(tmp_path):
     client = FakeClient(make_batches(2), version=7)
     with pytest.raises(
         RuntimeError,
@@ -311,7 +307,7 @@ def test_a_fresh_start_refuses_a_server_that_is_ahead(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_run_on_the_same_server_is_refused_from_its_first_version_on(tmp_path: Path) -> None:
+def test_a_second_run_on_the_same_server_is_refused_from_its_first_version_on(tmp_path):
     client = FakeClient(make_batches(2))
     client.set_policy_version(0, str(tmp_path / "first" / "step-0"))
     with pytest.raises(RuntimeError, match=r"version 0 of the run in .*first, .*replay policy set 0 --rollback"):
@@ -344,7 +340,7 @@ def test_a_second_run_on_the_same_server_is_refused_from_its_first_version_on(tm
         ({"loss_type": "cispo"}, "needs epsilon_high"),
     ],
 )
-def test_a_bad_configuration_is_refused(options: dict[str, Any], message: str) -> None:
+def test_a_bad_configuration_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         GRPOConfig(output_dir="unused", **options)
 
@@ -357,7 +353,7 @@ def mixed_batches(count: int) -> list[list[Sample]]:
     return make_batches(count, zero_variance=2)
 
 
-def test_one_field_chooses_between_replacing_keeping_and_drawing_more(tmp_path: Path) -> None:
+def test_one_field_chooses_between_replacing_keeping_and_drawing_more(tmp_path):
     pool = [make_sample(make_group(rewards=[0.0, 1.0]), key=500 + i) for i in range(9)]
     trained = {}
     for rule in ("replace", "none", "dynamic"):
@@ -379,9 +375,7 @@ def test_one_field_chooses_between_replacing_keeping_and_drawing_more(tmp_path: 
     ("rule", "admitted", "remedy"),
     [("replace", 2, "to 3$"), ("dynamic", 3, r"to 3 divided by the share .*; 30 is always enough")],
 )
-def test_a_server_that_admits_less_than_a_step_takes_is_refused(
-    tmp_path: Path, rule: str, admitted: int, remedy: str
-) -> None:
+def test_a_server_that_admits_less_than_a_step_takes_is_refused(tmp_path, rule, admitted, remedy):
     client = FakeClient(mixed_batches(1))
     options: dict[str, Any] = {"max_steps": 1, "groups_per_step": 3, "zero_variance": rule}
     client.admitted = admitted
@@ -392,7 +386,7 @@ def test_a_server_that_admits_less_than_a_step_takes_is_refused(
     make_trainer(client, tmp_path, **options).train()
 
 
-def test_a_share_of_each_step_comes_from_the_pool(tmp_path: Path) -> None:
+def test_a_share_of_each_step_comes_from_the_pool(tmp_path):
     pool = [make_sample(make_group(rewards=[0.0, 1.0]), key=500 + i, age=2.0) for i in range(9)]
     options = {"max_steps": 3, "groups_per_step": 6, "replay_share": 0.5, "replay_start_step": 1}
     client = FakeClient(mixed_batches(4), pool)
@@ -410,7 +404,7 @@ def test_a_share_of_each_step_comes_from_the_pool(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("share", "fresh"), [(0.25, 3), (0.5, 2), (0.9, 1), (0.0, 4)])
-def test_the_server_must_admit_the_fresh_groups_of_a_step(tmp_path: Path, share: float, fresh: int) -> None:
+def test_the_server_must_admit_the_fresh_groups_of_a_step(tmp_path, share, fresh):
     config = GRPOConfig(output_dir=tmp_path, groups_per_step=4 if share < 0.9 else 10, replay_share=share)
     assert config.fresh_groups_per_step == fresh
     config.check_admission(fresh)
@@ -418,7 +412,7 @@ def test_the_server_must_admit_the_fresh_groups_of_a_step(tmp_path: Path, share:
         config.check_admission(fresh - 1)
 
 
-def test_groups_of_the_pool_that_drifted_too_far_are_left_out(tmp_path: Path) -> None:
+def test_groups_of_the_pool_that_drifted_too_far_are_left_out(tmp_path):
     model, stored = make_model(), [make_group(rewards=[0.0, 1.0], completions=[[5, 6], [7]]) for _ in range(3)]
     drifts = [0.1, -0.6, 0.2]  # log(π/b) of every token
     for group, drift in zip(stored, drifts, strict=True):
@@ -439,7 +433,7 @@ def test_groups_of_the_pool_that_drifted_too_far_are_left_out(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_rewards_are_scaled_as_told(tmp_path: Path, scale: str) -> None:
+def test_rewards_are_scaled_as_told(tmp_path, scale):
     rewards = [[1.0, 0.0], [3.0, 0.0, 0.0]]
     samples = [make_sample(make_group(rewards=each), key=i) for i, each in enumerate(rewards)]
     for sample in samples:
@@ -458,9 +452,7 @@ def test_rewards_are_scaled_as_told(tmp_path: Path, scale: str) -> None:
 
 @pytest.mark.parametrize("rule", ["replace", "dynamic", "none"])
 @pytest.mark.parametrize(("scale", "without"), [(None, 0.0), ("group", 1.0)], ids=["as they are", "computed anew"])
-def test_groups_of_one_are_judged_by_the_advantages_that_are_trained_on(
-    tmp_path: Path, rule: str, scale: str | None, without: float
-) -> None:
+def test_groups_of_one_are_judged_by_the_advantages_that_are_trained_on(tmp_path, rule, scale, without):
     batch = [make_sample(make_group(rewards=[1.0], completions=[[5, 6]]), key=key) for key in range(3)]
     for sample in batch:
         sample.group.advantages = np.ones(1, np.float32)
@@ -474,7 +466,7 @@ def test_groups_of_one_are_judged_by_the_advantages_that_are_trained_on(
     assert (line["train/grad_norm"] > 0) == (without == 0 or rule == "replace")
 
 
-def test_priorities_follow_what_the_correction_trusts(tmp_path: Path) -> None:
+def test_priorities_follow_what_the_correction_trusts(tmp_path):
     group = make_group(rewards=[1.0, 0.0])
     group.rollout_logprobs[:] = logprobs_of(make_model(), [group]).numpy() + math.log(4.0)  # a ratio of 1/4
     sample = make_sample(group, key=5)
@@ -484,7 +476,7 @@ def test_priorities_follow_what_the_correction_trusts(tmp_path: Path) -> None:
     assert lines_of(tmp_path)[0]["replay/priorities_updated"] == 1
 
 
-def test_truncated_completions_may_be_left_out(tmp_path: Path) -> None:
+def test_truncated_completions_may_be_left_out(tmp_path):
     group = make_group(rewards=[1.0, 0.0], completions=[[5, 6, 7], [8]], finish_reasons=("length", "stop"))
     make_trainer(FakeClient([[make_sample(group)]]), tmp_path, max_steps=1, mask_truncated_completions=True).train()
     (metrics,) = lines_of(tmp_path)
@@ -493,7 +485,7 @@ def test_truncated_completions_may_be_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
-def test_autocast_trains_almost_what_float32_trains(tmp_path: Path, loss_type: str) -> None:
+def test_autocast_trains_almost_what_float32_trains(tmp_path, loss_type):
     changes = []
     for bf16 in (False, True):
         options = {"max_steps": 1, "max_grad_norm": math.inf, "learning_rate": 1.0, "loss_type": loss_type}
@@ -507,7 +499,7 @@ def test_autocast_trains_almost_what_float32_trains(tmp_path: Path, loss_type: s
     assert not torch.equal(changes[0], changes[1])
 
 
-def test_the_learning_rate_warms_up_and_decays_as_a_function_of_the_step(tmp_path: Path) -> None:
+def test_the_learning_rate_warms_up_and_decays_as_a_function_of_the_step(tmp_path):
     def rates(kind: str) -> list[float]:
         config = GRPOConfig(
             output_dir="unused",
@@ -529,7 +521,7 @@ def test_the_learning_rate_warms_up_and_decays_as_a_function_of_the_step(tmp_pat
 # ----------------------------------------------------------------------------------------------------------- reports
 
 
-def test_an_evaluation_is_part_of_the_metrics_of_its_steps(tmp_path: Path) -> None:
+def test_an_evaluation_is_part_of_the_metrics_of_its_steps(tmp_path):
     seen = []
 
     def evaluate(trainer: GRPOTrainer) -> dict[str, float]:
@@ -541,7 +533,7 @@ def test_an_evaluation_is_part_of_the_metrics_of_its_steps(tmp_path: Path) -> No
     assert not torch.equal(seen[0], seen[1])
 
 
-def test_held_out_groups_of_a_table_evaluate_the_policy(tmp_path: Path) -> None:
+def test_held_out_groups_of_a_table_evaluate_the_policy(tmp_path):
     held_out = [make_sample(make_group(rewards=[1.0, 0.0, 1.0]), key=9, staleness=2)]
     evaluation = TableEvaluation(FakeClient(pool=held_out), table="eval")  # type: ignore[arg-type]
     make_trainer(FakeClient(make_batches(1)), tmp_path, max_steps=1, eval_every=1, evaluate=evaluation).train()
@@ -553,7 +545,7 @@ def test_held_out_groups_of_a_table_evaluate_the_policy(tmp_path: Path) -> None:
     assert (lines_of(tmp_path / "n")[0]["eval/groups"], lines_of(tmp_path / "n")[0]["eval/reward_mean"]) == (0, None)
 
 
-def test_completions_are_written_and_shown_with_their_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_completions_are_written_and_shown_with_their_source(tmp_path, capfd):
     stored = make_sample(make_group(rewards=[0.0, 1.0], prompt=[9, 8]), key=2, age=7.0, staleness=3)
     fresh = [
         make_sample(make_group(rewards=ALL_WRONG), key=1),
@@ -570,7 +562,7 @@ def test_completions_are_written_and_shown_with_their_source(tmp_path: Path, cap
     assert "step 1: fresh reward 0.200, replaced 1, loss" in shown
 
 
-def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+def test_tensorboard_gets_every_number(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -582,20 +574,20 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     assert finite <= set(events.Tags()["scalars"])
 
 
-def test_a_reporter_that_is_not_installed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reporter_that_is_not_installed_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="report_to names wandb, which is not installed: pip install wandb"):
         make_trainer(FakeClient(make_batches(1)), tmp_path, report_to=("wandb",))
 
 
-def test_every_metric_is_documented(tmp_path: Path) -> None:
+def test_every_metric_is_documented(tmp_path):
     options = {"eval_every": 1, "beta": 0.1, "update_priorities": True}
     make_trainer(FakeClient(make_batches(1)), tmp_path, max_steps=1, evaluate=lambda _: {}, **options).train()
     page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
     assert [name for name in lines_of(tmp_path)[0] if f"`{name}`" not in page] == []
 
 
-def test_a_configuration_file_names_presets_and_nests_tables(tmp_path: Path) -> None:
+def test_a_configuration_file_names_presets_and_nests_tables(tmp_path):
     assert GRPOConfig(output_dir=tmp_path, correction="icepop").correction == PRESETS["icepop"]()
     rejection = [{"estimator": "k1", "high": 2.0}, {"estimator": "k3", "aggregate": "mean", "high": 0.1}]
     config = GRPOConfig(output_dir=tmp_path, correction={"level": "sequence", "rejection": rejection})
@@ -620,12 +612,12 @@ def publish(model: Any, directory: Path, version: int, keep: int = 2, **options:
     return publish_weights(model, None, directory, version, keep, {"token_ids": [], "logprobs": []}, **options)
 
 
-def test_the_probe_is_what_the_saved_weights_say(tmp_path: Path) -> None:
+def test_the_probe_is_what_the_saved_weights_say(tmp_path):
     make_trainer(FakeClient(make_batches(1)), tmp_path, model=make_model(seed=3), max_steps=1).train()
     assert probe_difference(AutoModelForCausalLM.from_pretrained(tmp_path / "step-1"), tmp_path / "step-1") < 1e-5
 
 
-def test_the_probe_asks_all_versions_the_same_and_no_special_token() -> None:
+def test_the_probe_asks_all_versions_the_same_and_no_special_token():
     class Tokenizer:
         all_special_ids = (0, 3, 9)
 
@@ -637,7 +629,7 @@ def test_the_probe_asks_all_versions_the_same_and_no_special_token() -> None:
     assert set(first) <= set(range(12)) - {0, 3, 9}
 
 
-def test_only_files_of_ours_are_removed(tmp_path: Path) -> None:
+def test_only_files_of_ours_are_removed(tmp_path):
     model = make_model()
     (tmp_path / "step-1000").mkdir()  # not ours: no manifest
     (tmp_path / "step-1000/precious").write_text("x")
@@ -650,7 +642,7 @@ def test_only_files_of_ours_are_removed(tmp_path: Path) -> None:
     assert (tmp_path / "step-1000/precious").exists()
 
 
-def test_an_existing_version_is_not_written_over(tmp_path: Path) -> None:
+def test_an_existing_version_is_not_written_over(tmp_path):
     publish(make_model(), tmp_path, 4)
     with pytest.raises(FileExistsError, match="step-4 exists"):
         publish(make_model(), tmp_path, 4)

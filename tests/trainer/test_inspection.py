@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,7 +75,7 @@ BAD: dict[str, tuple[Sample, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_trained_on_has_a_reason(name: str) -> None:
+def test_what_cannot_be_trained_on_has_a_reason(name):
     sample, words = BAD[name]
     assert words in why_unusable(sample, MODEL)
 
@@ -96,20 +95,20 @@ LONG = make_group(rewards=[1.0, 0.0], prompt=[3] * 60, completions=[[5], [6] * 5
     ],
     ids=["beyond the positions", "a table with two more rows", "at the last position", "no table", "above", "at most"],
 )
-def test_a_group_is_as_long_as_the_model_and_the_configuration_let_it(model: Any, most: int | None, words: str) -> None:
+def test_a_group_is_as_long_as_the_model_and_the_configuration_let_it(model, most, words):
     reason = why_unusable(make_sample(LONG), ModelLimits.of(model, most))
     assert words in reason
     assert bool(words) == bool(reason)
 
 
-def test_groups_that_are_too_long_leave_the_step(tmp_path: Path) -> None:
+def test_groups_that_are_too_long_leave_the_step(tmp_path):
     batches = make_batches(2)
     batches[1][1] = make_sample(LONG, key=77)
     make_trainer(FakeClient(batches), tmp_path, max_steps=2, max_group_tokens=40, groups_per_step=3).train()
     assert [line["train/groups_skipped"] for line in lines_of(tmp_path)] == [0, 1]
 
 
-def test_extras_that_are_inputs_of_the_model_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_extras_that_are_inputs_of_the_model_are_named_once(tmp_path, caplog):
     class Seeing(Qwen2ForCausalLM):
         def forward(self, input_ids: Any = None, pixel_values: Any = None, **others: Any) -> Any:
             return super().forward(input_ids, **others)
@@ -124,16 +123,14 @@ def test_extras_that_are_inputs_of_the_model_are_named_once(tmp_path: Path, capl
     assert "groups have pixel_values among their extras" in said
 
 
-def test_what_can_be_trained_on_has_no_reason() -> None:
+def test_what_can_be_trained_on_has_no_reason():
     group = make_group(completions=[[5, 15], []], logprobs=[math.nan, 0.0], sampling={"temperature": 0.5})
     assert why_unusable(make_sample(group), MODEL) == ""
     assert why_unusable(make_sample(make_group(completions=[[5], [900]]))) == ""
 
 
 @pytest.mark.parametrize("name", ["a token beyond the vocabulary", "foreign bytes"])
-def test_a_bad_fresh_group_leaves_the_step_and_the_server(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
+def test_a_bad_fresh_group_leaves_the_step_and_the_server(tmp_path, caplog, name):
     batches = make_batches(3)
     batches[1][1], words = BAD[name]
     client = FakeClient(batches, pool=[batches[1][1]])  # forward_to has put it into the pool
@@ -146,7 +143,7 @@ def test_a_bad_fresh_group_leaves_the_step_and_the_server(
     assert client.pool == []
 
 
-def test_a_bad_group_of_the_pool_replaces_nothing_and_leaves_the_pool(tmp_path: Path) -> None:
+def test_a_bad_group_of_the_pool_replaces_nothing_and_leaves_the_pool(tmp_path):
     good = make_sample(make_group(rewards=[0.0, 1.0]), key=78)
     client = FakeClient(make_batches(4, zero_variance=1), pool=[foreign(), good])
     make_trainer(client, tmp_path, max_steps=2, groups_per_step=6, replay_share=0.5).train()
@@ -163,7 +160,7 @@ def test_a_bad_group_of_the_pool_replaces_nothing_and_leaves_the_pool(tmp_path: 
         assert len({group["key"] for group in (*line["trained"], *line["left_out"])}) == 4
 
 
-def test_a_group_that_joins_the_pool_late_is_not_drawn_and_deleted_then() -> None:
+def test_a_group_that_joins_the_pool_late_is_not_drawn_and_deleted_then():
     # The server forwards a fresh group when it learns that its batch arrived, which may be after the first deletion.
     client = FakeClient()
     inspector = Inspector(client, Ranks("cpu"), MODEL, "replay", 0.1)  # type: ignore[arg-type]
@@ -177,7 +174,7 @@ def test_a_group_that_joins_the_pool_late_is_not_drawn_and_deleted_then() -> Non
     assert sorted(client.deleted) == [("replay", 77), ("replay", 77), ("rollouts", 77)]
 
 
-def test_a_run_without_a_pool_puts_bad_groups_aside_too(tmp_path: Path) -> None:
+def test_a_run_without_a_pool_puts_bad_groups_aside_too(tmp_path):
     class NoPool(FakeClient):
         def delete(self, table: str, keys: Any) -> Any:
             if table == "replay":
@@ -192,7 +189,7 @@ def test_a_run_without_a_pool_puts_bad_groups_aside_too(tmp_path: Path) -> None:
     assert [line["train/groups_skipped"] for line in lines_of(tmp_path)] == [0, 1, 0]
 
 
-def test_too_many_bad_groups_stop_the_run_with_one_error_and_a_resume_goes_on(tmp_path: Path) -> None:
+def test_too_many_bad_groups_stop_the_run_with_one_error_and_a_resume_goes_on(tmp_path):
     batches = make_batches(3)
     sound, batches[1][0] = batches[1][0], foreign()
     client = FakeClient(batches)
@@ -205,7 +202,7 @@ def test_too_many_bad_groups_stop_the_run_with_one_error_and_a_resume_goes_on(tm
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
 
 
-def test_the_share_is_that_of_the_recent_groups(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_share_is_that_of_the_recent_groups(caplog):
     inspector = Inspector(FakeClient(), Ranks("cpu"), MODEL, "replay", 0.1)  # type: ignore[arg-type]
     good = make_sample(make_group())
     caplog.set_level(logging.ERROR)
@@ -222,7 +219,7 @@ def test_the_share_is_that_of_the_recent_groups(caplog: pytest.LogCaptureFixture
         step(2)
 
 
-def test_an_evaluation_leaves_out_what_does_not_decode(tmp_path: Path) -> None:
+def test_an_evaluation_leaves_out_what_does_not_decode(tmp_path):
     greedy = make_group(rewards=[1.0, 0.0], sampling={"temperature": 0})  # no step could train on it
     held_out = [foreign(), changed(rewards=[math.nan, 0.0]), make_sample(greedy, key=9)]
     evaluation = TableEvaluation(FakeClient(pool=held_out), table="eval")
@@ -230,5 +227,5 @@ def test_an_evaluation_leaves_out_what_does_not_decode(tmp_path: Path) -> None:
     assert (lines_of(tmp_path)[0]["eval/groups"], lines_of(tmp_path)[0]["eval/reward_mean"]) == (1, 0.5)
 
 
-def test_a_decoded_group_keeps_what_makes_it_bad() -> None:
+def test_a_decoded_group_keeps_what_makes_it_bad():
     assert RolloutGroup.decode(changed(prompt_ids=[-3]).payload).prompt_ids.tolist() == [-3]

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -92,13 +91,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.T
     ],
 )
 def test_a_killed_trainer_loses_no_group_and_trains_on_none_twice(
-    client: ReplayClient,
-    tmp_path: Path,
-    phase: str,
-    step: int,
-    options: dict[str, Any],
-    uninterrupted: dict[str, torch.Tensor],
-) -> None:
+    client, tmp_path, phase, step, options, uninterrupted
+):
     if "weights_dir" in options:
         options = {"weights_dir": tmp_path / "memory"}
     keys = insert(client)
@@ -114,9 +108,7 @@ def test_a_killed_trainer_loses_no_group_and_trains_on_none_twice(
 
 
 @pytest.mark.parametrize("phase", ["sampled", "written", "acknowledged"])
-def test_groups_that_a_step_leaves_for_the_next_one_are_neither_lost_nor_used_twice(
-    client: ReplayClient, tmp_path: Path, phase: str
-) -> None:
+def test_groups_that_a_step_leaves_for_the_next_one_are_neither_lost_nor_used_twice(client, tmp_path, phase):
     # Batches of three with two informative groups each: every step leaves some of them for the next one.
     keys = insert(client, 15, flat=3)
     options = {"zero_variance": "dynamic", "groups_per_step": 3, "max_steps": 3}
@@ -130,7 +122,7 @@ def test_groups_that_a_step_leaves_for_the_next_one_are_neither_lost_nor_used_tw
     assert client.sample("rollouts", 1, timeout=60.0)[0].info.key == keys[9]
 
 
-def test_a_trainer_that_is_killed_again_and_again_gets_through(client: ReplayClient, tmp_path: Path) -> None:
+def test_a_trainer_that_is_killed_again_and_again_gets_through(client, tmp_path):
     keys = insert(client)
     for step, phase in enumerate(("updated", "written", "announced", "sampled"), start=1):
         kill_in_a_process(client.address, tmp_path, phase, step, resume=True)
@@ -141,7 +133,7 @@ def test_a_trainer_that_is_killed_again_and_again_gets_through(client: ReplayCli
 
 
 @pytest.mark.parametrize("phase", ["updated", "written"])
-def test_trainer_and_server_killed_together_come_back_together(tmp_path: Path, phase: str) -> None:
+def test_trainer_and_server_killed_together_come_back_together(tmp_path, phase):
     config = durable(tmp_path)
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         keys = insert(client)
@@ -153,7 +145,7 @@ def test_trainer_and_server_killed_together_come_back_together(tmp_path: Path, p
         check_used_up(client, keys, len(keys))
 
 
-def test_a_server_that_restarts_in_the_middle_of_a_step_gives_no_group_twice(tmp_path: Path) -> None:
+def test_a_server_that_restarts_in_the_middle_of_a_step_gives_no_group_twice(tmp_path):
     config, address = durable(tmp_path), f"127.0.0.1:{free_port()}"
     servers = []
 
@@ -171,9 +163,7 @@ def test_a_server_that_restarts_in_the_middle_of_a_step_gives_no_group_twice(tmp
             check_used_up(client, keys, len(keys))
 
 
-def test_an_interrupted_run_gives_its_groups_back_at_once_without_the_bad_ones(
-    client: ReplayClient, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_gives_its_groups_back_at_once_without_the_bad_ones(client, tmp_path):
     beyond = make_group(rewards=[1.0, 0.0], completions=[[5, 900], [7]], logprobs=-2.7)
     bad = client.insert(beyond, {"rollouts": 1.0})
     keys = insert(client)
@@ -198,9 +188,7 @@ def test_an_interrupted_run_gives_its_groups_back_at_once_without_the_bad_ones(
         pytest.param("acknowledged", [], 0, id="the newest state, which was not named yet"),
     ],
 )
-def test_a_trainer_that_resumes_from_an_older_state_trains_again_on_what_came_after_it(
-    tmp_path: Path, phase: str, lost: list[int], restored: int
-) -> None:
+def test_a_trainer_that_resumes_from_an_older_state_trains_again_on_what_came_after_it(tmp_path, phase, lost, restored):
     config = durable(tmp_path).replace("forward_to", "keep_consumed = 2, forward_to")
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         keys = insert(client)

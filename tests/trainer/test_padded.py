@@ -33,7 +33,7 @@ def make_groups() -> list[RolloutGroup]:
     ]
 
 
-def test_prompts_end_where_completions_begin() -> None:
+def test_prompts_end_where_completions_begin():
     padded = to_padded(make_groups())
     assert padded.prompt_ids_BP.tolist() == [[3, 4, 5]] * 2 + [[0, 0, 9]] * 3
     assert padded.prompt_mask_BP.int().tolist() == [[1, 1, 1]] * 2 + [[0, 0, 1]] * 3
@@ -48,7 +48,7 @@ def test_prompts_end_where_completions_begin() -> None:
     assert padded.temperature_B.tolist() == [0.5, 0.5, 1, 1, 1]
 
 
-def test_every_tensor_can_be_written_to() -> None:
+def test_every_tensor_can_be_written_to():
     decoded = [RolloutGroup.decode(group.encode()) for group in make_groups()]
     assert not decoded[0].advantages.flags.writeable
     for tensor in vars(to_padded(decoded)).values():
@@ -56,7 +56,7 @@ def test_every_tensor_can_be_written_to() -> None:
             tensor[0] = 0
 
 
-def test_the_loss_on_padded_tensors_is_that_of_the_trainer() -> None:
+def test_the_loss_on_padded_tensors_is_that_of_the_trainer():
     groups, model = make_groups(), make_model()
     padded, batch = to_padded(groups), to_batch(groups)
     logits_BSV = model(
@@ -89,7 +89,7 @@ def test_the_loss_on_padded_tensors_is_that_of_the_trainer() -> None:
     assert model.lm_head.weight.grad.abs().max() > 0
 
 
-def test_no_groups_make_a_batch_without_rows() -> None:
+def test_no_groups_make_a_batch_without_rows():
     padded = to_padded([])
     assert padded.input_ids_BS.shape == (0, 2)
     assert from_padded(padded) == []
@@ -97,7 +97,7 @@ def test_no_groups_make_a_batch_without_rows() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.lists(st.integers(0, 4), min_size=1, max_size=4)), max_size=4))
-def test_groups_come_back_as_they_were(shapes: list[tuple[int, list[int]]]) -> None:
+def test_groups_come_back_as_they_were(shapes):
     groups = [
         make_group(
             prompt=list(range(1, prompt + 1)),
@@ -112,7 +112,7 @@ def test_groups_come_back_as_they_were(shapes: list[tuple[int, list[int]]]) -> N
     assert from_padded(to_padded(groups), policy_version=7) == groups
 
 
-def test_tensors_from_elsewhere_become_groups_that_the_server_takes() -> None:
+def test_tensors_from_elsewhere_become_groups_that_the_server_takes():
     (group,) = from_padded(
         PaddedBatch(
             prompt_ids_BP=torch.tensor([[5, 6, 0], [5, 6, 0]]),  # padded on the right
@@ -138,7 +138,7 @@ def test_tensors_from_elsewhere_become_groups_that_the_server_takes() -> None:
     assert RolloutGroup.decode(group.encode()) == group
 
 
-def test_a_row_with_a_context_has_it_in_its_prompt_and_comes_back() -> None:
+def test_a_row_with_a_context_has_it_in_its_prompt_and_comes_back():
     group = group_from_rows(
         prompts=[[3, 4, 5], [3, 4], [3]],
         completions=[[6, 7], [8], []],
@@ -166,7 +166,7 @@ def test_a_row_with_a_context_has_it_in_its_prompt_and_comes_back() -> None:
         ({"temperature_B": [1.0, 0.5, 1.0, 1.0, 1.0]}, "have one temperature"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(fields: dict[str, list[float]], words: str) -> None:
+def test_tensors_that_do_not_fit_are_refused(fields, words):
     changed = {name: torch.tensor(np.array(value)) for name, value in fields.items()}
     with pytest.raises(ValueError, match=words):
         from_padded(replace(to_padded(make_groups()), **changed))

@@ -99,7 +99,7 @@ def put_in_place(files: dict[str, tuple[Path, str]], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (4, 3), (5, 2), (3, 7)])
-def test_any_number_of_ranks_reads_the_rows_of_another(tmp_path: Path, before: int, now: int) -> None:
+def test_any_number_of_ranks_reads_the_rows_of_another(tmp_path, before, now):
     shapes = {"a/m": [7, 3], "b/m": [2], "c/m": [12, 1, 2], "d/m": [1, 5], "e/m": [0, 4], "f.x/m": [4]}
     tensors = {name: torch.arange(float(math.prod(shape))).reshape(shape) for name, shape in shapes.items()}
     put_in_place(write(tmp_path, before, tensors), tmp_path)
@@ -117,7 +117,7 @@ def test_any_number_of_ranks_reads_the_rows_of_another(tmp_path: Path, before: i
             assert torch.equal(stored[:], tensor)
 
 
-def test_a_rank_opens_only_the_files_that_have_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_opens_only_the_files_that_have_its_rows(tmp_path, monkeypatch):
     tensor = torch.arange(24.0).reshape(12, 2)
     put_in_place(write(tmp_path, 4, {"a/m": tensor}), tmp_path)
     opened, open_file = list[str](), partitions.safe_open
@@ -132,13 +132,13 @@ def test_a_rank_opens_only_the_files_that_have_its_rows(tmp_path: Path, monkeypa
         assert "".join(opened) == files
 
 
-def test_the_state_of_a_parameter_without_axes_is_read_whole() -> None:
+def test_the_state_of_a_parameter_without_axes_is_read_whole():
     model = torch.nn.ParameterDict({"scale": torch.nn.Parameter(torch.tensor(2.0))})
     state = {"state": {"scale": {"step": torch.tensor(3.0), "exp_avg": torch.tensor(0.5)}}, "param_groups": []}
     assert optimizer_state_of_rank(state, model) == state
 
 
-def test_ranks_that_do_not_share_a_folder_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_do_not_share_a_folder_are_refused(tmp_path):
     def why(folders: list[Path]) -> str:
         ranks = ThreadRanks(len(folders))
         answers = ranks.run(lambda rank: RankFiles(ranks, folders[rank]).why_not_shared())  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ def test_ranks_that_do_not_share_a_folder_are_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
-def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_leftovers_are_removed_and_nothing_else(tmp_path):
     files = write(tmp_path, 2, {"a/m": torch.ones(3)})
     (tmp_path / "step-3.tmp").mkdir()
     (tmp_path / "step-3.rank-notes.txt").write_text("mine")
@@ -206,14 +206,12 @@ def resume(run_dir: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def test_one_rank_resumes_what_two_wrote_and_ignores_a_file_of_another_number(
-    run_dir: Path, whole: dict[str, torch.Tensor]
-) -> None:
+def test_one_rank_resumes_what_two_wrote_and_ignores_a_file_of_another_number(run_dir, whole):
     (run_dir / "step-2/optimizer/rank-0-of-3.safetensors").write_bytes(b"foreign")
     assert_same_weights(resume(run_dir), whole)
 
 
-def test_other_bytes_in_the_file_of_a_rank_are_refused(run_dir: Path) -> None:
+def test_other_bytes_in_the_file_of_a_rank_are_refused(run_dir):
     damaged = run_dir / "step-2/optimizer/rank-1-of-2.safetensors"
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
@@ -223,9 +221,7 @@ def test_other_bytes_in_the_file_of_a_rank_are_refused(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", ["whole", "a part"])
-def test_a_state_that_lost_the_file_of_a_rank_is_passed_over(
-    run_dir: Path, whole: dict[str, torch.Tensor], lost: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_that_lost_the_file_of_a_rank_is_passed_over(run_dir, whole, lost, caplog):
     path = run_dir / "step-2/optimizer/rank-0-of-2.safetensors"
     if lost == "whole":
         path.unlink()

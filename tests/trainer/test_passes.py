@@ -50,9 +50,7 @@ def trainer_of(client: FakeClient, output_dir: Path, effect: str = "", **options
     ids=["plain", "scaled by the batch", "with a reference", "normalized weights", "two updates"],
 )
 @pytest.mark.parametrize("effect", EFFECTS)
-def test_a_group_that_makes_a_step_fail_is_put_aside_and_the_step_is_made_without_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, effect: str, options: dict[str, Any]
-) -> None:
+def test_a_group_that_makes_a_step_fail_is_put_aside_and_the_step_is_made_without_it(tmp_path, caplog, effect, options):
     options = {name: getattr(GRPOConfig(**({"output_dir": tmp_path} | options)), name) for name in options}
     batches, sound = make_batches(3), make_batches(3)
     batches[1][1], sound[1] = poisoned_sample(), [sound[1][0], sound[1][2]]
@@ -71,7 +69,7 @@ def test_a_group_that_makes_a_step_fail_is_put_aside_and_the_step_is_made_withou
     assert_same_weights(trainer.model, without.model)
 
 
-def test_a_group_of_the_pool_that_does_not_fit_into_memory_leaves_the_pool(tmp_path: Path) -> None:
+def test_a_group_of_the_pool_that_does_not_fit_into_memory_leaves_the_pool(tmp_path):
     client = FakeClient(make_batches(2), pool=[poisoned_sample()])
     drift = {"groups_per_step": 4, "replay_share": 0.25, "replay_max_drift": 100.0}
     trainer_of(client, tmp_path, "memory", max_steps=2, **drift).train()
@@ -80,9 +78,7 @@ def test_a_group_of_the_pool_that_does_not_fit_into_memory_leaves_the_pool(tmp_p
     assert client.deleted == [("replay", 77)]
 
 
-def test_all_groups_of_a_step_are_put_aside_if_none_stands_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_groups_of_a_step_are_put_aside_if_none_stands_out(tmp_path, caplog):
     trainer = trainer_of(FakeClient(make_batches(3)), tmp_path)
     passes = []
 
@@ -101,7 +97,7 @@ def test_all_groups_of_a_step_are_put_aside_if_none_stands_out(
     assert not torch.equal(weights[1], weights[2])
 
 
-def test_a_run_in_which_every_step_fails_ends_with_one_error(tmp_path: Path) -> None:
+def test_a_run_in_which_every_step_fails_ends_with_one_error(tmp_path):
     batch = [poisoned_sample(key=key) for key in range(6)]
     trainer = trainer_of(FakeClient([batch]), tmp_path, "nan", max_steps=9, groups_per_step=6)
     with pytest.raises(RuntimeError, match=r"12 of the last 12 groups could not be trained on, .* step 2 failed: its"):
@@ -109,7 +105,7 @@ def test_a_run_in_which_every_step_fails_ends_with_one_error(tmp_path: Path) -> 
     assert published(tmp_path)[-1].name == "step-1"
 
 
-def test_weights_that_compute_nan_are_not_blamed_on_the_groups(tmp_path: Path) -> None:
+def test_weights_that_compute_nan_are_not_blamed_on_the_groups(tmp_path):
     client = FakeClient(make_batches(3))
     trainer = trainer_of(client, tmp_path, publish_every=3, learning_rate=1e30)
     with pytest.raises(FloatingPointError, match=r"last good version is 0, in .*step-0\. .*resume=True.*1e\+30"):
@@ -125,7 +121,7 @@ def test_weights_that_compute_nan_are_not_blamed_on_the_groups(tmp_path: Path) -
         ("nan", True),
     ],
 )
-def test_two_ranks_put_the_same_group_aside(tmp_path: Path, effect: str, fsdp: bool) -> None:
+def test_two_ranks_put_the_same_group_aside(tmp_path, effect, fsdp):
     options = {
         "poison": effect,
         "fsdp": fsdp,
@@ -141,12 +137,12 @@ def test_two_ranks_put_the_same_group_aside(tmp_path: Path, effect: str, fsdp: b
     assert_same_weights(two, one, **NEAR)
 
 
-def test_ranks_of_partitioned_weights_that_run_out_of_memory_stop_and_name_the_group(tmp_path: Path) -> None:
+def test_ranks_of_partitioned_weights_that_run_out_of_memory_stop_and_name_the_group(tmp_path):
     with pytest.raises(AssertionError, match=r"memory ran out .* The groups 77 are put aside and deleted"):
         run(tmp_path / "two", 2, poison="memory", max_tokens_per_micro_batch=1, fsdp=True)
 
 
-def test_a_group_below_the_bounds_trains(tmp_path: Path) -> None:
+def test_a_group_below_the_bounds_trains(tmp_path):
     group = make_group(rewards=[1.0, 0.0], completions=[[5], [6]])
     group.advantages[:] = 1e9, -1e9
     group.sampling = {"temperature": 1e-3}

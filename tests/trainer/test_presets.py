@@ -45,12 +45,12 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_preset_weighs_and_rejects_as_its_project(name: str) -> None:
+def test_a_preset_weighs_and_rejects_as_its_project(name):
     assert outcome(PRESETS[name]()) == EXPECTED[name]
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_makes_a_loss(name: str) -> None:
+def test_every_preset_makes_a_loss(name):
     config = PRESETS[name]()
     logprobs = (ROLLOUT + RATIOS.log()).requires_grad_()
     loss, _ = corrected_policy_loss(
@@ -62,7 +62,7 @@ def test_every_preset_makes_a_loss(name: str) -> None:
     assert logprobs.grad.isfinite().all()
 
 
-def test_a_preset_takes_other_fields() -> None:
+def test_a_preset_takes_other_fields():
     assert outcome(PRESETS["trl_token_mask"](clip_max=1.5, clip_min=0.75))[0] == [[0.0, 0.0, 0.0], [0.8, 1.0, 0.8]]
     assert outcome(PRESETS["areal"](level="geometric", clip_max=1.5))[0] == [[0.0] * 3, [0.862] * 3]
     assert outcome(PRESETS["verl_decoupled_token_is"](clip_max=3.0))[0][0] == [2.0, 3.0, 0.7]
@@ -70,7 +70,7 @@ def test_a_preset_takes_other_fields() -> None:
         PRESETS["areal"](clip_mox=1.5)
 
 
-def test_the_clipped_presets_of_verl_have_its_dual_clip_and_its_reinforce_has_no_clip() -> None:
+def test_the_clipped_presets_of_verl_have_its_dual_clip_and_its_reinforce_has_no_clip():
     for name, preset in PRESETS.items():
         clipped = name.startswith("verl") and "_pg_" not in name
         assert preset().clip_ratio_c == (3.0 if clipped else None), name
@@ -82,7 +82,7 @@ def test_the_clipped_presets_of_verl_have_its_dual_clip_and_its_reinforce_has_no
     assert (gradient[0] == 0).tolist() == [False, True, True]  # 0.7 lies below 1 - epsilon
 
 
-def test_icepop_of_verl_exists_with_and_without_an_old_policy() -> None:
+def test_icepop_of_verl_exists_with_and_without_an_old_policy():
     assert PRESETS["verl_bypass_pg_token_icepop"]().objective == "bypass_reinforce"
     for name in ("verl_bypass_pg_token_icepop", "verl_decoupled_token_icepop"):
         config = PRESETS[name]()
@@ -97,15 +97,13 @@ def test_icepop_of_verl_exists_with_and_without_an_old_policy() -> None:
         pytest.param("max", 3.9, [[False] * 3, [True] * 3], id="sequences by their largest ratio"),
     ],
 )
-def test_prime_rl_drops_tokens_and_sequences_by_their_own_bounds(
-    aggregate: str, high: float, kept: list[list[bool]]
-) -> None:
+def test_prime_rl_drops_tokens_and_sequences_by_their_own_bounds(aggregate, high, kept):
     bounds = PRESETS["prime_rl"]().rejections
     tighter = [replace(each, high=high) if each.aggregate == aggregate else each for each in bounds]
     assert outcome(PRESETS["prime_rl"](rejection=tuple(tighter)))[1] == kept
 
 
-def test_the_gradient_of_prime_rl_is_that_of_its_unclipped_ratio() -> None:
+def test_the_gradient_of_prime_rl_is_that_of_its_unclipped_ratio():
     logprobs = (ROLLOUT + RATIOS.log()).requires_grad_()
     advantages = torch.tensor([1.0, -0.5])
 
@@ -119,7 +117,7 @@ def test_the_gradient_of_prime_rl_is_that_of_its_unclipped_ratio() -> None:
     torch.testing.assert_close(gradient(ours), gradient(theirs))
 
 
-def test_the_gradient_of_dppo_pulls_every_token_to_the_rollout_policy_masked_or_not() -> None:
+def test_the_gradient_of_dppo_pulls_every_token_to_the_rollout_policy_masked_or_not():
     # p_b = 0.135: the rises are 0.135, 0.406 and -0.041, the falls 0.027, 0, 0.027.
     logprobs = (ROLLOUT + RATIOS.log()).requires_grad_()
     advantages, kept = torch.tensor([1.0, -0.5]), torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
@@ -132,7 +130,7 @@ def test_the_gradient_of_dppo_pulls_every_token_to_the_rollout_policy_masked_or_
     )
 
 
-def test_the_pull_of_dppo_is_aggregated_like_the_loss_and_leaves_unknown_tokens_alone() -> None:
+def test_the_pull_of_dppo_is_aggregated_like_the_loss_and_leaves_unknown_tokens_alone():
     logprobs = (ROLLOUT + RATIOS.log()).requires_grad_()
     rollout, mask = ROLLOUT.clone(), torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
     rollout[1, 0] = math.nan
@@ -153,7 +151,7 @@ def test_the_pull_of_dppo_is_aggregated_like_the_loss_and_leaves_unknown_tokens_
 # ------------------------------------------------------------------------------------------------------------ alarms
 
 
-def test_an_alarm_rings_once_and_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_alarm_rings_once_and_says_what_to_do(caplog):
     alarms = Alarms()
     fine = {"ratio_mean": 1.9, "ess": 0.31, "kl": -0.09, "chi2": 0.99}
     assert alarms.check(fine) == []
@@ -170,7 +168,7 @@ def test_an_alarm_rings_once_and_says_what_to_do(caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_a_step_without_numbers_rings_nothing() -> None:
+def test_a_step_without_numbers_rings_nothing():
     nan = torch.zeros(1, 1)
     assert Alarms().check(correct(nan, nan, nan).metrics) == []
     assert Alarms().check({"ratio_mean": math.nan}) == []

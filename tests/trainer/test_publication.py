@@ -61,9 +61,7 @@ def held(monkeypatch: pytest.MonkeyPatch, version: int) -> tuple[threading.Event
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_next_step_runs_while_a_version_is_written_and_does_not_change_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
-) -> None:
+def test_the_next_step_runs_while_a_version_is_written_and_does_not_change_it(tmp_path, monkeypatch, tied):
     train(FakeClient(make_batches(3)), tmp_path / "front", tied=tied, publish_in_background=False)
     begun, release, writing = held(monkeypatch, version=1)
     client = FakeClient(make_batches(3))
@@ -86,7 +84,7 @@ def test_the_next_step_runs_while_a_version_is_written_and_does_not_change_it(
     assert len(sizes) == 1  # tied weights are in the file once
 
 
-def test_a_version_waits_until_the_one_before_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_waits_until_the_one_before_is_written(tmp_path, monkeypatch):
     begun, release, writing = held(monkeypatch, version=1)
     waits, begun_3, wait = threading.Event(), threading.Event(), BackgroundTask.wait
     monkeypatch.setattr(BackgroundTask, "wait", lambda *given: waits.set() or wait(*given))
@@ -112,9 +110,7 @@ def test_a_version_waits_until_the_one_before_is_written(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_write_that_fails_stops_the_run_with_the_reason_and_a_resume_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
-) -> None:
+def test_a_write_that_fails_stops_the_run_with_the_reason_and_a_resume_goes_on(tmp_path, monkeypatch, background):
     def write(*args: Any, **options: Any) -> Path:
         if options["version"] == 2:
             raise OSError(28, "No space left on device")
@@ -135,7 +131,7 @@ def test_a_write_that_fails_stops_the_run_with_the_reason_and_a_resume_goes_on(
     assert_same_weights(resumed, whole)
 
 
-def test_an_error_of_the_run_waits_for_the_write_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_run_waits_for_the_write_under_way(tmp_path, monkeypatch):
     begun, release, _ = held(monkeypatch, version=1)
 
     def on_step(metrics: dict[str, float]) -> None:
@@ -152,7 +148,7 @@ def test_an_error_of_the_run_waits_for_the_write_under_way(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("reboot", [True, False])
-def test_versions_may_be_published_in_memory_and_full_states_on_disk(tmp_path: Path, reboot: bool) -> None:
+def test_versions_may_be_published_in_memory_and_full_states_on_disk(tmp_path, reboot):
     memory, run = tmp_path / "memory", tmp_path / "run"
     options = {"max_steps": 6, "save_every": 2, "keep_weights": 2, "weights_dir": memory}
     whole = train(FakeClient(make_batches(6)), tmp_path / "whole", max_steps=6)
@@ -174,7 +170,7 @@ def test_versions_may_be_published_in_memory_and_full_states_on_disk(tmp_path: P
         train(FakeClient(make_batches(6)), tmp_path / "other", **options)
 
 
-def test_a_host_copy_keeps_its_values_and_what_is_tied() -> None:
+def test_a_host_copy_keeps_its_values_and_what_is_tied():
     a, b = torch.arange(4.0), torch.ones(2, 3)
     tree = {"a": a, "tied": a, "list": [b, 7, None], "empty": torch.zeros(0)}
     copy = HostCopy()
@@ -190,7 +186,7 @@ def test_a_host_copy_keeps_its_values_and_what_is_tied() -> None:
     assert again["a"].tolist() == [0] * 4
 
 
-def test_a_wait_ends_when_nobody_wants_it_and_the_error_of_a_task_is_told_once() -> None:
+def test_a_wait_ends_when_nobody_wants_it_and_the_error_of_a_task_is_told_once():
     go_on, task = threading.Event(), BackgroundTask("test")
     task.start(lambda: go_on.wait(60) and 1 / 0)  # type: ignore[arg-type, return-value]
     assert not task.wait(lambda: False)
@@ -201,7 +197,7 @@ def test_a_wait_ends_when_nobody_wants_it_and_the_error_of_a_task_is_told_once()
 
 
 @pytest.mark.parametrize("name", ["trainer.pt", "model.safetensors", "config.json"])
-def test_a_state_with_other_bytes_is_refused_and_the_one_before_can_be_used(tmp_path: Path, name: str) -> None:
+def test_a_state_with_other_bytes_is_refused_and_the_one_before_can_be_used(tmp_path, name):
     options = {"max_steps": 3, "keep_weights": 9}
     whole = train(FakeClient(make_batches(3)), tmp_path / "whole", **options)
     train(FakeClient(make_batches(3)), tmp_path / "run", **options | {"max_steps": 2})
@@ -216,7 +212,7 @@ def test_a_state_with_other_bytes_is_refused_and_the_one_before_can_be_used(tmp_
     assert_same_weights(resumed, whole)
 
 
-def test_weights_that_compute_nan_are_neither_published_nor_saved(tmp_path: Path) -> None:
+def test_weights_that_compute_nan_are_neither_published_nor_saved(tmp_path):
     client = FakeClient(make_batches(4))
     train(client, tmp_path, max_steps=2)
     for _ in range(2):  # the same error again, until the cause is gone
@@ -230,7 +226,7 @@ def test_weights_that_compute_nan_are_neither_published_nor_saved(tmp_path: Path
     assert client.version == 4
 
 
-def test_a_model_that_computes_nan_from_the_start_is_not_published(tmp_path: Path) -> None:
+def test_a_model_that_computes_nan_from_the_start_is_not_published(tmp_path):
     model = make_model()
     model.lm_head.weight.data[:] = torch.nan
     with pytest.raises(FloatingPointError, match="before any step: its weights are damaged"):
@@ -244,9 +240,7 @@ def hold(folder: Path, answers: Connection) -> None:
     signal.pause()
 
 
-def test_a_trainer_is_refused_while_another_process_trains_in_the_folder_and_not_after_its_death(
-    tmp_path: Path,
-) -> None:
+def test_a_trainer_is_refused_while_another_process_trains_in_the_folder_and_not_after_its_death(tmp_path):
     folder = tmp_path / "run"
     answer, answers = multiprocessing.Pipe(duplex=False)
     holder = start(hold, folder, answers)

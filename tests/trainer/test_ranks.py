@@ -79,7 +79,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
         "a share of replay",
     ],
 )
-def test_two_ranks_train_what_one_trains(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_two_ranks_train_what_one_trains(tmp_path, options):
     one, two = run(tmp_path / "one", 1, **options), run(tmp_path / "two", 2, **options)
     assert_same_weights(one, two, **NEAR)
     first, second = metrics(tmp_path / "one"), metrics(tmp_path / "two")
@@ -95,7 +95,7 @@ def test_two_ranks_train_what_one_trains(tmp_path: Path, options: dict[str, Any]
     assert_same_weights({f"model.{name}": tensor for name, tensor in saved.state_dict().items()}, two, **NEAR)
 
 
-def test_ranks_of_partitioned_weights_compute_in_bfloat16_and_keep_float32(tmp_path: Path) -> None:
+def test_ranks_of_partitioned_weights_compute_in_bfloat16_and_keep_float32(tmp_path):
     run(tmp_path / "one", 1, max_steps=2)
     weights = run(tmp_path / "two", 2, max_steps=2, fsdp=True, bf16=True)
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
@@ -106,7 +106,7 @@ def test_ranks_of_partitioned_weights_compute_in_bfloat16_and_keep_float32(tmp_p
 
 
 @pytest.mark.long
-def test_a_run_resumes_on_the_same_and_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_run_resumes_on_the_same_and_on_another_number_of_ranks(tmp_path):
     options = {"sgd": False, "learning_rate": 1e-3, "fsdp": True, "max_steps": 4}
     whole = run(tmp_path / "whole", 1, **options)
     counting = {"resume": True, "count_bytes": True}
@@ -136,13 +136,13 @@ def bytes_of_ranks(folder: Path) -> list[dict[str, list[Any]]]:
     return [json.loads((folder / f"bytes-{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_a_batch_that_does_not_divide_by_the_ranks_is_refused(tmp_path: Path) -> None:
+def test_a_batch_that_does_not_divide_by_the_ranks_is_refused(tmp_path):
     with pytest.raises(AssertionError, match="groups_per_step=3 must be a multiple of the 2 ranks"):
         run(tmp_path / "two", 2, groups_per_step=3)
 
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["whole", "partitioned"])
-def test_two_ranks_train_the_same_adapter_as_one(tmp_path: Path, fsdp: bool) -> None:
+def test_two_ranks_train_the_same_adapter_as_one(tmp_path, fsdp):
     options = {"lora": True, "beta": 0.1, "fsdp": fsdp}
     alone, together = (run(tmp_path / str(ranks), ranks, **options) for ranks in (1, 2))
     assert any("lora_B" in name and tensor.abs().max() > 1e-4 for name, tensor in alone.items())
@@ -151,7 +151,7 @@ def test_two_ranks_train_the_same_adapter_as_one(tmp_path: Path, fsdp: bool) -> 
 
 
 @pytest.mark.long
-def test_a_run_with_a_partitioned_adapter_resumes_on_the_same_and_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_run_with_a_partitioned_adapter_resumes_on_the_same_and_on_another_number_of_ranks(tmp_path):
     options = {"lora": True, "sgd": False, "learning_rate": 1e-3, "fsdp": True, "max_steps": 4}
     whole = run(tmp_path / "whole", 1, **options)
     for steps, ranks in ((1, 1), (2, 2), (3, 2)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ def train(client: ReplayClient, output_dir: Path, **options: Any) -> list[dict[s
     return lines_of(output_dir)
 
 
-def test_a_share_comes_from_a_real_pool_and_permits_count_fresh_groups(client: ReplayClient, tmp_path: Path) -> None:
+def test_a_share_comes_from_a_real_pool_and_permits_count_fresh_groups(client, tmp_path):
     insert(client, STEPS * FRESH + FRESH, {})
     steps = train(client, tmp_path, groups_per_step=2 * FRESH, replay_share=0.5, replay_start_step=1)
     assert [line["fresh/groups"] for line in steps] == [FRESH] * STEPS
@@ -70,7 +70,7 @@ def test_a_share_comes_from_a_real_pool_and_permits_count_fresh_groups(client: R
     assert client.policy().version == STEPS
 
 
-def test_bad_groups_leave_a_real_server_and_are_never_drawn_again(client: ReplayClient, tmp_path: Path) -> None:
+def test_bad_groups_leave_a_real_server_and_are_never_drawn_again(client, tmp_path):
     beyond = make_group(rewards=[1.0, 0.0], completions=[[5, 900], [7]], logprobs=-2.7)
     broken = make_group(rewards=[1.0, 0.0])
     broken.advantages = np.array([math.nan, 0.0], np.float32)
@@ -90,9 +90,7 @@ def test_bad_groups_leave_a_real_server_and_are_never_drawn_again(client: Replay
     assert client.get(sorted(bad)) == []
 
 
-def test_a_trainer_says_that_it_ends_after_its_last_step_and_not_when_it_fails(
-    client: ReplayClient, tmp_path: Path
-) -> None:
+def test_a_trainer_says_that_it_ends_after_its_last_step_and_not_when_it_fails(client, tmp_path):
     def ended() -> list[tuple[str, bool]]:
         return [(each.role, each.ended) for each in client.server_info().clients if "trainer" in each.role]
 
@@ -105,7 +103,7 @@ def test_a_trainer_says_that_it_ends_after_its_last_step_and_not_when_it_fails(
     assert ended() == [("generator, trainer", True)]
 
 
-def test_a_trainer_that_is_interrupted_says_that_it_ends(client: ReplayClient, tmp_path: Path) -> None:
+def test_a_trainer_that_is_interrupted_says_that_it_ends(client, tmp_path):
     def ctrl_c(_: dict[str, float]) -> None:
         raise KeyboardInterrupt
 
@@ -174,8 +172,8 @@ def with_padding() -> Any:
     ids=["another type", "another vocabulary", "another tokenizer", "a token for padding", "a model of its own"],
 )
 def test_a_generator_of_another_model_ends_the_run_at_its_first_step_by_both_names(
-    client: ReplayClient, tmp_path: Path, model: Callable[[], Any] | None, tokenizer: Callable[[], Any], words: str
-) -> None:
+    client, tmp_path, model, tokenizer, words
+):
     folder = None if model is None else str(tmp_path / "model")
     if model is not None:
         model().save_pretrained(folder)
@@ -192,7 +190,7 @@ def test_a_generator_of_another_model_ends_the_run_at_its_first_step_by_both_nam
     assert [said[name]["model"].get("model_type") for name in said if said[name].get("part") == "trainer"] == ["qwen2"]
 
 
-def test_evaluation_from_a_table_takes_no_permits_out_of_trainings_budget(tmp_path: Path) -> None:
+def test_evaluation_from_a_table_takes_no_permits_out_of_trainings_budget(tmp_path):
     write_files(ROOT / "docs/how-to/train.md", tmp_path)
     config = Config.load(tmp_path / "evaluation.toml")
     assert config.admission is not None

@@ -40,7 +40,7 @@ def make_source(batches: Iterator[list], client: FakeClient | None = None, **opt
     return GroupSource(batches, ZeroVarianceReplacer(client or FakeClient()), Ranks("cpu"), "run", **options)
 
 
-def test_groups_without_variance_give_their_place_to_groups_of_the_pool() -> None:
+def test_groups_without_variance_give_their_place_to_groups_of_the_pool():
     batch = make_batch(ALL_WRONG, MIXED, ALL_RIGHT)
     replacement = ZeroVarianceReplacer(FakeClient(pool=make_pool(5))).replace(batch)
     assert keys(replacement.samples) == [100, 1, 101]
@@ -54,7 +54,7 @@ def test_groups_without_variance_give_their_place_to_groups_of_the_pool() -> Non
     assert replacement.stats["reward_mean"] == 0.5
 
 
-def test_every_row_of_a_replaced_group_is_the_stored_one() -> None:
+def test_every_row_of_a_replaced_group_is_the_stored_one():
     # Another G, other lengths, other prompt, other log-probs than the group that leaves.
     stored = make_group(
         rewards=[1, 0, 0],
@@ -75,7 +75,7 @@ def test_every_row_of_a_replaced_group_is_the_stored_one() -> None:
     np.testing.assert_array_equal(batch.rollout_logprobs_BT[rows][batch.mask_BT[rows]].numpy(), stored.rollout_logprobs)
 
 
-def test_a_batch_with_variance_everywhere_asks_for_nothing() -> None:
+def test_a_batch_with_variance_everywhere_asks_for_nothing():
     batch = make_batch(MIXED, MIXED)
     replacement = ZeroVarianceReplacer(client=None).replace(batch)  # type: ignore[arg-type]
     assert replacement.samples == batch
@@ -83,14 +83,14 @@ def test_a_batch_with_variance_everywhere_asks_for_nothing() -> None:
     assert math.isnan(replacement.stats["age_mean"])
 
 
-def test_what_is_in_the_batch_already_does_not_come_again() -> None:
+def test_what_is_in_the_batch_already_does_not_come_again():
     batch = make_batch(MIXED, ALL_WRONG)
     pool = [batch[0], *make_pool(1)]  # the fresh group has joined the pool the moment it was taken
     replacement = ZeroVarianceReplacer(FakeClient(pool=pool)).replace(batch)
     assert keys(replacement.samples) == [0, 100]
 
 
-def test_ranks_of_one_step_get_different_groups() -> None:
+def test_ranks_of_one_step_get_different_groups():
     client = FakeClient(pool=make_pool(3))
     rank_0 = ZeroVarianceReplacer(client).replace(make_batch(ALL_WRONG, ALL_WRONG), scope="step-12")
     rank_1 = ZeroVarianceReplacer(client).replace(make_batch(ALL_WRONG, ALL_WRONG), scope="step-12")
@@ -99,14 +99,14 @@ def test_ranks_of_one_step_get_different_groups() -> None:
     assert rank_1.stats["groups_missing"] == 1
 
 
-def test_what_other_ranks_train_on_does_not_come() -> None:
+def test_what_other_ranks_train_on_does_not_come():
     # Their fresh groups have joined the pool too, under no scope yet.
     pool = make_pool(3)
     replacement = ZeroVarianceReplacer(FakeClient(pool=pool)).replace(make_batch(ALL_WRONG), exclude=[100, 101])
     assert keys(replacement.samples) == [102]
 
 
-def test_replacements_that_lag_too_far_are_passed_over_for_fresher_ones() -> None:
+def test_replacements_that_lag_too_far_are_passed_over_for_fresher_ones():
     pool = [make_sample(make_group(rewards=MIXED), key=100 + i, staleness=lag) for i, lag in enumerate([5, 3, 4, 0])]
     replacer = ZeroVarianceReplacer(FakeClient(pool=pool), max_staleness=3)
     replacement = replacer.replace(make_batch(ALL_WRONG, ALL_WRONG), scope="step-1")
@@ -115,7 +115,7 @@ def test_replacements_that_lag_too_far_are_passed_over_for_fresher_ones() -> Non
     assert replacement.stats["staleness_max"] == 3
 
 
-def test_groups_trained_on_sink_in_the_pool_as_far_as_they_are_no_longer_trusted() -> None:
+def test_groups_trained_on_sink_in_the_pool_as_far_as_they_are_no_longer_trusted():
     pool = make_pool(2)
     client = FakeClient(pool=pool)
     samples = [pool[0], make_sample(make_group(rewards=ALL_WRONG), key=101), make_sample(make_group(), key=7)]
@@ -136,13 +136,13 @@ class RestartingClient(FakeClient):
         return super().sample(*args, **options)
 
 
-def test_a_server_that_starts_again_is_asked_again() -> None:
+def test_a_server_that_starts_again_is_asked_again():
     client = RestartingClient(pool=make_pool(1))
     assert keys(ZeroVarianceReplacer(client).replace(make_batch(ALL_WRONG)).samples) == [100]
     assert client.calls == 2
 
 
-def test_a_group_without_replacement_is_dropped_where_told() -> None:
+def test_a_group_without_replacement_is_dropped_where_told():
     replacer = ZeroVarianceReplacer(FakeClient(pool=make_pool(2)), on_empty="drop")
     replacement = replacer.replace(make_batch(MIXED, ALL_WRONG, ALL_WRONG, ALL_RIGHT, MIXED))
     assert keys(replacement.samples) == [0, 100, 101, 4]
@@ -150,20 +150,20 @@ def test_a_group_without_replacement_is_dropped_where_told() -> None:
     assert replacement.stats["groups_dropped"] == 1
 
 
-def test_waiting_for_the_pool_ends_with_the_servers_reason() -> None:
+def test_waiting_for_the_pool_ends_with_the_servers_reason():
     replacer = ZeroVarianceReplacer(FakeClient(pool=make_pool(1)), on_empty="wait", timeout=0.1)
     with pytest.raises(DeadlineExceededError, match="replay: sampling blocked: size 1 < 2"):
         replacer.replace(make_batch(ALL_WRONG, ALL_WRONG))
 
 
-def test_a_pool_group_without_variance_replaces_nothing() -> None:
+def test_a_pool_group_without_variance_replaces_nothing():
     pool = [make_sample(make_group(rewards=ALL_RIGHT), key=100)]
     replacement = ZeroVarianceReplacer(FakeClient(pool=pool)).replace(make_batch(ALL_WRONG))
     assert keys(replacement.samples) == [0]
     assert replacement.stats["groups_missing"] == 1
 
 
-def test_an_unknown_rule_for_the_empty_pool_is_refused() -> None:
+def test_an_unknown_rule_for_the_empty_pool_is_refused():
     with pytest.raises(ValueError, match="on_empty must be one of keep, drop, wait, not 'skip'"):
         ZeroVarianceReplacer(FakeClient(), on_empty="skip")  # type: ignore[arg-type]
 
@@ -177,7 +177,7 @@ def batches_of(*rewards: list[list[float]]) -> Iterator[list]:
     return iter([[make_sample(make_group(rewards=r), key=next(key)) for r in batch] for batch in rewards])
 
 
-def test_dynamic_sampling_draws_until_the_batch_is_full_and_keeps_what_is_too_much() -> None:
+def test_dynamic_sampling_draws_until_the_batch_is_full_and_keeps_what_is_too_much():
     stream = batches_of([MIXED, ALL_WRONG], [ALL_RIGHT, ALL_RIGHT], [MIXED, MIXED], [ALL_WRONG, MIXED])
     source = make_source(stream, zero_variance="dynamic", size=2, max_batches=5)
     first = source.next(1)
@@ -190,7 +190,7 @@ def test_dynamic_sampling_draws_until_the_batch_is_full_and_keeps_what_is_too_mu
     assert keys(second.fresh) == [6, 7]
 
 
-def test_dynamic_sampling_gives_up_after_so_many_batches_and_stays_short() -> None:
+def test_dynamic_sampling_gives_up_after_so_many_batches_and_stays_short():
     batches = batches_of(*[[ALL_WRONG, MIXED]] * 3, [MIXED, MIXED])
     source = make_source(batches, zero_variance="dynamic", size=4, max_batches=3)
     taken = source.next(1)
@@ -198,7 +198,7 @@ def test_dynamic_sampling_gives_up_after_so_many_batches_and_stays_short() -> No
     assert taken.stats["groups_missing"] == 1
 
 
-def test_a_full_batch_left_over_needs_no_fresh_one() -> None:
+def test_a_full_batch_left_over_needs_no_fresh_one():
     source = make_source(batches_of([MIXED] * 4, [MIXED] * 4), zero_variance="dynamic", size=2, max_batches=1)
     assert keys(source.next(1).samples) == [0, 1]
     taken = source.next(2)
@@ -213,7 +213,7 @@ def shared(client: FakeClient, count: int, *batches: list[list[float]], start: i
     return make_source(batches_of(*batches), client, added=count, start=start)
 
 
-def test_a_share_of_the_pool_comes_after_the_fresh_groups_and_their_replacements() -> None:
+def test_a_share_of_the_pool_comes_after_the_fresh_groups_and_their_replacements():
     taken = shared(FakeClient(pool=make_pool(9)), 3, [MIXED, ALL_WRONG]).next(1)
     assert keys(taken.samples) == [0, 100, 101, 102, 103]
     assert taken.replaced == [1, 2, 3, 4]
@@ -225,13 +225,13 @@ def test_a_share_of_the_pool_comes_after_the_fresh_groups_and_their_replacements
     }
 
 
-def test_a_share_that_the_pool_does_not_have_makes_a_smaller_step() -> None:
+def test_a_share_that_the_pool_does_not_have_makes_a_smaller_step():
     taken = shared(FakeClient(pool=make_pool(2)), 3, [MIXED, ALL_WRONG]).next(1)
     assert keys(taken.samples) == [0, 100, 101]
     assert taken.counts["groups_added"] == 1
 
 
-def test_the_share_holds_no_group_of_the_batch_and_each_step_draws_anew() -> None:
+def test_the_share_holds_no_group_of_the_batch_and_each_step_draws_anew():
     batches = [[MIXED], [MIXED]]
     fresh = next(batches_of(*batches))  # has joined the pool already
     source = shared(FakeClient(pool=[*fresh, *make_pool(1)]), 1, *batches)
@@ -239,20 +239,20 @@ def test_the_share_holds_no_group_of_the_batch_and_each_step_draws_anew() -> Non
     assert keys(source.next(2).samples) == [1, 0]
 
 
-def test_a_share_comes_on_top_of_dynamic_sampling() -> None:
+def test_a_share_comes_on_top_of_dynamic_sampling():
     batches = batches_of([MIXED, ALL_WRONG], [MIXED, MIXED])
     source = make_source(batches, FakeClient(pool=make_pool(9)), zero_variance="dynamic", size=2, added=2)
     assert keys(source.next(1).samples) == [0, 2, 100, 101]
 
 
-def test_groups_that_drifted_leave_the_step_and_are_counted() -> None:
+def test_groups_that_drifted_leave_the_step_and_are_counted():
     taken = shared(FakeClient(pool=make_pool(9)), 2, [MIXED, ALL_WRONG]).next(1).without([1, 3]).counting(drifted=2)
     assert keys(taken.samples) == [0, 101]
     assert taken.replaced == [1]
     assert taken.counts["groups_drifted"] == 2
 
 
-def test_the_drift_of_a_group_is_the_mean_log_ratio_of_its_known_tokens() -> None:
+def test_the_drift_of_a_group_is_the_mean_log_ratio_of_its_known_tokens():
     groups = [
         make_group(completions=[[5], [6, 7]], logprobs=[-1.0, -2.0, math.nan]),
         make_group(completions=[[5, 6], []], logprobs=[-1.0, -1.0], loss_mask=[True, False]),

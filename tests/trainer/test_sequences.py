@@ -110,9 +110,7 @@ def assert_same_gradient(ours: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize("size", [1, 1000], ids=["a row at a time", "all rows at once"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_rollouts_in_pieces_have_the_loss_and_the_gradient_of_rollouts_in_one_sequence(
-    tmp_path: Path, objective: str, size: int
-) -> None:
+def test_rollouts_in_pieces_have_the_loss_and_the_gradient_of_rollouts_in_one_sequence(tmp_path, objective, size):
     options = OBJECTIVES[objective]
     whole = gradient_of(FLAT, tmp_path, **options)
     assert max(float(each.abs().max()) for each in whole[0].values()) > 1e-3
@@ -179,7 +177,7 @@ def agents() -> list[RolloutGroup]:
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("size", [1, 14, 1000], ids=["a row at a time", "some rows", "all rows at once"])
 @pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "grpo", "gspo", "dr_grpo"])
-def test_the_step_is_that_of_a_loop_over_sequences(tmp_path: Path, loss_type: str, size: int, packing: bool) -> None:
+def test_the_step_is_that_of_a_loop_over_sequences(tmp_path, loss_type, size, packing):
     options: dict[str, Any] = {"loss_type": loss_type, "max_completion_length": 8, "packing": packing}
     gradient, metrics = gradient_of(agents(), tmp_path, max_tokens_per_micro_batch=size, **options)
     loss, expected = by_hand(agents(), loss_type)
@@ -211,13 +209,7 @@ def cut_groups(draw: st.DrawFn) -> list[tuple[RolloutGroup, Cuts]]:
 
 @settings(max_examples=25, deadline=None)
 @given(cut_groups(), st.sampled_from(sorted(OBJECTIVES)), st.integers(1, 40), st.booleans())
-def test_however_rollouts_are_cut_the_step_is_the_same(
-    tmp_path_factory: pytest.TempPathFactory,
-    cut: list[tuple[RolloutGroup, Cuts]],
-    objective: str,
-    size: int,
-    packing: bool,
-) -> None:
+def test_however_rollouts_are_cut_the_step_is_the_same(tmp_path_factory, cut, objective, size, packing):
     folder, options = tmp_path_factory.getbasetemp(), OBJECTIVES[objective] | {"packing": packing}
     pieces = [in_pieces(group, cuts) for group, cuts in cut]
     whole = gradient_of([group for group, _ in cut], folder, **options)
@@ -242,7 +234,7 @@ STEPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
-def test_every_metric_of_a_step_counts_a_rollout_once(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_every_metric_of_a_step_counts_a_rollout_once(tmp_path, options):
     trained = []
     for way, cuts in {"whole": None, **WAYS}.items():
         groups = FLAT if cuts is None else map(in_pieces, FLAT, cuts)
@@ -261,13 +253,13 @@ def test_every_metric_of_a_step_counts_a_rollout_once(tmp_path: Path, options: d
         assert priorities == pytest.approx(trained[0][2], rel=1e-4)
 
 
-def test_the_context_of_a_later_sequence_needs_no_log_probability(tmp_path: Path) -> None:
+def test_the_context_of_a_later_sequence_needs_no_log_probability(tmp_path):
     group = in_pieces(make_group(rewards=[1.0, 0.0], completions=[[5, 6, 7], [8, 9]], logprobs=-2.0), [[1, 2], [1]])
     _, (line,) = sgd_run(FakeClient([[make_sample(group)]]), tmp_path)
     assert (line["train/tokens"], line["correction/nan_fraction"]) == (5, 0.0)
 
 
-def test_token_advantages_take_the_place_of_the_others(tmp_path: Path) -> None:
+def test_token_advantages_take_the_place_of_the_others(tmp_path):
     plain = make_group(rewards=[1.0, 1.0], completions=[[5, 6, 7], [8, 9]], logprobs=-2.5)
     by_token = make_group(
         rewards=[1.0, 1.0],
@@ -283,7 +275,7 @@ def test_token_advantages_take_the_place_of_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scale", [None, "group", "batch"])
-def test_a_group_with_token_advantages_trains_although_its_rewards_are_equal(tmp_path: Path, scale: str | None) -> None:
+def test_a_group_with_token_advantages_trains_although_its_rewards_are_equal(tmp_path, scale):
     group = make_group(rewards=[1.0, 1.0], completions=[[5, 6], [7]], logprobs=-2.5, token_advantages=[1.0, -1.0, 0.5])
     client = FakeClient([[make_sample(group, key=1)]], pool=[make_sample(FLAT[1], key=2)])
     model, (line,) = sgd_run(client, tmp_path, groups_per_step=1, scale_rewards=scale)
@@ -291,7 +283,7 @@ def test_a_group_with_token_advantages_trains_although_its_rewards_are_equal(tmp
     assert not torch.equal(model.lm_head.weight, make_model().lm_head.weight)
 
 
-def test_a_step_from_a_real_server_is_the_same_in_pieces_and_in_one_sequence(tmp_path: Path) -> None:
+def test_a_step_from_a_real_server_is_the_same_in_pieces_and_in_one_sequence(tmp_path):
     models, lines = [], []
     for way, cuts in {"whole": None, "every turn alone": WAYS["every turn alone"]}.items():
         groups = FLAT if cuts is None else list(map(in_pieces, FLAT, cuts))
@@ -313,7 +305,7 @@ def test_a_step_from_a_real_server_is_the_same_in_pieces_and_in_one_sequence(tmp
     assert not torch.equal(models[0].lm_head.weight, make_model().lm_head.weight)
 
 
-def test_padded_rows_join_to_rollouts_for_losses_and_corrections(tmp_path: Path) -> None:
+def test_padded_rows_join_to_rollouts_for_losses_and_corrections(tmp_path):
     expected, config = by_hand(agents(), "grpo")[0].item(), LossConfig("grpo")
     padded, model = to_padded(agents()), make_model()
     logits_BTV = [
@@ -341,7 +333,7 @@ def test_padded_rows_join_to_rollouts_for_losses_and_corrections(tmp_path: Path)
     assert padded.rollout_B.tolist() == [0, 0, 0, 1, 2, 3, 3]
 
 
-def test_groups_of_several_sequences_come_back_from_padded_tensors() -> None:
+def test_groups_of_several_sequences_come_back_from_padded_tensors():
     groups = [*agents(), *map(in_pieces, FLAT, WAYS["every turn alone"])]
     for ours, theirs in zip(from_padded(to_padded(groups)), groups, strict=True):
         for name in ("sequence_counts", "rewards", "advantages"):
@@ -363,9 +355,7 @@ def test_groups_of_several_sequences_come_back_from_padded_tensors() -> None:
         ([0, 0, 1, 2, 3], {"rewards_B": [1.0, 1.0, 0, 0, 0]}, "advantages_B has two values for the rollout 0"),
     ],
 )
-def test_rows_that_cannot_be_one_rollout_are_refused(
-    rollouts: list[int], fields: dict[str, list[float]], words: str
-) -> None:
+def test_rows_that_cannot_be_one_rollout_are_refused(rollouts, fields, words):
     groups = [make_group(rewards=[1.0, 0.0]), make_group(rewards=[0.0, 1.0, 0.0])]
     changed = {name: torch.tensor(value) for name, value in fields.items()}
     with pytest.raises(ValueError, match=words):
@@ -373,7 +363,7 @@ def test_rows_that_cannot_be_one_rollout_are_refused(
 
 
 @pytest.mark.parametrize("effect", ["nan", "memory"])
-def test_a_rollout_in_pieces_that_makes_a_step_fail_leaves_it_with_its_group(tmp_path: Path, effect: str) -> None:
+def test_a_rollout_in_pieces_that_makes_a_step_fail_leaves_it_with_its_group(tmp_path, effect):
     sound = [
         make_sample(in_pieces(group, cuts), key=key) for key, (group, cuts) in enumerate(zip(FLAT, HALVES, strict=True))
     ]
@@ -391,7 +381,7 @@ def test_a_rollout_in_pieces_that_makes_a_step_fail_leaves_it_with_its_group(tmp
     assert_same_weights(models["with"], models["without"], **NEAR)
 
 
-def test_a_rollout_in_pieces_is_shown_as_what_the_policy_wrote_in_them(tmp_path: Path) -> None:
+def test_a_rollout_in_pieces_is_shown_as_what_the_policy_wrote_in_them(tmp_path):
     group = make_group(
         rewards=[0.5, 0.5],
         prompt=[9],
@@ -417,9 +407,7 @@ WAYS_TO_BE_RIGHT: dict[str, tuple[Sequence[Cuts] | None, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("cuts", "options"), WAYS_TO_BE_RIGHT.values(), ids=WAYS_TO_BE_RIGHT)
-def test_of_stored_groups_only_the_right_rollouts_are_trained_on_if_one_says_so(
-    tmp_path: Path, cuts: Sequence[Cuts] | None, options: dict[str, Any]
-) -> None:
+def test_of_stored_groups_only_the_right_rollouts_are_trained_on_if_one_says_so(tmp_path, cuts, options):
     fresh, stored = FLAT if cuts is None else map(in_pieces, FLAT, cuts)
     # The second rollout of the stored group is right. It keeps the advantage that it had beside the wrong one.
     alone = replace(

@@ -64,9 +64,7 @@ def steps(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one folder", "weights apart"])
 @pytest.mark.usefixtures("soon")
-def test_the_trainer_announces_a_version_when_the_server_is_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, apart: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_announces_a_version_when_the_server_is_back(tmp_path, caplog, apart, monkeypatch):
     monkeypatch.setattr(publication, "FIRST_TRY", 0.2)
     server = serve(tmp_path, port := free_port())
     done: list[int] = []
@@ -100,8 +98,8 @@ def test_the_trainer_announces_a_version_when_the_server_is_back(
 @pytest.mark.long
 @pytest.mark.usefixtures("soon")
 def test_a_run_that_is_stopped_while_the_server_is_away_ends_and_its_last_version_is_announced_by_a_resume(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr(publication, "LAST_TRY", 0.5)
     server = serve(tmp_path, port := free_port())
 
@@ -130,9 +128,7 @@ def test_a_run_that_is_stopped_while_the_server_is_away_ends_and_its_last_versio
     server.stop()
 
 
-def test_a_server_that_lost_its_items_is_gone_on_with_and_no_resume_warns_of_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_lost_its_items_is_gone_on_with_and_no_resume_warns_of_them(tmp_path, caplog):
     queue, pool = DEFAULT_TABLES
     tables, port = [queue.model_copy(update={"keep_consumed": 2}), pool], free_port()
     for max_steps in (2, 4, 4, 5):
@@ -192,7 +188,7 @@ def contained(resumed: Resumed) -> set[int]:
     return resumed.state.keys & {sample.info.key for sample in resumed.batch}
 
 
-def test_the_next_state_names_what_no_server_has_confirmed(resumed: Resumed) -> None:
+def test_the_next_state_names_what_no_server_has_confirmed(resumed):
     assert resumed.leases.unconfirmed.keys == contained(resumed)
     state = TrainedGroups.from_state_dict(resumed.leases.trained().state_dict())
     assert state.keys == contained(resumed)
@@ -200,7 +196,7 @@ def test_the_next_state_names_what_no_server_has_confirmed(resumed: Resumed) -> 
     assert resumed.leases.unconfirmed.keys == contained(resumed)
 
 
-def test_groups_whose_lease_has_ended_are_taken_when_their_shard_is_back(resumed: Resumed) -> None:
+def test_groups_whose_lease_has_ended_are_taken_when_their_shard_is_back(resumed):
     with resumed.shard_is_back():
         resumed.leases.acknowledge(resumed.leases.trained())
         assert resumed.leases.unconfirmed.keys == set()
@@ -208,7 +204,7 @@ def test_groups_whose_lease_has_ended_are_taken_when_their_shard_is_back(resumed
         assert set(left) == {sample.info.key for sample in resumed.batch} - contained(resumed)
 
 
-def test_groups_that_come_again_before_that_are_left_out_and_end_with_their_batch(resumed: Resumed) -> None:
+def test_groups_that_come_again_before_that_are_left_out_and_end_with_their_batch(resumed):
     with resumed.shard_is_back():
         again = resumed.client.sample("rollouts", 2, lease=60.0)
         new = resumed.leases.hold(again)
@@ -219,9 +215,7 @@ def test_groups_that_come_again_before_that_are_left_out_and_end_with_their_batc
         assert (table.size, table.reserved) == (0, 0)
 
 
-def test_a_server_that_lost_its_items_does_not_make_the_state_grow_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_lost_its_items_does_not_make_the_state_grow_without_end(tmp_path, monkeypatch):
     monkeypatch.setattr(leases, "MOST_UNCONFIRMED", 2)
     with ReplayServer(DEFAULT_TABLES, port=0) as server, ReplayClient(server.address) as client:
         held = GroupLeases(client, "rollouts", 60.0, tmp_path, rank=0)
@@ -261,6 +255,6 @@ def draw_as_rank(address: str, folder: Path) -> None:
         ranks.wait()
 
 
-def test_other_ranks_leave_groups_out_that_the_first_could_not_acknowledge(tmp_path: Path) -> None:
+def test_other_ranks_leave_groups_out_that_the_first_could_not_acknowledge(tmp_path):
     with ReplayServer(DEFAULT_TABLES, port=0) as server:
         assert run_ranks(2, draw_as_rank, server.address, tmp_path) == ["", ""]

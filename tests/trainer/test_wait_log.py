@@ -119,7 +119,7 @@ class Away(Server):
     ],
     ids=["a deadline meanwhile", "no connection", "a deadline", "a deadline, and no server", "no server"],
 )
-def test_a_deadline_does_not_count_while_the_server_is_away(error: Exception, away: float, ends_with: str | None):
+def test_a_deadline_does_not_count_while_the_server_is_away(error, away, ends_with):
     class Batches:
         def __init__(self) -> None:
             self.results = iter([error, 1])

@@ -8,7 +8,6 @@ import json
 import signal
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,9 +112,7 @@ OPERATIONS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("operations", OPERATIONS.values(), ids=OPERATIONS)
-async def test_the_same_operations_give_the_samples_and_metrics_of_miles_own_buffer(
-    server: ReplayServer, operations: list[Any]
-) -> None:
+async def test_the_same_operations_give_the_samples_and_metrics_of_miles_own_buffer(server, operations):
     (theirs, their_unused), (ours, our_unused) = make_buffers(server.address, max_weight_staleness=3)
     given: list[list[Any]] = [[], []]
     for operation in operations:
@@ -136,7 +133,7 @@ async def test_the_same_operations_give_the_samples_and_metrics_of_miles_own_buf
     ours.close()
 
 
-async def test_put_waits_while_the_table_is_full_and_generation_goes_on(make: Callable[..., ServerDataBuffer]) -> None:
+async def test_put_waits_while_the_table_is_full_and_generation_goes_on(make):
     buffer = make()
     for number in range(8):
         await buffer.put(make_input(number))
@@ -149,7 +146,7 @@ async def test_put_waits_while_the_table_is_full_and_generation_goes_on(make: Ca
     await asyncio.wait_for(blocked, 30)
 
 
-async def test_a_cancelled_get_loses_no_group(make: Callable[..., ServerDataBuffer]) -> None:
+async def test_a_cancelled_get_loses_no_group(make):
     buffer = make()
     waiting = asyncio.create_task(buffer.get(current_version=0))
     await asyncio.sleep(0)
@@ -159,9 +156,7 @@ async def test_a_cancelled_get_loses_no_group(make: Callable[..., ServerDataBuff
     assert numbers(await drain(buffer, 0, 3)) == [0, 1, 2]
 
 
-async def test_a_share_of_the_groups_comes_from_the_pool_under_indices_of_their_own(
-    make: Callable[..., ServerDataBuffer],
-) -> None:
+async def test_a_share_of_the_groups_comes_from_the_pool_under_indices_of_their_own(make):
     buffer = make(replay_share=0.5)
     for number in range(4):
         entry = make_input(number)
@@ -193,9 +188,7 @@ def _index(entry: Any) -> int:
     return int(_flat(entry.group)[0].index)
 
 
-async def test_a_group_of_another_writer_or_size_is_put_aside_and_counted(
-    make: Callable[..., ServerDataBuffer], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_group_of_another_writer_or_size_is_put_aside_and_counted(make, caplog):
     buffer = make()
     buffer.client.insert(make_group(), {"rollouts": 1.0})
     await buffer.put(make_input(0, rewards=(0.0, 1.0, 1.0)))
@@ -213,22 +206,18 @@ async def test_a_group_of_another_writer_or_size_is_put_aside_and_counted(
     ],
     ids=["an object", "a set"],
 )
-async def test_what_cannot_be_stored_is_named(
-    make: Callable[..., ServerDataBuffer], changes: dict[str, Any], message: str
-) -> None:
+async def test_what_cannot_be_stored_is_named(make, changes, message):
     with pytest.raises(ValueError, match=message):
         await make().put(make_input(0, **changes))
 
 
-def test_a_share_that_is_none_is_refused(server: ReplayServer) -> None:
+def test_a_share_that_is_none_is_refused(server):
     with pytest.raises(ValueError, match=r"replay_share is 1.5, and must be from 0 to 0.9"):
         make_buffer(server.address, replay_share=1.5)
 
 
 @pytest.mark.parametrize("saved", [-1, 0, 1])
-async def test_a_trainer_that_ends_gives_back_what_its_checkpoint_lacks(
-    make: Callable[..., ServerDataBuffer], tmp_path: Path, saved: int
-) -> None:
+async def test_a_trainer_that_ends_gives_back_what_its_checkpoint_lacks(make, tmp_path, saved):
     first = make(save=str(tmp_path), replay_folder=str(tmp_path / "notes"))
     for number in range(6):
         await first.put(make_input(number))
@@ -244,9 +233,7 @@ async def test_a_trainer_that_ends_gives_back_what_its_checkpoint_lacks(
 
 @pytest.mark.long
 @pytest.mark.parametrize("saved", [-1, 1])
-async def test_a_killed_trainer_gets_back_what_its_checkpoint_lacks_and_nothing_else(
-    server: ReplayServer, make: Callable[..., ServerDataBuffer], tmp_path: Path, saved: int
-) -> None:
+async def test_a_killed_trainer_gets_back_what_its_checkpoint_lacks_and_nothing_else(server, make, tmp_path, saved):
     # The filling one ends first: one trainer reads a table.
     filling = make_buffer(server.address)
     for number in range(8):
@@ -269,9 +256,7 @@ async def test_a_killed_trainer_gets_back_what_its_checkpoint_lacks_and_nothing_
     assert (info.size, info.reserved) == (0, 1)
 
 
-async def test_without_checkpoints_a_group_is_used_up_when_the_next_but_one_batch_is_drawn(
-    make: Callable[..., ServerDataBuffer],
-) -> None:
+async def test_without_checkpoints_a_group_is_used_up_when_the_next_but_one_batch_is_drawn(make):
     buffer = make()
     held = []
     for number in range(4):
@@ -282,9 +267,7 @@ async def test_without_checkpoints_a_group_is_used_up_when_the_next_but_one_batc
 
 
 @pytest.mark.long
-async def test_a_second_trainer_is_refused_while_the_first_lives(
-    server: ReplayServer, make: Callable[..., ServerDataBuffer], tmp_path: Path
-) -> None:
+async def test_a_second_trainer_is_refused_while_the_first_lives(server, make, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     filling = make_buffer(server.address)
@@ -305,9 +288,7 @@ async def test_a_second_trainer_is_refused_while_the_first_lives(
     assert sorted(numbers(await drain(make(save=str(first)), 0))) == [0, 1]
 
 
-def test_the_page_runs_and_prints_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_runs_and_prints_what_it_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = {block.language: block.text for block in blocks(ROOT / "docs/how-to/frameworks.md")}
     settings = BufferSettings.of(Namespace(**yaml.safe_load(text["yaml"])))

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import logging
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,7 @@ def told(sample: Sample) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", [None, "score"])
-def test_a_group_without_variance_becomes_a_stored_one_in_its_place(server: ReplayServer, key: str | None) -> None:
+def test_a_group_without_variance_becomes_a_stored_one_in_its_place(server, key):
     informative, barren = make_samples(0, [0.0, 1.0, 0.0], key=key), make_samples(7, [1.0, 1.0, 1.0], key=key)
     fresh = make_samples(8, [1.0, 0.0, 1.0], key=key)
     first, second = run(server, [informative], [fresh, barren], reward_key=key)
@@ -77,7 +76,7 @@ def test_a_group_without_variance_becomes_a_stored_one_in_its_place(server: Repl
     assert second.metrics["replay/staleness"] == 1.0
 
 
-def test_informative_groups_are_stored_with_their_version(server: ReplayServer) -> None:
+def test_informative_groups_are_stored_with_their_version(server):
     run(server, [make_samples(0, [0.0, 1.0])], [make_samples(1, [1.0, 0.0]), make_samples(2, [0.0, 0.0])])
     with ReplayClient(server.address) as client:
         items = client.list_items("replay", order_by="age", descending=True).items
@@ -88,7 +87,7 @@ def test_informative_groups_are_stored_with_their_version(server: ReplayServer) 
     assert groups[0].loss_mask.tolist() == [True, False, True]
 
 
-def test_groups_of_other_sizes_and_of_other_writers_are_not_used(server: ReplayServer) -> None:
+def test_groups_of_other_sizes_and_of_other_writers_are_not_used(server):
     with ReplayClient(server.address) as client:
         client.insert(make_group(lengths=(1, 2), rewards=(0.0, 1.0)), {"replay": 1.0})
     barren = make_samples(3, [1.0, 1.0])
@@ -97,12 +96,12 @@ def test_groups_of_other_sizes_and_of_other_writers_are_not_used(server: ReplayS
     assert output.metrics["replay/groups_missing"] == 1
 
 
-def test_evaluation_is_slimes_own() -> None:
+def test_evaluation_is_slimes_own():
     args = Namespace(replay_rollout_function=f"{__name__}.planned_rollout", replay_address="127.0.0.1:1")
     assert generate_rollout(args, 0, None, evaluation=True) == RolloutFnEvalOutput(data={"set": {}})
 
 
-def test_each_sample_comes_back_with_its_own_prompt_and_its_own_reward(server: ReplayServer) -> None:
+def test_each_sample_comes_back_with_its_own_prompt_and_its_own_reward(server):
     informative = make_samples(0, [0.0, 1.0, 0.0], key="score")
     for k, sample in enumerate(informative):
         sample.tokens = [10, 11, *[30 + k] * k, *sample.tokens[2:]]
@@ -122,9 +121,7 @@ def test_each_sample_comes_back_with_its_own_prompt_and_its_own_reward(server: R
     assert group.finish_reasons == ("stop", "length", "length")
 
 
-def test_a_sample_that_slime_leaves_out_of_the_loss_is_stored_so_and_does_not_count_as_a_gradient(
-    server: ReplayServer,
-) -> None:
+def test_a_sample_that_slime_leaves_out_of_the_loss_is_stored_so_and_does_not_count_as_a_gradient(server):
     informative, others = make_samples(0, [0.0, 1.0, 0.5]), make_samples(1, [0.0, 1.0])
     informative[1].remove_sample = True
     for sample in others:
@@ -140,7 +137,7 @@ def test_a_sample_that_slime_leaves_out_of_the_loss_is_stored_so_and_does_not_co
     assert second.samples[0][1].loss_mask == [0, 1]  # its own, as slime has it until it trains
 
 
-def test_rollouts_that_may_fan_out_are_replaced_if_each_has_one_sample(server: ReplayServer) -> None:
+def test_rollouts_that_may_fan_out_are_replaced_if_each_has_one_sample(server):
     informative, barren = make_samples(0, [0.0, 1.0]), make_samples(7, [1.0, 1.0])
     _, second = run(server, [[[sample] for sample in informative]], [[[sample] for sample in barren]])
     assert [[told(sample) for sample in rollout] for rollout in second.samples[0]] == [
@@ -174,9 +171,7 @@ def test_rollouts_that_may_fan_out_are_replaced_if_each_has_one_sample(server: R
     ],
 )
 @pytest.mark.parametrize("rewards", [[0.0, 1.0, 0.0], [1.0, 1.0, 1.0]], ids=["informative", "barren"])
-def test_a_group_that_cannot_be_stored_as_it_is_stays_as_it_is(
-    server: ReplayServer, spoil: Any, rewards: list[float]
-) -> None:
+def test_a_group_that_cannot_be_stored_as_it_is_stays_as_it_is(server, spoil, rewards):
     group = spoil(make_samples(1, rewards, key="score"))
     _, second = run(server, [make_samples(0, [0.0, 1.0, 0.0], key="score")], [group], reward_key="score")
     assert second.samples == [group]
@@ -191,7 +186,7 @@ def change(samples: list[Sample], **fields: object) -> list[Sample]:
     return [*samples[:-1], dataclasses.replace(samples[-1], **fields)]
 
 
-def test_long_texts_can_be_stored(server: ReplayServer) -> None:
+def test_long_texts_can_be_stored(server):
     informative = make_samples(0, [0.0, 1.0])
     for sample in informative:
         sample.response = "x" * 3_000_000  # more than the header of a group may have
@@ -199,9 +194,7 @@ def test_long_texts_can_be_stored(server: ReplayServer) -> None:
     assert [sample.response for sample in second.samples[0]] == [sample.response for sample in informative]
 
 
-def test_slime_goes_on_while_the_server_is_away(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slime_goes_on_while_the_server_is_away(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(slime, "GroupPool", functools.partial(slime.GroupPool, timeout=0.2))
     informative, barren = make_samples(0, [0.0, 1.0]), make_samples(7, [1.0, 1.0])
     with server_process(tmp_path) as server:
@@ -214,7 +207,7 @@ def test_slime_goes_on_while_the_server_is_away(
     assert len([record for record in caplog.records if "is away" in record.msg]) == 1
 
 
-def test_rollouts_of_several_samples_come_back_with_one_rollout_id_each(server: ReplayServer) -> None:
+def test_rollouts_of_several_samples_come_back_with_one_rollout_id_each(server):
     stored = sample_factories.as_agents(make_samples(0, [0.0, 0.0, 1.0]), [2, 1])
     barren = sample_factories.as_agents(make_samples(7, [1.0, 1.0, 1.0]), [1, 2])
     _, second = run(server, [stored], [barren, make_samples(8, [1.0, 0.0])])
@@ -233,8 +226,6 @@ def test_rollouts_of_several_samples_come_back_with_one_rollout_id_each(server: 
         ({"label": object()}, "have a label that cannot be stored, <object object at"),
     ],
 )
-def test_samples_that_cannot_be_stored_are_refused(
-    server: ReplayServer, fields: dict[str, object], message: str
-) -> None:
+def test_samples_that_cannot_be_stored_are_refused(server, fields, message):
     with pytest.raises(ValueError, match=message):
         run(server, [make_samples(0, [0.0, 1.0], **fields)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from replay_client import ReplayClient, ServerInfo, ShardedInfo
 from replay_server import ReplayServer, TableConfig
@@ -12,7 +11,7 @@ from tests.factories import free_port, until
 QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}, keep_consumed=2)
 
 
-def test_a_shard_hears_of_states_and_rollbacks_that_it_missed_when_it_comes_back(tmp_path: Path) -> None:
+def test_a_shard_hears_of_states_and_rollbacks_that_it_missed_when_it_comes_back(tmp_path):
     servers = [ReplayServer([QUEUE], free_port(), data_dir=tmp_path / str(place)) for place in range(2)]
     for server in servers:
         server.start()

@@ -33,9 +33,7 @@ async def engine(model: Path) -> AsyncIterator[TransformersEngine]:
     await engine.close()
 
 
-async def test_requests_of_every_kind_share_a_batch_and_keep_their_own_numbers(
-    model: Path, engine: TransformersEngine
-) -> None:
+async def test_requests_of_every_kind_share_a_batch_and_keep_their_own_numbers(model, engine):
     requests = [
         ([3], SamplingConfig(max_tokens=1), 2),
         ([3, 4, 5, 6, 7, 8, 9, 10, 11], SamplingConfig(temperature=0.6, max_tokens=30), 5),
@@ -53,7 +51,7 @@ async def test_requests_of_every_kind_share_a_batch_and_keep_their_own_numbers(
             check_completion(completion, prompt_ids, sampling, model)
 
 
-async def test_completions_end_with_the_end_token_or_at_the_limit(tmp_path: Path) -> None:
+async def test_completions_end_with_the_end_token_or_at_the_limit(tmp_path):
     engine = TransformersEngine(make_model(tmp_path, sharpness=1.0), seed=0)
     completions = await engine.generate([3, 9], SamplingConfig(temperature=2.0, max_tokens=12), 256)
     for completion in completions:
@@ -66,14 +64,14 @@ async def test_completions_end_with_the_end_token_or_at_the_limit(tmp_path: Path
     await engine.close()
 
 
-async def test_prompt_and_completion_fit_the_maximum_length(model: Path) -> None:
+async def test_prompt_and_completion_fit_the_maximum_length(model):
     engine = TransformersEngine(model, max_length=10)
     completions = await engine.generate([3] * 8, SamplingConfig(max_tokens=50), 16)
     assert max(len(completion.token_ids) for completion in completions) == 2
     await engine.close()
 
 
-async def test_a_seed_repeats_completions_whatever_shares_the_batch(engine: TransformersEngine) -> None:
+async def test_a_seed_repeats_completions_whatever_shares_the_batch(engine):
     seeded, other = SamplingConfig(seed=7, max_tokens=10), SamplingConfig(max_tokens=10)
     alone = await engine.generate([3, 4], seeded, 3)
     together, _ = await asyncio.gather(engine.generate([3, 4], seeded, 3), engine.generate([5] * 9, other, 3))
@@ -81,7 +79,7 @@ async def test_a_seed_repeats_completions_whatever_shares_the_batch(engine: Tran
     assert alone[0].token_ids != alone[1].token_ids
 
 
-async def test_tokens_come_as_often_as_their_probabilities_say(engine: TransformersEngine, model: Path) -> None:
+async def test_tokens_come_as_often_as_their_probabilities_say(engine, model):
     drawn = 4000
     completions = await engine.generate([3, 4], SamplingConfig(max_tokens=1), drawn)
     counts = Counter(completion.token_ids[0] for completion in completions)
@@ -91,7 +89,7 @@ async def test_tokens_come_as_often_as_their_probabilities_say(engine: Transform
         assert abs(counts[completion.token_ids[0]] / drawn - probability) < 5 * deviation
 
 
-async def test_tied_embeddings_reload_whole(tmp_path: Path) -> None:
+async def test_tied_embeddings_reload_whole(tmp_path):
     tied = make_model(tmp_path / "tied", tied=True)
     version = make_version(tied, tmp_path / "step-1")
     engine = TransformersEngine(tied)
@@ -100,13 +98,11 @@ async def test_tied_embeddings_reload_whole(tmp_path: Path) -> None:
     await engine.close()
 
 
-async def test_each_completion_is_told_as_it_ends(engine: TransformersEngine) -> None:
+async def test_each_completion_is_told_as_it_ends(engine):
     await check_each_is_told(engine, SamplingConfig(temperature=2.0, max_tokens=60))
 
 
-async def test_a_long_request_does_not_hold_up_a_short_one(
-    engine: TransformersEngine, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_request_does_not_hold_up_a_short_one(engine, model, monkeypatch):
     ended, all_asked, load = list[str](), threading.Event(), AutoModelForCausalLM.from_pretrained
 
     def load_late(*given: Any, **options: Any) -> Any:
@@ -143,9 +139,7 @@ async def finished_while_loading(
     return await asyncio.gather(*tasks)
 
 
-async def test_weights_loaded_among_requests_that_come_and_go_are_exact_for_every_token(
-    model: Path, engine: TransformersEngine, tmp_path: Path
-) -> None:
+async def test_weights_loaded_among_requests_that_come_and_go_are_exact_for_every_token(model, engine, tmp_path):
     version = make_version(model, tmp_path / "step-1")
     requests = [
         ([3 + size] * size, SamplingConfig(temperature=0.6 + size / 10, max_tokens=4 + 8 * (size % 4)), 3)
@@ -158,7 +152,7 @@ async def test_weights_loaded_among_requests_that_come_and_go_are_exact_for_ever
     assert {version for completions in answers for each in completions for version in each.policy_versions} == {0, 1}
 
 
-async def test_a_model_whose_cache_cannot_be_merged_completes_as_exactly(tmp_path: Path) -> None:
+async def test_a_model_whose_cache_cannot_be_merged_completes_as_exactly(tmp_path):
     config = MistralConfig(
         vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, sliding_window=5, max_position_embeddings=64, pad_token_id=0, eos_token_id=EOS,
@@ -177,14 +171,14 @@ async def test_a_model_whose_cache_cannot_be_merged_completes_as_exactly(tmp_pat
     await engine.close()
 
 
-async def test_no_more_completions_run_at_a_time_than_allowed_but_a_larger_request_runs_alone(model: Path) -> None:
+async def test_no_more_completions_run_at_a_time_than_allowed_but_a_larger_request_runs_alone(model):
     engine = TransformersEngine(model, max_concurrent_completions=8)
     answers = await asyncio.gather(*(engine.generate([3], SamplingConfig(max_tokens=8), n) for n in (5, 5, 20, 1)))
     assert [len(completions) for completions in answers] == [5, 5, 20, 1]
     await engine.close()
 
 
-async def test_a_request_that_breaks_the_model_fails_and_the_next_is_served(engine: TransformersEngine) -> None:
+async def test_a_request_that_breaks_the_model_fails_and_the_next_is_served(engine):
     with pytest.raises(
         EngineError, match=r"the transformers engine failed: IndexError: index out of range.*start the generator again"
     ):
@@ -192,9 +186,7 @@ async def test_a_request_that_breaks_the_model_fails_and_the_next_is_served(engi
     assert len(await engine.generate([3], SamplingConfig(max_tokens=4), 2)) == 2
 
 
-async def test_a_request_that_is_given_up_leaves_the_batch_and_the_others_stay(
-    model: Path, engine: TransformersEngine
-) -> None:
+async def test_a_request_that_is_given_up_leaves_the_batch_and_the_others_stay(model, engine):
     sampling = SamplingConfig(max_tokens=40)
     given_up = asyncio.create_task(engine.generate([3, 4, 5], sampling, 6))
     kept = asyncio.create_task(engine.generate([6], sampling, 3))
@@ -215,9 +207,7 @@ async def test_a_request_that_is_given_up_leaves_the_batch_and_the_others_stay(
     ],
     ids=["top_p", "top_k", "min_p", "all three", "no more than three tokens"],
 )
-async def test_the_kept_tokens_come_with_each_token(
-    model: Path, engine: TransformersEngine, options: dict[str, Any]
-) -> None:
+async def test_the_kept_tokens_come_with_each_token(model, engine, options):
     sampling, prompt_ids = SamplingConfig(max_tokens=12, **options), [3, 9, 4]
     others = engine.generate([5], SamplingConfig(max_tokens=12), 2)
     for completion in (await asyncio.gather(engine.generate(prompt_ids, sampling, 4), others))[0]:
@@ -225,12 +215,12 @@ async def test_the_kept_tokens_come_with_each_token(
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.7, "sampling_masks": 0}], ids=["all are kept", "none are wanted"])
-async def test_who_needs_no_kept_tokens_gets_none(engine: TransformersEngine, options: dict[str, Any]) -> None:
+async def test_who_needs_no_kept_tokens_gets_none(engine, options):
     for completion in await engine.generate([3, 9, 4], SamplingConfig(max_tokens=4, **options), 2):
         assert completion.extras == completion.axes == {}
 
 
-def test_top_p_keeps_at_least_one_token_and_top_k_all_where_it_exceeds_the_vocabulary() -> None:
+def test_top_p_keeps_at_least_one_token_and_top_k_all_where_it_exceeds_the_vocabulary():
     logits = torch.tensor([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
     ones = torch.ones(2)
     only = processed_logprobs(logits, ones, ones * 1e-6, torch.zeros(2), torch.zeros(2))
@@ -239,7 +229,7 @@ def test_top_p_keeps_at_least_one_token_and_top_k_all_where_it_exceeds_the_vocab
     torch.testing.assert_close(everything, logits.log_softmax(-1))
 
 
-def test_min_p_comes_after_the_temperature_and_before_top_k_and_top_p() -> None:
+def test_min_p_comes_after_the_temperature_and_before_top_k_and_top_p():
     # At temperature 2 the tokens are 1, 0.61, 0.37, 0.22 times as likely as the first, and 1, 0.37, 0.14, 0.05 at 1.
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).expand(4, 4)
     temperatures, ones = torch.tensor([2.0, 1.0, 2.0, 2.0]), torch.ones(4)
@@ -252,7 +242,7 @@ def test_min_p_comes_after_the_temperature_and_before_top_k_and_top_p() -> None:
     assert most_likely.isfinite().tolist() == [[True, True, False]]
 
 
-async def test_the_experts_of_each_token_that_was_read_come_with_a_completion(tmp_path: Path) -> None:
+async def test_the_experts_of_each_token_that_was_read_come_with_a_completion(tmp_path):
     config = Qwen3MoeConfig(
         vocab_size=32, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=6, num_experts_per_tok=2,
@@ -277,6 +267,6 @@ async def test_the_experts_of_each_token_that_was_read_come_with_a_completion(tm
             assert completion.axes["routed_experts"] == "whole"
 
 
-def test_a_model_without_experts_has_no_routing(model: Path) -> None:
+def test_a_model_without_experts_has_no_routing(model):
     with pytest.raises(ValueError, match=r"for a mixture of up to 256 experts.* has 0 experts in 0 such"):
         TransformersEngine(model, routing=True)

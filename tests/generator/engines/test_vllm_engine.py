@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -83,9 +82,7 @@ async def engine(loaded_engine: VLLMEngine, model: Path) -> VLLMEngine:
         "of the tokens kept, up to three of which are told",
     ],
 )
-async def test_logprobs_equal_transformers_before_and_after_a_reload(
-    engine: VLLMEngine, model: Path, version: Path, options: dict[str, Any]
-) -> None:
+async def test_logprobs_equal_transformers_before_and_after_a_reload(engine, model, version, options):
     sampling, prompt_ids = SamplingConfig(max_tokens=16, **options), [3, 9, 4, 13]
     for weights in (model, version):
         await engine.load_weights(str(weights), 1)
@@ -95,9 +92,7 @@ async def test_logprobs_equal_transformers_before_and_after_a_reload(
 
 
 @on_the_engines_loop
-async def test_the_trainer_finds_the_logprobs_of_what_min_p_kept(
-    engine: VLLMEngine, model: Path, tmp_path: Path
-) -> None:
+async def test_the_trainer_finds_the_logprobs_of_what_min_p_kept(engine, model, tmp_path):
     # So high that never all 27 tokens are kept: such a set is the whole vocabulary, and counts as unknown.
     sampling = SamplingConfig(min_p=0.5, max_tokens=16)
     group = await group_of(engine, two_turns(sampling), [3, 9, 4], sampling, 8)
@@ -109,7 +104,7 @@ async def test_the_trainer_finds_the_logprobs_of_what_min_p_kept(
     assert line["correction/unknown_sets_fraction"] == 0
 
 
-def test_the_sets_that_vllm_itself_tells_are_taken_up_to_the_wanted_size() -> None:
+def test_the_sets_that_vllm_itself_tells_are_taken_up_to_the_wanted_size():
     from vllm.outputs import CompletionOutput, SamplingMask
 
     output = CompletionOutput(0, "", [7, 8, 9], None, None, sampling_mask=SamplingMask([[7, 1], [8], [9, 1, 2]]))
@@ -118,7 +113,7 @@ def test_the_sets_that_vllm_itself_tells_are_taken_up_to_the_wanted_size() -> No
 
 
 @on_the_engines_loop
-async def test_completions_end_at_different_lengths_and_may_be_empty(engine: VLLMEngine) -> None:
+async def test_completions_end_at_different_lengths_and_may_be_empty(engine):
     # The model ends at once with a probability of 0.02, 0.01 and 0.01: of so many, none does once in 10^9 runs.
     requests = [
         engine.generate([3, 9, 4][:size], SamplingConfig(temperature=2.0, max_tokens=12), 512) for size in (1, 2, 3)
@@ -136,19 +131,19 @@ async def test_completions_end_at_different_lengths_and_may_be_empty(engine: VLL
 
 
 @on_the_engines_loop
-async def test_each_completion_is_told_as_it_ends(engine: VLLMEngine) -> None:
+async def test_each_completion_is_told_as_it_ends(engine):
     await check_each_is_told(engine, SamplingConfig(temperature=2.0, max_tokens=60))
 
 
 @on_the_engines_loop
-async def test_a_prompt_that_fills_the_length_but_for_one_token_gets_one(engine: VLLMEngine) -> None:
+async def test_a_prompt_that_fills_the_length_but_for_one_token_gets_one(engine):
     assert engine.max_length == 64
     (completion,) = await engine.generate([3] * 63, SamplingConfig(max_tokens=10), 1)
     assert len(completion.token_ids) == 1
 
 
 @on_the_engines_loop
-async def test_a_long_request_does_not_hold_up_a_short_one(engine: VLLMEngine) -> None:
+async def test_a_long_request_does_not_hold_up_a_short_one(engine):
     ended: list[str] = []
 
     async def ask(name: str, max_tokens: int, n: int) -> None:
@@ -160,7 +155,7 @@ async def test_a_long_request_does_not_hold_up_a_short_one(engine: VLLMEngine) -
 
 
 @on_the_engines_loop
-async def test_more_seeded_prompts_at_a_time_than_a_batch_of_vllm_holds_are_completed(engine: VLLMEngine) -> None:
+async def test_more_seeded_prompts_at_a_time_than_a_batch_of_vllm_holds_are_completed(engine):
     prompts = [[3 + number % 5, *[4 + number % 7] * 55] for number in range(24)]
     requests = [engine.generate(prompt, SamplingConfig(max_tokens=4, seed=7), 8) for prompt in prompts]
     groups = await asyncio.gather(*requests)  # 10,752 tokens of prompts; a batch holds 2,048
@@ -180,8 +175,8 @@ async def under_way(engine: VLLMEngine) -> None:
 @on_the_engines_loop
 @pytest.mark.parametrize("kind", ["whole weights", "an adapter"])
 async def test_completions_under_way_go_on_with_new_weights_exact_for_every_token(
-    engine: VLLMEngine, model: Path, version: Path, adapters: list[Path], kind: str
-) -> None:
+    engine, model, version, adapters, kind
+):
     old, new = (model, version) if kind == "whole weights" else adapters
     sampling = SamplingConfig(temperature=0.7, max_tokens=58)
     prompts = [[3, 9, 4 + number] for number in range(8)]
@@ -208,9 +203,7 @@ async def test_completions_under_way_go_on_with_new_weights_exact_for_every_toke
 
 
 @on_the_engines_loop
-async def test_every_turn_of_a_rollout_has_the_logprobs_of_the_whole_sequence_before_it(
-    engine: VLLMEngine, model: Path
-) -> None:
+async def test_every_turn_of_a_rollout_has_the_logprobs_of_the_whole_sequence_before_it(engine, model):
     sampling = SamplingConfig(temperature=0.8, max_tokens=12)
     group = await group_of(engine, two_turns(sampling), [3, 9, 4], sampling, 16)
     check_group(group, sampling, model)
@@ -221,8 +214,8 @@ async def test_every_turn_of_a_rollout_has_the_logprobs_of_the_whole_sequence_be
 @on_the_engines_loop
 @pytest.mark.parametrize("when", ["between turns", "in a turn"])
 async def test_turns_before_and_after_new_weights_have_the_logprobs_and_the_version_of_their_own(
-    engine: VLLMEngine, model: Path, version: Path, when: str
-) -> None:
+    engine, model, version, when
+):
     sampling = SamplingConfig(temperature=0.7, max_tokens=48)
     for _ in range(50):  # a process that stands still for long finds the second turns at their end
         await engine.load_weights(str(model), 0)
@@ -256,17 +249,15 @@ async def test_turns_before_and_after_new_weights_have_the_logprobs_and_the_vers
 
 @on_the_engines_loop
 async def test_the_tool_loop_gives_the_answers_of_tools_and_the_logprobs_of_what_follows_them(
-    engine: VLLMEngine, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine, model, monkeypatch
+):
     # Half of the first turns end by themselves within these tokens. That none of 64 does has a chance of 1e-19.
     sampling = SamplingConfig(temperature=2.0, max_tokens=24)
     check_group(await tool_group(engine, monkeypatch, sampling, 64), sampling, model)
 
 
 @on_the_engines_loop
-async def test_the_first_adapter_waits_for_requests_that_began_without_one(
-    engine: VLLMEngine, adapters: list[Path]
-) -> None:
+async def test_the_first_adapter_waits_for_requests_that_began_without_one(engine, adapters):
     early = asyncio.create_task(engine.generate([3, 9, 4], SamplingConfig(max_tokens=40, seed=3), 8))
     await under_way(engine)
     await engine.load_weights(str(adapters[0]), 1)
@@ -276,8 +267,8 @@ async def test_the_first_adapter_waits_for_requests_that_began_without_one(
 
 @on_the_engines_loop
 async def test_an_adapter_that_is_gone_or_too_large_is_an_error_and_whole_weights_take_it_away(
-    engine: VLLMEngine, model: Path, adapters: list[Path], tmp_path: Path
-) -> None:
+    engine, model, adapters, tmp_path
+):
     with pytest.raises(FileNotFoundError, match="gone"):
         await engine.load_weights(str(tmp_path / "gone"), 3)
     with pytest.raises(Exception, match="rank"):
@@ -288,9 +279,7 @@ async def test_an_adapter_that_is_gone_or_too_large_is_an_error_and_whole_weight
 
 
 @on_the_engines_loop
-async def test_a_failed_reload_holds_completions_until_one_succeeds(
-    engine: VLLMEngine, model: Path, version: Path, tmp_path: Path
-) -> None:
+async def test_a_failed_reload_holds_completions_until_one_succeeds(engine, model, version, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"half a file")
     for _ in range(50):  # a process that stands still for long finds the completions at their end
         await engine.load_weights(str(model), 0)
@@ -314,9 +303,7 @@ async def test_a_failed_reload_holds_completions_until_one_succeeds(
 
 @pytest.mark.long
 @on_the_engines_loop
-async def test_tied_embeddings_end_in_right_weights_or_in_a_clear_error_whenever_they_are_reloaded(
-    tmp_path: Path,
-) -> None:
+async def test_tied_embeddings_end_in_right_weights_or_in_a_clear_error_whenever_they_are_reloaded(tmp_path):
     tied = make_model(tmp_path / "tied", tied=True)
     step = make_version(tied, tmp_path / "step-1")
     client = RecordingClient()
@@ -405,7 +392,7 @@ def expect_gone(processes: list[psutil.Process], seconds: float) -> None:
 
 
 @pytest.mark.long
-def test_ctrl_c_stops_the_generator_without_a_stack_trace(generators: list[subprocess.Popen[str]]) -> None:
+def test_ctrl_c_stops_the_generator_without_a_stack_trace(generators):
     process = generators[0]
     processes = processes_of(process)
     os.killpg(process.pid, signal.SIGINT)
@@ -418,7 +405,7 @@ def test_ctrl_c_stops_the_generator_without_a_stack_trace(generators: list[subpr
 
 
 @pytest.mark.long
-def test_the_engine_does_not_outlive_a_killed_generator(generators: list[subprocess.Popen[str]]) -> None:
+def test_the_engine_does_not_outlive_a_killed_generator(generators):
     process = generators[1]
     assert (
         "replay_generator.engines.vllm_process" not in sys.modules
@@ -437,9 +424,7 @@ def test_the_engine_does_not_outlive_a_killed_generator(generators: list[subproc
     ],
     ids=["by a request", "by a signal"],
 )
-def test_an_engine_that_dies_ends_the_command_with_one_sentence(
-    model: Path, tmp_path: Path, how: str, why: str
-) -> None:
+def test_an_engine_that_dies_ends_the_command_with_one_sentence(model, tmp_path, how, why):
     (tmp_path / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": "1+" * 27 + str(n)}) + "\n" for n in range(9))
     )

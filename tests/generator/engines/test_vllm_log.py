@@ -50,14 +50,14 @@ def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> VLLMLog:
     ],
     ids=["nothing", "a death", "an earlier error"],
 )
-def test_the_reason_is_the_last_error_that_follows_from_no_other(log: VLLMLog, text: str, reason: str) -> None:
+def test_the_reason_is_the_last_error_that_follows_from_no_other(log, text, reason):
     settings = json.loads(Path(os.environ["VLLM_LOGGING_CONFIG_PATH"]).read_text())
     if text:
         Path(settings["handlers"]["file"]["filename"]).write_text(text)
     assert log.reason().startswith(reason)
 
 
-def test_a_log_that_somebody_may_want_to_read_stays_at_the_end_of_the_process_and_others_go(tmp_path: Path) -> None:
+def test_a_log_that_somebody_may_want_to_read_stays_at_the_end_of_the_process_and_others_go(tmp_path):
     code = f"from {module.__name__} import VLLMLog\nother, log = VLLMLog(), VLLMLog()\nlog.reason()"
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, check=True)
     assert len([*tmp_path.iterdir()]) == 1
@@ -74,6 +74,6 @@ assert vllm_log() is not None
 """
 
 
-def test_somebody_who_says_where_vllm_logs_to_keeps_that() -> None:
+def test_somebody_who_says_where_vllm_logs_to_keeps_that():
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     subprocess.run([sys.executable, "-c", SAYS_WHERE], env=environment, check=True)

@@ -94,7 +94,7 @@ async def talk(
 
 
 @pytest.mark.parametrize(("tool", "answer"), [(add, "5"), (slow_add, "it is 5")])
-async def test_the_policy_reads_what_its_tool_answers_and_the_answer_is_not_trained_on(tool: Any, answer: str) -> None:
+async def test_the_policy_reads_what_its_tool_answers_and_the_answer_is_not_trained_on(tool, answer):
     call = f'<tool_call>{{"name": "{tool.__name__}", "arguments": {{"a": 2, "b": 3}}}}</tool_call>'
     group, engine = await talk(call, "5", tools=[tool])
     begin = "<s>user\n2+3?<e>\n<s>assistant\n"
@@ -116,12 +116,12 @@ async def test_the_policy_reads_what_its_tool_answers_and_the_answer_is_not_trai
         ('{"name": 3, "arguments": {}}', "error: not a call: .*; the name is a string"),
     ],
 )
-async def test_a_call_that_fails_is_told_to_the_policy(call: str, answer: str) -> None:
+async def test_a_call_that_fails_is_told_to_the_policy(call, answer):
     _, engine = await talk(f"<tool_call>{call}</tool_call>", "so be it")
     assert re.search(rf"<s>tool\n{answer}", engine.read[1])
 
 
-async def test_a_rollout_ends_after_its_last_turn_and_before_it_outgrows_the_engine() -> None:
+async def test_a_rollout_ends_after_its_last_turn_and_before_it_outgrows_the_engine():
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     group, engine = await talk(*[call] * 9, max_turns=3)
     assert (len(engine.read), group.finish_reasons) == (3, ("turns",))
@@ -130,7 +130,7 @@ async def test_a_rollout_ends_after_its_last_turn_and_before_it_outgrows_the_eng
     assert group.finish_reasons == ("length",)
 
 
-async def test_a_template_that_renders_earlier_turns_differently_is_refused() -> None:
+async def test_a_template_that_renders_earlier_turns_differently_is_refused():
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     with pytest.raises(PromptError, match="renders earlier turns differently after an answer of a tool"):
         await talk(call, "5", template=FORGETS)
@@ -158,19 +158,17 @@ ONE_THOUGHT = TEMPLATE.replace(
     ],
     ids=["forgets answers", "forgets thoughts", "changes words"],
 )
-async def test_a_template_by_which_others_would_read_something_else_is_refused(
-    template: str, thought: str, says: str
-) -> None:
+async def test_a_template_by_which_others_would_read_something_else_is_refused(template, thought, says):
     with pytest.raises(PromptError, match=says):
         await talk(f"{thought}{CALL}", "5", template=template)
 
 
-async def test_a_template_that_forgets_thoughts_is_taken_while_there_are_none() -> None:
+async def test_a_template_that_forgets_thoughts_is_taken_while_there_are_none():
     _, engine = await talk(CALL, "5", template=ONE_THOUGHT)
     assert len(engine.read) == 2
 
 
-async def test_a_template_may_trim_what_the_policy_wrote_which_stays_as_it_drew_it() -> None:
+async def test_a_template_may_trim_what_the_policy_wrote_which_stays_as_it_drew_it():
     _, engine = await talk(f" {CALL}\n\n", "5", template=TEMPLATE.replace("['content'] }}", "['content'] | trim }}"))
     assert engine.read[1].startswith(f"{engine.read[0]} {CALL}\n\n<e>\n<s>tool\n5<e>")
 
@@ -196,9 +194,7 @@ def shipped_template(name: str) -> str:
         ("deepseekv3", "", "renders earlier turns differently"),
     ],
 )
-async def test_the_templates_of_models_extend_what_was_sampled_or_are_refused(
-    name: str, thought: str, says: str
-) -> None:
+async def test_the_templates_of_models_extend_what_was_sampled_or_are_refused(name, thought, says):
     said = f"{thought}{CALL}"
     work = talk(said, "5", template=shipped_template(name))
     if says:
@@ -210,30 +206,30 @@ async def test_the_templates_of_models_extend_what_was_sampled_or_are_refused(
     assert re.search(r"\b5\b", engine.read[1].removeprefix(f"{engine.read[0]}{said}<e>"))
 
 
-async def test_the_tool_loop_gives_the_template_what_the_generator_is_configured_with() -> None:
+async def test_the_tool_loop_gives_the_template_what_the_generator_is_configured_with():
     engine = Talking(says=[CALL, "5"], tokenizer=chat_tokenizer("{{ tone }}" + TEMPLATE))
     await played(tool_loop([add]), engine, group_size=1, prompts=CHAT, chat_template={"tone": "kind"})
     assert all(text.startswith("kind<s>user") for text in engine.read)
 
 
-async def test_a_prompt_that_ends_with_words_of_the_assistant_is_refused() -> None:
+async def test_a_prompt_that_ends_with_words_of_the_assistant_is_refused():
     messages = [*CHAT[0]["prompt"], {"role": "assistant", "content": "It is"}]
     with pytest.raises(PromptError, match="end the prompt with a message of the user"):
         await played(tool_loop([add]), Talking(), group_size=1, prompts=[{"prompt": messages}])
 
 
-async def test_a_prompt_without_messages_is_refused() -> None:
+async def test_a_prompt_without_messages_is_refused():
     with pytest.raises(PromptError, match="a tool loop needs prompts of messages"):
         await played(tool_loop([add]))
 
 
-def test_calls_are_found_in_a_text() -> None:
+def test_calls_are_found_in_a_text():
     two = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call> and <tool_call>{"name": "g"}</tool_call>'
     assert json_calls(f"I think. {two}") == [ToolCall("f", {"x": 1}), ToolCall("g", {})]
     assert json_calls("nothing") == []
 
 
-def test_tools_of_one_name_and_no_turns_are_refused() -> None:
+def test_tools_of_one_name_and_no_turns_are_refused():
     with pytest.raises(ValueError, match="tools need names of their own, not add, add"):
         tool_loop([add, add])
     with pytest.raises(ValueError, match="max_turns must be at least 1, not 0"):

@@ -19,7 +19,7 @@ from tests.generator.test_generator import fake_weights, make_generator, running
 
 
 @pytest.mark.parametrize("where", ["outside", "inside/../outside", "inside/link", "inside-not", "."])
-async def test_weights_outside_the_root_are_not_touched_and_end_the_run(tmp_path: Path, where: str) -> None:
+async def test_weights_outside_the_root_are_not_touched_and_end_the_run(tmp_path, where):
     (tmp_path / "inside").mkdir()
     fake_weights(tmp_path / "outside", probe=[-0.5])
     fake_weights(tmp_path / "inside-not", probe=[-0.5])
@@ -34,7 +34,7 @@ async def test_weights_outside_the_root_are_not_touched_and_end_the_run(tmp_path
 
 
 @pytest.mark.parametrize("how", ["link", "linked probe", "index"])
-async def test_a_file_of_a_version_that_is_outside_the_root_is_not_read(model: Path, tmp_path: Path, how: str) -> None:
+async def test_a_file_of_a_version_that_is_outside_the_root_is_not_read(model, tmp_path, how):
     inside, outside = make_version(model, tmp_path / "run" / "step-1"), make_version(model, tmp_path / "elsewhere")
     name = "probe.json" if how == "linked probe" else "model.safetensors"
     (inside / name).unlink()
@@ -80,9 +80,7 @@ def damage(folder: Path, how: str) -> Path:
         ("cut off", r"model\.safetensors is no whole safetensors file: it is cut off after \d+ bytes"),
     ],
 )
-async def test_damaged_weights_without_a_probe_end_the_run_and_are_not_loaded(
-    model: Path, tmp_path: Path, how: str, says: str
-) -> None:
+async def test_damaged_weights_without_a_probe_end_the_run_and_are_not_loaded(model, tmp_path, how, says):
     client, engine = RecordingClient(), TransformersEngine(model, seed=0)
     await client.publish(1, damage(make_version(model, tmp_path / "step-1", probe=False), how))
     with pytest.raises(WeightsDamagedError, match=f"policy 1: .*{says}"):
@@ -106,7 +104,7 @@ def other_tensors(folder: Path, *left_out: str, parts: int = 1, prefix: str = ""
 
 @pytest.mark.parametrize("probe", [False, True])
 @pytest.mark.parametrize("how", ["untied", "tied", "tied, with its head", "tied, the model with its head", "in parts"])
-async def test_whole_weights_are_loaded(tmp_path: Path, how: str, probe: bool) -> None:
+async def test_whole_weights_are_loaded(tmp_path, how, probe):
     base = make_model(tmp_path / "model", tied="tied" in how.split(", ")[0].split())
     folder = make_version(base, tmp_path / "step-1", probe=probe)
     if "its head" in how:
@@ -127,8 +125,8 @@ EXTRA = {"model__layers__2__mlp__up_proj__weight": torch.zeros(64, 64)}
 @pytest.mark.parametrize("probe", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
 async def test_weights_with_a_tensor_that_the_model_has_not_end_the_run_and_are_not_loaded(
-    model: Path, tmp_path: Path, parts: int, probe: bool
-) -> None:
+    model, tmp_path, parts, probe
+):
     client, engine = RecordingClient(), ScriptedEngine(model=str(model))
     await client.publish(1, other_tensors(make_version(model, tmp_path / "step-1", probe=probe), parts=parts, **EXTRA))
     with pytest.raises(
@@ -138,7 +136,7 @@ async def test_weights_with_a_tensor_that_the_model_has_not_end_the_run_and_are_
     assert engine.loaded == []
 
 
-async def test_after_weights_that_passed_their_probe_others_have_the_same_tensors(model: Path, tmp_path: Path) -> None:
+async def test_after_weights_that_passed_their_probe_others_have_the_same_tensors(model, tmp_path):
     """Those of another naming, and without what nobody trains, pass as well: their probe says that they work."""
     client, engine = RecordingClient(), ScriptedEngine(model=str(model), probe_scores=[-0.5])
 
@@ -161,7 +159,7 @@ async def test_after_weights_that_passed_their_probe_others_have_the_same_tensor
 
 @pytest.mark.parametrize("name", ["probe.json", "config.json", "model.safetensors", "model.safetensors.index.json"])
 @pytest.mark.parametrize("how", ["pipe", "link to a device", "named by the index"])
-async def test_what_is_no_regular_file_is_never_opened(model: Path, tmp_path: Path, name: str, how: str) -> None:
+async def test_what_is_no_regular_file_is_never_opened(model, tmp_path, name, how):
     folder = make_version(model, tmp_path / "step-1")
     (folder / name).unlink(missing_ok=True)
     if how == "link to a device":
@@ -193,9 +191,7 @@ async def test_what_is_no_regular_file_is_never_opened(model: Path, tmp_path: Pa
     ],
     ids=lambda content: "a folder" if content is None else repr(content[:40]),
 )
-async def test_a_probe_that_cannot_be_read_is_an_error_that_names_the_file(
-    tmp_path: Path, content: bytes | None
-) -> None:
+async def test_a_probe_that_cannot_be_read_is_an_error_that_names_the_file(tmp_path, content):
     client, probe = RecordingClient(), fake_weights(tmp_path / "step-1") / "probe.json"
     probe.mkdir() if content is None else probe.write_bytes(content)
     await client.publish(1, probe.parent)
@@ -203,7 +199,7 @@ async def test_a_probe_that_cannot_be_read_is_an_error_that_names_the_file(
         await make_generator(client, ScriptedEngine()).run()
 
 
-async def test_an_adapter_and_whole_weights_may_follow_each_other(model: Path, tmp_path: Path) -> None:
+async def test_an_adapter_and_whole_weights_may_follow_each_other(model, tmp_path):
     client, engine = RecordingClient(), ScriptedEngine(model=str(model))
     generator = make_generator(client, engine)
     task = await running(generator)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,9 +36,7 @@ def trees(draw: st.DrawFn) -> list[list[int]]:
 
 @settings(max_examples=200, deadline=None)
 @given(trees(), st.data())
-def test_every_distinct_beginning_is_computed_once_and_every_sequence_is_whole(
-    rows: list[list[int]], data: st.DataObject
-) -> None:
+def test_every_distinct_beginning_is_computed_once_and_every_sequence_is_whole(rows, data):
     chosen = np.array(sorted(data.draw(st.sets(st.sampled_from(range(len(rows)))))), np.int64)
     beginnings = Beginnings.of([np.array(row, np.int32) for row in rows]).select(chosen)
     sequences = [rows[i] for i in chosen]
@@ -107,9 +104,7 @@ def by_hand(model: Any, groups: Sequence[RolloutGroup], weights_N: torch.Tensor)
 @pytest.mark.parametrize("kind", ["qwen2", "sliding", "gpt2"])
 @settings(max_examples=25, deadline=None)
 @given(groups=tree_groups(), size=st.integers(1, 60), seed=st.integers(0, 99))
-def test_a_shared_token_has_the_gradient_of_all_sequences_that_share_it(
-    kind: str, groups: list[RolloutGroup], size: int, seed: int
-) -> None:
+def test_a_shared_token_has_the_gradient_of_all_sequences_that_share_it(kind, groups, size, seed):
     policy, batch = exact_model(kind), to_batch(groups)
     assert policy.route == "packed"
     count = int(batch.mask_BT.sum())
@@ -138,9 +133,7 @@ def test_a_shared_token_has_the_gradient_of_all_sequences_that_share_it(
 
 @settings(max_examples=25, deadline=None)
 @given(tree_groups(), st.sampled_from(sorted(OBJECTIVES)), st.integers(1, 60))
-def test_a_step_that_shares_beginnings_is_that_of_padded_sequences(
-    tmp_path_factory: pytest.TempPathFactory, groups: list[RolloutGroup], objective: str, size: int
-) -> None:
+def test_a_step_that_shares_beginnings_is_that_of_padded_sequences(tmp_path_factory, groups, objective, size):
     folder, options = tmp_path_factory.getbasetemp(), OBJECTIVES[objective]
     if any(group.trained_mask.any() for group in groups):
         shared = gradient_of(groups, folder, max_tokens_per_micro_batch=size, **options)
@@ -153,12 +146,12 @@ def read(groups: Sequence[RolloutGroup]) -> list[int]:
     return ids
 
 
-def test_turns_that_go_on_from_one_another_cost_no_more_than_one_sequence() -> None:
+def test_turns_that_go_on_from_one_another_cost_no_more_than_one_sequence():
     whole = make_group(rewards=[1.0, 0.0], completions=[[5, 6, 7, 8, 9], [10, 11, 12]], logprobs=-2.0)
     assert read([in_pieces(whole, [[1, 3, 4], [2]])]) == read([whole]) == [3, 4, 5, 6, 7, 8, 10, 11]
 
 
-def test_a_first_call_and_its_output_that_rollouts_have_in_common_are_read_once() -> None:
+def test_a_first_call_and_its_output_that_rollouts_have_in_common_are_read_once():
     group = make_group(
         completions=[[5, 6, 7, 8, 9], [5, 6, 7, 12, 13, 9], [5, 6, 7, 8, 10, 11]],
         loss_mask=[True, False, False, True, True] + 2 * [True, False, False, True, True, True],
@@ -166,12 +159,12 @@ def test_a_first_call_and_its_output_that_rollouts_have_in_common_are_read_once(
     assert sorted(read([group])) == [3, 4, 5, 6, 7, 8, 10, 12, 13]
 
 
-def test_groups_with_one_system_prompt_share_it() -> None:
+def test_groups_with_one_system_prompt_share_it():
     groups = [make_group(prompt=[3, 4, 5, task], completions=[[6, 7], [8, 9]]) for task in (10, 11)]
     assert read(groups) == [3, 4, 5, 10, 6, 8, 11, 6, 8]
 
 
-def test_equal_completions_are_read_once_and_each_has_its_advantage(tmp_path: Path) -> None:
+def test_equal_completions_are_read_once_and_each_has_its_advantage(tmp_path):
     twice = make_group(rewards=[1.0, 0.0, 1.0], completions=[[5, 6, 7], [5, 6, 7], [5, 6, 7]], logprobs=-2.0)
     assert read([twice]) == [3, 4, 5, 6]
     assert_same_gradient(gradient_of([twice], tmp_path), gradient_of([twice], tmp_path, packing=False))

@@ -22,7 +22,7 @@ from replay_generator.rollouts import Rollout, RolloutSequence, group_of_rollout
 from replay_trainer import logprobs
 from replay_trainer.batching import micro_batches, to_batch
 from replay_trainer.groups import ModelLimits, why_unusable
-from replay_trainer.logprobs import LogprobModel, Route, chosen_logprobs
+from replay_trainer.logprobs import LogprobModel, chosen_logprobs
 from replay_trainer.packing.kept_sets import TokenSets
 from tests.generator.factories import loaded
 from tests.generator.factories import make_model as make_engine_model
@@ -91,9 +91,7 @@ def by_hand(model: Any, group: RolloutGroup) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("chunk", [1, 50, 10**6])
 @pytest.mark.parametrize("route", ["packed", "padded", "logits"])
-def test_logprobs_and_gradient_are_those_of_a_plain_loop(
-    monkeypatch: pytest.MonkeyPatch, route: Route, chunk: int
-) -> None:
+def test_logprobs_and_gradient_are_those_of_a_plain_loop(monkeypatch, route, chunk):
     monkeypatch.setattr(logprobs, "CHUNK_LOGITS", chunk)
     model, plain = LogprobModel(make_model()), make_model()
     model.route = route
@@ -113,7 +111,7 @@ def test_logprobs_and_gradient_are_those_of_a_plain_loop(
         torch.testing.assert_close(mine.grad, other.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_the_entropy_is_that_of_the_distribution_that_was_drawn_from() -> None:
+def test_the_entropy_is_that_of_the_distribution_that_was_drawn_from():
     hidden, weight = torch.eye(3), torch.tensor([[2.0, 0, 0, 0, 1], [0, 3, 0, -2, 0], [0, 0, 1, 0, 0]]).T
     sets = TokenSets(torch.tensor([0, 1, 4]), torch.tensor([0, 2, 3]), torch.tensor([2, 1, 0]), np.array([2, 1, 0]))
     logprobs_N, entropy_N = chosen_logprobs(hidden, weight, None, torch.tensor([0, 4, 2]), torch.ones(3), sets)
@@ -126,7 +124,7 @@ def test_the_entropy_is_that_of_the_distribution_that_was_drawn_from() -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("max_tokens", [1, 7, 12])
-def test_a_micro_batch_takes_the_sets_of_its_rows(packed: bool, max_tokens: int) -> None:
+def test_a_micro_batch_takes_the_sets_of_its_rows(packed, max_tokens):
     model = LogprobModel(make_model())
     model.route = "packed" if packed else "padded"
     batch = to_batch(groups())
@@ -137,7 +135,7 @@ def test_a_micro_batch_takes_the_sets_of_its_rows(packed: bool, max_tokens: int)
             torch.testing.assert_close(part_BT, whole_BT[rows, : part_BT.shape[1]], atol=1e-5, rtol=1e-5)
 
 
-def test_rollouts_in_pieces_train_as_those_in_one_sequence(tmp_path: Path) -> None:
+def test_rollouts_in_pieces_train_as_those_in_one_sequence(tmp_path):
     whole, weights = groups()[0], []
     for group in (whole, in_pieces(whole, [[1], [], [1, 3]])):
         client = FakeClient([[make_sample(group)]])
@@ -184,8 +182,8 @@ def drawn_by_the_engine(folder: Path, sampling: SamplingConfig) -> RolloutGroup:
     ids=["top_p", "top_k", "min_p", "top_p, sets are switched off", "min_p, sets are switched off", "all tokens"],
 )
 def test_at_version_0_trainer_and_engine_agree_about_truncated_samples_or_the_trainer_says_how_many_it_misjudges(
-    tmp_path: Path, engine_model: Path, options: dict[str, Any], kl: tuple[float, float], unknown: float
-) -> None:
+    tmp_path, engine_model, options, kl, unknown
+):
     group = drawn_by_the_engine(engine_model, SamplingConfig(max_tokens=20, **options))
     client = FakeClient([[make_sample(group)]])
     small = {"groups_per_step": 1, "max_steps": 1, "learning_rate": 0.0}
@@ -195,7 +193,7 @@ def test_at_version_0_trainer_and_engine_agree_about_truncated_samples_or_the_tr
     assert line["correction/unknown_sets_fraction"] == unknown
 
 
-def test_sets_that_are_larger_than_wanted_are_counted(tmp_path: Path, engine_model: Path) -> None:
+def test_sets_that_are_larger_than_wanted_are_counted(tmp_path, engine_model):
     sampling = SamplingConfig(max_tokens=20, top_p=0.95)
     all_sizes = np.diff(drawn_by_the_engine(engine_model, sampling).extras[KEPT + OFFSETS])
     most = int(np.median(all_sizes))
@@ -210,7 +208,7 @@ def test_sets_that_are_larger_than_wanted_are_counted(tmp_path: Path, engine_mod
     assert line["correction/unknown_sets_fraction"] == pytest.approx((sizes == 0).mean())
 
 
-def test_raw_logprobs_are_those_of_all_tokens_and_need_no_sets() -> None:
+def test_raw_logprobs_are_those_of_all_tokens_and_need_no_sets():
     group = with_sets(make_group(completions=[[8, 9]]))
     group.sampling["logprobs_mode"] = "raw_logprobs"
     assert to_batch([group]).kept is None
@@ -226,7 +224,7 @@ def test_raw_logprobs_are_those_of_all_tokens_and_need_no_sets() -> None:
     ],
     ids=["no ids", "beyond the vocabulary", "below 0", "sets of other tokens"],
 )
-def test_a_group_whose_sets_nobody_can_use_is_put_aside_with_the_reason(change: dict[str, Any], reason: str) -> None:
+def test_a_group_whose_sets_nobody_can_use_is_put_aside_with_the_reason(change, reason):
     group = make_group(rewards=[1.0, 0.0], completions=[[8, 9], [4]], logprobs=-1.0, sampling=dict(NUCLEUS))
     group.extras, group.axes = kept_column([[8], [9], [4]]), {KEPT: RAGGED}
     limits = ModelLimits(vocabulary=16)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,7 +64,7 @@ def by_hand(groups: Sequence[RolloutGroup], loss_type: str) -> tuple[torch.Tenso
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("size", [1, 14, 1000], ids=["a row at a time", "some rows", "all rows at once"])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "gspo"])
-def test_the_step_of_a_student_is_that_of_a_loop(tmp_path: Path, loss_type: str, size: int, packing: bool) -> None:
+def test_the_step_of_a_student_is_that_of_a_loop(tmp_path, loss_type, size, packing):
     groups = list(map(taught, agents()))
     gradient, metrics = gradient_of(
         groups,
@@ -81,7 +80,7 @@ def test_the_step_of_a_student_is_that_of_a_loop(tmp_path: Path, loss_type: str,
     torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-4)
 
 
-def test_advantages_of_rollouts_and_of_tokens_are_mixed_with_the_teachers() -> None:
+def test_advantages_of_rollouts_and_of_tokens_are_mixed_with_the_teachers():
     old_BT, teacher_BT = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]), torch.tensor([[-1.5, torch.nan], [-1.0, -4.0]])
     mask_BT = torch.tensor([[True, False], [True, True]])
     for advantages in (torch.tensor([1.0, -1.0]), torch.tensor([[1.0, 1.0], [-1.0, -1.0]])):
@@ -89,7 +88,7 @@ def test_advantages_of_rollouts_and_of_tokens_are_mixed_with_the_teachers() -> N
         assert mixed_BT.tolist() == [[0.0, 1.0], [3.0, -1.0]]
 
 
-def test_a_correction_that_judges_by_advantage_sees_what_the_loss_sees() -> None:
+def test_a_correction_that_judges_by_advantage_sees_what_the_loss_sees():
     batch = to_batch([taught(make_group(rewards=[1.0, 1.0], completions=[[5], [6]]), np.float32([-1, -3]))], "cpu")
     assert torch.equal(batch.advantages_under(torch.full((2, 1), -2.0)), torch.zeros(2))
     student = to_batch(
@@ -103,7 +102,7 @@ EQUAL = make_group(rewards=[1.0, 1.0], completions=[[5, 6], [7]], logprobs=-2.5)
 
 @pytest.mark.parametrize("scale", [None, "group", "batch"])
 @pytest.mark.parametrize("rule", ["replace", "dynamic"])
-def test_a_group_of_equal_rewards_trains_a_student(tmp_path: Path, rule: str, scale: str | None) -> None:
+def test_a_group_of_equal_rewards_trains_a_student(tmp_path, rule, scale):
     pool = [make_sample(taught(make_group(rewards=[1.0, 0.0])), key=2)]
     lines, models = [], []
     for weight in (0.0, 0.5):
@@ -126,7 +125,7 @@ def test_a_group_of_equal_rewards_trains_a_student(tmp_path: Path, rule: str, sc
     assert with_teacher["train/teacher_kl"] == pytest.approx(difference, abs=0.5)  # before the step, and not after it
 
 
-def test_a_column_informs_only_who_distils_from_it() -> None:
+def test_a_column_informs_only_who_distils_from_it():
     nothing_trained = replace(taught(EQUAL), loss_mask=np.zeros(3, np.bool_))
     assert not carries_gradient(taught(EQUAL))
     assert carries_gradient(taught(EQUAL), "group", COLUMN)
@@ -146,9 +145,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("group", "words"), BAD.values(), ids=BAD)
-def test_a_group_that_no_student_can_use_is_put_aside_by_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, group: RolloutGroup, words: str
-) -> None:
+def test_a_group_that_no_student_can_use_is_put_aside_by_name(tmp_path, caplog, group, words):
     assert why_unusable(make_sample(group)) == ""
     assert why_unusable(make_sample(group), ModelLimits(teacher=COLUMN))
     with pytest.raises(ValueError, match=words):
@@ -161,7 +158,7 @@ def test_a_group_that_no_student_can_use_is_put_aside_by_name(
 
 
 @pytest.mark.parametrize("kind", ["float16", "float64"])
-def test_a_column_of_any_precision_is_read_and_contexts_need_none(kind: str) -> None:
+def test_a_column_of_any_precision_is_read_and_contexts_need_none(kind):
     group = taught(agents()[0])
     group.extras[COLUMN] = group.extras[COLUMN].astype(kind)
     batch = to_batch([group], teacher=TEACHER)
@@ -236,7 +233,7 @@ def write(client: ReplayClient, model: Any, random: torch.Generator) -> None:
         client.insert(group, {"rollouts": 1.0, "teacher": 1.0})
 
 
-def test_a_student_moves_to_the_teacher_that_extends_its_groups_on_a_real_server(tmp_path: Path) -> None:
+def test_a_student_moves_to_the_teacher_that_extends_its_groups_on_a_real_server(tmp_path):
     queue = {"type": "queue", "max_size": 64}
     tables = [
         TableConfig(name="rollouts", rate_limiter=queue, requires=[COLUMN]),
