@@ -12,9 +12,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import grpc
 
@@ -22,6 +22,7 @@ from replay_client.errors import DeadlineExceededError, ReplayError
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 VARIABLE = "REPLAY_HEARTBEAT"
@@ -76,12 +77,12 @@ class Deadline:
     """When a call must end. `timeout` is in seconds; None: never."""
 
     def __init__(self, timeout: float | None) -> None:
-        self._end = math.inf if timeout is None else asyncio.get_running_loop().time() + timeout
+        self._end = math.inf if timeout is None else time.monotonic() + timeout
 
     @property
     def seconds(self) -> float | None:
         """What is left, at least 0; None: no end."""
-        return None if math.isinf(self._end) else max(0.0, self._end - asyncio.get_running_loop().time())
+        return None if math.isinf(self._end) else max(0.0, self._end - time.monotonic())
 
     @property
     def passed(self) -> bool:
@@ -109,9 +110,10 @@ class Patience:
         *,
         first: float = 0.1,
         longest: float = 2.0,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         """`timeout`: seconds from `start`, or from the first failure; None: for ever."""
-        self._judge, self._timeout = judge, timeout
+        self._judge, self._timeout, self._sleep = judge, timeout, sleep
         self._first, self._longest, self._pause = first, longest, first
         self._deadline: Deadline | None = None
 
@@ -137,8 +139,41 @@ class Patience:
         left = (self._deadline or self.start()).seconds
         await self._judge(error, left is not None and left <= self._pause)
         if not isinstance(error, DeadlineExceededError):
-            await asyncio.sleep(self._pause)
+            await self._sleep(self._pause)
             self._pause = min(2 * self._pause, self._longest)
+
+
+class BlockingPatience:
+    """Patience for code without asyncio: `judge`, attempts and `sleep` are plain functions, and block their thread."""
+
+    def __init__(
+        self,
+        judge: Callable[[Exception, bool], None],
+        timeout: float | None = None,
+        *,
+        first: float = 0.1,
+        longest: float = 2.0,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """Arguments as those of Patience."""
+        self._patience = Patience(_async(judge), timeout, first=first, longest=longest, sleep=_async(sleep))
+
+    def result(self, attempt: Callable[[], T]) -> T:
+        """The result of `attempt`, made again until it succeeds. An attempt must not raise StopIteration."""
+        work = self._patience.result(_async(attempt))
+        try:
+            work.send(None)  # nothing in it waits for an event loop, so that it runs to its end
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        raise RuntimeError("an attempt waited for an event loop")
+
+
+def _async(function: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return function(*args, **kwargs)
+
+    return call
 
 
 class WaitLog:
