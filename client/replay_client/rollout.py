@@ -40,6 +40,21 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 
+_ARRAYS: dict[str, tuple[type[np.generic], str]] = {
+    "prompt_ids": (np.int32, ""),
+    "completion_ids": (np.int32, "T"),
+    "completion_lengths": (np.int32, "S"),
+    "context_lengths": (np.int32, "S"),
+    "sequence_counts": (np.int32, "G"),
+    "rollout_logprobs": (np.float32, "T"),
+    "loss_mask": (np.bool_, "T"),
+    "rewards": (np.float32, "G"),
+    "advantages": (np.float32, "G"),
+    "token_advantages": (np.float32, "T"),
+}
+"""The dtype and the axis of each array of a group beside its extras, in the order in which they are stored."""
+_OPTIONAL = ("context_lengths", "sequence_counts", "loss_mask", "token_advantages")
+
 
 @dataclass(eq=False)
 class RolloutGroup:
@@ -111,12 +126,10 @@ class RolloutGroup:
     """Refuse values that no trainer can use. `decode` does not: tools must be able to show what is stored."""
 
     def __post_init__(self, validate: bool) -> None:
-        self.prompt_ids = vector("prompt_ids", self.prompt_ids, np.int32)
-        self.completion_ids = vector("completion_ids", self.completion_ids, np.int32)
-        self.completion_lengths = vector("completion_lengths", self.completion_lengths, np.int32)
-        self.rollout_logprobs = vector("rollout_logprobs", self.rollout_logprobs, np.float32)
-        self.rewards = vector("rewards", self.rewards, np.float32)
-        self.advantages = vector("advantages", self.advantages, np.float32)
+        for name, (dtype, _) in _ARRAYS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                setattr(self, name, vector(name, value, dtype))
         tokens, sequences, group_size = self.completion_ids.size, self.completion_lengths.size, self.rewards.size
         if sequences == 0:
             raise ValueError("completion_lengths is empty: a group has at least one completion")
@@ -125,26 +138,23 @@ class RolloutGroup:
                 f"completion_lengths {self.completion_lengths.tolist()} must be non-negative and sum to the "
                 f"{tokens} tokens of completion_ids"
             )
-        _expect_size("rollout_logprobs", self.rollout_logprobs, tokens, "T")
-        if self.sequence_counts is None:
-            _expect_size(
-                "rewards", self.rewards, sequences, "G", "; sequence_counts says which sequences make a rollout"
+        if self.sequence_counts is None and group_size != sequences:
+            raise ValueError(
+                f"rewards has {group_size} entries, not G = {sequences}; sequence_counts says which sequences make a "
+                f"rollout"
             )
-        else:
-            self.sequence_counts = vector("sequence_counts", self.sequence_counts, np.int32)
-            _expect_size("sequence_counts", self.sequence_counts, group_size, "G", ", the rewards")
-            if (self.sequence_counts < 1).any() or int(self.sequence_counts.sum(dtype=np.int64)) != sequences:
-                raise ValueError(
-                    f"sequence_counts {self.sequence_counts.tolist()} must be positive and sum to the {sequences} "
-                    f"sequences of completion_lengths"
-                )
-        _expect_size("advantages", self.advantages, group_size, "G")
-        if self.loss_mask is not None:
-            self.loss_mask = vector("loss_mask", self.loss_mask, np.bool_)
-            _expect_size("loss_mask", self.loss_mask, tokens, "T")
+        sizes = {"T": tokens, "S": sequences, "G": group_size}
+        for name, (_, axis) in _ARRAYS.items():
+            array = getattr(self, name)
+            if axis and array is not None and array.size != sizes[axis]:
+                raise ValueError(f"{name} has {array.size} entries, not {axis} = {sizes[axis]}")
+        counts_G = self.sequence_counts
+        if counts_G is not None and ((counts_G < 1).any() or int(counts_G.sum(dtype=np.int64)) != sequences):
+            raise ValueError(
+                f"sequence_counts {counts_G.tolist()} must be positive and sum to the {sequences} sequences of "
+                f"completion_lengths"
+            )
         if self.context_lengths is not None:
-            self.context_lengths = vector("context_lengths", self.context_lengths, np.int32)
-            _expect_size("context_lengths", self.context_lengths, sequences, "S")
             outside_S = (self.context_lengths < 0) | (self.context_lengths > self.completion_lengths)
             if outside_S.any():
                 row = int(outside_S.argmax())
@@ -153,9 +163,6 @@ class RolloutGroup:
                     f"{self.completion_lengths[row]}, the tokens of the sequence: put the context into completion_ids "
                     f"and completion_lengths as well"
                 )
-        if self.token_advantages is not None:
-            self.token_advantages = vector("token_advantages", self.token_advantages, np.float32)
-            _expect_size("token_advantages", self.token_advantages, tokens, "T")
         self._check_texts()
         if self.finish_reasons is not None:
             self.finish_reasons = tuple(self.finish_reasons)
@@ -417,20 +424,9 @@ class RolloutGroup:
         return mask_T
 
     def _arrays(self) -> Iterable[tuple[str, npt.NDArray[Any]]]:
-        yield "prompt_ids", self.prompt_ids
-        yield "completion_ids", self.completion_ids
-        yield "completion_lengths", self.completion_lengths
-        if self.context_lengths is not None:
-            yield "context_lengths", self.context_lengths
-        if self.sequence_counts is not None:
-            yield "sequence_counts", self.sequence_counts
-        yield "rollout_logprobs", self.rollout_logprobs
-        if self.loss_mask is not None:
-            yield "loss_mask", self.loss_mask
-        yield "rewards", self.rewards
-        yield "advantages", self.advantages
-        if self.token_advantages is not None:
-            yield "token_advantages", self.token_advantages
+        for name in _ARRAYS:
+            if (array := getattr(self, name)) is not None:
+                yield name, array
         for name, array in self.extras.items():
             yield PREFIX + name, array
 
@@ -471,8 +467,3 @@ def vector(name: str, value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
         if int(array.min()) < info.min or int(array.max()) > info.max:
             raise ValueError(f"{name} has values from {array.min()} to {array.max()}, outside int32")
     return array.astype(dtype)
-
-
-def _expect_size(name: str, array: npt.NDArray[Any], size: int, axis: str, remedy: str = "") -> None:
-    if array.size != size:
-        raise ValueError(f"{name} has {array.size} entries, not {axis} = {size}{remedy}")

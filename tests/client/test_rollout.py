@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_client import RolloutGroup, group_from_completions, group_from_rows
-from replay_client.columns import ALIGNMENT, encode_columns
+from replay_client.columns.encoding import ALIGNMENT
+from replay_client.columns.segments import encode_columns
 from replay_client.completions import row_of
 from replay_client.rollout import MAGIC
 from tests.factories import make_group
@@ -447,7 +448,7 @@ TRAJECTORY_MISTAKES = {
     "counts that do not sum": ({"sequence_counts": [1, 1]}, r"sequence_counts \[1, 1\] must be .* sum to the 3 seq"),
     "no sequence": ({"sequence_counts": [3, 0]}, r"sequence_counts \[3, 0\] must be positive"),
     "negative count": ({"sequence_counts": [4, -1]}, r"sequence_counts \[4, -1\] must be positive"),
-    "a count too many": ({"sequence_counts": [1, 1, 1]}, "sequence_counts has 3 entries, not G = 2, the rewards"),
+    "a count too many": ({"sequence_counts": [1, 1, 1]}, "sequence_counts has 3 entries, not G = 2"),
     "no counts": ({"sequence_counts": None}, "rewards has 2 entries, not G = 3; sequence_counts says which sequences"),
     "context longer than its sequence": (
         {"context_lengths": [0, 4, 0]},
