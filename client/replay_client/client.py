@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
-from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar
 
 from replay_client.access import TLS
 from replay_client.aio import AsyncReplayClient
@@ -22,6 +22,7 @@ from replay_client.writer import AsyncWriter
 P = ParamSpec("P")
 T = TypeVar("T")
 W = TypeVar("W")
+A = TypeVar("A", AsyncWriter, AsyncSampler, AsyncKeeper)
 
 
 def blocking(
@@ -55,15 +56,32 @@ def handing_out(
     return call
 
 
-class Writer:
+class _Blocking(Generic[A]):
+    """What a blocking client hands out, for `with`: the same for asyncio, and the thread whose event loop runs it."""
+
+    def __init__(self, thread: LoopThread, aio: A) -> None:
+        self._thread, self._aio = thread, aio
+
+    def close(self) -> None:
+        """Ends its work in the background."""
+        self._thread.run(self._aio.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close()
+
+
+class Writer(_Blocking[AsyncWriter]):
     """Inserts without waiting for each acknowledgement; made by `ReplayClient.writer()`, for `with`.
 
-    The end of the `with` block flushes the writer.
+    The end of the `with` block flushes the writer. `close` alone does not wait: the server may or may not have what it
+    has not acknowledged.
     """
 
     def __init__(self, thread: LoopThread, writer: AsyncWriter) -> None:
-        self._thread = thread
-        self._writer = writer
+        super().__init__(thread, writer)
         self._pipeline = writer.pipeline
         self.refused: Mapping[int, ReplayError] = writer.refused
         """The items that the server refused: their keys, each with the reason."""
@@ -90,7 +108,7 @@ class Writer:
         """
         # No hand-over to the loop: it would cost more than all the rest.
         self._thread.check()
-        item = self._writer.item(group, priorities, key, policy_version, permits, tags)
+        item = self._aio.item(group, priorities, key, policy_version, permits, tags)
         if not self._pipeline.offer(item):
             room = Wake()
             while not self._pipeline.offer(item, room.set):
@@ -106,13 +124,6 @@ class Writer:
             if not drained.wait(seconds):
                 raise DeadlineExceededError(self._pipeline.waiting())
 
-    def close(self) -> None:
-        """Stops without waiting. The server may or may not have what it has not acknowledged."""
-        self._thread.run(self._writer.close())
-
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
@@ -121,47 +132,30 @@ class Writer:
             self.close()
 
 
-class Keeper:
+class Keeper(_Blocking[AsyncKeeper]):
     """Keeps samples leased, however long the caller's own thread works; made by `ReplayClient.keep()`, for `with`.
 
     The end of the `with` block ends the renewals, and no lease: `acknowledge` does that.
     """
 
-    def __init__(self, thread: LoopThread, keeper: AsyncKeeper) -> None:
-        self._thread = thread
-        self._keeper = keeper
-
     def add(self, samples: Iterable[Sample]) -> None:
         """Renews their leases from now on, the first time at once. Samples without a lease are passed over."""
-        self._thread.run(self._call(self._keeper.add, samples))
+        self._thread.run(self._call(self._aio.add, samples))
 
     def let_go(self, samples: Iterable[Sample]) -> None:
         """Renews the leases of these samples no more. All samples of one draw have one lease."""
-        self._thread.run(self._call(self._keeper.let_go, samples))
+        self._thread.run(self._call(self._aio.let_go, samples))
 
     async def _call(self, method: Callable[[Iterable[Sample]], None], samples: Iterable[Sample]) -> None:
         method(samples)
 
-    def close(self) -> None:
-        """Ends the renewals."""
-        self._thread.run(self._keeper.close())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Sampler:
+class Sampler(_Blocking[AsyncSampler]):
     """An endless iterator over batches; made by `ReplayClient.sampler()`, for `with` and `for`.
 
-    The server draws up to `prefetch` batches ahead. A batch counts as sampled when it is handed to the caller.
+    The server draws up to `prefetch` batches ahead. A batch counts as sampled when it is handed to the caller. `close`
+    gives back what was drawn ahead.
     """
-
-    def __init__(self, thread: LoopThread, sampler: AsyncSampler) -> None:
-        self._thread = thread
-        self._sampler = sampler
 
     def __iter__(self) -> Self:
         return self
@@ -169,19 +163,9 @@ class Sampler:
     def __next__(self) -> list[Sample]:
         """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout."""
         try:
-            return self._thread.run(self._sampler.__anext__())
+            return self._thread.run(self._aio.__anext__())
         except StopAsyncIteration:
             raise StopIteration from None
-
-    def close(self) -> None:
-        """Gives back what the server drew ahead."""
-        self._thread.run(self._sampler.close())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class ReplayClient:
