@@ -34,7 +34,7 @@ from replay_client.errors import (
 from replay_client.records import ItemPage
 from replay_client.shards.merging import MERGES, merge_pages, read_page
 from replay_client.shards.ray_names import RayNames
-from replay_client.waits import Deadline
+from replay_client.waits import Deadline, Patience
 from replay_protos import replay_pb2 as pb
 
 T = TypeVar("T")
@@ -292,13 +292,33 @@ class Fleet:
         while not self.decided:  # soon: each shard has a short time for its first connection
             await self.changed.wait()
         while not (up := self.up()):
-            changed = self.changed
-            try:
-                async with asyncio.timeout(deadline.seconds):
-                    await changed.wait()
-            except TimeoutError:
-                raise self.unavailable() from None
+            if not await self._changes(deadline):
+                raise self.unavailable()
         return up
+
+    async def _changes(self, deadline: Deadline) -> bool:
+        """Returns whether a shard comes or goes before the deadline."""
+        try:
+            async with asyncio.timeout(deadline.seconds):
+                await self.changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def insist(self, attempt: Callable[[Deadline], Awaitable[T]], timeout: float | None) -> T:
+        """The result of `attempt`, made again within `timeout` seconds while a shard that it needs is gone."""
+
+        async def judge(error: Exception, late: bool) -> None:
+            if late or self._closed or not isinstance(error, GONE):
+                raise error
+
+        async def again() -> T:
+            await self.reachable(deadline)
+            return await attempt(deadline)
+
+        patience = Patience(judge, timeout, longest=0.1)
+        deadline = patience.start()
+        return await patience.result(again)
 
     def unavailable(self) -> ServerUnavailableError:
         names = ", ".join(shard.name for shard in self.shards)
@@ -340,22 +360,20 @@ class Fleet:
         time where others do, is left out. Raises any other error of any shard, and ServerUnavailableError if none
         answers in time.
         """
-        deadline = Deadline(timeout)
-        while True:
-            up = await self.reachable(deadline)
-            asked = up if shards is None else [shard for shard in up if shard in shards]
-            answers, late = await self.try_to_ask(method, request, deadline.seconds, asked)
-            if answers or (shards is not None and not asked):
-                return answers
-            if late is not None:
-                raise late
-            if deadline.passed:
+
+        async def attempt(deadline: Deadline) -> dict[Shard, Any]:
+            asked = self.up() if shards is None else [shard for shard in shards if shard.is_up]
+            answers = await self.try_to_ask(method, request, deadline.seconds, asked)
+            if asked and not answers:
                 raise self.unavailable()
-            await asyncio.sleep(deadline.within(0.05))
+            return answers
+
+        return await self.insist(attempt, timeout)
 
     async def say(self, method: str, request: Message, timeout: float | None) -> None:
         """Tells those that are up."""
-        await self.try_to_ask(method, request, timeout, self.up())
+        with suppress(DeadlineExceededError):
+            await self.try_to_ask(method, request, timeout, self.up())
 
     async def try_to_ask(
         self,
@@ -363,8 +381,8 @@ class Fleet:
         request: Message | Callable[[Shard], Message],
         timeout: float | None,
         shards: Sequence[Shard],
-    ) -> tuple[dict[Shard, Any], DeadlineExceededError | None]:
-        """The answers of those that answer, and the error of one that did not in time."""
+    ) -> dict[Shard, Any]:
+        """The answers of those that answer. Raises DeadlineExceededError if none does, and one did not in time."""
 
         async def one(shard: Shard) -> Any:
             try:
@@ -382,21 +400,17 @@ class Fleet:
                 raise result
             elif not isinstance(result, ReplayError):
                 answers[shard] = result
-        return answers, late
+        if late is not None and not answers:
+            raise late
+        return answers
 
     async def ask_all(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
         """As `ask`. Raises ServerUnavailableError that names those that cannot be reached in time, if there are any."""
         deadline = Deadline(timeout)
         self.connect()
         while gone := [shard.name for shard in self.shards if not shard.is_up]:
-            changed = self.changed
-            try:
-                async with asyncio.timeout(deadline.seconds):
-                    await changed.wait()
-            except TimeoutError:
-                raise ServerUnavailableError(
-                    f"this needs all shards, and {', '.join(gone)} cannot be reached"
-                ) from None
+            if not await self._changes(deadline):
+                raise ServerUnavailableError(f"this needs all shards, and {', '.join(gone)} cannot be reached")
         answers = await asyncio.gather(*(shard.ask(method, request, deadline.seconds) for shard in self.shards))
         return self._merged(method, dict(zip(self.shards, map(read, answers), strict=True)))
 

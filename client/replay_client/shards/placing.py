@@ -47,8 +47,6 @@ _MOST_REMEMBERED = 1 << 20
 """Keys whose shard a client remembers; the one used longest ago is forgotten first."""
 _BLOCK = 256
 """Keys that follow each other, whose owners are worked out at once: for one key alone that takes 20 us."""
-_PAUSE = 0.1
-"""Seconds before the next attempt at a shard that shuts down."""
 
 
 class Rendezvous:
@@ -146,32 +144,27 @@ class Placement:
 
     async def insert(self, item: Item) -> None:
         """Inserts the item into its shard within its timeout. Raises the errors of `AsyncReplayClient.insert`."""
-        deadline = Deadline(item.timeout)
-        await self._fleet.reachable(deadline)
-        while True:
+
+        async def attempt(deadline: Deadline) -> None:
             shard = self.shard_for(item)
             item.timeout = deadline.seconds
             try:
                 with shard.expected():
                     await shard.insert(item)
-                return
             except ShardDrainingError:
                 self.forget(item.key, shard)
-                if deadline.passed:
-                    raise
-            except ServerClosedError:  # it shuts down, and did not insert this; it may have at an earlier attempt
-                self._remember(item.key, shard)
-                if self._fleet.closed or deadline.passed:
-                    raise
-                await asyncio.sleep(deadline.within(_PAUSE))
+                raise
             except ServerUnavailableError as error:
                 self._remember(item.key, shard)
                 raise ServerUnavailableError(
                     f"shard {shard.name} may have item {item.key} already, so no other shard gets it: {error}"
                 ) from None
-            except (DeadlineExceededError, asyncio.CancelledError):
+            # A shard that shuts down did not insert this; it may have at an earlier attempt.
+            except (ServerClosedError, DeadlineExceededError, asyncio.CancelledError):
                 self._remember(item.key, shard)
                 raise
+
+        await self._fleet.insist(attempt, item.timeout)
 
     async def extend(self, item: Item) -> pb.UnchangedRow | None:
         """Appends the segment `item` to the item with its key, on the shard that has it.
@@ -179,9 +172,8 @@ class Placement:
         Returns None, or why nothing was appended: the item is missing if all shards have answered that they lack it.
         Raises ServerUnavailableError if one that may have it cannot be reached in time.
         """
-        deadline = Deadline(item.timeout)
-        await self._fleet.reachable(deadline)
-        while True:
+
+        async def attempt(deadline: Deadline) -> pb.UnchangedRow | None:
             rendezvous, shards = self._ranking()
             order = [shards[index] for index in rendezvous.order(item.key)]
             silent: list[str] = []
@@ -195,13 +187,13 @@ class Placement:
                     silent.append(shard.name)
                 elif (row := unchanged_row(answer)) is None or not row.missing:
                     return row
-            if not silent:
-                return pb.UnchangedRow(key=item.key, missing=True)
-            if deadline.passed:
+            if silent:
                 raise ServerUnavailableError(
                     f"no shard that can be reached has item {item.key}, and {', '.join(silent)} cannot be reached"
                 )
-            await asyncio.sleep(deadline.within(_PAUSE))
+            return pb.UnchangedRow(key=item.key, missing=True)
+
+        return await self._fleet.insist(attempt, item.timeout)
 
     def forget(self, key: int, shard: Connection) -> bool:
         """The shard is draining and lacks the key. Returns whether it may go to another one."""
