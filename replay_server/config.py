@@ -44,8 +44,8 @@ MAX_WEIGHTS = 4096
 """Characters in the location of weights. Every watcher of the policy gets them."""
 MAX_STATE = 128
 """Characters in the id of a trainer's state. Every watcher of the policy gets it."""
-MAX_SHARE = 4096.0
-"""The largest factor by which a shard multiplies its groups_per_step while other shards are away."""
+MAX_SERVERS = 4096
+"""Servers that share the permits of a run."""
 MAX_LEASE = 86_400.0
 """Seconds after which a lease gives its batch back."""
 MAX_ROWS_OUTSTANDING = 1 << 22

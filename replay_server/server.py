@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from replay_protos import event_loop
 from replay_protos.memory import keep_freed_memory
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from replay_server.telemetry.prometheus import MetricsEndpoint
 
 log = logging.getLogger("replay_server")
+T = TypeVar("T")
 
 
 class ReplayServer:
@@ -149,6 +150,18 @@ class ReplayServer:
         self._draining = draining
         if self._service is not None:
             self._service.backend.draining = draining
+
+    def on_loop(self, work: Callable[[ReplayBuffer], T]) -> T:
+        """The result of `work`, which runs on the server's event loop. Call it from another thread, after the start."""
+
+        assert self._loop is not None
+        assert self._service is not None
+        buffer = self._service.backend.buffer
+
+        async def call() -> T:
+            return work(buffer)
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 
     def start(self) -> None:
         """Returns when clients can connect."""

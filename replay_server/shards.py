@@ -24,6 +24,7 @@ from typing import Any
 
 from replay_server.config import Config
 from replay_server.server import ReplayServer
+from replay_server.tables.extensions.admission import Admission
 
 NAME = NAMESPACE = "replay"
 """Where clients look for shards, unless told otherwise: ray://replay/replay."""
@@ -109,6 +110,14 @@ class ShardActor:
         else:
             internal_kv._internal_kv_del(self._mark)
         self._server.draining = draining
+
+    def hand_over(self) -> int:
+        """As `Admission.hand_over`; 0 without [admission]."""
+        return self._server.on_loop(lambda buffer: each.hand_over() if (each := Admission.of(buffer)) else 0)
+
+    def take_over(self, groups: int) -> None:
+        """As `Admission.take_over`."""
+        self._server.on_loop(lambda buffer: each.take_over(groups) if (each := Admission.of(buffer)) else None)
 
     def stop(self) -> None:
         """Ends the server in good order. `ray.kill` alone would be a SIGKILL."""
@@ -196,6 +205,13 @@ class Shards:
         actors = self.actors()
         self._ray.get([actors[name].drain.remote(draining) for name in names], timeout=_ANSWER_SECONDS)
 
+    def hand_over(self, leaving: list[str], heir: str) -> None:
+        """What these shards have granted counts at `heir` from now on: all together grant as many as before."""
+        actors = self.actors()
+        for name in leaving:
+            groups = self._ray.get(actors[name].hand_over.remote(), timeout=_ANSWER_SECONDS)
+            self._ray.get(actors[heir].take_over.remote(groups), timeout=_ANSWER_SECONDS)
+
     def stop(self, names: list[str]) -> None:
         """Stops these shards for good, those that answer in good order."""
         actors = self.actors()
@@ -234,7 +250,7 @@ def up(
 ) -> list[ShardStatus]:
     """Starts `shards` shards NAME-0, NAME-1, ... and returns when all of them serve. Those that run already stay.
 
-    Every shard has the tables of `config`, and its share of `groups_per_step` where there is [admission].
+    Every shard has `config`. Clients tell them their places, by which they share `groups_per_step` of [admission].
 
     data_dir: each shard keeps its items in a folder NAME-<number> in it; absent: in memory only. The folder must be
     shared by all nodes, unless `pin` is set: then each shard stays on one node as long as that node lives.
@@ -280,16 +296,11 @@ def resize(
     """Adds shards, or takes away those with the highest numbers. Arguments as in `up`.
 
     A shard that is to go takes no more inserts, from this call on, and goes when it is empty. Until then this raises
-    ShardError that says what it still holds: call again later. Raises ShardError also where there is [admission]: the
-    shares of `groups_per_step` would no longer add up.
+    ShardError that says what it still holds: call again later. With the next policy version the trainer divides
+    `groups_per_step` of [admission] among those that stay.
     """
     if not 1 <= shards <= MAX_SHARDS:
         raise ShardError(f"shards must be from 1 to {MAX_SHARDS}, not {shards}")
-    if config.admission is not None:
-        raise ShardError(
-            "resize is refused: each shard got its share of groups_per_step at its start. Stop all shards (down) when "
-            "the queues are empty, and start the new number (up)"
-        )
     service = Shards(name, namespace, ray_address)
     now = service.status()
     if away := [shard.name for shard in now if not shard.is_up]:
@@ -304,13 +315,14 @@ def resize(
             raise ShardError(
                 f"resize is refused for now: {rest}. They take no more inserts; try again when they are empty"
             )
+        service.hand_over(leaving, staying[0])
         service.stop(leaving)
         return service.status()
     return service.start(shard_configs(config, shards, data_dir, name, port), _options(config, memory), pin, timeout)
 
 
 def shard_configs(config: Config, shards: int, data_dir: str | Path | None, name: str, port: int) -> list[Config]:
-    """The configuration of each shard. The shares of `groups_per_step` add up to it exactly, or permits would drift."""
+    """The configuration of each shard: the same one, apart from its addresses and its folder."""
     parts = []
     for number in range(shards):
         section: dict[str, Any] = {
@@ -320,16 +332,7 @@ def shard_configs(config: Config, shards: int, data_dir: str | Path | None, name
         }
         if data_dir is not None:
             section["data_dir"] = Path(data_dir) / f"{name}-{number}"
-        changes: dict[str, Any] = {"server": config.server.model_copy(update=section)}
-        if config.admission is not None:
-            share = (config.admission.groups_per_step * (number + 1)) // shards
-            share -= (config.admission.groups_per_step * number) // shards
-            if share < 1:
-                raise ShardError(
-                    f"groups_per_step {config.admission.groups_per_step} is too few for {shards} shards: each needs one"
-                )
-            changes["admission"] = config.admission.model_copy(update={"groups_per_step": share})
-        parts.append(config.model_copy(update=changes))
+        parts.append(config.model_copy(update={"server": config.server.model_copy(update=section)}))
     return parts
 
 

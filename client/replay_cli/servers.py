@@ -172,7 +172,7 @@ def _size(
     shards: Annotated[int, typer.Option("--shards", "-n", min=1, help="How many servers.")],
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", help="TOML file, as for `replay serve`; groups_per_step is divided."),
+        typer.Option("--config", "-c", help="TOML file, as for `replay serve`."),
     ] = None,
     pin: Annotated[
         bool,

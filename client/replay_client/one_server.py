@@ -134,7 +134,8 @@ class OneServer:
     # ---------------------------------------------------------------------- as a PolicyBoard and a PermitOffice
 
     async def publish(self, request: pb.SetPolicyVersionRequest, timeout: float | None) -> Policy:
-        return policy_of(await self.connection.unary("SetPolicyVersion", request, timeout))
+        request.place.servers = 1
+        return policy_of((await self.connection.unary("SetPolicyVersion", request, timeout)).policy)
 
     def watch(self) -> AsyncGenerator[Policy]:
         return watch_policy(self.connection)

@@ -2196,17 +2196,13 @@ class SetPolicyVersionRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     ROLLBACK_FIELD_NUMBER: _builtins.int
-    SHARE_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     weights: _builtins.str
     rollback: _builtins.bool
     """allows a version lower than the current one"""
-    share: _builtins.float
-    """How many times its own groups_per_step this server grants from now on, and for the versions up to this one. The
-    shards that are up make up so for one that is away. Absent: as before, at first 1.
-    """
     state: _builtins.str
     """Id of a full state of the trainer, of this version. It contains all that was consumed until now. With `rollback`
     the trainer goes back to this state, which was named before: what tables have consumed since, and kept
@@ -2214,25 +2210,53 @@ class SetPolicyVersionRequest(_message.Message):
     """
     request: _builtins.int
     """as in DeleteRequest; 0: none. For a rollback to a state"""
+    @_builtins.property
+    def place(self) -> Global___Place:
+        """By it this server grants its share of groups_per_step from now on, and for the versions up to this one. Absent: as
+        before; at first it is the only one.
+        """
+
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         weights: _builtins.str = ...,
         rollback: _builtins.bool = ...,
-        share: _builtins.float | None = ...,
+        place: Global___Place | None = ...,
         state: _builtins.str = ...,
         request: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_share", b"_share", "share", b"share"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_share", b"_share", "request", b"request", "rollback", b"rollback", "share", b"share", "state", b"state", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["place", b"place", "request", b"request", "rollback", b"rollback", "state", b"state", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__share: _TypeAlias = _typing.Literal["share"]  # noqa: Y015
-    _WhichOneofArgType__share: _TypeAlias = _typing.Literal["_share", b"_share"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__share) -> _WhichOneofReturnType__share | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetPolicyVersionRequest: _TypeAlias = SetPolicyVersionRequest  # noqa: Y015
+
+@_typing.final
+class SetPolicyVersionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    """this server is to become empty and go: others should grant its share"""
+    @_builtins.property
+    def policy(self) -> Global___Policy: ...
+    def __init__(
+        self,
+        *,
+        policy: Global___Policy | None = ...,
+        draining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPolicyVersionResponse: _TypeAlias = SetPolicyVersionResponse  # noqa: Y015
 
 @_typing.final
 class GetPolicyRequest(_message.Message):
@@ -2250,26 +2274,60 @@ class GetPolicyRequest(_message.Message):
 Global___GetPolicyRequest: _TypeAlias = GetPolicyRequest  # noqa: Y015
 
 @_typing.final
+class Place(_message.Message):
+    """The place of a server among those of a run, which share groups_per_step: G groups a step. Server i of n grants
+    floor((i + 1) * G / n) - floor(i * G / n) of them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """from 0"""
+    servers: _builtins.int
+    """0: others grant the share of this one"""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        servers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "servers", b"servers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Place: _TypeAlias = Place  # noqa: Y015
+
+@_typing.final
 class AcquirePermitsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COUNT_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
     count: _builtins.int
     timeout: _builtins.float
     request: _builtins.int
     """random, chosen by the client: becomes the lease, so a retry gets the same one"""
+    @_builtins.property
+    def place(self) -> Global___Place:
+        """counts until a trainer has said one"""
+
     def __init__(
         self,
         *,
         count: _builtins.int = ...,
         timeout: _builtins.float | None = ...,
         request: _builtins.int = ...,
+        place: Global___Place | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "place", b"place", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "count", b"count", "request", b"request", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "count", b"count", "place", b"place", "request", b"request", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout: _TypeAlias = _typing.Literal["timeout"]  # noqa: Y015
     _WhichOneofArgType__timeout: _TypeAlias = _typing.Literal["_timeout", b"_timeout"]  # noqa: Y015

@@ -112,7 +112,7 @@ class ReplayStub(object):
         self.SetPolicyVersion = channel.unary_unary(
                 '/replay.v1.Replay/SetPolicyVersion',
                 request_serializer=replay__protos_dot_replay__pb2.SetPolicyVersionRequest.SerializeToString,
-                response_deserializer=replay__protos_dot_replay__pb2.Policy.FromString,
+                response_deserializer=replay__protos_dot_replay__pb2.SetPolicyVersionResponse.FromString,
                 _registered_method=True)
         self.GetPolicy = channel.unary_unary(
                 '/replay.v1.Replay/GetPolicy',
@@ -388,7 +388,7 @@ def add_ReplayServicer_to_server(servicer, server):
             'SetPolicyVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPolicyVersion,
                     request_deserializer=replay__protos_dot_replay__pb2.SetPolicyVersionRequest.FromString,
-                    response_serializer=replay__protos_dot_replay__pb2.Policy.SerializeToString,
+                    response_serializer=replay__protos_dot_replay__pb2.SetPolicyVersionResponse.SerializeToString,
             ),
             'GetPolicy': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPolicy,
@@ -862,7 +862,7 @@ class Replay(object):
             target,
             '/replay.v1.Replay/SetPolicyVersion',
             replay__protos_dot_replay__pb2.SetPolicyVersionRequest.SerializeToString,
-            replay__protos_dot_replay__pb2.Policy.FromString,
+            replay__protos_dot_replay__pb2.SetPolicyVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

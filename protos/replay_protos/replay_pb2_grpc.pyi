@@ -64,7 +64,7 @@ class ReplayStub:
     """Tables."""
     UpdateTable: _grpc.UnaryUnaryMultiCallable[_replay_pb2.UpdateTableRequest, _replay_pb2.TableInfo]
     Reset: _grpc.UnaryUnaryMultiCallable[_replay_pb2.ResetRequest, _replay_pb2.ResetResponse]
-    SetPolicyVersion: _grpc.UnaryUnaryMultiCallable[_replay_pb2.SetPolicyVersionRequest, _replay_pb2.Policy]
+    SetPolicyVersion: _grpc.UnaryUnaryMultiCallable[_replay_pb2.SetPolicyVersionRequest, _replay_pb2.SetPolicyVersionResponse]
     """Policy version and admission."""
     GetPolicy: _grpc.UnaryUnaryMultiCallable[_replay_pb2.GetPolicyRequest, _replay_pb2.Policy]
     WatchPolicy: _grpc.UnaryStreamMultiCallable[_replay_pb2.GetPolicyRequest, _replay_pb2.Policy]
@@ -96,7 +96,7 @@ class ReplayAsyncStub(ReplayStub):
     """Tables."""
     UpdateTable: _aio.UnaryUnaryMultiCallable[_replay_pb2.UpdateTableRequest, _replay_pb2.TableInfo]  # type: ignore[assignment]
     Reset: _aio.UnaryUnaryMultiCallable[_replay_pb2.ResetRequest, _replay_pb2.ResetResponse]  # type: ignore[assignment]
-    SetPolicyVersion: _aio.UnaryUnaryMultiCallable[_replay_pb2.SetPolicyVersionRequest, _replay_pb2.Policy]  # type: ignore[assignment]
+    SetPolicyVersion: _aio.UnaryUnaryMultiCallable[_replay_pb2.SetPolicyVersionRequest, _replay_pb2.SetPolicyVersionResponse]  # type: ignore[assignment]
     """Policy version and admission."""
     GetPolicy: _aio.UnaryUnaryMultiCallable[_replay_pb2.GetPolicyRequest, _replay_pb2.Policy]  # type: ignore[assignment]
     WatchPolicy: _aio.UnaryStreamMultiCallable[_replay_pb2.GetPolicyRequest, _replay_pb2.Policy]  # type: ignore[assignment]
@@ -221,7 +221,7 @@ class ReplayServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _replay_pb2.SetPolicyVersionRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_replay_pb2.Policy, _abc.Awaitable[_replay_pb2.Policy]]:
+    ) -> _typing.Union[_replay_pb2.SetPolicyVersionResponse, _abc.Awaitable[_replay_pb2.SetPolicyVersionResponse]]:
         """Policy version and admission."""
 
     @_abc_1.abstractmethod

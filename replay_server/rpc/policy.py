@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from replay_protos import replay_pb2 as pb
-from replay_server.config import MAX_DESCRIPTION, MAX_ROWS, MAX_SHARE, MAX_STATE, MAX_WEIGHTS
+from replay_server.config import MAX_DESCRIPTION, MAX_ROWS, MAX_SERVERS, MAX_STATE, MAX_WEIGHTS
 from replay_server.errors import Refused, invalid, unsupported
 from replay_server.rpc import info
 from replay_server.rpc.calls import Call, once
 from replay_server.rpc.clients import Side
 from replay_server.rpc.limits import Backend
 from replay_server.tables.extensions.admission import Admission
+from replay_server.tables.extensions.extension import Place
 from replay_server.tables.waiting import deadline_at, result_of
 
 
@@ -23,16 +24,14 @@ class PolicyMethods:
             for when in admission.expiries():  # of grants from before a restart
                 self._expire_permits_at(when)
 
-    @once(pb.Policy)
-    async def SetPolicyVersion(self, request: pb.SetPolicyVersionRequest, call: Call) -> pb.Policy:
+    @once(pb.SetPolicyVersionResponse)
+    async def SetPolicyVersion(self, request: pb.SetPolicyVersionRequest, call: Call) -> pb.SetPolicyVersionResponse:
         _check_text("weights", request.weights, MAX_WEIGHTS)
         _check_text("state", request.state, MAX_STATE)
-        share = request.share if request.HasField("share") else None
-        if share is not None and not 0 <= share <= MAX_SHARE:
-            raise invalid(f"share {share}: must be a number from 0 to {MAX_SHARE:g}")
+        place = _place_in(request)
         with self.backend.clients.calling(call.context, Side.TRAINER):
-            self.buffer.set_policy_version(request.version, request.weights, request.rollback, share, request.state)
-        return info.policy(self.buffer)
+            self.buffer.set_policy_version(request.version, request.weights, request.rollback, place, request.state)
+        return pb.SetPolicyVersionResponse(policy=info.policy(self.buffer), draining=self.backend.draining)
 
     async def Describe(self, request: pb.DescribeRequest, call: Call) -> pb.DescribeResponse:
         for name, value in request.settings.items():
@@ -65,7 +64,8 @@ class PolicyMethods:
         if request.count > MAX_ROWS:
             raise invalid(f"{request.count} permits: at most {MAX_ROWS} in one request")
         timeout = request.timeout if request.HasField("timeout") else None
-        pending = admission.acquire(request.count, deadline_at(self.buffer.clock(), timeout), request.request)
+        until = deadline_at(self.buffer.clock(), timeout)
+        pending = admission.acquire(request.count, until, request.request, _place_in(request))
         try:
             with self.backend.clients.calling(call.context, Side.GENERATOR):
                 grant = await result_of(pending, self.buffer.clock(), admission.time_out, admission.abandon)
@@ -90,6 +90,13 @@ class PolicyMethods:
         loop = asyncio.get_running_loop()
         # A millisecond late: the clocks of loop and buffer round differently, and an early call would expire nothing.
         loop.call_later(max(0.0, when - self.buffer.clock()) + 0.001, self._admission().expire)
+
+
+def _place_in(request: pb.SetPolicyVersionRequest | pb.AcquirePermitsRequest) -> Place | None:
+    place = Place(request.place.number, request.place.servers)
+    if place.servers > MAX_SERVERS or place.number >= max(1, place.servers):
+        raise invalid(f"place {place.number} of {place.servers} servers: below them, and they at most {MAX_SERVERS}")
+    return place if request.HasField("place") else None
 
 
 def _check_text(what: str, text: str, most: int) -> None:

@@ -36,7 +36,7 @@ from replay_protos.settings import explain
 from replay_server.errors import Refused, busy, closed, deadline, invalid, listed_tables, not_found, try_again
 from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, KeyArray
 from replay_server.tables.config import TableConfig
-from replay_server.tables.extensions.extension import Extension, PolicyChange, hooks
+from replay_server.tables.extensions.extension import Extension, Place, PolicyChange, hooks
 from replay_server.tables.items import ROWS_PER_SLICE, DamagedPayloads, InsertBatch, Items, Payload, Storage
 from replay_server.tables.meters import Rhythm
 from replay_server.tables.outstanding import OutstandingBatches, PendingSample, why_never
@@ -571,15 +571,15 @@ class ReplayBuffer:
     # ------------------------------------------------------------------------------------------------ policy
 
     def set_policy_version(
-        self, version: int, weights: str, rollback: bool = False, share: float | None = None, state: str = ""
+        self, version: int, weights: str, rollback: bool = False, place: Place | None = None, state: str = ""
     ) -> Policy:
         """Sets the current version, drops what has become too stale, and lets waiting generators go on.
 
-        `share`, `state`: as in PolicyChange.
+        `place`, `state`: as in PolicyChange.
         """
         if not 0 <= version <= MAX_VERSION:
             raise invalid(f"policy version {version}: must be from 0 to {MAX_VERSION}")
-        change = PolicyChange(self.policy.version, version, rollback, share, state)
+        change = PolicyChange(self.policy.version, version, rollback, place, state)
         if version < change.before and not rollback:
             raise invalid(
                 f"policy version {version} is below the current {change.before}; pass rollback=True (--rollback) "

@@ -5,15 +5,17 @@ does not have yet: that shard would take its groups for newer than the policy. A
 version does not take the others back with it: the client that published a version brings such a shard up to date. It
 also names the state to it that the shard has missed, and takes it back where the trainer went back meanwhile.
 
-Each shard grants permits from its own share of `groups_per_step`. While a shard is away, the others grant its share.
+All shards have the run's `groups_per_step`, and each grants its share of it, by its place among those that grant. So
+the shares sum to it exactly. A shard that stays away, or drains, has no place: the others grant its share.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
+from typing import Any
 
 from replay_client.connection import watch_policy
 from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestError, ReplayError
@@ -21,7 +23,7 @@ from replay_client.records import PermitLease, Policy, lease_of, policy_of
 from replay_client.requests import once
 from replay_client.shards.fleet import Fleet, Shard
 from replay_client.shards.merging import lowest
-from replay_client.waits import Deadline
+from replay_client.waits import Deadline, Patience
 from replay_protos import replay_pb2 as pb
 
 _AWAY_SECONDS = 5.0
@@ -30,12 +32,19 @@ _SECONDS_PER_ROUND = 2.0
 """Seconds for which all shards are asked for permits at once. What more than one of them grants then goes back."""
 
 
+def place_of(shard: Shard, granting: Sequence[Shard]) -> pb.Place:
+    """The place of the shard among those that grant permits. Every client orders them in the same way: by name."""
+    names = sorted(each.name for each in granting)
+    return pb.Place(number=names.index(shard.name), servers=len(names)) if shard in granting else pb.Place()
+
+
 class PolicyBoard:
     """Publishes, reads and watches the policy for one client."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._published: pb.SetPolicyVersionRequest | None = None
+        """The last version, for shards that may have it already."""
         self._named: pb.SetPolicyVersionRequest | None = None
         """What named the last state, unless the trainer has gone back since."""
         self._missed: dict[Shard, pb.SetPolicyVersionRequest] = {}
@@ -45,8 +54,10 @@ class PolicyBoard:
         them back meanwhile, they stay there."""
         self._away: set[Shard] = set()
         """Shards for which the others make up."""
-        self._groups: dict[Shard, int] = {}
-        """groups_per_step of the shards that have told it; 0: without admission."""
+        self._draining: set[Shard] = set()
+        """The same, because they take no more inserts."""
+        self._divided: list[Shard] = []
+        """The shards that granted permits when all were told their places last."""
         self._telling: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()
         """An older version must not be told after a newer one, which may be lower."""
@@ -58,20 +69,20 @@ class PolicyBoard:
             for shard in [shard for shard in self._away if shard.is_up]:
                 with suppress(ReplayError):  # it is gone again
                     await self._bring_up_to_date(shard)
-            share = self._share
-            answers = await self._fleet.answers("SetPolicyVersion", _with_share(request, share), timeout)
-            self._published, self._told = request, set(answers)
+            self._divided = self._granting
+            answers = await self._fleet.answers("SetPolicyVersion", lambda it: self._placed(request, it), timeout)
+            self._published, self._told = _repeated(request), set(answers)
             if request.rollback:
                 self._missed = {shard: request for shard in self._fleet.shards if shard not in answers}
                 self._named = None
             elif request.state:
                 self._named = request
+            self._see(answers)
         for shard in self._fleet.shards:
-            if shard not in self._groups or not shard.is_up or shard not in answers:
+            if not shard.is_up or shard not in answers:
                 self._came_or_went(shard)
-        if share != self._share:  # a shard came or went meanwhile
-            await self._tell_shares()
-        return lowest(map(policy_of, answers.values()))
+        await self._divide()
+        return lowest(policy_of(answer.policy) for answer in answers.values())
 
     async def watch(self) -> AsyncGenerator[Policy]:
         """Yields the lowest version of the shards that are up, and then each new one.
@@ -128,88 +139,90 @@ class PolicyBoard:
         if not shard.is_up:
             self._told.discard(shard)
         if self._published is not None:
-            work = self._came_back(shard) if shard.is_up else self._stays_away(shard)
+            work: Coroutine[Any, Any, None] = self._came_back(shard) if shard.is_up else self._stays_away(shard)
             task = asyncio.create_task(work)
             self._telling.add(task)
             task.add_done_callback(self._telling.discard)
 
     async def _stays_away(self, shard: Shard) -> None:
         await asyncio.sleep(_AWAY_SECONDS)
-        if not shard.is_up and shard not in self._away:
+        if not shard.is_up:
             self._away.add(shard)
-            await self._tell_shares()
+            await self._divide()
 
     async def _came_back(self, shard: Shard) -> None:
-        while shard.is_up:
-            try:
-                info = await shard.ask("GetServerInfo", pb.GetServerInfoRequest(), 5.0)
-                self._groups[shard] = info.admission.groups_per_step  # 0 without admission
-                async with self._one_at_a_time:
-                    if shard not in self._told:
-                        await self._bring_up_to_date(shard)
-                break
-            except ReplayError:
-                await asyncio.sleep(0.1)
-        await self._tell_shares()
+        async def tell() -> None:
+            async with self._one_at_a_time:
+                if shard not in self._told:
+                    await self._bring_up_to_date(shard)
+
+        async def judge(error: Exception, _: bool) -> None:
+            if not shard.is_up:
+                raise error
+
+        with suppress(ReplayError):
+            await Patience(judge, longest=0.1).result(tell)
+        await self._divide()
 
     async def _bring_up_to_date(self, shard: Shard) -> None:
-        """Tells the shard the version, if it has another one. It counts as away until it has heard of it."""
-        published = self._published
-        assert published is not None
+        """Tells the shard the version and its place, unless it has a later version.
+
+        It counts as away until it has heard of it: of versions that it missed, the others have granted its share.
+        """
+        assert self._published is not None
         if (rollback := self._missed.get(shard)) is not None:
             await self._roll_back(shard, rollback)
         current = await shard.ask("GetPolicy", pb.GetPolicyRequest(), 5.0)
-        behind = current.version < published.version
-        # For versions that it missed, the others have granted its share.
-        share = 0.0 if behind and shard in self._away else self._share
         named = self._named
         if named is not None and current.state != named.state and current.version <= named.version:
-            await shard.ask("SetPolicyVersion", _with_share(named, share), 5.0)
-        if behind:
-            await shard.ask("SetPolicyVersion", _with_share(published, share), 5.0)
+            await shard.ask("SetPolicyVersion", self._placed(named, shard), 5.0)
+        if current.version <= self._published.version:
+            await shard.ask("SetPolicyVersion", self._placed(self._published, shard), 5.0)
         self._away.discard(shard)
+        self._told.add(shard)
 
     async def _roll_back(self, shard: Shard, request: pb.SetPolicyVersionRequest) -> None:
         """Takes a shard back that was away when the trainer went back."""
         try:
-            await shard.ask("SetPolicyVersion", _with_share(request, self._share), 5.0)
+            await shard.ask("SetPolicyVersion", self._placed(request, shard), 5.0)
         except InvalidRequestError:  # it does not know the state any more
             if not request.state:
                 raise
-            only_version = pb.SetPolicyVersionRequest(
-                version=request.version, weights=request.weights, rollback=True, share=self._share
-            )
-            await shard.ask("SetPolicyVersion", only_version, 5.0)
+            only_version = pb.SetPolicyVersionRequest(version=request.version, weights=request.weights, rollback=True)
+            await shard.ask("SetPolicyVersion", self._placed(only_version, shard), 5.0)
         self._missed.pop(shard, None)
 
-    async def _tell_shares(self) -> None:
+    async def _divide(self) -> None:
+        """Tells all shards their places, if these have changed."""
         async with self._one_at_a_time:
-            assert self._published is not None
-            request = _with_share(self._published, self._share)
-            request.rollback = False  # it would take the shards that have done it back once more
-            request.ClearField("request")
-            if self._published.rollback:
-                request.ClearField("state")
-            up = [shard for shard in self._fleet.up() if self._groups.get(shard)]
-            with suppress(ReplayError):  # the next version comes with the share, too
-                await self._fleet.try_to_ask("SetPolicyVersion", request, 5.0, up)
+            published, granting = self._published, self._granting
+            if published is None or granting == self._divided:
+                return
+            with suppress(ReplayError):  # the next version comes with the places, too
+                told = [shard for shard in self._fleet.up() if shard in self._told]
+                self._see(
+                    await self._fleet.try_to_ask("SetPolicyVersion", lambda it: self._placed(published, it), 5.0, told)
+                )
+                self._divided = granting
+
+    def _see(self, answers: Mapping[Shard, pb.SetPolicyVersionResponse]) -> None:
+        self._draining.difference_update(answers)
+        self._draining |= {shard for shard, answer in answers.items() if answer.draining}
 
     @property
-    def _share(self) -> float:
-        """The factor by which each shard that is up multiplies its groups_per_step."""
-        known = [groups for groups in self._groups.values() if groups]
-        if not known or not self._away:
-            return 1.0
-        typical = sum(known) / len(known)  # of a shard that this client has never reached
-        total = sum(self._groups.get(shard, typical) for shard in self._fleet.shards)
-        up = sum(self._groups.get(shard, typical) for shard in self._fleet.shards if shard not in self._away)
-        return total / up if up else 1.0
+    def _granting(self) -> list[Shard]:
+        return [shard for shard in self._fleet.shards if shard not in self._away | self._draining]
+
+    def _placed(self, request: pb.SetPolicyVersionRequest, shard: Shard) -> pb.SetPolicyVersionRequest:
+        placed = pb.SetPolicyVersionRequest(place=place_of(shard, self._granting))
+        placed.MergeFrom(request)
+        return placed
 
 
-def _with_share(request: pb.SetPolicyVersionRequest, share: float) -> pb.SetPolicyVersionRequest:
-    shared = pb.SetPolicyVersionRequest(share=share)
-    shared.MergeFrom(request)
-    return shared
+def _repeated(request: pb.SetPolicyVersionRequest) -> pb.SetPolicyVersionRequest:
+    """The request for shards that may have heard of it. It takes none of them back once more."""
+    state = "" if request.rollback else request.state
+    return pb.SetPolicyVersionRequest(version=request.version, weights=request.weights, state=state)
 
 
 def _other_weights(policy: Policy, last: Policy) -> bool:
@@ -247,7 +260,8 @@ class PermitOffice:
         return sum(answer.released for answer in answers.values())
 
     async def _ask(self, shard: Shard, request: pb.AcquirePermitsRequest, timeout: float) -> PermitLease:
-        asked = once(pb.AcquirePermitsRequest(count=request.count, timeout=timeout))
+        place = place_of(shard, self._fleet.shards)
+        asked = once(pb.AcquirePermitsRequest(count=request.count, timeout=timeout, place=place))
         return lease_of(await shard.ask("AcquirePermits", asked, timeout), shard.name)
 
     async def _race(

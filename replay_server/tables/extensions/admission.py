@@ -10,16 +10,15 @@ other tables goes back, because no step will ever use that group.
 Groups under construction have permits too (`construction.py`): `running` are granted permits and such groups together.
 The permit is accepted if an insert into the admitted table closes the group, or goes back if it ends in any other way.
 
-While another shard is away, this one grants `share` times its groups_per_step, so that a step gets all its groups:
+Of several servers each grants its share of groups_per_step, by its place among them, which the clients tell it:
 
-    accepted + running + n <= earlier + (max_staleness + 1) * share * groups_per_step
+    accepted + running + n <= earlier + (max_staleness + 1) * share
 
-`earlier` is the sum of share * groups_per_step over all finished versions; without shards, version * groups_per_step.
+`earlier` is the sum of the shares over all finished versions; of the only server, version * groups_per_step.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from typing import Any
 
 from replay_server.errors import Refused, deadline, invalid, try_again
 from replay_server.tables.config import AdmissionConfig, TableConfig
-from replay_server.tables.extensions.extension import Extension, PolicyChange
+from replay_server.tables.extensions.extension import Extension, Place, PolicyChange
 from replay_server.tables.items import InsertBatch
 from replay_server.tables.table import SampleBatch, Table
 from replay_server.tables.waiting import Line, Pending
@@ -44,6 +43,13 @@ class Grant:
     expires: float
     attempt: PendingPermits | None = None
     """The request that it was given to; a retry, if there was one."""
+
+
+def share_of(groups: int, place: Place) -> int:
+    """The part of `groups` that the server at this place grants. The parts of all servers sum to `groups` exactly."""
+    if not place.servers:
+        return 0
+    return (place.number + 1) * groups // place.servers - place.number * groups // place.servers
 
 
 class PendingPermits(Pending[Grant]):
@@ -72,9 +78,10 @@ class Admission(Extension):
         self.building = building
         self._clock = clock
         self._version = 0
-        self._share = 1.0
-        self._earlier = 0.0
-        """Groups of all finished versions."""
+        self._place: Place | None = None
+        """None: nobody has told it."""
+        self._earlier = 0
+        """Groups of all finished versions that were this server's to grant."""
         self._began = False
         """Whether a version was ever set. The first one is where the count of accepted groups begins."""
         self.accepted = 0
@@ -98,37 +105,37 @@ class Admission(Extension):
 
     @property
     def _bound(self) -> int:
-        # A hundredth of a group more: a sum of fractions may lie below the whole number that it means.
-        ahead = (self.config.max_staleness + 1) * self._share * self.config.groups_per_step
-        return math.floor(min(self._earlier + ahead + 0.01, 2.0**62))
+        return min(self._earlier + self._most, 1 << 62)
+
+    @property
+    def _share(self) -> int:
+        """Groups of a step that are this server's to grant."""
+        return share_of(self.config.groups_per_step, self._place or Place())
 
     def why_no_permits(self, count: int) -> str:
         """Why `count` permits cannot be granted now: words first, then the inequality."""
-        config = self.config
-        remedy = (
-            "the next policy version brings more" if count <= self._most else f"ask for at most {self._most} at once"
-        )
-        if self._share == 1 and self._earlier == self._version * config.groups_per_step:
-            steps = f"(max_staleness {config.max_staleness} + version {self._version} + 1)"
-        else:  # this server makes up for another shard, or did
-            steps = f"{self._earlier:g} earlier + (max_staleness {config.max_staleness} + 1) * share {self._share:g}"
+        most = self._most
+        remedy = "the next policy version brings more" if count <= most else f"ask for at most {most} at once"
         return (
             f"there: {max(self.capacity, 0)}, wanted: {count}; {remedy} ({self.accepted} accepted + {self.running} "
-            f"running + {count} requested > {steps} * groups_per_step {config.groups_per_step} = {self._bound})"
+            f"running + {count} requested > {self._earlier} of earlier steps + (max_staleness "
+            f"{self.config.max_staleness} + 1) * {self._share} a step = {self._bound})"
         )
 
     @property
     def _most(self) -> int:
         """How many permits are free once all accepted groups are trained on."""
-        return math.floor((self.config.max_staleness + 1) * self._share * self.config.groups_per_step + 0.01)
+        return (self.config.max_staleness + 1) * self._share
 
-    def acquire(self, count: int, deadline_at: float, request: int = 0) -> PendingPermits:
+    def acquire(self, count: int, deadline_at: float, request: int = 0, place: Place | None = None) -> PendingPermits:
         """Asks for `count` permits at once; the result is done when they are granted.
 
-        `request` becomes the id of the grant, so that a retry finds the grant even after a restart.
+        `request` becomes the id of the grant, so that a retry finds the grant even after a restart. `place`: where a
+        generator sees this server. It counts until a trainer has said one: generators may come first.
         """
         if count < 1:
             raise invalid(f"count must be at least 1, not {count}")
+        self._place = self._place or place
         pending = PendingPermits(count, self._clock(), deadline_at, request)
         if request:
             for before in self.line:
@@ -143,8 +150,7 @@ class Admission(Extension):
 
     def release(self, grant_id: int, count: int = 0) -> int:
         """Gives permits back (0: all that are left). Returns how many."""
-        grant = self._grants.get(grant_id)
-        if grant is None:
+        if (grant := self._grants.get(grant_id)) is None:
             return 0
         if count > grant.count:
             raise invalid(f"permit lease {grant_id:#x} has {grant.count} permits left, not {count}")
@@ -193,19 +199,27 @@ class Admission(Extension):
         A server that starts empty in the middle of a run knows nothing of the groups that were used before. Without
         them in `accepted`, the first version would admit a group for every one of them again.
         """
-        self._share = self._share if change.share is None else change.share
-        used = change.version * self.config.groups_per_step
+        self._place = change.place or self._place
+        used = change.version * self._share
         # Version 1 after permits were granted is the end of the first step of a run that began here, unannounced.
         begins = not self._began and (change.version > 1 or not (self.accepted or self.running))
-        if change.rollback:
-            self.accepted = used + len(self.marked)
-        elif begins:
-            self.accepted = max(self.accepted, used + len(self.marked))
         if change.rollback or begins:
-            self._earlier = float(used)
+            self._earlier, known = used, 0 if change.rollback else self.accepted
+            self.accepted = max(known, used + len(self.marked))
         else:
-            self._earlier += (change.version - self._version) * self._share * self.config.groups_per_step
+            self._earlier += (change.version - self._version) * self._share
         self._began, self._version = True, change.version
+
+    def hand_over(self) -> int:
+        """How many groups more were accepted here than steps have had from here. From now on they count elsewhere."""
+        ahead = self.accepted - self._earlier
+        self._earlier += ahead
+        return ahead
+
+    def take_over(self, groups: int) -> None:
+        """Counts what another server has handed over, before it goes."""
+        self._earlier -= groups
+        self.progress()
 
     def expire(self) -> None:
         """Ends the grants whose time is over."""
@@ -259,7 +273,7 @@ class Admission(Extension):
             "accepted": self.accepted - unused,
             "expired": self.expired,
             "began": self._began,
-            "share": self._share,
+            "place": self._place,
             "earlier": self._earlier,
             "leases": [(grant.id, grant.count, grant.expires + offset) for grant in self._grants.values()],
         }
@@ -271,7 +285,7 @@ class Admission(Extension):
             return
         self.accepted, self.expired = state["accepted"], state["expired"]
         self._began, self._version = state["began"], version
-        self._share, self._earlier = state["share"], state["earlier"]
+        self._place, self._earlier = state["place"] and Place(*state["place"]), state["earlier"]
         latest = self._clock() + self.config.permit_ttl  # the wall clock may have been set back
         self._grants = {
             grant: Grant(grant, count, min(expires - offset, latest)) for grant, count, expires in state["leases"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from replay_server.errors import Refused
 from replay_server.tables.config import TableConfig
@@ -23,6 +23,14 @@ from replay_server.tables.table import SampleBatch, Table
 from replay_server.tables.waiting import Line
 
 
+class Place(NamedTuple):
+    """The place of a server among those of a run, which share the permits of a step."""
+
+    number: int = 0
+    servers: int = 1
+    """0: others grant the share of this one."""
+
+
 @dataclass(frozen=True)
 class PolicyChange:
     """The trainer sets the version, and perhaps names the state of its own that it saves or goes back to."""
@@ -30,8 +38,8 @@ class PolicyChange:
     before: int
     version: int
     rollback: bool
-    share: float | None = None
-    """Of the permits for a step; None: as before."""
+    place: Place | None = None
+    """None: as before."""
     state: str = ""
 
 

@@ -23,9 +23,9 @@ TABLES = [
 class Service:
     """Several servers, each of which can be stopped and started again at its address."""
 
-    def __init__(self, admission: tuple[AdmissionConfig, ...] = (), count: int = 3) -> None:
-        self.admission = admission or (None,) * count
-        self.servers = [ReplayServer(TABLES, free_port(), admission=self.admission[i]) for i in range(count)]
+    def __init__(self, admission: AdmissionConfig | None = None, count: int = 3) -> None:
+        self.admission = admission
+        self.servers = [ReplayServer(TABLES, free_port(), admission=admission) for _ in range(count)]
         for server in self.servers:
             server.start()
         self.addresses = [server.address for server in self.servers]
@@ -36,7 +36,7 @@ class Service:
     def start_again(self, index: int) -> None:
         """An empty server at the address of the stopped one."""
         port = int(self.addresses[index].rpartition(":")[2])
-        self.servers[index] = ReplayServer(TABLES, port, admission=self.admission[index])
+        self.servers[index] = ReplayServer(TABLES, port, admission=self.admission)
         self.servers[index].start()
 
     def close(self) -> None:

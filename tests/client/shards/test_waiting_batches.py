@@ -29,9 +29,8 @@ def test_three_shards_with_20_groups_each_give_48_at_once_and_64_as_soon_as_four
 
 
 def test_nothing_stands_still_with_as_many_permits_as_a_batch_has_rows(make_service):
-    """Each of three shards grants 16 permits a version, and the batch of a version is 48 groups."""
-    admission = AdmissionConfig(table="queue", groups_per_step=16, max_staleness=0)
-    service = make_service(admission=(admission,) * 3)
+    """Three shards grant 16 permits each for a version, and its batch is 48 groups."""
+    service = make_service(admission=AdmissionConfig(table="queue", groups_per_step=48, max_staleness=0))
     versions = 4
     with connected(service.addresses) as client, connected(service.addresses) as generator:
 

@@ -4,6 +4,7 @@ import asyncio
 import math
 import threading
 from contextlib import suppress
+from functools import partial
 
 import grpc
 import numpy as np
@@ -250,9 +251,17 @@ INVALID = [
         for bad in (-1, -(2**63))
     ),
     *(
-        ("must be from 0", "SetPolicyVersion", pb.SetPolicyVersionRequest(version=bad, share=share))
+        ("must be from 0", "SetPolicyVersion", pb.SetPolicyVersionRequest(version=bad, place=place))
         for bad in (2**62, 2**55, MOST_VERSIONS + 1)
-        for share in (None, 4096.0)
+        for place in (None, pb.Place(number=4095, servers=4096))
+    ),
+    *(
+        (f"place {number} of {servers} servers", method, kind(place=pb.Place(number=number, servers=servers)))
+        for number, servers in ((1, 0), (1, 1), (2**32 - 1, 4096), (0, 4097), (0, 2**32 - 1))
+        for method, kind in (
+            ("SetPolicyVersion", pb.SetPolicyVersionRequest),
+            ("AcquirePermits", partial(pb.AcquirePermitsRequest, count=1)),
+        )
     ),
     ("4096", "SetPolicyVersion", pb.SetPolicyVersionRequest(version=1, weights="x" * (MAX_WEIGHTS + 1))),
     *(
@@ -380,7 +389,7 @@ def test_extreme_bounds_of_a_listing_only_match_less(poisoned, fields):
 
 def test_the_largest_policy_version_whose_permits_can_be_counted_is_taken(stub, client):
     for version in (1, MOST_VERSIONS):
-        stub.SetPolicyVersion(pb.SetPolicyVersionRequest(version=version, share=4096.0))
+        stub.SetPolicyVersion(pb.SetPolicyVersionRequest(version=version, place=pb.Place(servers=1)))
         assert client.server_info().policy.version == version
         assert client.acquire_permits(2).count == 2
 

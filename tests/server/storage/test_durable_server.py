@@ -184,6 +184,23 @@ def test_permits_from_before_a_restart_expire_in_their_time(tmp_path, monkeypatc
         assert client.server_info().admission.expired >= 1  # 2, if two seconds have passed since
 
 
+def test_a_server_knows_its_place_among_others_again_and_grants_its_share(tmp_path):
+    admission = AdmissionConfig(groups_per_step=8, max_staleness=1)
+
+    def publish(client, version, **place):
+        with grpc.insecure_channel(client.address) as channel:
+            ReplayStub(channel).SetPolicyVersion(pb.SetPolicyVersionRequest(version=version, **place))
+
+    with serving(tmp_path, admission=admission) as client:
+        publish(client, 2, place=pb.Place(number=1, servers=3))  # 3 of the 8 groups of a step
+        client.acquire_permits(2)
+        assert client.server_info().admission.capacity == 2 * 3 - 2
+    with serving(tmp_path, admission=admission) as client:
+        assert client.server_info().admission.capacity == 2 * 3 - 2
+        publish(client, 3)
+        assert client.server_info().admission.capacity == 3 * 3 - 2
+
+
 @pytest.fixture
 def disk(tmp_path):
     with small_disk(tmp_path, "24m") as disk:

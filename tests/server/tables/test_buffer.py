@@ -102,7 +102,7 @@ def test_permits_that_are_not_there_are_counted_and_named_with_what_brings_more(
     permits.acquire(4, math.inf)
     assert timed_out(bench, permits, permits.acquire(2, 0.0)).message == (
         "permits: there: 0, wanted: 2; the next policy version brings more "
-        "(0 accepted + 4 running + 2 requested > (max_staleness 1 + version 0 + 1) * groups_per_step 2 = 4)"
+        "(0 accepted + 4 running + 2 requested > 0 of earlier steps + (max_staleness 1 + 1) * 2 a step = 4)"
     )
     assert "; ask for at most 4 at once (" in timed_out(bench, permits, permits.acquire(1 << 16, 0.0)).message
 

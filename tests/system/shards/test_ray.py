@@ -189,9 +189,31 @@ def test_resize_empties_a_shard_before_it_goes_and_clients_follow(service, tmp_p
         until(lambda: len(client.server_info().shards) == 2 and client.server_info().gone == ())
         assert len(shards.resize(4, CONFIG, data_dir=tmp_path)) == 4
         until(lambda: len(client.server_info().shards) == 4)
-    admitted = Config(tables=TABLES, admission=AdmissionConfig(groups_per_step=4, max_staleness=1, table="work"))
-    with pytest.raises(ShardError, match="groups_per_step"):
-        shards.resize(2, admitted)
+
+
+@pytest.mark.long
+def test_a_shard_that_goes_hands_over_the_permits_that_it_has_granted(cluster):
+    admission = AdmissionConfig(groups_per_step=4, max_staleness=0, table="work")
+    config = Config(tables=TABLES, admission=admission)
+    shards.up(2, config)
+    try:
+        with ReplayClient(ADDRESS, timeout=30.0) as client:
+            client.set_policy_version(0)
+            for _ in range(4):
+                client.insert(b"", {"work": 1.0}, permits=client.acquire_permits(1))
+            assert client.server_info().admission.capacity == 0
+            with pytest.raises(ShardError, match=r"resize is refused for now: replay-1 holds 2 items"):
+                shards.resize(1, config)
+            client.sample("work", 4)
+            client.set_policy_version(1)
+            assert client.server_info().admission.capacity == 4
+            assert [shard.name for shard in shards.resize(1, config)] == ["replay-0"]
+            until(lambda: len(client.server_info().shards) == 1)
+            assert client.server_info().admission.capacity == 4
+            client.set_policy_version(2)
+            assert client.server_info().admission.capacity == 8
+    finally:
+        shards.down()
 
 
 @pytest.mark.long
@@ -226,10 +248,8 @@ def insert_with_new_client(items: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 7])
-def test_the_shares_of_groups_per_step_add_up(count, tmp_path):
-    config = Config(tables=TABLES, admission=AdmissionConfig(groups_per_step=64, max_staleness=1, table="work"))
+def test_all_shards_have_one_configuration_and_each_has_a_folder(count, tmp_path):
+    config = Config(tables=TABLES, admission=AdmissionConfig(groups_per_step=2, max_staleness=1, table="work"))
     parts = shards.shard_configs(config, count, tmp_path, "replay", 0)
-    given = [part.admission.groups_per_step for part in parts if part.admission]
-    assert sum(given) == 64
-    assert max(given) - min(given) <= 1
+    assert {part.admission for part in parts} == {config.admission}
     assert len({part.server.data_dir for part in parts}) == count

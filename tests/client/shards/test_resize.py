@@ -1,0 +1,121 @@
+"""Shards that are added to a run with [admission], and taken away from it: all together grant what the run may use."""
+
+import threading
+
+import pytest
+
+import replay_client.shards.fleet
+from replay_client import ReplayClient
+from replay_client.errors import DeadlineExceededError
+from replay_server import ReplayServer
+from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.extensions.admission import Admission
+from tests.client.shards.conftest import connected
+from tests.factories import PATIENCE, free_port, until
+
+GROUPS = 48
+QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000})
+
+
+class Names:
+    """The names of shards in Ray, for a test without Ray, and what `replay shards resize` does to them."""
+
+    def __init__(self, admission: AdmissionConfig) -> None:
+        self._admission = admission
+        self.servers: list[ReplayServer] = []
+
+    def add(self, count: int) -> None:
+        for _ in range(count):
+            server = ReplayServer([QUEUE], free_port(), admission=self._admission)
+            server.start()
+            self.servers.append(server)
+
+    def take_away_the_last(self) -> None:
+        """Once it is empty. Until then it drains."""
+        leaving = self.servers[-1]
+        leaving.draining = True
+        until(lambda: leaving.items == 0)
+        groups = leaving.on_loop(lambda buffer: Admission.of(buffer).hand_over())
+        self.servers[0].on_loop(lambda buffer: Admission.of(buffer).take_over(groups))
+        self.servers.pop()
+        leaving.stop(grace=0)
+
+    def find(self) -> list[str]:
+        return [f"replay-{number}" for number in range(len(self.servers))]
+
+    async def listed(self) -> list[str]:
+        return self.find()
+
+    async def locate(self, name: str) -> str | None:
+        number = int(name.rpartition("-")[2])
+        return self.servers[number].address if number < len(self.servers) else None
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run_goes_on_while_shards_come_and_go_and_their_permits_keep_their_sum(monkeypatch, max_staleness):
+    names = Names(AdmissionConfig(table="queue", groups_per_step=GROUPS, max_staleness=max_staleness))
+    names.add(1)
+    monkeypatch.setattr(replay_client.shards.fleet.RayNames, "of", lambda _: names)
+    monkeypatch.setattr(replay_client.shards.fleet, "SECONDS_PER_LOOK", 0.05)
+    done = threading.Event()
+    try:
+        with connected("ray://a/b", timeout=PATIENCE) as trainer, ReplayClient("ray://a/b", PATIENCE) as generator:
+            trainer.set_policy_version(0)
+            threads = [threading.Thread(target=generate, args=(generator, done), daemon=True) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            run = Run(trainer)
+            run.steps(3)
+            names.add(2)
+            until(lambda: len(trainer.server_info().shards) == 3)
+            run.steps(6)
+            going = threading.Thread(target=names.take_away_the_last)
+            going.start()
+            while going.is_alive():
+                run.steps(1)
+            going.join()
+            run.steps(6)
+            done.set()
+            for thread in threads:
+                thread.join(PATIENCE)
+            info = trainer.server_info()
+            assert len(info.shards) == 2
+            assert info.admission.running == 0
+            assert info.admission.capacity + info.tables["queue"].size == (max_staleness + 1) * GROUPS
+    finally:
+        done.set()
+        for server in names.servers:
+            server.stop(grace=0)
+
+
+def generate(client: ReplayClient, done: threading.Event) -> None:
+    while not done.is_set():
+        try:
+            permits = client.acquire_permits(1, timeout=0.5)
+        except DeadlineExceededError:
+            continue
+        client.insert(b"", {"queue": 1.0}, permits=permits)
+
+
+class Run:
+    """The steps of a trainer."""
+
+    def __init__(self, client: ReplayClient) -> None:
+        self.client, self.version = client, 0
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            assert len(self.client.sample("queue", GROUPS)) == GROUPS
+            self.version += 1
+            self.client.set_policy_version(self.version)
+
+
+def test_three_servers_with_one_file_grant_the_groups_of_a_step_before_any_trainer_is_there(make_service):
+    service = make_service(admission=AdmissionConfig(table="queue", groups_per_step=GROUPS, max_staleness=0))
+    with connected(service.addresses) as one, connected(list(reversed(service.addresses))) as other:
+        leases = [client.acquire_permits(1, timeout=5.0) for _ in range(GROUPS // 2) for client in (one, other)]
+        with pytest.raises(DeadlineExceededError):
+            one.acquire_permits(1, timeout=0.5)
+        assert {lease.shard for lease in leases} == set(service.addresses)
+        info = one.server_info().admission
+        assert (info.groups_per_step, info.running, info.capacity) == (GROUPS, GROUPS, 0)

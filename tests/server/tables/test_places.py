@@ -1,0 +1,111 @@
+"""Places: several servers share the permits of a run exactly, whoever comes, goes, or is told late."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replay_server.errors import Refused
+from replay_server.tables.config import AdmissionConfig
+from replay_server.tables.extensions.admission import Admission, share_of
+from replay_server.tables.extensions.extension import Place
+from tests.server.tables.test_buffer import Bench, queue
+
+GROUPS = 7
+
+
+@given(st.integers(1, 1 << 30), st.integers(1, 4096))
+def test_the_shares_of_all_servers_sum_to_the_groups_of_a_step(groups, servers):
+    shares = [share_of(groups, Place(number, servers)) for number in range(servers)]
+    assert sum(shares) == groups
+    assert max(shares) - min(shares) <= 1
+    assert share_of(groups, Place()) == groups
+    assert share_of(groups, Place(0, 0)) == 0
+
+
+def make_server(max_staleness: int = 0) -> Bench:
+    return Bench(queue(size=1000), admission=AdmissionConfig(groups_per_step=GROUPS, max_staleness=max_staleness))
+
+
+def permits_of(bench: Bench) -> Admission:
+    return Admission.of(bench.buffer)
+
+
+def test_a_server_that_nobody_told_its_place_grants_all_and_a_trainer_knows_better_than_a_generator():
+    server = permits_of(bench := make_server())
+    assert server.capacity == GROUPS
+    server.acquire(1, math.inf, place=Place(0, 3))
+    assert server.capacity == 2 - 1
+    server.acquire(1, math.inf, place=Place())  # another generator sees only this one
+    assert server.capacity == 2 - 2
+    bench.buffer.set_policy_version(0, "", place=Place(1, 2))
+    assert server.capacity == 4 - 2
+    server.acquire(1, math.inf, place=Place(0, 3))
+    bench.buffer.set_policy_version(1, "")  # a client that knows no place changes nothing about it
+    assert server.capacity == 2 * 4 - 3
+
+
+def test_a_server_without_a_place_grants_nothing_and_says_so():
+    bench = make_server()
+    bench.buffer.set_policy_version(3, "", place=Place(0, 0))
+    waiting = permits_of(bench).acquire(1, 0.0)
+    permits_of(bench).time_out(waiting)
+    with pytest.raises(Refused, match=r"0 of earlier steps \+ \(max_staleness 0 \+ 1\) \* 0 a step = 0"):
+        waiting.result()
+
+
+class Run:
+    """Servers, a trainer that tells all of them each version and their places, and generators that use all permits."""
+
+    def __init__(self, max_staleness: int) -> None:
+        self.ahead, self.version, self.generated = max_staleness + 1, 0, 0
+        self.servers: list[Bench] = []
+        self.old: list[Bench] = []
+        self.join()
+
+    def tell(self, version: int) -> None:
+        for bench in [*self.servers, *self.old]:
+            place = Place(self.servers.index(bench), len(self.servers)) if bench in self.servers else Place(0, 0)
+            bench.buffer.set_policy_version(version, "", place=place)
+        self.version = version
+
+    def join(self) -> None:
+        self.servers.append(make_server(self.ahead - 1))
+        self.tell(self.version)
+
+    def leave(self, which: int) -> None:
+        self.old.append(self.servers.pop(which % len(self.servers)))
+        self.tell(self.version)
+
+    def go(self) -> None:
+        for bench in self.old:
+            permits_of(self.servers[0]).take_over(permits_of(bench).hand_over())
+            assert permits_of(bench).hand_over() == 0  # the command may be given again
+        self.old = []
+
+    def generate(self) -> None:
+        for bench in [*self.servers, *self.old]:
+            for _ in range(max(0, permits_of(bench).capacity)):
+                bench.insert(version=self.version, permits=permits_of(bench).acquire(1, math.inf).result().id)
+                self.generated += 1
+
+    @property
+    def capacity(self) -> int:
+        return sum(permits_of(bench).capacity for bench in [*self.servers, *self.old])
+
+
+@given(st.integers(0, 2), st.lists(st.sampled_from(["step", "join", "leave 0", "leave 1", "go"]), max_size=30))
+def test_servers_that_come_and_go_change_nothing_about_the_permits_of_all_together(max_staleness, what):
+    run = Run(max_staleness)
+    for each in what:
+        verb, _, which = each.partition(" ")
+        if verb == "step":
+            run.generate()
+            assert run.generated >= (run.version + 1) * GROUPS, "the next step would wait for ever"
+            run.tell(run.version + 1)
+        elif verb != "leave":
+            getattr(run, verb)()
+        elif len(run.servers) > 1:
+            run.leave(int(which))
+        assert run.capacity == (run.version + run.ahead) * GROUPS - run.generated
