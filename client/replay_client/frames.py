@@ -163,24 +163,16 @@ def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE
 
 
 def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iterator[Frame[pb.InsertRequest]]:
-    if items[0].request:
-        request = pb.InsertRequest(
-            keys=[item.key for item in items],
-            payload_sizes=[item.nbytes for item in items],
-            timeout=items[0].timeout,
-            extend=True,
-            requests=[item.request for item in items],
-        )
+    first, keys, sizes = items[0], [item.key for item in items], [item.nbytes for item in items]
+    request = pb.InsertRequest(keys=keys, payload_sizes=sizes, timeout=first.timeout)
+    if first.request:
+        request.extend = True
+        request.requests.extend(item.request for item in items)
     else:
-        request = pb.InsertRequest(
-            keys=[item.key for item in items],
-            policy_versions=[item.policy_version for item in items],
-            targets=_targets(items),
-            payload_sizes=[item.nbytes for item in items],
-            timeout=items[0].timeout,
-            permits=items[0].permits,
-            closes=items[0].closes,
-        )
+        request.policy_versions.extend(item.policy_version for item in items)
+        request.targets.extend(_targets(items))
+        request.permits = first.permits
+        request.closes.extend(first.closes)
     if any(item.labels is not NO_LABELS for item in items):
         labels = [item.labels for item in items]
         request.columns.extend(columns_message(labels))

@@ -71,6 +71,7 @@ class OneServer:
 
     def __init__(self, access: Access, timeout: float | None) -> None:
         self.connection = Connection(access, timeout)
+        self.shards = [self.connection]
         self.address, self.timeout = access.address, timeout
         self.listeners: list[Callable[[Any], None]] = []
         """Nobody watches the only server, so that these are never called."""
@@ -91,10 +92,7 @@ class OneServer:
         callback()
 
     def up(self) -> list[Connection]:
-        return [self.connection]
-
-    def others_than(self, shard: Connection) -> list[Connection]:
-        return []
+        return self.shards
 
     async def ask(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
         return read(await self.connection.unary(method, request, timeout))

@@ -29,11 +29,6 @@ def tracer() -> Tracer | None:
     return trace.get_tracer("replay_client")
 
 
-def active() -> bool:
-    """Whether a recorded span is open here."""
-    return bool(carrier())
-
-
 def carrier() -> dict[str, str]:
     """The open span as W3C trace context; empty without a recorded span."""
     if tracer() is None:
@@ -67,7 +62,7 @@ def spans(client: type[T]) -> type[T]:
 def _traced(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     async def call(*args: Any, **given: Any) -> Any:
-        if (found := tracer()) is None or not active():
+        if (found := tracer()) is None or not carrier():
             return await method(*args, **given)
         with found.start_as_current_span(name):
             return await method(*args, **given)

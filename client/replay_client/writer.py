@@ -165,7 +165,7 @@ class Pipeline:
 
     def ended(self, line: InsertLine, error: ReplayError) -> None:
         """The line sends nothing more. Where there are other servers, only the items in it are lost."""
-        if not self._fleet.others_than(line.shard):
+        if self._fleet.shards == [line.shard]:
             self._fail(error)
             return
         with self.lock:

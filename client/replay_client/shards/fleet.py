@@ -144,7 +144,7 @@ class Shard(Connection):
         await super().close()
 
     async def _watch(self) -> None:
-        first_look_ends = asyncio.get_running_loop().time() + _FIRST_LOOK
+        first_look = Deadline(_FIRST_LOOK)
         while True:
             if not self.is_up and self._names is not None:
                 await self._find(self._names)
@@ -158,19 +158,14 @@ class Shard(Connection):
                 self._tell(True)
                 await transport.changed(state)
                 continue
-            late = asyncio.get_running_loop().time() >= first_look_ends
-            if state is ChannelConnectivity.TRANSIENT_FAILURE or (late and not self.decided.is_set()):
+            if state is ChannelConnectivity.TRANSIENT_FAILURE:
                 self._tell(False)
-            await self._until_it_changes(transport.changed(state))
-
-    async def _until_it_changes(self, change: Awaitable[None]) -> None:
-        """A connection that is neither made nor refused within some time counts as broken."""
-        try:
-            async with asyncio.timeout(_LOOK_AGAIN):
-                await change
-        except TimeoutError:
-            if self.decided.is_set():
-                self._tell(False)
+            try:
+                async with asyncio.timeout(_LOOK_AGAIN):
+                    await transport.changed(state)
+            except TimeoutError:  # one that is neither made nor refused counts as broken after some time
+                if first_look.passed or self.decided.is_set():
+                    self._tell(False)
 
     async def _doubt(self) -> None:
         for _ in range(_SIGNS):
@@ -255,10 +250,6 @@ class Fleet:
         """The shard with this name."""
         return next((shard for shard in self.shards if shard.name == name), None)
 
-    def others_than(self, shard: Connection) -> list[Shard]:
-        """The shards that new items can go to when this one is gone."""
-        return [other for other in self.shards if other is not shard]
-
     def connect(self) -> None:
         """Begins to connect, on the running event loop. Raises ServerClosedError after `close`."""
         if self._closed:
@@ -272,10 +263,6 @@ class Fleet:
     def decided(self) -> bool:
         """Returns whether the fleet has tried to reach each shard."""
         return self._closed or all(shard.decided.is_set() for shard in self.shards)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def up(self) -> list[Shard]:
         """The shards that can be reached."""
@@ -386,7 +373,7 @@ class Fleet:
 
         async def one(shard: Shard) -> Any:
             try:
-                return await shard.ask(method, _for(shard, request), timeout)
+                return await shard.ask(method, request(shard) if callable(request) else request, timeout)
             except ReplayError as error:
                 return error
 
@@ -452,7 +439,3 @@ class Fleet:
     def _tell_decided(self) -> None:
         while self.decided and self._when_decided:
             self._when_decided.pop()()
-
-
-def _for(shard: Shard, request: Message | Callable[[Shard], Message]) -> Message:
-    return request(shard) if callable(request) else request

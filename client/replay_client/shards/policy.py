@@ -123,17 +123,11 @@ class PolicyBoard:
     async def _follow(self, shard: Shard, latest: dict[Shard, Policy], news: asyncio.Event) -> None:
         while True:
             with suppress(*GONE):
-                if shard.is_up:
-                    async with aclosing(watch_policy(shard)) as watch:
-                        async for policy in watch:
-                            latest[shard] = policy
-                            news.set()
-            news.set()  # it is gone: perhaps the others are enough now
-            changed = self._fleet.changed
-            if not shard.is_up:
-                await changed.wait()
-            else:
-                await asyncio.sleep(0.1)
+                async with aclosing(watch_policy(shard)) as watch:
+                    async for policy in watch:
+                        latest[shard] = policy
+                        news.set()
+            await asyncio.sleep(0.1)
 
     def _came_or_went(self, shard: Shard) -> None:
         if not shard.is_up:

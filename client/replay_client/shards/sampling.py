@@ -195,9 +195,10 @@ class Drawer:
             for part in () if lease else unsure:
                 rows = [sample for sample in samples if _part_of(sample) == part]
                 self._unsure.append(_Unsure(same_call, part, rows))
-        if lease:
-            return [sample for sample in samples if _part_of(sample) in taken]
-        return _without_leases([sample for sample in samples if _part_of(sample) in taken])
+        confirmed = [sample for sample in samples if _part_of(sample) in taken]
+        for sample in () if lease else confirmed:
+            sample.info.lease = 0
+        return confirmed
 
     async def settled(self, request: pb.SampleRequest, rows: int) -> list[Sample]:
         """Returns up to `rows` rows that batches of an equal request lacked.
@@ -479,12 +480,6 @@ def _check_rows(request: pb.SampleRequest) -> None:
 def _is_plain(request: pb.SampleRequest) -> bool:
     """Returns whether this draw may use the weights that a shard told another draw."""
     return not request.scope and not request.exclude
-
-
-def _without_leases(samples: list[Sample]) -> list[Sample]:
-    for sample in samples:
-        sample.info.lease = 0
-    return samples
 
 
 def _part_of(sample: Sample) -> Part:
