@@ -20,12 +20,10 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from replay_client import KeySequence, tracing
+from replay_client import AsyncReplayClient, KeySequence, PermitLease, RolloutGroup, Sample, tracing
 from replay_client.errors import LeaseEndedError, ReplayError, StaleItemError
-from replay_client.records import PermitLease, Sample
-from replay_client.rollout import RolloutGroup
 from replay_client.waits import beat
 from replay_generator.building import SECONDS_PER_LOOK, LeaseLostError, UnderConstruction
 from replay_generator.config import GeneratorConfig
@@ -33,16 +31,13 @@ from replay_generator.engines import CompletionError, Engine
 from replay_generator.group_maker import GroupMaker, LeftOut
 from replay_generator.metrics import GeneratorMetrics, GeneratorStats, GroupTimes
 from replay_generator.openings import Opening
-from replay_generator.policy_follower import PolicyFollower, StaleGroups, TooOldToFinish
+from replay_generator.policy_follower import PolicyFollower, TooOldToFinish
 from replay_generator.prompts import PromptError, PromptRows, PromptSource
 from replay_generator.prompts_table import supply_of
 from replay_generator.rewards import Rewards
 from replay_generator.rollouts import RolloutHook, held, single_turn
 from replay_generator.server import GeneratorServer
 from replay_protos import event_loop
-
-if TYPE_CHECKING:
-    from replay_client import AsyncReplayClient
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +90,6 @@ class RolloutGenerator:
         self._server = GeneratorServer(client, self.config, stats, self._policy)
         self._site = self._server.site
         self._supply = supply_of(client, self._server.answer, prompts, self.config, stats)
-        self._stale = StaleGroups(self._policy, stats, self.config.stale_timeout)
         self._slots = asyncio.Semaphore(self.config.max_concurrent_groups or sys.maxsize)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._groups: set[asyncio.Task[None]] = set()
@@ -109,7 +103,6 @@ class RolloutGenerator:
         self._ended = asyncio.Event()  # by `stop` or by a failure
         self._failure: BaseException | None = None
         self._skipped_in_a_row = 0
-        self._warned_of_permits = False
 
     @property
     def stats(self) -> GeneratorStats:
@@ -200,8 +193,7 @@ class RolloutGenerator:
         admission = await self._server.begin()
         if self.config.max_concurrent_groups is None and not admission:
             raise ReplayError(
-                "max_concurrent_groups = None leaves the number of groups to permits, and the server has no "
-                f"[admission] for {', '.join(self.config.tables)}: configure it there, or set max_concurrent_groups"
+                f"max_concurrent_groups = None needs [admission] for {', '.join(self.config.tables)}: set one of them"
             )
         await self._supply.begin()
         await asyncio.gather(*(self._start_in_turn(admission) for _ in range(self._site.starts)))
@@ -225,7 +217,7 @@ class RolloutGenerator:
         opened = False
         while True:
             if not self._is_through:
-                await self._stale.hold()
+                await self._policy.hold()
             if (group := await self._site.next(surely=opened)) is not None:
                 return group
             async with self._drawing:
@@ -265,7 +257,7 @@ class RolloutGenerator:
                 await self._supply.finished(group.drawn, None, inserted=False)
             elif isinstance(error, StaleItemError):
                 self._metrics.stats["stale_refused"] += 1
-                self._stale.refused(version, error)
+                await self._server.refused_as_old(error)
                 self._again.appendleft(group)
             else:
                 self._metrics.stats["prompts_lost"] += isinstance(error, LeaseEndedError)
@@ -337,16 +329,15 @@ class RolloutGenerator:
             if isinstance(error, PromptError):
                 self._skip(error)
             elif isinstance(error, TooOldToFinish):
-                self._give_up(work, error, times)
+                self._metrics.count_given_up(times)
             elif error.counts_as is not None:
                 self._metrics.stats[error.counts_as] += 1
                 if error.counts_as in ("stale_refused", "prompts_lost"):
                     self._metrics.stats["tokens_wasted"] += group.num_tokens
                 if error.counts_as == "stale_refused":
-                    self._stale.refused(group.policy_version, error.__cause__)
+                    await self._server.refused_as_old(error.__cause__)
         else:
             await self._supply.finished(work.drawn, group.rewards, inserted=True)
-            self._stale.inserted()
             self._skipped_in_a_row = 0
             self._metrics.count_inserted(group, by_function, staleness, times)
         beat()
@@ -354,43 +345,35 @@ class RolloutGenerator:
             self._on_group(self.stats)
 
     async def _end_prompt(self, work: UnderConstruction, error: Exception) -> None:
-        """The group was not inserted. Its prompt is done if that was to blame for it, and otherwise goes back."""
+        """The group was not inserted. Its prompt is done if that was to blame for it, and otherwise goes back.
+
+        A group that was too old is made again here: once only, for one that takes too long would begin for ever, and
+        only while it is known whose the prompt is.
+        """
+        opening, is_old = work.opening, isinstance(error, TooOldToFinish)
         left_out = isinstance(error, LeftOut) and error.counts_as in ("skipped", "filtered", "set_aside")
         if left_out or (isinstance(error, PromptError) and self._may_skip(error)):
             rewards = error.rewards if isinstance(error, LeftOut) else None
             await self._supply.finished(work.drawn, rewards, inserted=False)
-        elif not self._stays_here(work, error):
+        elif is_old and not opening.again and (work.sample is None or work.drawn.item is None):
+            self._again.append(UnderConstruction(replace(opening, key=next(self._keys), again=True), work.drawn))
+        else:
             await self._supply.returned(work.drawn, work.sample)
-
-    def _stays_here(self, work: UnderConstruction, error: Exception) -> bool:
-        """Whether this generator makes the group again: once, and only while it is known whose the prompt is."""
-        known = work.sample is None or work.drawn.item is None
-        return isinstance(error, TooOldToFinish) and not work.opening.again and known
-
-    def _give_up(self, work: UnderConstruction, error: TooOldToFinish, times: GroupTimes) -> None:
-        """Make a group again with newer weights, but once only: one that takes too long would begin for ever."""
-        self._metrics.count_given_up(times)
-        self._stale.given_up(error.version)
-        opening = work.opening
-        if opening.again:
-            logger.warning("prompt %r: left out, because its group was too old twice", opening.prompt.prompt_id)
-        elif self._stays_here(work, error):
-            opening = replace(opening, key=next(self._keys), again=True)
-            self._again.append(UnderConstruction(opening, work.drawn))
+            if is_old and opening.again:
+                logger.warning("prompt %r: left out, because its group was too old twice", opening.prompt.prompt_id)
 
     def _check_permit(self, lease: PermitLease, seconds: float) -> None:
         """Count a permit that expired before its group was made; warn of the first."""
         if seconds <= lease.ttl:
             return
         self._metrics.stats["permits_expired"] += 1
-        if not self._warned_of_permits:
+        if self._metrics.stats["permits_expired"] == 1:
             logger.warning(
-                "groups take longer (%.0f s) than the %g s that a permit lives, so the server lets more groups be "
-                "generated than it wants: raise permit_ttl in its [admission] (only warning of this kind)",
+                "groups take longer (%.0f s) than permits live (%g s), so the server admits too many: raise permit_ttl "
+                "in its [admission] (said once)",
                 seconds,
                 lease.ttl,
             )
-        self._warned_of_permits = True
 
     def _may_skip(self, error: PromptError) -> bool:
         """Whether the run goes on without the group. One whose completions nobody can have drawn is not its user's."""

@@ -1,6 +1,6 @@
 """PolicyFollower: loads the trainer's newest weights into an engine, and checks that both compute the same.
 
-StaleGroups holds generation while the server refuses as too old whatever those weights would draw.
+It holds generation while the server would refuse as too old whatever those weights draw.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Set
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from replay_client import AsyncReplayClient, Policy
 from replay_client.errors import ReplayError, ServerBusyError, ServerClosedError
-from replay_client.records import Policy
 from replay_client.waits import LOG_SECONDS, WaitLog, beat, in_daemon_thread
+from replay_generator.config import GeneratorConfig
 from replay_generator.engines import Engine
-from replay_generator.metrics import GeneratorMetrics, GeneratorStats
+from replay_generator.metrics import GeneratorMetrics
 from replay_generator.weights import (
     Probe,
     WeightsDamagedError,
@@ -27,18 +28,10 @@ from replay_generator.weights import (
     model_facts,
 )
 
-if TYPE_CHECKING:
-    from replay_client import AsyncReplayClient
-    from replay_generator.config import GeneratorConfig
-
 logger = logging.getLogger(__name__)
 
 _PAUSE = 0.1
 """Seconds before the next attempt at a server that shuts down or is busy."""
-
-TRIAL_SECONDS = 30.0
-"""Between two groups while generation is held. They find out if the server takes such groups again, for example since
-somebody has raised `max_staleness`."""
 
 
 class WeightsNotFoundError(ReplayError):
@@ -51,10 +44,6 @@ class WeightsMismatchError(ReplayError):
 
 class TooOldToFinish(Exception):
     """A group under way was given up: when it is finished, its table will refuse it as too old."""
-
-    def __init__(self, version: int) -> None:
-        """`version`: of the weights with which it began."""
-        self.version = version
 
 
 class StaleWeightsError(ReplayError):
@@ -84,8 +73,9 @@ class PolicyFollower:
         self._max_staleness: int | None = None
         self._reloading = False
         self._following = False
-        self._loaded: Policy | None = None
+        self._loaded: tuple[int, str] | None = None
         self._warned = False
+        self._held = WaitLog()
         self._names: Set[str] = frozenset()
         """Of the tensors of whole weights that have passed their probe."""
         self.newest_version = 0
@@ -113,18 +103,16 @@ class PolicyFollower:
         try:
             async with limit:
                 self._under_way[limit] = version
-                try:
-                    if oldest is not None:
-                        self._give_up()
-                        await asyncio.sleep(0)  # what is too old already ends here, before anything is drawn
-                    yield
-                finally:
-                    self._under_way.pop(limit, None)
+                if oldest is not None:
+                    await self._give_up()
+                    await asyncio.sleep(0)  # what is too old already ends here, before anything is drawn
+                yield
         except TimeoutError:
             if limit.expired():
-                raise TooOldToFinish(version) from None
+                raise TooOldToFinish from None
             raise
         finally:
+            self._under_way.pop(limit, None)
             async with self._condition:
                 self._generating -= 1
                 self._condition.notify_all()
@@ -136,12 +124,28 @@ class PolicyFollower:
             async with self._condition:
                 await self._condition.wait_for(lambda: not self._reloading)
 
-    async def wait_for_other_weights(self, seconds: float) -> None:
-        """Returns when the engine has other weights than now, or after `seconds`."""
-        version = self.version
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds), self._condition:
-                await self._condition.wait_for(lambda: self.version != version)
+    async def hold(self) -> None:
+        """Returns when a group may be started: at once, unless its table would refuse it as too old.
+
+        Raises StaleWeightsError when neither newer weights nor a looser bound have come for `stale_timeout`.
+        """
+        started, timeout = time.monotonic(), self._config.stale_timeout or math.inf
+        expected = self._following and not self.without_weights  # they are being loaded
+        while self._too_old(self.version):
+            if (left := started + timeout - time.monotonic()) <= 0:
+                raise StaleWeightsError(
+                    f"for {timeout:g} s (stale_timeout) all groups would have been too old on arrival: "
+                    f"{self.why_old()}. Let the trainer publish weights with its versions, where this machine can read "
+                    "them, or raise max_staleness of the table"
+                )
+            if not expected:
+                self._held.wait(f"groups would be too old, and the generator waits for newer weights: {self.why_old()}")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, LOG_SECONDS)), self._condition:
+                    await self._condition.wait_for(lambda: not self._too_old(self.version))
+            expected = False
+        self._held.go_on()
+        self._metrics.stats["stale_seconds"] += time.monotonic() - started
 
     def why_old(self) -> str:
         """Why the engine has no newer weights, in words."""
@@ -161,7 +165,7 @@ class PolicyFollower:
         policy = await self._client.policy()
         if not policy.weights and wait:
             policy = await self._first_published()
-        self._see(policy)
+        await self.see(policy)
         if policy.weights:
             await self._load(policy)
 
@@ -186,27 +190,32 @@ class PolicyFollower:
         """Load every newer policy. Never returns."""
         self._following = True
         async for policy in self._watch():
-            self._see(policy)
-            if policy.weights and not self._is_loaded(policy):
+            await self.see(policy)
+            if policy.weights and _named(policy) != self._loaded:
                 await self._reload(policy)
 
-    def _see(self, policy: Policy) -> None:
+    async def see(self, policy: Policy) -> None:
+        """The newest policy that the server has named."""
         self.newest_version, self.without_weights = policy.version, not policy.weights
-        self._give_up()
+        await self._give_up()
 
-    def bound(self, max_staleness: int | None) -> None:
+    async def bound(self, max_staleness: int | None) -> None:
         """Says how many versions a group may be behind the newest when it arrives; None: any number."""
         self._max_staleness = max_staleness
-        self._give_up()
+        await self._give_up()
 
-    def _give_up(self) -> None:
-        """Ends what is under way for groups that `Table.too_stale` of the server will refuse."""
-        if self._max_staleness is None:
-            return
+    def _too_old(self, version: int) -> bool:
+        """Whether `Table.too_stale` of the server will refuse a group that begins with this version."""
+        return self._max_staleness is not None and self.newest_version - version > self._max_staleness
+
+    async def _give_up(self) -> None:
+        """Ends what is under way for groups that will be refused, and wakes up what is held."""
         for limit, version in list(self._under_way.items()):
-            if self.newest_version - version > self._max_staleness:
+            if self._too_old(version):
                 del self._under_way[limit]
                 limit.reschedule(0.0)
+        async with self._condition:
+            self._condition.notify_all()
 
     async def _watch(self) -> AsyncGenerator[Policy]:
         """Every policy. Waits for a server that shuts down or is busy as for one that does not answer."""
@@ -231,9 +240,6 @@ class PolicyFollower:
         async with self._condition:
             self._condition.notify_all()
 
-    def _is_loaded(self, policy: Policy) -> bool:
-        return self._loaded is not None and _same(policy, self._loaded)
-
     async def _load(self, policy: Policy) -> None:
         """Load and check the weights of `policy`, or of its successor if the trainer has replaced them meanwhile."""
         started = time.monotonic()
@@ -247,14 +253,14 @@ class PolicyFollower:
                 break
             except FileNotFoundError as error:
                 newest = await self._client.policy()
-                if _same(newest, policy):
+                if _named(newest) == _named(policy):
                     raise WeightsNotFoundError(
                         f"policy {policy.version}: {error}. The trainer must save weights where the generator can "
                         "read them (a shared file system, the same path on both), and keep the newest"
                     ) from error
                 policy = newest
         beat()
-        self._loaded = policy
+        self._loaded = _named(policy)
         self.version = policy.version
         self.newest_version = max(self.newest_version, policy.version)
         self._metrics.count_reload(policy.version, time.monotonic() - started)
@@ -273,9 +279,7 @@ class PolicyFollower:
         if probe is None:
             if not self._warned:
                 logger.warning(
-                    "%s has no probe.json, so the generator checks the files, but cannot check that the engine uses "
-                    "these weights; this is the only warning",
-                    policy.weights,
+                    "%s has no probe.json, so nobody checks that the engine uses them (said once)", policy.weights
                 )
             self._warned = True
             self._metrics.stats["probe_max_difference"] = math.nan
@@ -294,72 +298,5 @@ class PolicyFollower:
             )
 
 
-class StaleGroups:
-    """Holds generation while the server refuses as too old whatever the engine's weights would draw.
-
-    A refused group that is older than the engine's weights was only late. One of the same version tells that all
-    others will be refused too, until there are newer weights.
-    """
-
-    def __init__(self, policy: PolicyFollower, stats: GeneratorStats, timeout: float | None) -> None:
-        """`timeout`: seconds to wait for newer weights; None: for ever."""
-        self._policy = policy
-        self._stats = stats
-        self._timeout = timeout
-        self._too_old: int | None = None  # the version of the engine's weights, of which all groups are refused
-        self._since = 0.0
-        self._log = WaitLog()
-
-    def refused(self, version: int, error: BaseException | None) -> None:
-        """The server has refused a group of this version."""
-        what = (
-            "all groups of these weights will be, so the generator waits for newer ones"
-            if self._hold(version)
-            else "it is left out"
-        )
-        refused = self._stats["stale_refused"]
-        self._log.wait(f"a group is too old on arrival, the {refused}th, and {what}: {error}; {self._policy.why_old()}")
-
-    def given_up(self, version: int) -> None:
-        """A group of this version was given up, because the server would refuse it."""
-        if self._hold(version) and self._policy.without_weights:
-            self._log.wait(
-                "groups under way were given up, because they would be too old on arrival, and the generator waits for "
-                f"newer weights: {self._policy.why_old()}"
-            )
-
-    def _hold(self, version: int) -> bool:
-        """Holds generation if a group of this version tells that all others are too old. Returns whether it does."""
-        hold = version >= self._policy.version
-        if hold and self._too_old != self._policy.version:
-            self._too_old, self._since = self._policy.version, time.monotonic()
-        return hold
-
-    def inserted(self) -> None:
-        """The server has taken a group."""
-        self._too_old = None
-        self._log.go_on()
-
-    async def hold(self) -> None:
-        """Returns when a group may be started: at once, unless all would be refused.
-
-        Raises StaleWeightsError when newer weights have not come for `timeout`.
-        """
-        started = time.monotonic()
-        while self._too_old == self._policy.version:
-            now = time.monotonic()
-            if self._timeout is not None and now - self._since > self._timeout:
-                raise StaleWeightsError(
-                    f"for {self._timeout:g} s (stale_timeout) the server has refused all groups as too old: "
-                    f"{self._policy.why_old()}. Let the trainer publish weights with its versions, where this machine "
-                    "can read them, or raise max_staleness of the table"
-                )
-            if now - started > TRIAL_SECONDS:
-                break
-            left = self._since + self._timeout - now if self._timeout is not None else LOG_SECONDS
-            await self._policy.wait_for_other_weights(min(left + 0.01, started + TRIAL_SECONDS - now + 0.01))
-        self._stats["stale_seconds"] += time.monotonic() - started
-
-
-def _same(a: Policy, b: Policy) -> bool:
-    return (a.version, a.weights) == (b.version, b.weights)
+def _named(policy: Policy) -> tuple[int, str]:
+    return policy.version, policy.weights

@@ -8,8 +8,9 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
+from replay_client import AsyncReplayClient, PermitLease, RolloutGroup, ServerInfo
 from replay_client.errors import (
     DeadlineExceededError,
     LeaseEndedError,
@@ -22,8 +23,7 @@ from replay_client.errors import (
     StorageError,
     TableFullError,
 )
-from replay_client.records import PermitLease, ServerInfo, restarted
-from replay_client.rollout import RolloutGroup
+from replay_client.records import restarted
 from replay_client.waits import LAST_WORD, Patience, WaitLog
 from replay_generator.building import BuildingSite, LeaseLostError, Site, UnderConstruction
 from replay_generator.config import GeneratorConfig
@@ -32,9 +32,6 @@ from replay_generator.metrics import GeneratorStats
 from replay_generator.policy_follower import PolicyFollower
 from replay_generator.prompts import PromptError
 from replay_generator.rewards import load_priority
-
-if TYPE_CHECKING:
-    from replay_client import AsyncReplayClient
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +148,14 @@ class GeneratorServer:
             self.used(work.permit)
         self.site.closed(work)
 
+    async def refused_as_old(self, error: BaseException | None) -> None:
+        """The server has refused a group as too old. Looks at once whether all others would be."""
+        which = f"the {self._stats['stale_refused']}th"
+        self._waiting.wait(
+            f"a group is too old on arrival, {which}, and is left out: {error}; {self._policy.why_old()}"
+        )
+        await self._see(await self.answer(self._client.server_info))
+
     async def answer(
         self,
         attempt: Callable[[], Awaitable[T]],
@@ -209,17 +214,13 @@ class GeneratorServer:
         """
         if self._seen is not None and restarted(self._seen, info):
             self._is_known = False
-            logger.warning(
-                "the server was restarted: it holds %d items and is at policy version %d",
-                info.items,
-                info.policy.version,
-            )
+            logger.warning("the server was restarted: it holds %d items, version %d", info.items, info.policy.version)
         self._seen = info
+        await self._policy.see(info.policy)
         # A group goes to all of its tables or to none.
-        bounds = [
-            json.loads(info.tables[name].config)["max_staleness"] for name in self._config.tables if name in info.tables
-        ]
-        self._policy.bound(min((bound for bound in bounds if bound is not None), default=None))
+        tables = [info.tables[name] for name in (self._config.building, *self._config.tables) if name in info.tables]
+        bounds = [json.loads(table.config)["max_staleness"] for table in tables]
+        await self._policy.bound(min((bound for bound in bounds if bound is not None), default=None))
         if not self._is_known:
             with contextlib.suppress(ReplayError):
                 said = self._config.described() | {"model": json.dumps(await self._policy.facts())}

@@ -280,10 +280,11 @@ class RecordingClient:
         @dataclass
         class Info:
             admission: object | None
+            policy: Policy
             server_id: int = 1
             tables: Mapping[str, Any] = field(default_factory=dict)
 
-        return Info(admission=AdmissionInfo(table="rollouts") if self.admission else None)
+        return Info(AdmissionInfo(table="rollouts") if self.admission else None, self.current)
 
     async def describe(self, settings: Mapping[str, str], *, timeout: float | None = None) -> None:
         self.settings = dict(settings)

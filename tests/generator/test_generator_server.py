@@ -187,7 +187,9 @@ async def test_a_generator_whose_groups_are_all_too_old_waits_for_newer_weights_
             assert generator.stats["stale_seconds"] > 0
             assert not task.done()
     (line,) = [message for message in caplog.messages if "too old on arrival" in message]
-    assert "so the generator waits for newer ones: item of policy version 0 lags 9 behind the current 9" in line
+    assert "item of policy version 0 lags 9 behind the current 9" in line
+    (line,) = [message for message in caplog.messages if "waits for newer weights" in message]
+    assert "the newest is 9, which was published without weights" in line
 
 
 @pytest.mark.parametrize(
@@ -244,9 +246,7 @@ async def test_a_group_that_is_too_old_twice_is_left_out(tmp_path: Path, caplog:
 
 
 async def test_the_bound_of_a_table_counts_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    follower = "replay_generator.policy_follower"
     monkeypatch.setattr("replay_generator.server.SECONDS_PER_LOOK", 0.05)
-    monkeypatch.setattr(f"{follower}.LOG_SECONDS", 0.05)  # between two looks whether it is time for a trial
     looks, server_info = [], AsyncReplayClient.server_info
 
     async def counted(*given: Any, **options: Any) -> Any:
@@ -262,17 +262,17 @@ async def test_the_bound_of_a_table_counts_as_it_is_now(monkeypatch: pytest.Monk
             await client.set_policy_version(2)
             await client.update_table("rollouts", max_staleness=1)
             await async_until(lambda: generator.stats["given_up"] == 1)
-            await client.update_table("rollouts", max_staleness=2)
             seen = len(looks) + 2  # the first of these may have been under way
             await async_until(lambda: len(looks) >= seen)
+            assert engine.generating == 0
+            await client.update_table("rollouts", max_staleness=2)
             engine.let_go()
-            monkeypatch.setattr(f"{follower}.TRIAL_SECONDS", 0.0)
             await task
     assert generator.stats["groups"] == 1
 
 
 async def test_a_held_generator_finds_out_that_its_groups_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay_generator.policy_follower.TRIAL_SECONDS", 0.2)
+    monkeypatch.setattr("replay_generator.server.SECONDS_PER_LOOK", 0.05)
     with serving() as server:
         async with generating(server.address, ScriptedEngine()) as (generator, client, _):
             await async_until(lambda: generator.stats["groups"] > 3)
