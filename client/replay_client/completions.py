@@ -138,9 +138,9 @@ def _column(
         }
     if axis != RAGGED:
         raise ValueError(f"columns has {name!r} with the axis {axis!r}: put it into extras and axes")
-    offsets, start = [np.zeros(1, np.int64)], 0
+    offsets, start = [np.zeros(1, np.int8)], 0
     for context, (_, row_offsets) in zip(contexts_S, rows, strict=True):
-        offsets += [np.full(context, start), start + np.asarray(row_offsets, np.int64)[1:]]
+        offsets.append(start + np.pad(np.asarray(row_offsets)[1:], (context, 0)))
         start += int(row_offsets[-1])
     return {name: np.concatenate([values for values, _ in rows]), name + OFFSETS: np.concatenate(offsets)}
 

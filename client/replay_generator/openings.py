@@ -24,7 +24,7 @@ import numpy.typing as npt
 from replay_client.columns import Buffer, check_magic, decode_arrays, decode_segments, encode_arrays
 from replay_client.rollout import vector
 from replay_generator.config import MOST_ROLLOUTS
-from replay_generator.engines import Completion, SamplingConfig
+from replay_generator.engines import SamplingConfig
 from replay_generator.prompts import Prompt
 from replay_generator.rollouts import Rollout, RolloutSequence, Turn, checked, group_of_rollouts
 from replay_generator.supply import PromptItem
@@ -57,16 +57,8 @@ class Opening:
 
     def encode(self) -> bytes:
         """The bytes for `decode`. Raises PromptError for a row that msgpack cannot hold."""
-        fields = {
-            "key": self.key,
-            "prompt": self.prompt.packed(),
-            "number": self.number,
-            "group_size": self.group_size,
-            "sampling": asdict(self.sampling),
-            "again": self.again,
-            "item": self.item,
-        }
-        ids = np.array(self.prompt_ids, np.int32)
+        fields = vars(self) | {"prompt": self.prompt.packed(), "sampling": asdict(self.sampling)}
+        ids = np.array(fields.pop("prompt_ids"), np.int32)
         return b"".join(encode_arrays(OPENING_MAGIC, [("prompt_ids", ids)], {}, fields))
 
     @classmethod
@@ -119,16 +111,13 @@ def encode_rollout(rollout: Rollout) -> npt.NDArray[np.uint8]:
     sequences = []
     for index, sequence in enumerate(rollout.sequences):
         arrays |= {f"{index}/{name}": np.array(getattr(sequence, name), dtype) for name, dtype in _TOKENS.items()}
-        for place, (_, drawn) in enumerate(sequence.drawn):
-            arrays |= {f"{index}/{place}/{name}": np.asarray(values) for name, values in drawn.extras.items()}
+        for place, (_, extras, _) in enumerate(sequence.drawn):
+            arrays |= {f"{index}/{place}/{name}": np.asarray(values) for name, values in extras.items()}
         sequences.append(
             {
                 "turns": [[turn.role, turn.tokens, turn.text] for turn in sequence.turns],
                 "finish_reason": sequence.finish_reason,
-                "drawn": [
-                    [start, len(drawn.token_ids), list(drawn.extras), dict(drawn.axes)]
-                    for start, drawn in sequence.drawn
-                ],
+                "drawn": [[start, list(extras), dict(axes)] for start, extras, axes in sequence.drawn],
             }
         )
     fields = {
@@ -154,18 +143,9 @@ def decode_rollout(column: npt.NDArray[Any]) -> Rollout:
             raise ValueError(f"a sequence has other numbers of {', '.join(_TOKENS)}")
         sequence.turns = [Turn(*turn) for turn in told["turns"]]
         sequence.finish_reason = told["finish_reason"]
-        for place, (start, length, names, axes) in enumerate(told["drawn"]):
-            own = slice(start, start + length)
-            completion = Completion(
-                sequence.token_ids[own],
-                sequence.logprobs[own],
-                text="",  # its turn has it
-                finish_reason=sequence.finish_reason,
-                policy_versions=sequence.policy_versions[own],
-                extras={name: arrays[f"{index}/{place}/{name}"] for name in names},
-                axes=axes,
-            )
-            sequence.drawn.append((start, completion))
+        for place, (start, names, axes) in enumerate(told["drawn"]):
+            extras = {name: arrays[f"{index}/{place}/{name}"] for name in names}
+            sequence.drawn.append((start, extras, axes))
         sequences.append(sequence)
     return Rollout(
         sequences,

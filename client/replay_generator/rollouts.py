@@ -35,10 +35,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replay_client import group_from_rows
+from replay_client import RolloutGroup, group_from_rows
 from replay_client.columns import OFFSETS, RAGGED
 from replay_client.errors import ReplayError
-from replay_client.rollout import RolloutGroup
 from replay_generator.engines import Completion, CompletionError, Engine, SamplingConfig, fault_of
 
 
@@ -93,8 +92,8 @@ class RolloutSequence:
         """For each token, in nats; NaN: unknown, or given."""
         self.policy_versions: list[int] = []
         """For each token, the version that drew it. A given one has that of the token before it, or -1."""
-        self.drawn: list[tuple[int, Completion]] = []
-        """The completions that have extras, each with the place of its first token."""
+        self.drawn: list[tuple[int, Mapping[str, npt.NDArray[Any]], Mapping[str, str]]] = []
+        """Of each completion that has extras: the place of its first token, the extras, and their axes."""
         self.turns: list[Turn] = []
         self.finish_reason = ""
         """Of the last completion; "": there was none."""
@@ -104,7 +103,7 @@ class RolloutSequence:
         """Adds what the policy wrote. Returns it as a turn, whose text the hook can read."""
         n = len(completion.token_ids)
         if completion.extras:
-            self.drawn.append((len(self.token_ids), completion))
+            self.drawn.append((len(self.token_ids), completion.extras, completion.axes))
         mask = [True] * n if completion.loss_mask is None else completion.loss_mask
         self._add(completion.token_ids, mask, completion.logprobs, completion.policy_versions)
         self.finish_reason = completion.finish_reason
@@ -260,10 +259,7 @@ class RolloutPolicy:
 def why_unfit(engine: Engine, token_ids: Sequence[int]) -> str:
     """Why the engine cannot go on after these tokens; "" if it can."""
     if not 0 < len(token_ids) < engine.max_length:
-        return (
-            f"{len(token_ids)} tokens; the engine takes 1 to {engine.max_length - 1}, so that with one more they fit "
-            "its maximum length"
-        )
+        return f"{len(token_ids)} tokens; the engine takes 1 to {engine.max_length - 1}, and draws one more"
     # An engine may die of an id that its model has no row for.
     known = len(engine.tokenizer) if hasattr(engine.tokenizer, "__len__") else None
     if (lowest := min(token_ids)) < 0 or (known is not None and max(token_ids) >= known):
@@ -357,9 +353,7 @@ def checked(rollout: Any) -> Rollout:
     if len({id(sequence) for sequence in rollout.sequences}) < len(rollout.sequences):
         raise RolloutError("the hook returned one sequence twice: make a RolloutSequence for each")
     if all(turn.role != "assistant" for turn in rollout.turns):
-        raise RolloutError(
-            "the policy wrote nothing in the rollout: add what policy.generate returns with sequence.sampled"
-        )
+        raise RolloutError("the policy wrote nothing in the rollout: add what policy.generate returns by `sampled`")
     return rollout
 
 
@@ -382,29 +376,25 @@ def group_of_rollouts(rollouts: Sequence[Rollout], version: int, **fields: Any) 
     if no token was drawn. Raises ValueError as RolloutGroup does.
     """
     sequences = [sequence for rollout in rollouts for sequence in rollout.sequences]
-    heads = [sequence.head for sequence in sequences]
-    counts = [len(rollout.sequences) for rollout in rollouts]
     if len(sequences) > len(rollouts):
-        fields["sequence_counts"] = np.array(counts, np.int32)
-    masks = [np.array(sequence.sampled_mask[head:], np.bool_) for sequence, head in zip(sequences, heads, strict=True)]
-    unknown = _leave_out_unknown(sequences, heads, masks) if len(sequences) > len(rollouts) else 0
+        fields["sequence_counts"] = np.array([len(rollout.sequences) for rollout in rollouts], np.int32)
+    masks = [np.array(each.sampled_mask[each.head :], np.bool_) for each in sequences]
+    unknown = _leave_out_unknown(sequences, masks) if len(sequences) > len(rollouts) else 0
+    columns = _columns(sequences)
+    versions = [np.array(each.policy_versions[each.head :], np.int64) for each in sequences]
+    known = np.concatenate([drawn[drawn >= 0] for drawn in versions])
+    first, last = (int(known.min()), int(known.max())) if known.size else (version, version)
+    if last != first:
+        columns["policy_versions"] = "token", versions
     group = group_from_rows(
-        prompts=[sequence.token_ids[:head] for sequence, head in zip(sequences, heads, strict=True)],
-        completions=[sequence.token_ids[head:] for sequence, head in zip(sequences, heads, strict=True)],
-        logprobs=[sequence.logprobs[head:] for sequence, head in zip(sequences, heads, strict=True)],
+        prompts=[each.token_ids[: each.head] for each in sequences],
+        completions=[each.token_ids[each.head :] for each in sequences],
+        logprobs=[each.logprobs[each.head :] for each in sequences],
         loss_masks=None if all(mask.all() for mask in masks) else masks,
+        columns=columns,
+        policy_version=first,
+        policy_version_end=last if last != first else None,
         **fields,
-    )
-    spans = group.sampled_spans()
-    drawn = [np.array(s.policy_versions[head:], np.int64) for s, head in zip(sequences, heads, strict=True)]
-    known = np.concatenate([versions[versions >= 0] for versions in drawn])
-    group.policy_version, last = (int(known.min()), int(known.max())) if known.size else (version, version)
-    if last != group.policy_version:
-        group.policy_version_end = last
-        _set_column(group, "policy_versions", list(zip(spans, drawn, strict=True)), fill=group.policy_version)
-    _set_extras(
-        group,
-        [(sequence.drawn, span.start - head) for sequence, head, span in zip(sequences, heads, spans, strict=True)],
     )
     if unknown:
         group.meta["unknown_logprobs"] = unknown
@@ -413,68 +403,43 @@ def group_of_rollouts(rollouts: Sequence[Rollout], version: int, **fields: Any) 
     return group
 
 
-def _leave_out_unknown(
-    sequences: Sequence[RolloutSequence], heads: Sequence[int], masks: Sequence[npt.NDArray[np.bool_]]
-) -> int:
+def _leave_out_unknown(sequences: Sequence[RolloutSequence], masks: Sequence[npt.NDArray[np.bool_]]) -> int:
     """Masks tokens whose log-probability the engine does not know, where it knows others. Returns how many.
 
     RolloutGroup refuses such tokens in rollouts of several sequences: it cannot tell them from those of tools.
     """
     count = 0
-    for sequence, head, mask in zip(sequences, heads, masks, strict=True):
-        unknown = mask & np.isnan(sequence.logprobs[head:])
+    for sequence, mask in zip(sequences, masks, strict=True):
+        unknown = mask & np.isnan(sequence.logprobs[sequence.head :])
         if unknown.any() and (mask & ~unknown).any():
             count += int(unknown.sum())
             mask &= ~unknown
     return count
 
 
-def _set_extras(group: RolloutGroup, sequences: Sequence[tuple[Sequence[tuple[int, Completion]], int]]) -> None:
-    """The extras of all completions as columns of the group. Tokens whose completion has none get 0, or an empty set.
-
-    Each sequence: its completions with the place of their first token, and where the place 0 would stand among the T
-    tokens of the group. A token of the shared prompt stands before the first of them.
-    """
-    shared = group.prompt_ids.size
-    pieces: dict[tuple[str, str], list[tuple[slice, npt.NDArray[Any]]]] = {}
-    ragged: dict[str, list[tuple[int, Completion]]] = {}
-    for drawn, offset in sequences:
-        for start, completion in drawn:
-            for name, values in completion.extras.items():
-                axis = completion.axes.get(name, "token")
-                if axis == RAGGED:
-                    ragged.setdefault(name, []).append((offset + start, completion))
-                elif axis == "whole":
-                    # The engine has read the sequence from its first token on, which is one of the shared prompt.
-                    at = offset + shared
-                    pieces.setdefault((name, axis), []).append((slice(0, shared), values[:shared]))
-                    pieces[name, axis].append((slice(at + shared, at + len(values)), values[shared:]))
-                elif completion.axes.get(name.removesuffix(OFFSETS)) != RAGGED:
-                    at = offset + start
-                    pieces.setdefault((name, axis), []).append((slice(at, at + len(values)), np.asarray(values)))
-    for (name, axis), parts in pieces.items():
-        _set_column(group, name, parts, fill=0, axis=axis)
-    for name, completions in ragged.items():
-        _set_sets(group, name, completions)
+def _columns(sequences: Sequence[RolloutSequence]) -> dict[str, tuple[str, list[Any]]]:
+    """The extras of all completions: an axis, and a row for each sequence."""
+    found: dict[str, tuple[str, npt.NDArray[Any]]] = {}
+    for _, extras, axes in (drawn for sequence in sequences for drawn in sequence.drawn):
+        for name, values in extras.items():
+            if name in axes or axes.get(name.removesuffix(OFFSETS)) != RAGGED:
+                found.setdefault(name, (axes.get(name, "token"), np.asarray(values)))
+    return {name: (axis, [_row(each, name, axis, like) for each in sequences]) for name, (axis, like) in found.items()}
 
 
-def _set_sets(group: RolloutGroup, name: str, completions: Sequence[tuple[int, Completion]]) -> None:
-    """An extra with a set for each of the T tokens: those of the completions from these tokens on, empty elsewhere."""
-    counts_T = np.zeros(group.num_tokens, np.int64)
-    for start, completion in completions:
-        counts = np.diff(completion.extras[name + OFFSETS])
-        counts_T[start : start + counts.size] = counts
-    in_order = [completion.extras[name] for _, completion in sorted(completions, key=lambda each: each[0])]
-    group.extras[name], group.axes[name] = np.concatenate(in_order), RAGGED
-    group.extras[name + OFFSETS] = np.concatenate(([0], np.cumsum(counts_T))).astype(np.int32)
-
-
-def _set_column(
-    group: RolloutGroup, name: str, parts: Sequence[tuple[slice, npt.NDArray[Any]]], fill: int, axis: str = "token"
-) -> None:
-    """An extra with a row for each of the T tokens, or P + T for "whole": `parts` in their places, `fill` elsewhere."""
-    first, rows = parts[0][1], group.num_tokens + (group.prompt_ids.size if axis == "whole" else 0)
-    column = np.full((rows, *first.shape[1:]), fill, first.dtype)
-    for span, values in parts:
-        column[span] = values
-    group.extras[name], group.axes[name] = column, axis
+def _row(sequence: RolloutSequence, name: str, axis: str, like: npt.NDArray[Any]) -> Any:
+    """What a sequence has under this name, as `group_from_rows` takes it. Tokens whose completion has none get 0, or an
+    empty set."""
+    # Of a whole sequence the engine has read all from the first token on; else a row begins behind the head.
+    head, size = sequence.head, len(sequence.token_ids)
+    drawn = [(start - head, extras) for start, extras, _ in sequence.drawn if name in extras]
+    if axis == "whole":
+        head, drawn = 0, [(0, extras) for _, extras in drawn]
+    row = np.zeros((size - head, *like.shape[1:]), like.dtype) if axis != RAGGED else np.zeros(size - head, np.int64)
+    for start, extras in drawn:
+        values = extras[name] if axis != RAGGED else np.diff(extras[name + OFFSETS])
+        row[start : start + len(values)] = values
+    if axis != RAGGED:
+        return row
+    sets = np.concatenate([like[:0], *(extras[name] for _, extras in drawn)])
+    return sets, np.concatenate(([0], np.cumsum(row))).astype(np.int32)
