@@ -28,14 +28,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from replay_client import AsyncKeeper, KeySequence
+from replay_client import AsyncKeeper, AsyncReplayClient, KeySequence, PermitLease, Sample, SampleInfo, ServerInfo
 from replay_client.errors import DeadlineExceededError, PayloadTooLargeError, ReplayError
-from replay_client.records import PermitLease, Sample, SampleInfo, ServerInfo
 from replay_client.waits import LAST_WORD
 from replay_generator.config import GeneratorConfig
 from replay_generator.metrics import GeneratorStats
@@ -43,9 +42,6 @@ from replay_generator.openings import ROLLOUT, Opening, encode_rollout, sampled_
 from replay_generator.prompts import PromptError
 from replay_generator.rollouts import Rollout
 from replay_generator.supply import Drawn
-
-if TYPE_CHECKING:
-    from replay_client import AsyncReplayClient
 
 logger = logging.getLogger(__name__)
 

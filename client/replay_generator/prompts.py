@@ -108,10 +108,7 @@ class Prompt:
             if isinstance(self.content, str):
                 return [int(token) for token in tokenizer.encode(self.content)]
             if not getattr(tokenizer, "chat_template", None):
-                raise ValueError(
-                    "it consists of messages, and the tokenizer has no chat template. Use the tokenizer of a chat "
-                    "model, give this one a chat_template.jinja, or write the prompt as one text"
-                )
+                raise ValueError("it is a chat, and the tokenizer has no chat template: give it one, or write a text")
             goes_on = self.content[-1]["role"] == "assistant"
             ids = tokenizer.apply_chat_template(
                 [dict(message) for message in self.content],
@@ -181,8 +178,7 @@ def load_prompts(source: str, *, prompt_field: str = "prompt", split: str = "tra
         loaded = loaded[split]
     if prompt_field not in loaded.column_names:
         raise ValueError(
-            f"{source} has no column {prompt_field!r}, only {', '.join(loaded.column_names)}: name one of them with "
-            f"--prompt-field"
+            f"{source} has no column {prompt_field!r}, only {', '.join(loaded.column_names)}: see --prompt-field"
         )
     if not len(loaded):
         raise ValueError(f"{source} has no prompts")
@@ -216,19 +212,14 @@ class PreparedRows:
 def cycle_prompts(
     rows: PromptRows, *, seed: int = 0, epochs: int | None = None, prompt_field: str = "prompt"
 ) -> Iterator[Prompt]:
-    """Yields every row once in each epoch, in an order that depends on `seed` and the epoch; `epochs` None: for ever.
+    """Every row once in each epoch, in an order that depends on `seed` and the epoch; `epochs` None: for ever.
 
     Reads the rows one by one, so a large data set starts at once. Raises ValueError if there are no rows.
     """
     if not len(rows):
         raise ValueError(f"there are no prompts to cycle through: rows is empty, {rows!r}")
-    return _cycle(rows, seed, epochs, prompt_field)
-
-
-def _cycle(rows: PromptRows, seed: int, epochs: int | None, prompt_field: str) -> Iterator[Prompt]:
-    for epoch in range(epochs) if epochs is not None else itertools.count():
-        for index in epoch_order(len(rows), seed, epoch):
-            yield Prompt.of(rows[int(index)], prompt_field)
+    orders = (epoch_order(len(rows), seed, epoch) for epoch in (itertools.count() if epochs is None else range(epochs)))
+    return (Prompt.of(rows[int(index)], prompt_field) for order in orders for index in order)
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:

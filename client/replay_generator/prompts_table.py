@@ -32,13 +32,12 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy.typing as npt
 
-from replay_client import AsyncKeeper
+from replay_client import AsyncKeeper, AsyncReplayClient, Sample, SampleInfo, ServerInfo
 from replay_client.errors import DeadlineExceededError, LeaseEndedError, ReplayError
-from replay_client.records import Sample, SampleInfo, ServerInfo
 from replay_client.scoring import group_learnability
 from replay_client.waits import LAST_WORD, in_daemon_thread
 from replay_generator.config import GeneratorConfig
@@ -53,9 +52,6 @@ from replay_generator.stored_prompts import (
     names_of,
 )
 from replay_generator.supply import Drawn, IteratedPrompts, PromptItem, PromptSupply
-
-if TYPE_CHECKING:
-    from replay_client import AsyncReplayClient
 
 logger = logging.getLogger(__name__)
 
@@ -90,24 +86,23 @@ class PromptsTable(PromptSupply):
         client: AsyncReplayClient,
         answer: Answer,
         rows: PromptRows,
+        config: GeneratorConfig,
         stats: GeneratorStats,
-        *,
-        table: str,
-        lease: float,
-        seed: int = 0,
     ) -> None:
-        """`rows`: all prompts, in the order of their file. `lease`: seconds."""
-        self.table = table
+        """`rows`: all prompts, in the order of their file."""
+        assert config.prompts_table is not None
+        self.table = config.prompts_table
         self._client = client
         self._answer = answer
         self._rows = rows
-        self._lease = lease
-        self._seed = seed
+        self._config = config
+        self._lease = config.prompts_lease
+        self._seed = config.sampling.seed or 0
         self._stats = stats
         self._names = ""
         self._held: dict[int, Sample] = {}
         """What is drawn and neither closed nor returned, by lease."""
-        self._keeper = AsyncKeeper(client.renew, lease, self._lose)
+        self._keeper = AsyncKeeper(client.renew, self._lease, self._lose)
 
     async def begin(self) -> None:
         """Loads the first prompts, if nobody has. Raises ReplayError for a table that cannot hold prompts."""
@@ -117,8 +112,7 @@ class PromptsTable(PromptSupply):
         info = await self._info()
         if info.admission is not None and len(getattr(info, "shards", ())) > 1:
             raise ReplayError(
-                "a table of prompts over several servers does not go together with [admission]: a group belongs to the "
-                "server of its permit, and to that of its prompt; use one server, or no [admission]"
+                "a table of prompts over several servers does not go together with [admission]: use one server"
             )
         if (found := info.tables.get(self.table)) is None:
             names = ", ".join(info.tables)
@@ -138,10 +132,7 @@ class PromptsTable(PromptSupply):
                 await self._look()
                 return None
             self._held[sample.info.lease] = sample
-            # From the renewal on the sample is in use: its lease goes on after a restart of the server.
-            if (await self._answer(partial(self._client.renew, [sample], self._lease))).missing:
-                self._let_go([sample])
-                return None
+            # From its first renewal on the sample is in use: its lease goes on after a restart of the server.
             self._keeper.add([sample])
             try:
                 item = decode_item(sample.payload)
@@ -197,12 +188,8 @@ class PromptsTable(PromptSupply):
 
     # ------------------------------------------------------------------------------------ what the modes differ in
 
-    _what = ""
-    """The mode, for messages."""
-
-    @abstractmethod
-    def _faults(self, config: Mapping[str, Any]) -> Iterator[str]:
-        """What makes a table with this configuration unfit."""
+    _what, _sampler, _times = "", "", 0
+    """The mode, for messages; the sampler and the max_times_sampled of its table."""
 
     @abstractmethod
     async def _marked(self, sample: Sample, mark: LoadMark) -> None:
@@ -217,6 +204,23 @@ class PromptsTable(PromptSupply):
 
     # -------------------------------------------------------------------------------------------------- for both
 
+    def _faults(self, config: Mapping[str, Any]) -> Iterator[str]:
+        """What makes a table with this configuration unfit."""
+        sampler, times, limiter = config["sampler"]["type"], config["max_times_sampled"], config["rate_limiter"]
+        room = LEAST_ROOM if self._times else len(self._rows) + 2
+        if sampler != self._sampler:
+            yield f'its sampler is {sampler!r}; write sampler = "{self._sampler}"'
+        if times != self._times:
+            yield f"its max_times_sampled is {times}; write {self._times}"
+        if config["max_staleness"] is not None:
+            yield f"its max_staleness {config['max_staleness']} would drop prompts; leave it out"
+        if limiter["type"] not in ("min_size", "queue") or limiter["min_size"] > 1:
+            yield f"its rate_limiter {limiter['type']!r} may hold prompts back; leave it out"
+        if (most := min(config["max_size"], limiter["max_size"] or config["max_size"])) < room:
+            yield f"it holds {most} items; write max_size = {room} or more, so that no prompt is evicted"
+        if config["requires"]:
+            yield f"it requires {', '.join(config['requires'])}, which prompts lack; leave that out"
+
     async def _info(self) -> ServerInfo:
         info: ServerInfo = await self._answer(partial(self._client.server_info))
         return info
@@ -230,16 +234,16 @@ class PromptsTable(PromptSupply):
         return not table.size and not table.reserved
 
     async def _first_mark(self, priority: float) -> None:
-        """Inserts the first mark into an empty table.
+        """Inserts the first mark if the table is empty.
 
         All that begin at once use the same key, so there is one mark. After a reset the server still knows that key:
         then the table stays empty, and the next key counts.
         """
         mark = LoadMark(secrets.randbits(63), self._seed, len(self._rows), self._names)
         for beginning in range(_MOST_BEGINNINGS):
-            await self._insert_mark(mark, key_of("begin", self.table, beginning), priority)
             if not await self._is_empty():
                 return
+            await self._insert_mark(mark, key_of("begin", self.table, beginning), priority)
         raise ReplayError(f"table {self.table!r} was emptied {_MOST_BEGINNINGS} times: use one of another name")
 
     async def _insert_mark(
@@ -291,31 +295,20 @@ class PromptsTable(PromptSupply):
 class EpochPrompts(PromptsTable):
     """Each prompt once an epoch, whoever restarts, and however many generators draw."""
 
-    _what = "an epoch"
-
-    def __init__(
-        self, *arguments: Any, epochs: int | None = None, building: str | None = None, **settings: Any
-    ) -> None:
-        """`epochs`: as many, and then no more; None: for ever. `building`: the table of groups under construction.
-
-        The other parameters are those of PromptsTable.
-        """
-        super().__init__(*arguments, **settings)
-        self._epochs = epochs
-        self._building = building
+    _what, _sampler, _times = "an epoch", "fifo", 1
 
     async def begin(self) -> None:
         await super().begin()
-        building = (await self._info()).tables.get(self._building or "")
+        name = self._config.building or ""
+        building = (await self._info()).tables.get(name)
         bound = None if building is None else json.loads(building.config)["max_staleness"]
         if bound is not None and bound < LEAST_BOUND:
             raise ReplayError(
-                f"table {self._building!r} has max_staleness {bound}: the server would drop groups under construction "
+                f"table {name!r} has max_staleness {bound}: the server would drop groups under construction "
                 f"whose prompts are missing then; declare it in [[tables]] with max_staleness = {LEAST_BOUND}, and "
                 "generators make prompts again of groups that are too old"
             )
-        if await self._is_empty():
-            await self._first_mark(1.0)
+        await self._first_mark(1.0)
 
     async def returned(self, drawn: Drawn, building: Sample | None = None) -> None:
         """A prompt that takes the place of a group under construction comes behind those that are loaded."""
@@ -328,20 +321,12 @@ class EpochPrompts(PromptsTable):
             # The key follows from what it replaces: an answer that is lost does not repeat the prompt.
             await self._answer(partial(insert, key=key_of("again", building.info.key), closes=[building]))
 
-    def _faults(self, config: Mapping[str, Any]) -> Iterator[str]:
-        if config["sampler"]["type"] != "fifo":
-            yield f'its sampler is {config["sampler"]["type"]!r}, which has no order; write sampler = "fifo"'
-        if config["max_times_sampled"] != 1:
-            yield f"its max_times_sampled is {config['max_times_sampled']}; write 1, so that a prompt that is done goes"
-        yield from _faults_of_any(config, LEAST_ROOM)
-
     async def _look(self) -> None:
-        if await self._is_empty():  # somebody has emptied the table
-            await self._first_mark(1.0)
+        await self._first_mark(1.0)  # somebody may have emptied the table
 
     async def _marked(self, sample: Sample, mark: LoadMark) -> None:
         self._check(mark)
-        if self._epochs is not None and mark.epoch >= self._epochs:
+        if (epochs := self._config.prompts_epochs) is not None and mark.epoch >= epochs:
             await self._wait_for_others()
             await self._return([sample])
             return
@@ -362,7 +347,7 @@ class EpochPrompts(PromptsTable):
     async def _wait_for_others(self) -> None:
         """All epochs are drawn. They are through when no prompt can come back, and no group is under construction."""
         tables = (await self._info()).tables
-        table, building = tables[self.table], tables.get(self._building or "")
+        table, building = tables[self.table], tables.get(self._config.building or "")
         self.ended = table.size == 0 and table.reserved == 1  # this mark
         if building is not None and building.size + building.reserved:
             self.ended = False
@@ -382,12 +367,11 @@ class CurriculumPrompts(PromptsTable):
     known of a prompt: whichever generator makes its next group goes on from its priority, after any restart.
     """
 
-    _what = "a curriculum"
+    _what, _sampler = "a curriculum", "prioritized"
 
     async def begin(self) -> None:
         await super().begin()
-        if await self._is_empty():
-            await self._first_mark(0.0)  # priority 0 is never drawn
+        await self._first_mark(0.0)  # priority 0 is never drawn
         run = await self._run()
         loaded = key_of(run, "loaded")
         if await self._answer(partial(self._client.get, [loaded], payloads=False)):
@@ -406,13 +390,6 @@ class CurriculumPrompts(PromptsTable):
             taught = 0.0 if rewards is None else group_learnability(rewards)
             mean = (1 - LEARNING_RATE) * item.priority + LEARNING_RATE * max(taught, LEAST_PRIORITY)
             await self._answer(partial(self._client.update_priorities, self.table, {item.key: mean}))
-
-    def _faults(self, config: Mapping[str, Any]) -> Iterator[str]:
-        if config["sampler"]["type"] != "prioritized":
-            yield f'its sampler is {config["sampler"]["type"]!r}; write sampler = "prioritized"'
-        if config["max_times_sampled"] != 0:
-            yield f"its max_times_sampled is {config['max_times_sampled']}, so prompts would leave; write 0"
-        yield from _faults_of_any(config, len(self._rows) + 2)
 
     async def _run(self) -> int:
         """The number that the first mark has."""
@@ -447,33 +424,8 @@ def supply_of(
             raise ValueError("prompts_epochs needs a prompts_table: without one, `prompts` says how many there are")
         return IteratedPrompts(cast("Iterable[PromptSource]", prompts))
     if not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__"):
-        raise ValueError(
-            f"prompts_table {config.prompts_table!r} needs all prompts as rows by number, such as a list, and not "
-            f"{type(prompts).__name__}: any generator may have to load any of them"
-        )
-    settings: dict[str, Any] = {
-        "table": config.prompts_table,
-        "lease": config.prompts_lease,
-        "seed": config.sampling.seed or 0,
-    }
-    rows = cast("PromptRows", prompts)
-    if config.prompts_mode == "epoch":
-        return EpochPrompts(
-            client, answer, rows, stats, epochs=config.prompts_epochs, building=config.building, **settings
-        )
-    if config.prompts_epochs is not None:
+        raise ValueError(f"prompts_table needs all prompts as rows by number, not {type(prompts).__name__}")
+    if config.prompts_mode == "curriculum" and config.prompts_epochs is not None:
         raise ValueError("prompts_epochs does not go together with prompts_mode = 'curriculum', which has no epochs")
-    return CurriculumPrompts(client, answer, rows, stats, **settings)
-
-
-def _faults_of_any(config: Mapping[str, Any], room: int) -> Iterator[str]:
-    limiter = config["rate_limiter"]
-    if config["max_staleness"] is not None:
-        yield f"its max_staleness {config['max_staleness']} would drop prompts; leave it out"
-    if limiter["type"] not in ("min_size", "queue") or limiter["min_size"] > 1:
-        yield f"its rate_limiter {limiter['type']!r} may hold prompts back; leave it out"
-    most = min(config["max_size"], limiter["max_size"] or config["max_size"])
-    if most < room:
-        yield f"it holds {most} items; write max_size = {room} or more, so that no prompt is evicted"
-    if config["requires"]:
-        yield f"it requires {', '.join(config['requires'])}, which prompts lack; leave that out"
+    kind = EpochPrompts if config.prompts_mode == "epoch" else CurriculumPrompts
+    return kind(client, answer, cast("PromptRows", prompts), config, stats)

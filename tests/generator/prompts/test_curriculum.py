@@ -88,7 +88,7 @@ async def test_loading_that_was_cut_off_goes_on():
     ("table", "words"),
     [
         ({"sampler": "fifo"}, 'write sampler = "prioritized"'),
-        ({"sampler": "prioritized", "max_times_sampled": 1}, "prompts would leave; write 0"),
+        ({"sampler": "prioritized", "max_times_sampled": 1}, "max_times_sampled is 1; write 0"),
         ({"sampler": "prioritized", "max_size": 11}, "write max_size = 12 or more"),
     ],
     ids=["order", "leaves", "small"],
