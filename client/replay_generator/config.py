@@ -137,10 +137,7 @@ class GeneratorConfig:
         if self.min_rollouts is not None and self.min_rollouts > self.group_size:
             raise ValueError(f"min_rollouts {self.min_rollouts} is more than group_size {self.group_size}")
         if self.group_timeout is not None and (self.building is None or self.min_rollouts is None):
-            raise ValueError(
-                f"group_timeout {self.group_timeout:g} needs building, where finished rollouts are stored, and "
-                f"min_rollouts, how many of them are enough"
-            )
+            raise ValueError(f"group_timeout {self.group_timeout:g} needs building and min_rollouts")
         if self.building in self.tables:
             raise ValueError(f"building {self.building!r} is one of the tables of finished groups: name another one")
         if self.prompts_table is not None and self.prompts_table in (self.building, *self.tables):

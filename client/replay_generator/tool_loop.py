@@ -121,14 +121,9 @@ class _Conversation:
 
     def __init__(self, task: Task, tools: list[Callable[..., Any]]) -> None:
         if task.messages is None or not getattr(task.tokenizer, "chat_template", None):
-            raise RolloutError(
-                "a tool loop needs prompts of messages (--chat), and a tokenizer with a chat template that knows tools"
-            )
+            raise RolloutError("a tool loop needs prompts of messages (--chat), and a chat template that knows tools")
         if task.messages[-1]["role"] == "assistant":
-            raise RolloutError(
-                "the prompt ends with a message of the assistant, and a tool loop begins a new one: end the prompt "
-                "with a message of the user"
-            )
+            raise RolloutError("the prompt ends with words of the assistant: end it with a message of the user")
         self._task, self._tools = task, tools
         self._said: list[Mapping[str, Any]] = list(task.messages)
         """The conversation with what the policy wrote."""
@@ -155,10 +150,7 @@ class _Conversation:
         if first and f"[answer-{place}]" not in self._render(
             [*self._marked, turn, {"role": "tool", "content": f"[answer-{place}]"}]
         ):
-            raise RolloutError(
-                "the chat template leaves out the answer of a tool, so the policy would never read it: use a template "
-                "that knows the role tool"
-            )
+            raise RolloutError("the chat template leaves out the answer of a tool: use one that knows the role tool")
         self._said += [{"role": "assistant", "content": said}, *given]
         self._marked += [turn, *given]
         text, begins = self._render(self._marked), self._rendered + mark

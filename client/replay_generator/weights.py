@@ -261,10 +261,7 @@ def holds_adapter(folder: str | os.PathLike[str]) -> bool:
 def check_base(model: str) -> None:
     """Raises ValueError if `model`, which an engine is to start with, is a folder with an adapter."""
     if (Path(model) / _ADAPTER_CONFIG).is_file():
-        raise ValueError(
-            f"{model} holds an adapter: start the engine with its base model. It loads the adapters that the trainer "
-            "publishes"
-        )
+        raise ValueError(f"{model} holds an adapter: start the engine with its base model, which loads it then")
 
 
 def read_adapter(folder: str) -> tuple[Any, dict[str, Any]]:

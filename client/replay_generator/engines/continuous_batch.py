@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from replay_generator.engines import SamplingConfig
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(eq=False)
@@ -81,8 +82,6 @@ class ContinuousBatch:
         """`end_ids`: tokens that end a completion. `max_length`: the most tokens of a prompt with a completion.
         `max_rows`: the most completions at a time; a larger request runs alone. `seed` None draws a new seed.
         `routing`: note the experts of each token."""
-        import torch
-
         self._routing = routing
         self._routed: list[torch.Tensor] = []  # of the last forward pass, layer by layer
         self._hooks: list[Any] = []
@@ -126,28 +125,22 @@ class ContinuousBatch:
 
     def step(self) -> list[Row]:
         """Draw one token for every row. Returns the rows that have ended with it."""
-        import torch
-
         with torch.inference_mode():
             self._drop_cancelled()
-            ended: list[Row] = []
             for cohort in self._cohorts:
                 self._draw(cohort, self._decode(cohort))
             for sequences in (self._resumed(), self._admitted()):
                 if sequences:
                     self._prefill(sequences)
-            for cohort in self._cohorts:
-                ended += [row for row in cohort.rows if row.finish_reason]
-                self._select(cohort, [index for index, row in enumerate(cohort.rows) if not row.finish_reason])
-            self._cohorts = _merged([cohort for cohort in self._cohorts if cohort.rows])
+            ended = [row for cohort in self._cohorts for row in cohort.rows if row.finish_reason]
+            self._keep(lambda row: not row.finish_reason)
+            self._cohorts = _merged(self._cohorts)
         return ended
 
     def _drop_cancelled(self) -> None:
         self._waiting = deque(request for request in self._waiting if not request.cancelled)
         self._interrupted = [row for row in self._interrupted if not row.request.cancelled]
-        for cohort in self._cohorts:
-            self._select(cohort, [index for index, row in enumerate(cohort.rows) if not row.request.cancelled])
-        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
+        self._keep(lambda row: not row.request.cancelled)
 
     def _resumed(self) -> list[tuple[list[int], list[Row]]]:
         """Rows whose cache was dropped, each with all of its tokens."""
@@ -169,9 +162,6 @@ class ContinuousBatch:
 
     def _prefill(self, sequences: list[tuple[list[int], list[Row]]]) -> None:
         """Makes a cohort of all rows. The model reads each sequence once; each of its rows gets a copy of the cache."""
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
-
         device = self._model.device
         lengths = [len(ids) for ids, _ in sequences]
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
@@ -189,8 +179,6 @@ class ContinuousBatch:
 
     def _decode(self, cohort: _Cohort) -> torch.Tensor:
         """Logits (R, V) after the last token of each row."""
-        import torch
-
         ids_R1 = torch.tensor([[row.token_ids[-1]] for row in cohort.rows], device=self._model.device)
         cohort.mask_RL = torch.cat([cohort.mask_RL, torch.ones_like(ids_R1)], dim=1)
         logits_RV, cohort.cache, routed_R1 = self._forward(ids_R1, cohort.mask_RL, cohort.cache)
@@ -204,8 +192,6 @@ class ContinuousBatch:
     ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
         """Logits (rows, vocabulary), float32, after the last token, and the cache with `ids` in it. With `routing`, the
         experts (rows, tokens, layers, K), uint8, of each of `ids`."""
-        import torch
-
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
         optional = {"position_ids": positions, "logits_to_keep": 1}
@@ -218,14 +204,10 @@ class ContinuousBatch:
         return output.logits[:, -1].float(), output.past_key_values, routed
 
     def _note_experts(self, _router: Any, _inputs: Any, chosen: tuple[torch.Tensor, ...]) -> None:
-        import torch
-
         self._routed.append(chosen[2].to(torch.uint8))
 
     def _draw(self, cohort: _Cohort, logits_RV: torch.Tensor) -> None:
         """Give each row its next token."""
-        import torch
-
         device = logits_RV.device
         samplings = [row.request.sampling for row in cohort.rows]
         fields = [(each.temperature, each.top_p, each.top_k, each.min_p) for each in samplings]
@@ -245,23 +227,20 @@ class ContinuousBatch:
             elif len(row.token_ids) == len(row.uniforms):
                 row.finish_reason = "length"
 
-    def _select(self, cohort: _Cohort, keep: list[int]) -> None:
-        if len(keep) == len(cohort.rows):
-            return
-        import torch
-
-        cohort.rows = [cohort.rows[index] for index in keep]
-        indices = torch.tensor(keep, dtype=torch.long, device=cohort.mask_RL.device)
-        cohort.mask_RL = cohort.mask_RL[indices]
-        if keep:
-            cohort.cache.reorder_cache(indices)
+    def _keep(self, wanted: Callable[[Row], bool]) -> None:
+        """The other rows leave."""
+        for cohort in self._cohorts:
+            keep = [index for index, row in enumerate(cohort.rows) if wanted(row)]
+            if 0 < len(keep) < len(cohort.rows):
+                indices = torch.tensor(keep, device=cohort.mask_RL.device)
+                cohort.mask_RL = cohort.mask_RL[indices]
+                cohort.cache.reorder_cache(indices)
+            cohort.rows = [cohort.rows[index] for index in keep]
+        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
 
 
 def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
     """Merges the cohorts with plain caches into one, and keeps the others."""
-    import torch
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
     plain: list[_Cohort] = []
     others: list[_Cohort] = []
     for cohort in cohorts:
@@ -340,8 +319,6 @@ def _note_kept(rows: list[Row], logprobs_RV: torch.Tensor) -> None:
 
 def _choose(logprobs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
     """Tokens (R,) by inverting the distribution function, in float64 so that large vocabularies lose nothing."""
-    import torch
-
     cumulative = logprobs_RV.double().exp().cumsum(-1)
     target = uniforms_R[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logprobs_RV.shape[-1] - 1)
@@ -349,8 +326,6 @@ def _choose(logprobs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor
 
 def _uniforms(n: int, steps: int, seed: int | None, shared: torch.Generator) -> list[list[float]]:
     """Random numbers in [0, 1) for n completions of `steps` tokens; without a seed from `shared`."""
-    import torch
-
     generator = shared if seed is None else torch.Generator().manual_seed(seed)
     numbers: list[list[float]] = torch.rand(n, steps, dtype=torch.float64, generator=generator).tolist()
     return numbers

@@ -11,6 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
 from replay_client.columns.kept import kept_fields
 from replay_client.waits import ENGINE_STOP
 from replay_generator.engines import Completion, EngineError, OnFinished, SamplingConfig
@@ -51,9 +55,6 @@ class TransformersEngine:
         (P + T - 1, layers, K), uint8, with the axis "whole". After new weights they are those of the newest.
         Raises ValueError if the model has no such routers.
         """
-        import torch
-        from transformers import AutoTokenizer
-
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device)
@@ -72,8 +73,7 @@ class TransformersEngine:
         experts = getattr(text_config, "num_experts", 0)
         if routing and not (0 < experts <= _MOST_EXPERTS and routers_of(self._model)):
             raise ValueError(
-                f"routing=true is for a mixture of up to {_MOST_EXPERTS} experts, such as Qwen3-MoE, whose layers "
-                f"have a TopKRouter: {self.model} has {experts} experts in {len(routers_of(self._model))} such layers"
+                f"routing=true is for 1 to {_MOST_EXPERTS} experts behind TopKRouters: {self.model} has {experts}"
             )
         self._batch = ContinuousBatch(
             self._model,
@@ -190,8 +190,6 @@ class TransformersEngine:
     def _completion(self, row: Row) -> Completion:
         columns = kept_fields(row.kept)
         if row.routed:
-            import torch
-
             extras, axes = columns.get("extras", {}), columns.get("axes", {})
             columns["extras"] = extras | {ROUTED: torch.cat(row.routed).numpy()}
             columns["axes"] = axes | {ROUTED: "whole"}
@@ -205,8 +203,6 @@ class TransformersEngine:
         )
 
     def _load(self, path: str) -> Any:
-        from transformers import AutoModelForCausalLM
-
         with _no_progress_bars():
             # Published weights are data: run no code that comes with them.
             model = AutoModelForCausalLM.from_pretrained(path, dtype=self._dtype, trust_remote_code=False)
@@ -234,8 +230,6 @@ class TransformersEngine:
         self._adapted.requires_grad_(False).eval()
 
     def _score(self, token_ids: list[int]) -> list[float]:
-        import torch
-
         with torch.inference_mode():
             ids = torch.tensor([token_ids], device=self._device)
             logprobs = self._model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
@@ -258,8 +252,6 @@ def _end_ids(model: Any, tokenizer: Any) -> list[int]:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -58,10 +58,7 @@ class Weights:
     def of(cls, path: str, version: int) -> Weights:
         """Raises FileNotFoundError if the folder holds no weights, ValueError if it holds an adapter."""
         if holds_adapter(path):
-            raise ValueError(
-                f"{path} holds a LoRA adapter, and the generator gives a vLLM server whole weights alone: let the "
-                "trainer publish them with merge_adapter=True"
-            )
+            raise ValueError(f"{path} holds a LoRA adapter: publish with merge_adapter=True for a vLLM server")
         files = sorted(Path(path).glob("*.safetensors"))
         # A later run may write other weights of this version into this folder.
         facts = [(str(file), file.stat().st_mtime_ns) for file in files]
@@ -234,10 +231,7 @@ class VLLMServer:
                 f"{self.url} does not tell its configuration: is it vLLM 0.32 or newer? {error!r}"
             ) from error
         if mode != LOGPROBS_MODE:
-            raise VLLMServerError(
-                f"{self.url} returns {mode}, which are not those that tokens are drawn from: start it with "
-                f"--logprobs-mode {LOGPROBS_MODE}"
-            )
+            raise VLLMServerError(f"{self.url} returns {mode}: start it with --logprobs-mode {LOGPROBS_MODE}")
         on_cpu = config.get("device_config", {}).get("device") == "cpu"
         if on_cpu and config.get("scheduler_config", {}).get("enable_chunked_prefill"):
             raise VLLMServerError(
@@ -253,8 +247,7 @@ class VLLMServer:
         self.model, self.max_length = fitting[0]
         if max_length is not None and max_length > self.max_length:
             raise VLLMServerError(
-                f"{self.url} takes at most {self.max_length} tokens, fewer than {max_length}: start it with "
-                f"--max-model-len {max_length}, or ask for fewer"
+                f"{self.url} takes at most {self.max_length} tokens: start it with --max-model-len {max_length}"
             )
 
     async def label(self) -> str:

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from replay_generator.prompts import Prompt
-from replay_generator.rollouts import Rollout, RolloutPolicy, Task
-
-
-class Environment(Protocol):
-    """Tasks, and the hook of the generator that plays them. The hook is entered before the first rollout."""
-
-    def prompts(self, seed: int = 0) -> Iterator[Prompt]:
-        """A prompt for each task; over and over, in an order that depends on `seed`, unless the tasks have no end."""
-        ...
-
-    async def __aenter__(self) -> Any: ...
-
-    async def __aexit__(self, *error: object) -> None: ...
-
-    async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout: ...
+if TYPE_CHECKING:
+    from replay_generator.environments.verifiers import VerifiersEnvironment
 
 
-def load_environment(source: str, args: str | Mapping[str, Any] | None = None) -> Environment:
+def load_environment(source: str, args: str | Mapping[str, Any] | None = None) -> VerifiersEnvironment:
     """The environment "verifiers:NAME". `args`: its arguments, as a mapping or as JSON.
 
     Raises ValueError that says what is wrong: with the name, with the arguments, or with what the environment needs.
@@ -43,4 +29,4 @@ def load_environment(source: str, args: str | Mapping[str, Any] | None = None) -
     return VerifiersEnvironment(name, given)
 
 
-__all__ = ["Environment", "load_environment"]
+__all__ = ["load_environment"]

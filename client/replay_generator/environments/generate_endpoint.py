@@ -60,8 +60,7 @@ class Seat:
         found = next((each for each in waiting if each[0].token_ids == list(drawn)), None)
         if found is None:
             raise RolloutError(
-                f"the environment has a turn of {len(drawn)} tokens after {len(before)} others that the engine did not "
-                "draw like this"
+                f"the environment has a turn of {len(drawn)} tokens that the engine did not draw like this"
             )
         waiting.remove(found)
         completion, sampling = found

@@ -425,14 +425,14 @@ async def test_a_request_leaves_nothing_of_sampling_to_the_defaults_of_the_model
         (
             {"server_info": server_info("raw_logprobs")},
             {},
-            "returns raw_logprobs, .* start it with --logprobs-mode processed_logprobs",
+            "returns raw_logprobs: start it with --logprobs-mode processed_logprobs",
         ),
         (
             {"server_info": server_info(device_config={"device": "cpu"}, scheduler_config=CHUNKED)},
             {},
             "prefills prompts in parts, .* start it with --no-enable-chunked-prefill",
         ),
-        ({}, {"max_length": 128}, "takes at most 64 tokens, fewer than 128: start it with --max-model-len 128"),
+        ({}, {"max_length": 128}, "takes at most 64 tokens: start it with --max-model-len 128"),
         ({}, {"served_model": "other"}, "serves model, not other: give the same model to both"),
         (
             {"v1/models": {"data": [{"id": "qwen", "root": "/models/qwen", "max_model_len": 64}]}},

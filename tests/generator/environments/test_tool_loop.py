@@ -214,7 +214,7 @@ async def test_the_tool_loop_gives_the_template_what_the_generator_is_configured
 
 async def test_a_prompt_that_ends_with_words_of_the_assistant_is_refused():
     messages = [*CHAT[0]["prompt"], {"role": "assistant", "content": "It is"}]
-    with pytest.raises(PromptError, match="end the prompt with a message of the user"):
+    with pytest.raises(PromptError, match="end it with a message of the user"):
         await played(tool_loop([add]), Talking(), group_size=1, prompts=[{"prompt": messages}])
 
 
