@@ -319,9 +319,9 @@ def test_a_group_that_trl_has_no_place_for_is_put_aside_and_named(
 @pytest.mark.parametrize(
     ("sampling", "options", "words"),
     [
-        ({"temperature": 0.6}, {}, "temperature 0.6, and TRL computes log-probabilities with temperature 1.0"),
-        ({}, {"temperature": 0.7}, "temperature 1.0, and TRL computes log-probabilities with temperature 0.7"),
-        ({"top_k": 5}, {"top_k": 5}, "top_k 5, and TRL computes log-probabilities with top_k 0"),
+        ({"temperature": 0.6}, {}, "temperature 0.6, and TRL computes with temperature 1.0"),
+        ({}, {"temperature": 0.7}, "temperature 1.0, and TRL computes with temperature 0.7"),
+        ({"top_k": 5}, {"top_k": 5}, "top_k 5, and TRL computes with top_k 0"),
         ({"temperature": 0.6, "top_p": 1.0, "top_k": -1, "min_p": None}, {"temperature": 0.6}, ""),
         ({"top_p": 0.5, "logprobs_mode": "raw_logprobs"}, {}, ""),
     ],

@@ -34,7 +34,7 @@ from typing import Any
 
 from replay_adapters.hooks import hooks_of
 from replay_adapters.leased import LeasedTable
-from replay_adapters.samples import SampleStore
+from replay_adapters.samples import SampleStore, samples_of
 from replay_client import RolloutGroup, Sample
 from replay_client.errors import ReplayError, StaleItemError
 from replay_client.scoring import trained_priority
@@ -294,20 +294,12 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
             while not self._ready:
                 for sample in self._queue.draw():
                     self._keys.append(sample.info.key)
-                    if self._usable(sample.group):
+                    rollouts = self._args.n_samples_per_prompt
+                    why = f"no samples of Miles, or not n_samples_per_prompt={rollouts} rollouts"
+                    if not self._pool.puts_aside(
+                        sample, self.settings.table, "" if self._usable(sample.group) else why
+                    ):
                         self._ready.append((sample, False))
-                    else:
-                        self._put_aside(sample)
-
-    def _put_aside(self, sample: Sample) -> None:
-        self._counts["groups_put_aside"] += 1
-        logger.warning(
-            "the group with the key %d in table %r is put aside: it has no samples of Miles, or not "
-            "n_samples_per_prompt=%d rollouts. Give this run a table of its own with replay_table",
-            sample.info.key,
-            self.settings.table,
-            self._args.n_samples_per_prompt,
-        )
 
     def _draw_again(self) -> list[Sample]:
         """A group of the pool that this drain does not have yet; none if the pool has none."""
@@ -315,16 +307,14 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         return self._reach(partial(self._pool.draw, 1, scope, self._usable, exclude=tuple(self._keys)))
 
     def _usable(self, group: RolloutGroup) -> bool:
-        return self._store.packed_of(group) is not None and group.group_size == self._args.n_samples_per_prompt
+        return self._store.read(group) is not None and group.group_size == self._args.n_samples_per_prompt
 
     def _entry(self, group: RolloutGroup) -> tuple[DataBufferInput, bool]:
         """A stored group as Miles put it, and whether its samples know their weight versions."""
-        packed = self._store.packed_of(group)
-        assert packed is not None
-        rollouts = self._store.rollouts_of(group, packed)
-        assert rollouts is not None
+        read = self._store.read(group)
+        assert read is not None
+        rollouts, more = read
         samples = list(iter_samples(rollouts))
-        more = packed["more"]
         prompts = [samples[each] if isinstance(each, int) else each for each in more["prompts"]]
         return DataBufferInput(prompt_group=prompts, group=rollouts), more["versioned"]
 
@@ -332,9 +322,8 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         """Indices that no other group of a batch has: Miles sums the loss over samples of one rollout id."""
         group_index = -next(self._next_index)
         for rollout in group:
-            samples = rollout if isinstance(rollout, list) else [rollout]
             index = -next(self._next_index)
-            for sample in samples:
+            for sample in samples_of(rollout):
                 sample.group_index, sample.index = group_index, index
                 sample.rollout_id = None if sample.rollout_id is None else index
 
@@ -357,6 +346,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         self._keys = [sample.info.key for sample, _ in self._ready]
         metrics = {PREFIX + name: float(count) for name, count in self._counts.items()}
         metrics |= self._metric_gatherer.collect()
+        metrics[f"{PREFIX}groups_put_aside"] = float(self._pool.take_put_aside())
         if consumed := self._consumed_staleness:
             metrics |= {
                 f"{PREFIX}avg_staleness": sum(consumed) / len(consumed),
@@ -406,4 +396,4 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
                 )
 
 
-_COUNTS = ("aborted_groups_filtered", "stale_groups_filtered", "replayed_groups", "groups_put_aside")
+_COUNTS = ("aborted_groups_filtered", "stale_groups_filtered", "replayed_groups")

@@ -189,15 +189,17 @@ class GroupPool:
         count, self._newly_put_aside = self._newly_put_aside, 0
         return count
 
-    def puts_aside(self, sample: Sample, table: str) -> bool:
-        """Whether the trainer cannot train on a group that `table` gave. A warning names each such group once."""
-        why = why_no_rows(sample.group, sequences=self.sequences, vocabulary=self.vocabulary)
+    def puts_aside(self, sample: Sample, table: str, why: str = "") -> bool:
+        """Whether the trainer cannot train on a group that `table` gave, for `why_no_rows` or for `why` of its own.
+
+        A warning names each such group once.
+        """
+        why = why or why_no_rows(sample.group, sequences=self.sequences, vocabulary=self.vocabulary)
         if why and sample.info.key not in self._put_aside:
             self._put_aside.add(sample.info.key)
             logger.warning(
                 "the group with the key %d in table %r has %s, which this trainer cannot train on: it is put aside. "
-                "Give the trainer a table without such groups. GRPOTrainer of replay_trainer takes all that its model "
-                "has tokens for",
+                "Give the trainer a table without such groups",
                 sample.info.key,
                 table,
                 why,
@@ -242,8 +244,7 @@ class GroupPool:
         if self.problem is None:
             self._away_since = time.monotonic()
             logger.warning(
-                "the replay server is away: training goes on with fresh groups alone, and asks again at every step "
-                "(on_unavailable='raise' ends the run): %s",
+                "the replay server is away: training goes on with fresh groups alone (see on_unavailable): %s",
                 error,
             )
         self.problem = error

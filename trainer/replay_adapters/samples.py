@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,11 @@ _IMAGE_MODES = ("L", "RGB", "RGBA")
 _ARRAY, _TENSOR, _TUPLE, _OBJECT, _IMAGE = range(1, 6)
 
 
+def samples_of(rollout: Rollout) -> list[Any]:
+    """The samples of a rollout. One that may fan out into several is a list, also if it has only one."""
+    return rollout if isinstance(rollout, list) else [rollout]
+
+
 class SampleStore:
     """Converts the groups of one framework. `sample_class`: its Sample. `reward_key`: that of its arguments."""
 
@@ -79,12 +85,12 @@ class SampleStore:
     def group_of(
         self, rollouts: Sequence[Rollout], version: int, more: Mapping[str, Any] | None = None
     ) -> RolloutGroup:
-        """The rollouts of one prompt as a group. `more`: what comes back with them from `packed_of`.
+        """The rollouts of one prompt as a group. `more`: what comes back with them from `read`.
 
         A rollout without a finite reward counts as 0 in the group. Raises ValueError that names a field which cannot be
         stored, and for a rollout without samples.
         """
-        lists = [each if isinstance(each, list) else [each] for each in rollouts]
+        lists = list(map(samples_of, rollouts))
         if not lists or not all(lists):
             raise ValueError("the group has a rollout without samples: return at least one sample for each rollout")
         samples = [sample for each in lists for sample in each]
@@ -113,36 +119,23 @@ class SampleStore:
             extras={PACKED: np.frombuffer(msgpack.packb(packed), np.uint8)},
         )
 
-    def rollouts_of(self, group: RolloutGroup, packed: Mapping[str, Any] | None = None) -> list[Rollout] | None:
-        """The rollouts that `group_of` got; None if the group is not from there. `packed`: its `packed_of`."""
-        packed = packed or self.packed_of(group)
-        if packed is None:
-            return None
-        rows = zip(packed["samples"], group.prompts(), group.sampled_spans(), strict=True)
-        samples = [self._sample(group, k, *row) for k, row in enumerate(rows)]
-        counts = [1] * group.group_size if group.sequence_counts is None else group.sequence_counts.tolist()
-        rollouts, start = [], 0
-        for count, is_list in zip(counts, packed["lists"], strict=True):
-            rollouts.append(samples[start : start + count] if is_list else samples[start])
-            start += count
-        return rollouts
-
-    def packed_of(self, group: RolloutGroup) -> dict[str, Any] | None:
-        """What is packed into a group, with `more` of `group_of`; None if the group is not from there."""
-        if PACKED not in group.extras:
-            return None
+    def read(self, group: RolloutGroup) -> tuple[list[Rollout], dict[str, Any]] | None:
+        """The rollouts that `group_of` got, and its `more`; None if the group is not from there."""
         try:
             packed = msgpack.unpackb(group.extras[PACKED].tobytes())
-            unpacked = [{name: self._unpackb(each[name]) for name in each} for each in packed["samples"]]
-            packed |= {"samples": unpacked, "more": self._unpackb(packed["more"])}
-            sound = (
-                len(packed["samples"]) == group.num_sequences
-                and len(packed["lists"]) == group.group_size
-                and all(_FORMS in each for each in packed["samples"])
-            )
+            fields_S = [{name: self._unpackb(each[name]) for name in each} for each in packed["samples"]]
+            more, lists_G = self._unpackb(packed["more"]), packed["lists"]
+            sizes = len(fields_S), len(lists_G)
+            sound = sizes == (group.num_sequences, group.group_size) and all(_FORMS in each for each in fields_S)
         except (KeyError, TypeError, ValueError, AttributeError, msgpack.UnpackException):
             return None
-        return packed if sound else None
+        if not sound:
+            return None
+        rows = zip(fields_S, group.prompts(), group.sampled_spans(), strict=True)
+        samples = iter([self._sample(group, k, *row) for k, row in enumerate(rows)])
+        counts_G = np.bincount(group.sequence_rollouts).tolist()
+        rollouts = [list(itertools.islice(samples, count)) for count in counts_G]
+        return [each if is_list else each[0] for each, is_list in zip(rollouts, lists_G, strict=True)], more
 
     def _rollout_reward(self, samples: Sequence[Any]) -> float:
         """Siblings usually have the reward of their rollout, and their mean is that one."""

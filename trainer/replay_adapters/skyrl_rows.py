@@ -14,7 +14,7 @@ from typing import Any
 
 from skyrl.train.generators.base import TrajectoryID  # noqa: F401  # SampleStore looks it up here
 
-from replay_adapters.samples import SampleStore
+from replay_adapters.samples import SampleStore, samples_of
 from replay_client import RolloutGroup
 
 _TOKENS = ("prompt_token_ids", "response_ids")
@@ -94,17 +94,17 @@ def group_of(output: Mapping[str, Any], version: int, prompts: Any = None) -> Ro
 
 def columns_of(group: RolloutGroup) -> list[str] | None:
     """The names of the lists of rows in the output of a group; None: another program's group."""
-    packed = _STORE.packed_of(group)
-    return None if packed is None else packed["more"].get("columns")
+    read = _STORE.read(group)
+    return None if read is None else read[1].get("columns")
 
 
 def output_of(group: RolloutGroup) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """The output that `group_of` got, with `columns` (its lists of rows) and `prompts`; None: of another program."""
-    packed = _STORE.packed_of(group)
-    if packed is None or "columns" not in packed["more"]:
+    read = _STORE.read(group)
+    if read is None or "columns" not in read[1]:
         return None
-    more, rollouts = packed["more"], _STORE.rollouts_of(group, packed) or []
-    rows = [row for rollout in rollouts for row in (rollout if isinstance(rollout, list) else [rollout])]
+    rollouts, more = read
+    rows = [row for rollout in rollouts for row in samples_of(rollout)]
     columns = {
         name: [getattr(row, _NAMES.get(name, name)) for row in rows] for name in more["columns"] if name not in _TOKENS
     }

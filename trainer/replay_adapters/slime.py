@@ -15,7 +15,7 @@ from typing import Any
 
 from replay_adapters.hooks import hooks_of
 from replay_adapters.pool import GroupPool, OnUnavailable
-from replay_adapters.samples import SampleStore
+from replay_adapters.samples import SampleStore, samples_of
 from replay_client import ReplayClient, RolloutGroup
 
 with hooks_of("slime"):
@@ -67,7 +67,7 @@ def replaced(output: Any, pool: GroupPool, rollout_id: int, reward_key: str | No
     version, store = pool.advance(rollout_id), SampleStore(Sample, reward_key)
     whole = {place: each for place, each in enumerate(output.samples) if _is_whole(each, store)}
     groups = {place: store.group_of(each, version) for place, each in whole.items()}
-    drawn, metrics = pool.replace(groups, f"{_RUN}/{rollout_id}", lambda group: store.packed_of(group) is not None)
+    drawn, metrics = pool.replace(groups, f"{_RUN}/{rollout_id}", lambda group: store.read(group) is not None)
     samples = list(output.samples)
     for place, sample in drawn.items():
         samples[place] = _restored(whole[place], sample.group, store)
@@ -79,7 +79,7 @@ def _is_whole(group: Any, store: SampleStore) -> bool:
     """Whether all of a group can be trained on at another time."""
     if not isinstance(group, list) or not group or not all(group):
         return False
-    for sample in (sample for rollout in group for sample in _as_list(rollout)):
+    for sample in (sample for rollout in group for sample in samples_of(rollout)):
         known = len(sample.rollout_log_probs or ()) == sample.response_length
         if not known and sample.status in _ENDED:
             raise ValueError("slime's samples lack rollout_log_probs: use a rollout function that returns them")
@@ -97,10 +97,11 @@ def _restored(places: Sequence[Any], group: RolloutGroup, store: SampleStore) ->
 
     A rollout that is a list may have more samples than the one that stood there. Those have the index of its first.
     """
-    rollouts = store.rollouts_of(group)
-    assert rollouts is not None
+    read = store.read(group)
+    assert read is not None
+    rollouts, _ = read
     for place, rollout in zip(places, rollouts, strict=True):
-        there, samples = _as_list(place), _as_list(rollout)
+        there, samples = samples_of(place), samples_of(rollout)
         for k, sample in enumerate(samples):
             one = there[min(k, len(there) - 1)]
             _take(sample, one, _OF_PLACE)
@@ -115,8 +116,3 @@ def _take(sample: Any, other: Any, names: Sequence[str]) -> None:
     for name in names:
         if hasattr(other, name):
             setattr(sample, name, getattr(other, name))
-
-
-def _as_list(rollout: Any) -> list[Any]:
-    """The samples of a rollout. One that may fan out into several is a list, also if it has only one."""
-    return rollout if isinstance(rollout, list) else [rollout]

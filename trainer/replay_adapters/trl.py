@@ -302,15 +302,11 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._replay_step.other_rewards += 1
         if not self._warned_of_rewards:
             logger.warning(
-                "table %r has groups that other reward functions scored (%s; this run: %s): %s. This is the only "
-                "warning; replay/other_rewards counts them",
+                "table %r has groups that other reward functions scored (%s; this run: %s), which teach another "
+                "objective: replay_same_rewards=True leaves them out (said once; replay/other_rewards counts them)",
                 self._replay.replay_table,
                 ", ".join(map(str, group.meta.get("reward_funcs", ["unknown"]))),
                 ", ".join(self.reward_func_names),
-                "they are not used"
-                if self._replay.replay_same_rewards
-                else "training on them teaches another objective; replay_same_rewards=True leaves them out, and a "
-                "table for each objective (replay_table) keeps them apart",
             )
         self._warned_of_rewards = True
         return not self._replay.replay_same_rewards
@@ -480,8 +476,8 @@ class _Leave(TrainerCallback):  # type: ignore[misc]  # transformers has no type
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         if state.global_step and self._server is not None:
             logger.warning(
-                "the run goes on after step %d with an empty pool: the server inside the process ended with the run "
-                "before. `replay serve`, with its address as `replay`, keeps the groups",
+                "the run goes on after step %d with an empty pool, for its server ended with the run before: "
+                "`replay serve`, with its address as `replay`, keeps the groups",
                 state.global_step,
             )
 

@@ -211,8 +211,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
         if frozen and model is self._model:
             raise ValueError(
-                f"TRL sends only the weights that it trains, and {len(frozen)} of this model are frozen, such as "
-                f"{frozen[0]}: generators could not load what is published. Train all weights, or an adapter"
+                f"TRL sends only what it trains, and {len(frozen)} of this model are frozen, such as {frozen[0]}: "
+                "train all weights, or an adapter"
             )
         self._progress.watch(train_dataloader.collate_fn)
         self._policy = self._reach(self.client.policy)
@@ -226,8 +226,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._reach(partial(self._leases.give_back_of_dead, groups, rolled_back=self._keeps))
         if held := self._reach(self.client.server_info).tables[self._table].reserved:
             logger.warning(
-                "another reader holds %d groups of table %r: another trainer, which takes groups away from this one, "
-                "or one that died. What a dead one held comes back when its leases end",
+                "another reader holds %d groups of table %r that this one misses; those of a dead one come back",
                 held,
                 self._table,
             )
@@ -357,8 +356,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         if found.version >= ours.version and (found.version, found.weights) != (ours.version, ours.weights):
             raise RuntimeError(
                 f"the server is at policy version {found.version} with the weights {found.weights or 'of nobody'}, and "
-                f"this trainer left it at {ours.version} with {ours.weights or 'none'}: another "
-                f"trainer publishes to it. Stop one of the two, or give each a server of its own"
+                f"this trainer left it at {ours.version} with {ours.weights or 'none'}: stop another trainer of it"
             )
 
     # ------------------------------------------------------------------------------------------ the weight transfer
@@ -397,9 +395,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         if other := other_sampling(sample.group.sampling, self._sampling):
             name, drew, computes = other
             raise ValueError(
-                f"a group in table {self._table!r} was drawn with {name} {drew}, and TRL computes log-probabilities "
-                f"with {name} {computes}, so its ratios would be off: give AsyncGRPOConfig the temperature of the "
-                f"generators, leave top_p, top_k and min_p out of `replay generate`, and `replay table reset` the table"
+                f"a group of {self._table!r} was drawn with {name} {drew}, and TRL computes with {name} {computes}: "
+                "give both one temperature, no top_p, top_k or min_p, and `replay table reset` the table"
             )
         zero_variance = not carries_gradient(sample.group)
         replacement: list[Sample] = []
