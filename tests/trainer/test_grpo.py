@@ -244,13 +244,13 @@ def test_a_killed_run_resumes_without_repeating_or_skipping_a_step(tmp_path, ste
 
 def test_the_servers_checkpoint_is_remembered_with_the_state_it_belongs_to(tmp_path):
     client = FakeClient(make_batches(4))
-    trainer = make_trainer(client, tmp_path, max_steps=4, save_every=2, checkpoint_server=True)
-    trainer.train()
+    make_trainer(client, tmp_path, max_steps=4, save_every=2, checkpoint_server=True).train()
     assert client.checkpoints == ["auto-0", "auto-1", "auto-2"]  # with versions 0, 2 and 4
-    assert trainer.server_checkpoint == "auto-2"
-    without = make_trainer(FakeClient(make_batches(1)), tmp_path / "without", max_steps=1)
-    without.train()
-    assert without.server_checkpoint == ""
+    make_trainer(FakeClient(make_batches(1)), tmp_path / "without", max_steps=1).train()
+    manifests = [
+        json.loads((tmp_path / f"{folder}/manifest.json").read_text()) for folder in ("step-4", "without/step-1")
+    ]
+    assert [manifest["server_checkpoint"] for manifest in manifests] == ["auto-2", ""]
 
 
 @pytest.mark.parametrize(

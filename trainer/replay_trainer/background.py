@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -78,36 +77,27 @@ class BackgroundTask:
         # One thread for all functions: the loop waits a millisecond or more for a new one to start. At its end the
         # interpreter waits for this thread, so a write is finished first.
         self._thread = ThreadPoolExecutor(1, name)
-        self._ended = threading.Event()
-        self._ended.set()
-        self._error: Exception | None = None
+        self._work: Future[object] | None = None
 
     def start(self, function: Callable[[], object]) -> None:
         """Run the function. The one before must have ended: call `wait` first."""
-        assert self._ended.is_set()
-        self._ended.clear()
-        self._thread.submit(self._run, function)
+        assert self._work is None or self._work.done()
+        self._work = self._thread.submit(function)
 
     def wait(self, only_while: Callable[[], bool] = lambda: True) -> bool:
         """Wait until the function has ended, or `only_while` is false. Returns whether it has ended."""
         # In slices: in a wait without an end, Python may miss a signal that came in the moment before it.
-        while not self._ended.wait(0.5):
+        while self._work is not None and not wait([self._work], 0.5).done:
             if not only_while():
                 return False
         return True
 
-    def take_error(self) -> Exception | None:
+    def take_error(self) -> BaseException | None:
         """The error of the function if it has failed already, once."""
-        error, self._error = self._error, None
+        if self._work is None or not self._work.done():
+            return None
+        error, self._work = self._work.exception(), None
         return error
-
-    def _run(self, function: Callable[[], object]) -> None:
-        try:
-            function()
-        except Exception as error:
-            self._error = error
-        finally:
-            self._ended.set()
 
 
 def through_restarts(client: ReplayClient, attempt: Callable[[], T]) -> T:
@@ -124,12 +114,6 @@ def through_restarts(client: ReplayClient, attempt: Callable[[], T]) -> T:
 
 LOOK_SECONDS = 2.0
 """Between two looks at the server during a wait."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Wait:
-    what: str
-    log: WaitLog
 
 
 class ServerWaits:
@@ -156,8 +140,8 @@ class ServerWaits:
         self._table = table
         self._quiet = quiet
         self._lock = threading.Lock()
-        self._wait: _Wait | None = None
-        """The wait of the moment."""
+        self._wait: tuple[str, WaitLog] | None = None
+        """The wait of the moment: for what, and its log."""
         self._watched = False
         """Whether the thread that looks at waits runs."""
         self._seconds = seconds
@@ -186,16 +170,16 @@ class ServerWaits:
             return
         try:
             with self._lock:
-                self._wait = _Wait(what, WaitLog("the trainer", every=self._seconds, late=True))
+                self._wait = what, WaitLog("the trainer", every=self._seconds, late=True)
                 start, self._watched = not self._watched, True
             if start:
                 threading.Thread(target=self._watch, name="wait-log", daemon=True).start()
             yield
         finally:
             with self._lock:
-                wait, self._wait = self._wait, None
-                if wait is not None:
-                    wait.log.go_on()
+                of_the_moment, self._wait = self._wait, None
+                if of_the_moment is not None:
+                    of_the_moment[1].go_on()
 
     def _next(self, batches: Iterator[Any]) -> Any:
         while True:
@@ -211,20 +195,21 @@ class ServerWaits:
 
     def _watch(self) -> None:
         """In a thread of its own, because the trainer's is blocked."""
-        wait = self._wait
+        now = self._wait
         while True:
             time.sleep(min(self._look_seconds, self._seconds))
             with self._lock:
-                before, wait = wait, self._wait
-                if before is wait is None:
+                before, now = now, self._wait
+                if before is now is None:
                     self._watched = False
                     return
-            if wait is None or wait is not before:  # that began a moment ago
+            if now is None or now is not before:  # that began a moment ago
                 continue
+            what, log = now
             reason, is_news = self._look()
             with self._lock:
-                if self._wait is wait:
-                    wait.log.wait(f"waiting {wait.what}: {reason}", is_news=is_news)
+                if self._wait is now:
+                    log.wait(f"waiting {what}: {reason}", is_news=is_news)
 
     def _look(self) -> tuple[str, bool]:
         """Why there are no groups, and whether the server has just gone or is another one than before."""

@@ -267,10 +267,7 @@ def why_no_teacher(group: RolloutGroup, column: str) -> str:
     """Why nobody can distil from this column of the group; empty: one can. Tokens outside the mask may be NaN."""
     values, axis = group.extras.get(column), group.axes.get(column)
     if values is None:
-        return (
-            f"it has no column {column!r}, and teacher_weight asks for one: let its table require the column "
-            f"(requires = [{column!r}]), so that a group waits for the teacher"
-        )
+        return f"it has no column {column!r} of a teacher: let its table require it (requires = [{column!r}])"
     if axis != "token" or values.shape != (group.num_tokens,):
         return (
             f"its column {column!r} has the shape {values.shape} and the axis {axis!r}: a teacher writes one "
@@ -282,10 +279,7 @@ def why_no_teacher(group: RolloutGroup, column: str) -> str:
     wrong_T |= group.trained_mask & (values_T > MAX_LOGPROB)
     if wrong_T.any():
         token = int(wrong_T.argmax())
-        return (
-            f"its column {column!r} holds {values_T[token]:g} at token {token}, which is trained on: a teacher writes "
-            f"a finite log-probability there, not above 0"
-        )
+        return f"its column {column!r} holds {values_T[token]:g} at token {token}, which must be finite and not above 0"
     return ""
 
 

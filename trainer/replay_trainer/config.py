@@ -42,10 +42,10 @@ class LossConfig:
     """The ratio is clipped below 1 - epsilon."""
     epsilon_high: float | None = None
     """The ratio is clipped above 1 + epsilon_high; None: epsilon. For cispo: the cap of c itself, required."""
-    clip_ratio_c: float | None = None
+    clip_ratio_c: Annotated[float, Field(gt=1)] | None = None
     """Dual clip (arXiv 1912.09729): where A < 0, the loss is at most -c A with this c, and has no gradient above it.
     Above 1; None: off. verl: 3.0; TRL's `delta`. Not for cispo, and not for reinforce."""
-    max_completion_length: int | None = None
+    max_completion_length: Count | None = None
     """The most tokens that the policy writes in one rollout, over all its turns and sequences: the generator's limit.
     Required for dr_grpo, which divides by it: a constant, so that the gradient of a token does not depend on how long
     its rollout is, or on how it is cut into sequences."""
@@ -53,13 +53,8 @@ class LossConfig:
     def __post_init__(self) -> None:
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise ValueError("loss_type='cispo' needs epsilon_high, the cap of the ratio itself, such as 5.0")
-        if self.clip_ratio_c is not None and not self.clip_ratio_c > 1:
-            raise ValueError(f"clip_ratio_c bounds a ratio and must be above 1, such as 3.0, not {self.clip_ratio_c}")
-        if self.loss_type == "dr_grpo" and (self.max_completion_length is None or self.max_completion_length < 1):
-            raise ValueError(
-                f"loss_type='dr_grpo' needs max_completion_length, the generator's limit in tokens, "
-                f"not {self.max_completion_length}"
-            )
+        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
+            raise ValueError("loss_type='dr_grpo' needs max_completion_length, the generator's limit in tokens")
 
     @property
     def clip_high(self) -> float:

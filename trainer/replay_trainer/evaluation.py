@@ -77,9 +77,7 @@ class PromptEvaluation:
         if trainer.tokenizer is None:
             raise ValueError("an evaluation of prompts needs a tokenizer: pass one to GRPOTrainer")
         if trainer.config.fsdp and ranks.size > 1:
-            raise ValueError(
-                "an evaluation of prompts needs whole weights on each rank: leave out fsdp, or use a table"
-            )
+            raise ValueError("an evaluation of prompts needs whole weights: leave out fsdp, or use a table")
         mine = self.prompts[ranks.index :: ranks.size]
         texts, lengths, truncated = self._complete(trainer, mine)
         rewards = asyncio.run(self._score(mine, texts))

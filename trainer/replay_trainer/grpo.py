@@ -29,8 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replay_client import ReplayClient, Sample
-from replay_client.rollout import RolloutGroup
+from replay_client import ReplayClient, RolloutGroup, Sample
 from replay_client.scoring import group_advantages
 from replay_trainer.background import ServerWaits
 from replay_trainer.batching import Batch, to_batch
@@ -52,15 +51,15 @@ from replay_trainer.metrics import (
     GroupFacts,
     Laps,
     Metrics,
-    describe_drifts,
     describe_groups,
     describe_replayed,
     group_drifts,
+    mean_and_max,
 )
 from replay_trainer.passes import Passes, StepFailure, correct_batch
 from replay_trainer.publication import Publication
 from replay_trainer.ranks import Ranks, partition
-from replay_trainer.weights import Adapter, saved, server_checkpoint_of
+from replay_trainer.weights import Adapter
 
 T = TypeVar("T")
 
@@ -110,10 +109,7 @@ class GRPOTrainer:
         self.partitioned = config.fsdp and self.ranks.size > 1
         if self.partitioned:
             if self.adapter is not None and config.merge_adapter:
-                raise ValueError(
-                    "fsdp=True publishes the adapter alone, because no rank has the whole base to add it to: leave "
-                    "merge_adapter off, or fsdp"
-                )
+                raise ValueError("with fsdp no rank has the whole base to add the adapter to: leave merge_adapter off")
             for module in dict.fromkeys((self.policy, self.reference)):  # one under an adapter
                 if module is not None:
                     partition(module, self.model._no_split_modules or (), self.device, config.bf16)
@@ -214,12 +210,6 @@ class GRPOTrainer:
         """The text of tokens; their numbers if there is no tokenizer."""
         ids = [int(token) for token in token_ids]
         return str(self.tokenizer.decode(ids)) if self.tokenizer is not None else " ".join(map(str, ids))
-
-    @property
-    def server_checkpoint(self) -> str:
-        """Name of the server's checkpoint that was made with the last full state; empty: there is none."""
-        folders = saved(self.output_dir)
-        return server_checkpoint_of(folders[-1]) if folders else ""
 
     # ------------------------------------------------------------------------------------------------------- a step
 
@@ -389,12 +379,14 @@ class GRPOTrainer:
             trained=[GroupFacts.of(sample, config.scale_rewards, self.replacer.teacher) for sample in taken.samples],
             replaced=taken.replaced,
             drifts=[drifts[i] for i in taken.replaced],
-            counts=taken.counts,
             moments=correct_batch(batch, old_BT, config.correction).moments,
-            rollouts=len(batch.rollouts.first_J),
-            sequences=batch.num_rows,
-            tokens=int(batch.mask_BT.sum()),
-            unknown_sets=0 if batch.kept is None else batch.kept.unknown(batch.mask_BT),
+            sums={
+                **_prefixed("replay", taken.counts),
+                "train/rows": len(batch.rollouts.first_J),
+                "train/sequences": batch.num_rows,
+                "train/tokens": int(batch.mask_BT.sum()),
+                "unknown sets": 0 if batch.kept is None else batch.kept.unknown(batch.mask_BT),
+            },
         )
 
     def _record(self, step: int, parts: Sequence[RankPart]) -> dict[str, Any]:
@@ -414,24 +406,20 @@ class GRPOTrainer:
 
     def _describe(self, step: int, trained: TrainedStep, parts: Sequence[RankPart]) -> Metrics:
         """Metrics of the step over all ranks, the same on each of them."""
-        config, taken = self.config, trained.taken
         correction = Moments.of_parts([part.moments for part in parts]).metrics()
-        tokens = sum(part.tokens for part in parts)
-        correction["unknown_sets_fraction"] = sum(part.unknown_sets for part in parts) / tokens if tokens else 0.0
+        sums = {name: sum(part.sums[name] for part in parts) for name in parts[0].sums}
+        correction["unknown_sets_fraction"] = sums.pop("unknown sets") / max(sums["train/tokens"], 1)
         if self.ranks.is_first:
             self.alarms.check(correction)
         return {
             "step": step,
             "policy_version": step,
             **_prefixed("fresh", describe_groups([facts for part in parts for facts in part.fresh])),
-            **_prefixed("replay", {name: sum(part.counts[name] for part in parts) for name in taken.counts}),
             **_prefixed("replay", describe_replayed([part.trained[i] for part in parts for i in part.replaced])),
-            **_prefixed("replay", describe_drifts([drift for part in parts for drift in part.drifts])),
+            **_prefixed("replay", mean_and_max("drift", [drift for part in parts for drift in part.drifts])),
             **_prefixed("train", describe_groups([facts for part in parts for facts in part.trained])),
-            "train/rows": sum(part.rollouts for part in parts),
-            "train/sequences": sum(part.sequences for part in parts),
-            "train/tokens": tokens,
-            "train/learning_rate": config.learning_rate_at(step),
+            **sums,
+            "train/learning_rate": self.config.learning_rate_at(step),
             "train/packed": int(self.policy.route == "packed"),
             **_prefixed("correction", correction),
             **_prefixed("train", trained.metrics),
@@ -473,13 +461,10 @@ class RankPart:
     replaced: list[int]
     drifts: list[float]
     """Of the replaced groups, in nats."""
-    counts: dict[str, int]
     moments: Moments
-    rollouts: int
-    sequences: int
-    tokens: int
-    unknown_sets: int
-    """Tokens that were drawn from a part of the vocabulary which the trainer does not know."""
+    sums: dict[str, float]
+    """What is added up over the ranks: metrics by their names, and the tokens that were drawn from a part of the
+    vocabulary which the trainer does not know."""
 
 
 def _named(facts: GroupFacts) -> dict[str, Any]:

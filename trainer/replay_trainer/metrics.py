@@ -70,9 +70,9 @@ def describe_groups(groups: Sequence[GroupFacts]) -> dict[str, float]:
         "reward_mean": _reward_mean(groups),
         "reward_std": mean([_spread(group.rewards) for group in groups]),
         "zero_variance_fraction": mean([float(not group.carries_gradient) for group in groups]),
-        **_mean_and_max("completion_length", lengths),
+        **mean_and_max("completion_length", lengths),
         "truncated_fraction": sum(group.truncated for group in groups) / len(lengths) if lengths else math.nan,
-        **_mean_and_max("staleness", [group.staleness for group in groups]),
+        **mean_and_max("staleness", [group.staleness for group in groups]),
         "age_mean": mean([group.age for group in groups]),
     }
 
@@ -80,8 +80,8 @@ def describe_groups(groups: Sequence[GroupFacts]) -> dict[str, float]:
 def describe_replayed(groups: Sequence[GroupFacts]) -> dict[str, float]:
     """Metrics of the groups from the pool; NaN if there are none."""
     return {
-        **_mean_and_max("age", [group.age for group in groups]),
-        **_mean_and_max("staleness", [group.staleness for group in groups]),
+        **mean_and_max("age", [group.age for group in groups]),
+        **mean_and_max("staleness", [group.staleness for group in groups]),
         "times_sampled_mean": mean([group.times_sampled for group in groups]),
         "reward_mean": _reward_mean(groups),
         "group_size_mean": mean([len(group.rewards) for group in groups]),
@@ -107,12 +107,8 @@ def group_drifts(batch: Batch, logprobs_BT: Tensor) -> list[float]:
     return drifts
 
 
-def describe_drifts(drifts: Sequence[float]) -> dict[str, float]:
-    """Metrics of `group_drifts`; NaN if there are none."""
-    return _mean_and_max("drift", drifts)
-
-
-def _mean_and_max(name: str, values: Sequence[float]) -> dict[str, float]:
+def mean_and_max(name: str, values: Sequence[float]) -> dict[str, float]:
+    """NaN of nothing."""
     return {f"{name}_mean": mean(values), f"{name}_max": max(values, default=math.nan)}
 
 

@@ -171,10 +171,7 @@ def load_weights_of_rank(folder: Path, model: nn.Module) -> None:
         stored = files[name].get_slice(name) if tensor.dim() else files[name].get_tensor(name)
         shape = list(stored.get_shape()) if tensor.dim() else []
         if shape != list(tensor.shape):
-            raise ValueError(
-                f"{folder} has {names[0]!r} with the shape {shape}, and this model with {list(tensor.shape)}: it is of "
-                f"another model"
-            )
+            raise ValueError(f"{folder} is of another model: {names[0]!r} has the shape {shape}, not {tensor.shape}")
         own = read_rows(stored, tensor) if tensor.dim() else stored
         with torch.no_grad():
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(own)

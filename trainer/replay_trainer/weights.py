@@ -85,10 +85,7 @@ class OutputLock:
                 file.seek(0)
                 holder = file.read().strip() or "another process"
                 file.close()
-                return (
-                    f"{self.folder} is in use by another training run ({holder}): stop that one, or choose another "
-                    f"output_dir"
-                )
+                return f"{self.folder} is in use by another training run ({holder}): stop it, or choose another folder"
             # The run before may have removed the file between our open and our lock: then we hold nothing.
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 break
@@ -214,11 +211,6 @@ def version_of(folder: Path) -> int:
     if match is None:
         raise ValueError(f"{folder} is no folder of published weights: its name must be step-N")
     return int(match[1])
-
-
-def server_checkpoint_of(folder: Path) -> str:
-    """Name of the server's checkpoint that was made with this full state; empty: none."""
-    return str(_manifest(folder)["server_checkpoint"])
 
 
 def load_weights(folder: Path, model: Any) -> dict[str, Any]:
