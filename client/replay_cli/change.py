@@ -150,7 +150,7 @@ def _set_policy(
     state: Annotated[
         str,
         typer.Option(
-            help="Id of the trainer's full state of this version. With --rollback, what was consumed after it returns."
+            help="Id of the training checkpoint of this version. With --rollback, what was consumed after it returns."
         ),
     ] = "",
     yes: Yes = False,

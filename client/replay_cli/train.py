@@ -120,7 +120,7 @@ def train(
     except (ReplayError, ValueError, OSError, RuntimeError, ImportError, FloatingPointError) as error:
         fail(_as_typed(in_words(error), typed(access)))
     except KeyboardInterrupt:
-        complain("stopped; --resume continues from the last full state")
+        complain("stopped; --resume continues from the last training checkpoint")
         raise
     if not quiet and trainer.ranks.is_first:
         if steps_made == 0:

@@ -434,7 +434,7 @@ class AsyncReplayClient:
     ) -> Policy:
         """Announces that the trainer has finished `version` updates, and where it saved the weights.
 
-        `state` names the full state of the trainer that is saved with this version: any id that was not used before. It
+        `state` names the training checkpoint that is saved with this version: any id that was not used before. It
         contains all that was taken until now. Tables with keep_consumed keep what is taken after it.
 
         With `rollback` the trainer starts again from this version, which may be the current one or a lower one, and the

@@ -298,7 +298,7 @@ def test_a_signal_ends_a_trainer_that_waits_for_groups(tmp_path):
         options = ("--model", "model", "--output-dir", "run")
         trainer = started("--address", server.address, "train", *options, folder=tmp_path)
         until(lambda: client.server_info().tables["rollouts"].sampling.count)
-        assert "stopped; --resume continues from the last full state" in check_end(trainer, signal.SIGTERM, 143)
+        assert "continues from the last training checkpoint" in check_end(trainer, signal.SIGTERM, 143)
 
 
 def test_a_trainer_without_a_server_says_that_it_waits_and_can_be_stopped(tmp_path):
@@ -308,4 +308,4 @@ def test_a_trainer_without_a_server_says_that_it_waits_and_can_be_stopped(tmp_pa
     said = trainer.stderr.readline()
     assert "waiting for the server: " in said
     assert "no replay server answers at 127.0.0.1:1" in said
-    assert "stopped; --resume continues from the last full state" in check_end(trainer, signal.SIGTERM, 143)
+    assert "continues from the last training checkpoint" in check_end(trainer, signal.SIGTERM, 143)

@@ -54,7 +54,7 @@ def with_adapter(folder: Path) -> Any:
 
 
 def count_bytes(folder: Path) -> None:
-    """Writes to bytes-RANK.json what this rank reads at a resume, and what it copies for each full state.
+    """Writes to bytes-RANK.json what this rank reads at a resume, and what it copies for each training checkpoint.
 
     {"read": [[bytes, bytes of the whole tensor], ...], "files": safetensors files it opens, "copied": [bytes, ...]}
     """

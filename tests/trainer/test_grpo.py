@@ -204,7 +204,7 @@ SHARE = {"max_steps": 4, "groups_per_step": 6, "replay_share": 0.5, "replay_max_
 KILLED: dict[str, tuple[int, dict[str, Any], int]] = {
     "on a server that was restarted from something older": (4, {"max_steps": 5, "beta": 0.1}, 2),
     "with a version every second step": (4, {"max_steps": 5, "beta": 0.1, "publish_every": 2}, 2),
-    "with a full state every third step": (6, {"max_steps": 7, "save_every": 3, "keep_weights": 2}, 5),
+    "with a training checkpoint every third step": (6, {"max_steps": 7, "save_every": 3, "keep_weights": 2}, 5),
     "with a share of replay": (3, SHARE | {"zero_variance": "replace"}, 2),
     "with dynamic sampling": (3, SHARE | {"zero_variance": "dynamic", "max_dynamic_batches": 1}, 2),
 }

@@ -82,7 +82,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.T
         *((phase, 2, {}) for phase in PHASES),
         # Resumed long after the leases have ended.
         *((phase, 2, {"lease": 2.0}) for phase in ("updated", "written", "acknowledged")),
-        # Groups are kept for all steps that no full state contains.
+        # Groups are kept for all steps that no training checkpoint contains.
         ("announced", 3, {"save_every": 2}),
         ("updated", 4, {"save_every": 3}),
         ("written", 2, {"publish_every": 2}),

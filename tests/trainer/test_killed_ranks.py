@@ -107,7 +107,7 @@ def test_a_rank_that_cannot_write_its_rows_stops_all_ranks_and_a_resume_goes_on(
         assert [process.exitcode for process in processes] == [1] * RANKS
         for each in range(RANKS):
             error = (tmp_path / f"error-{each}").read_text()
-            assert f"rank {rank} could not write its part of the full state: OSError: " in error
+            assert f"rank {rank} could not write its part of the training checkpoint: OSError: " in error
             assert "cannot be written" in error
             assert "[Errno 28] No space" in error
         assert saved(tmp_path / "run")[-1].name == "step-1"

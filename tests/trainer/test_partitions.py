@@ -168,7 +168,7 @@ OPTIONS = {"max_steps": 3, "keep_weights": 9}
 
 
 def as_two_ranks_write_it(folder: Path) -> None:
-    """Turns a full state of one rank into one of two: the same values, in the files of both."""
+    """Turns a training checkpoint of one rank into one of two: the same values, in the files of both."""
     state = torch.load(folder / "trainer.pt", weights_only=True)
     tensors = {}
     for name, entries in state["optimizer"]["state"].items():
@@ -194,7 +194,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run of two steps, of which the last full state has files of two ranks."""
+    """A run of two steps, of which the last training checkpoint has files of two ranks."""
     train(FakeClient(make_batches(3)), tmp_path / "run", **OPTIONS | {"max_steps": 2})
     as_two_ranks_write_it(tmp_path / "run/step-2")
     return tmp_path / "run"

@@ -1,6 +1,6 @@
 """A server that goes away while the trainer runs: the trainer goes on announcing, and goes on when it is back.
 
-Groups that a full state contains, and whose shard is away when they are acknowledged, are not trained on again.
+Groups of a training checkpoint whose shard is away when they are acknowledged are not trained on again.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def test_a_server_that_lost_its_items_does_not_make_the_state_grow_without_end(t
 
 
 CAME_BACK = (101, 102, 103)
-"""Keys of groups that a full state contains, and whose shard is away when they are acknowledged."""
+"""Keys of groups that a training checkpoint contains, and whose shard is away when they are acknowledged."""
 
 
 def draw_as_rank(address: str, folder: Path) -> None:

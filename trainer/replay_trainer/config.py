@@ -89,7 +89,7 @@ class GRPOConfig:
     output_dir: str | Path
     """Folder for weights (step-N), metrics.jsonl and completions.jsonl; the same for all ranks."""
     resume: bool = False
-    """Continue from the last full state in output_dir, if there is one."""
+    """Continue from the last training checkpoint in output_dir, if there is one."""
     max_steps: Count = 500
     """Steps of the whole run, including those before a resume."""
 
@@ -103,7 +103,7 @@ class GRPOConfig:
     """Batches of groups to draw ahead while a step computes."""
     lease: Annotated[float, Field(ge=1)] = 300.0
     """Seconds after which the server takes back the groups of a trainer that has died, where no resume gives them back
-    before. The trainer renews the leases while it runs, and ends them when a full state contains its steps."""
+    before. The trainer renews the leases while it runs, and ends them when a training checkpoint contains its steps."""
     sample_timeout: Annotated[float, Field(ge=0)] | None = 300.0
     """Seconds to wait for a batch of fresh groups, and for the pool with on_empty="wait"; None: without limit."""
     zero_variance: ZeroVariance = "replace"
@@ -199,20 +199,20 @@ class GRPOConfig:
     publication then needs memory for a second copy of the model. False: publish the adapter alone."""
     weights_dir: str | Path | None = None
     """Folder for the published weights, such as one in /dev/shm; None: output_dir. Generators must see this folder.
-    Full states are written to output_dir as well, after the announcement: memory does not survive a reboot."""
+    Training checkpoints are written to output_dir as well, after the announcement: memory does not survive a reboot."""
     publish_in_background: bool = True
     """Write and announce a version while the next step runs. False: the next step waits. Either way the trainer keeps a
-    copy of the weights in host memory, and one of the optimizer state after the first full state."""
+    copy of the weights in host memory, and one of the optimizer state after the first training checkpoint."""
     publish_every: Count = 1
     """Steps between publications of weights; the last step always publishes."""
     save_every: Count = 1
-    """Least number of steps between full states (weights, optimizer, random state). A full state is part of a
-    publication: at 1, of every one; always of the first and the last. A resume starts at the last full state, so the
-    server keeps the fresh groups of all steps since then."""
+    """Least number of steps between training checkpoints (weights, optimizer, random state). One is part of a
+    publication: at 1, of every one; always of the first and the last. A resume starts at the last one, so the server
+    keeps the fresh groups of all steps since then."""
     keep_weights: Annotated[int, Field(ge=2)] = 3
     """Published versions to keep. A generator may still be reading the one before the newest."""
     checkpoint_server: bool = False
-    """Let the server make a checkpoint with each full state; the state holds its name. `[checkpoints]` in the
+    """Let the server make a checkpoint with each training checkpoint; the state holds its name. `[checkpoints]` in the
     configuration of the server sets the folder and the number of checkpoints."""
     eval_every: Whole = 0
     """Steps between evaluations; 0: never. See `evaluate` of GRPOTrainer."""

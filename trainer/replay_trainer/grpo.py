@@ -2,15 +2,15 @@
 
     server ──fresh groups, leased──▶ collect ─▶ replace ─▶ score ─▶ pass ─▶ step ─▶ publish ──version──▶ generators
        ▲  └────groups of the pool────────────────────┘                                 │
-       └──────────────────── acknowledge, when a full state contains the step ◀────────┘
+       └──────────────── acknowledge, when a training checkpoint contains the step ◀───┘
 
 `GRPOTrainer.step` is the life of one step. All ranks make it together, each with its own part of the groups: each
 collective operation is reached by every rank, or by none. So whatever a rank decides from its own groups, such as that
 memory ran out, it tells the others before any of them acts on it.
 
 Nothing that a step takes from the server is gone before the disk has its result. The server holds the fresh groups
-under leases until a full state that names them is written. So a killed trainer loses only time: its resume starts at
-that state, and gets the groups of later steps again. A step that fails because of its groups is made again without
+under leases until a training checkpoint that names them is written. So a killed trainer loses only time: its resume
+starts there, and gets the groups of later steps again. A step that fails because of its groups is made again without
 them; an update that failed has changed nothing.
 """
 
@@ -191,7 +191,7 @@ class GRPOTrainer:
     def step(self, step: int) -> None:
         """Make one step: from groups to a version of the weights. `train` calls it; all ranks make it together."""
         self.publication.check()
-        taken = self._collect()  # fresh groups, leased until a full state contains this step
+        taken = self._collect()  # fresh groups, leased until a training checkpoint contains this step
         if self._is_first_step:  # whoever made them is connected by now
             self.publication.check_generators()
             self._is_first_step = False

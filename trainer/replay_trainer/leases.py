@@ -1,23 +1,23 @@
-"""GroupLeases: fresh groups stay leased from the server until a full state contains the step that used them.
+"""GroupLeases: fresh groups stay leased from the server until a training checkpoint contains the step that used them.
 
-sampler ──lease──▶ held ──full state written and announced──▶ acknowledged
-                    └──────the run ends, or dies───────────▶ given back: a resume trains on them
+sampler ──lease──▶ held ──training checkpoint written and announced──▶ acknowledged
+                    └──────the run ends, or dies───────────────────▶ given back: a resume trains on them
 
 A group that was drawn is gone from the queue, and the result of training on it is on the disk only steps later. If the
 trainer dies in between, the group must come back; if it dies after, the group must not. So the server holds the group
-under the lease of its batch, and this file knows, of each lease, whether a full state contains its groups.
+under the lease of its batch, and this file knows, of each lease, whether a training checkpoint contains its groups.
 
 * `client.keep` renews the leases while steps run: a step may take longer than a lease. A dead trainer renews none, so
   its groups go back by themselves.
-* Each full state names its groups. A resume takes those that went back although the state contains them: the trainer
-  may have died between state and acknowledgement.
+* Each training checkpoint names its groups. A resume takes those that went back although it contains them: the trainer
+  may have died between checkpoint and acknowledgement.
 * Each rank also writes its leases to `leases-RANK.json` in output_dir before they begin. With this list a resume gives
   back at once what a killed rank had, instead of waiting for the end of its leases.
-* A batch ends as a whole. Of a batch that a full state contains in part, the state names the keys, and the server takes
-  them out when the lease goes back.
+* A batch ends as a whole. Of a batch that a training checkpoint contains in part, it names the keys, and the server
+  takes them out when the lease goes back.
 * A lease may have ended before it is acknowledged, or its shard may be away. Its groups may then come in a draw again,
-  perhaps much later. So they stay `unconfirmed` until a server has taken them: each full state names them, no rank
-  trains on them again, and each acknowledgement also tries to settle them, by lease and by key.
+  perhaps much later. So they stay `unconfirmed` until a server has taken them: each training checkpoint names them, no
+  rank trains on them again, and each acknowledgement also tries to settle them, by lease and by key.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _GIVE_BACK_SECONDS = 10.0
 
 @dataclass
 class TrainedGroups:
-    """The groups that a full state contains, as far as their leases are open."""
+    """The groups that a training checkpoint contains, as far as their leases are open."""
 
     whole: dict[Lease, list[int]] = field(default_factory=dict)
     """The keys of each batch of which the state contains every group."""
@@ -71,7 +71,7 @@ class TrainedGroups:
         return {*self.part, *chain.from_iterable(self.whole.values())}
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain containers, for the full state."""
+        """As plain containers, for the training checkpoint."""
         return {"leases": [[*lease, keys] for lease, keys in self.whole.items()], "keys": self.part}
 
     @classmethod
@@ -100,7 +100,7 @@ class GroupLeases:
         self.table = table
         self.seconds = seconds
         self.unconfirmed = TrainedGroups()
-        """Groups that a full state contains, and that no server has confirmed as taken. The first rank finds out."""
+        """Groups that a training checkpoint contains, and no server confirmed as taken. The first rank finds out."""
         self._client = client
         self._output_dir = output_dir
         self._path = output_dir / _FILES.format(rank)
@@ -108,9 +108,9 @@ class GroupLeases:
         self._coming: set[Lease] = set()
         """Leases of which this rank does not know yet whether they began."""
         self._settling: TrainedGroups | None = None
-        """What the full state under way contains, if one is."""
+        """What the training checkpoint under way contains, if one is."""
         self._settled_part: list[int] = []
-        """`part` of the last full state."""
+        """`part` of the last training checkpoint."""
         self._listed: set[Lease] = set()
         """The leases that the list file of this rank names."""
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ class GroupLeases:
     def hold(self, batch: Sequence[Sample]) -> list[Sample]:
         """Hold the lease that a batch came under, from now until it is settled or given back.
 
-        Returns the samples without those that a full state contains already. They end with their batch.
+        Returns the samples without those that a training checkpoint contains already. They end with their batch.
         """
         with self._lock:
             for info in (sample.info for sample in batch):
@@ -162,7 +162,7 @@ class GroupLeases:
         return groups
 
     def settled(self, groups: TrainedGroups | None = None) -> None:
-        """The full state under way, if one was, is written, and its groups are acknowledged.
+        """The training checkpoint under way, if one was, is written, and its groups are acknowledged.
 
         `groups`: those of an older state, where others have begun since.
         """
@@ -180,7 +180,7 @@ class GroupLeases:
             self._keeper.let_go(map(_stub, settled.whole))
 
     def acknowledge(self, groups: TrainedGroups) -> None:
-        """Takes the groups of a full state for good: by their leases, or by their keys where that fails.
+        """Takes the groups of a training checkpoint for good: by their leases, or by their keys where that fails.
 
         What no server confirms is `unconfirmed` from now on.
         """
@@ -200,14 +200,14 @@ class GroupLeases:
                 logging.INFO if self._settling is None else logging.WARNING,
                 "%d groups could not be acknowledged: their leases had ended, or their server is away. The trainer "
                 "took %d of them out of table %r by their keys. It leaves the others out of its draws, and names them "
-                "in its full states until a server has taken them",
+                "in its training checkpoints until a server has taken them",
                 len(new),
                 len(new & confirmed),
                 self.table,
             )
 
     def give_back_of_dead(self, groups: TrainedGroups, rolled_back: bool = False) -> bool:
-        """Gives back what ranks of a killed run had, apart from the groups that its full state contains.
+        """Gives back what ranks of a killed run had, apart from the groups that its training checkpoint contains.
 
         `rolled_back`: what was consumed after the state is in its table again, perhaps with groups of the state that
         were taken late. One rank calls it. Returns whether there was anything to do.
@@ -226,7 +226,7 @@ class GroupLeases:
         return bool(leases or contained)
 
     def give_back(self) -> list[int]:
-        """Gives back all groups that no full state contains. Returns the keys of the returned groups."""
+        """Gives back all groups that no training checkpoint contains. Returns the keys of the returned groups."""
         if self._keeper is not None:
             self._keeper.close()
         with self._lock:

@@ -54,7 +54,7 @@ class RankFiles:
             if not sees:
                 return (
                     f"rank {rank} does not see in {folder} what the first rank writes to {seen[0][1]}: with fsdp each "
-                    f"rank writes a part of a full state, so output_dir must be a folder that all ranks share"
+                    f"rank writes a part of a training checkpoint, so output_dir must be a folder that all ranks share"
                 )
         return ""
 
@@ -82,7 +82,7 @@ class RankFiles:
         parts = self._ranks.all((checksum, reason))
         for rank, (_, reason) in enumerate(parts):
             if reason:
-                raise RuntimeError(f"rank {rank} could not write its part of the full state: {reason}")
+                raise RuntimeError(f"rank {rank} could not write its part of the training checkpoint: {reason}")
         return {
             _name(rank, len(parts)): (self._path(version, rank), checksum) for rank, (checksum, _) in enumerate(parts)
         }
@@ -92,7 +92,7 @@ class RankFiles:
 
 
 class StoredRows:
-    """A tensor of which each file of a full state has some rows. A slice of it reads from the files that it needs."""
+    """A tensor of which each file of a training checkpoint has some rows. A slice reads the files that it needs."""
 
     def __init__(self, open_file: Callable[[int], Any], ranks: int, name: str, shape: list[int]) -> None:
         """`open_file` gives the open file of one of `ranks`."""
@@ -129,7 +129,7 @@ def take_rows(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tens
 
 
 def put_rows(optimizer: dict[str, Any], folder: Path, ranks: int, shapes: dict[str, list[int]]) -> None:
-    """Puts StoredRows of a full state into the places of what `take_rows` took out."""
+    """Puts StoredRows of a training checkpoint into the places of what `take_rows` took out."""
     open_file = cache(lambda rank: safe_open(folder / _name(rank, ranks), "pt"))
     for key, shape in shapes.items():
         name, entry = key.rsplit("/", 1)
@@ -178,7 +178,7 @@ def load_weights_of_rank(folder: Path, model: nn.Module) -> None:
 
 
 def optimizer_state_of_rank(state: dict[str, Any], policy: nn.Module) -> dict[str, Any]:
-    """What this rank needs of a full state of the optimizer: its rows of partitioned parameters, all rows of others.
+    """What this rank needs of the optimizer's state: its rows of partitioned parameters, all rows of others.
 
     `state` may lie in a mapped file.
     """

@@ -2,14 +2,14 @@
 
 training loop      probe, copy to the host | next step ...                                 | probe, copy (waits)
 its thread                                 | write, announce, acknowledge groups, clean up |
-of other ranks                             | write their rows of a full state (fsdp)       |
+of other ranks                             | write their rows of its checkpoint (fsdp)     |
 
 The loop waits only for the copy to host memory. A thread writes the copy while the next step changes the weights.
 There is one copy, so one version is written at a time: a version that is due waits for the one before.
 
 The order of the thread is what keeps a killed trainer from losing or repeating groups. It writes the folder under
-another name, flushes it, and renames it: a folder with its name is whole. A full state names the groups that it
-contains. Then the thread announces the version, and last it acknowledges those groups. So after a kill, either the
+another name, flushes it, and renames it: a folder with its name is whole. A training checkpoint names the groups that
+it contains. Then the thread announces the version, and last it acknowledges those groups. So after a kill, either the
 state is not there, and the server gives the groups out again; or the state is there, and the resume acknowledges what
 it names, in case that the killed trainer did not. Where `weights_dir` is not `output_dir`, the version is announced
 before the state is on the disk. A kill in between leaves a version that no state contains: the resume withdraws it.
@@ -81,7 +81,7 @@ _PARTITIONED = StateDictOptions()
 _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """On the first rank alone, in host memory."""
 FIRST_TRY = 5.0
-"""Seconds for an announcement that the full state waits for."""
+"""Seconds for an announcement that the training checkpoint waits for."""
 LAST_TRY = 10.0
 """Seconds that the end of a run waits for an announcement, as for a server that takes groups back."""
 
@@ -117,16 +117,16 @@ class Publication:
         self._keeps = False
         """Whether the server keeps consumed groups, so that a resume can go back to an older state."""
         self._state_id = ""
-        """Of the last full state of this run; on the first rank."""
+        """Of the last training checkpoint of this run; on the first rank."""
         self._facts: dict[str, Any] = {}
         self._rank_files = RankFiles(self.ranks, self.output_dir) if self.partitioned else None
 
     def start(self) -> int:
-        """Restore and announce the version to continue from: the last full state in output_dir, or a new version 0.
+        """Restore and announce the version to continue from: the last training checkpoint, or a new version 0.
 
         Raises FileExistsError if output_dir holds the results of another run, RuntimeError if another process trains in
         it, if the server follows another run, or if a rank does not see the output_dir of the first, ValueError if the
-        server admits fewer groups a step than this run takes, or if the full state is damaged.
+        server admits fewer groups a step than this run takes, or if the training checkpoint is damaged.
         """
         if why := self.ranks.from_first(self.lock.acquire() if self.ranks.is_first else ""):
             raise RuntimeError(why)
@@ -188,7 +188,7 @@ class Publication:
         return [folder for directory in {self.output_dir, self.weights_dir} for folder in published(directory)]
 
     def _load(self, folder: Path) -> None:
-        """Continue from a full state, and undo later publications."""
+        """Continue from a training checkpoint, and undo later publications."""
         version = version_of(folder)
         state = load_state(folder, mapped=self.partitioned)
         if ("adapter" in state) != (self.adapter is not None):
@@ -229,7 +229,7 @@ class Publication:
         self.ranks.wait()
 
     def _go_back(self, version: int, folder: Path, id: str, before: str) -> None:
-        """Takes the server back to a full state, which comes after the state `before`. Both are ids."""
+        """Takes the server back to a training checkpoint, which comes after the state `before`. Both are ids."""
         self._state_id = id
         # Otherwise the trainer was killed before it named the state, or the server has started again without its items
         # and knows no state: then it has nothing that was consumed since.
@@ -244,9 +244,9 @@ class Publication:
             self.client.set_policy_version(version, weights=str(folder), state=id)
 
     def publish(self, version: int, left: Sequence[Sample] = ()) -> None:
-        """Copy the weights to the host, with the full state if one is due; then write and announce them.
+        """Copy the weights to the host, with the training checkpoint if one is due; then write and announce them.
 
-        A full state contains the groups of all steps so far, and not those that are `left` for later steps.
+        A training checkpoint contains the groups of all steps so far, and not those that are `left` for later steps.
 
         Writing and announcing happen while the next steps run, one version at a time. This call therefore waits for
         the version before. Raises RuntimeError on every rank if that one failed, and FloatingPointError if the weights

@@ -3,12 +3,12 @@
     <output_dir>/step-12/      config, safetensors and tokenizer, as save_pretrained writes them
                  probe.json    log-probabilities of a fixed token sequence under these weights, to check a reload
                  trainer.pt    optimizer and random state: a run can resume from this folder (not every folder)
-                 optimizer/    with partitioned weights, of a full state: each rank's rows of the optimizer's state
-                 manifest.json version, files with their sizes, the server's checkpoint, of a full state the checksums
-                               of its files; written last, so a folder with a manifest is complete, and a trainer
-                               wrote it
+                 optimizer/    with partitioned weights, of a training checkpoint: each rank's rows of its state
+                 manifest.json version, files with their sizes, the server's checkpoint, of a training checkpoint the
+                               checksums of its files; written last, so a folder with a manifest is complete, and a
+                               trainer wrote it
 
-* A folder gets its name when it is complete; one with a full state is on disk before that.
+* A folder gets its name when it is complete; one with a training checkpoint is on disk before that.
 * Only files that a manifest names are removed.
 * A resume skips a state that lost a file or a part of one, and refuses one with other bytes than were written.
 """
@@ -130,7 +130,7 @@ def publish_weights(
 
     `model` is a PreTrainedModel or an Adapter, `tokenizer` its tokenizer or None, `weights` its state dict if it is not
     the model's own at this moment. Without a `probe`, generators cannot check what they load, and warn. `state` makes
-    the folder a full state; the newest full state is never removed. `parts`: files of a full state to move into the
+    the folder a training checkpoint, the newest of which is never removed. `parts`: files of it to move into the
     folder, by their names in it, each with its checksum. Raises FileExistsError if the folder exists.
     """
     folder = directory.resolve() / f"step-{version}"
@@ -180,7 +180,7 @@ def published(directory: Path) -> list[Path]:
 
 
 def saved(directory: Path) -> list[Path]:
-    """The published folders that hold an undamaged full state."""
+    """The published folders that hold an undamaged training checkpoint."""
     return [
         folder for folder in published(directory) if _STATE in (files := _files(folder)) and _are_there(folder, files)
     ]
@@ -192,7 +192,7 @@ def damaged(directory: Path) -> list[Path]:
 
 
 def why_damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
-    """Which file of a full state has other bytes than were written, and what to do; empty: none.
+    """Which file of a training checkpoint has other bytes than were written, and what to do; empty: none.
 
     Reads every byte of the files that this rank checks: every `ranks`-th one.
     """
@@ -200,7 +200,7 @@ def why_damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
         if checksum_of(folder / name) != checksum:
             return (
                 f"{folder / name} is damaged: its bytes are not what was written. Put a copy of that file in its "
-                f"place, or move {folder.name} out of its folder to resume from the full state before it"
+                f"place, or move {folder.name} out of its folder to resume from the training checkpoint before it"
             )
     return ""
 
@@ -222,7 +222,7 @@ def load_weights(folder: Path, model: Any) -> dict[str, Any]:
 
 
 def load_state(folder: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """The `state` of a full state. `mapped`: its tensors are read from the file only when they are used."""
+    """The `state` of a training checkpoint. `mapped`: its tensors are read from the file only when they are used."""
     # weights_only: tensors and plain containers, never code.
     state: dict[str, Any] = torch.load(folder / _STATE, map_location="cpu", weights_only=True, mmap=mapped)
     return state

@@ -34,7 +34,7 @@ from replay_server.tables.table import SampleBatch, Table
 
 @dataclass(frozen=True)
 class SavedState:
-    """A full state of the trainer, which contains all that was consumed before it."""
+    """A training checkpoint of the trainer, which contains all that was consumed before it."""
 
     id: str
     version: int

@@ -2,7 +2,7 @@
 
     python -m tests.system.shards.kills --shards 10 --trainers 35 --both 35 --heads 20 [--seed N]
 
-A real trainer with full states runs on three durable shards, which a writer fills without a pause. Each victim is
+A real trainer with checkpoints runs on three durable shards, which a writer fills without a pause. Each victim is
 killed at a random moment, and comes back. A shard that was killed with the trainer is back before the resume, or
 during it, or after the leases of the killed trainer have ended. After some kills the run ends in good order. Then every
 acknowledged group is one that the weights are trained on, or is in its queue, and none is both or there twice.
