@@ -60,7 +60,8 @@ class _Blocking(Generic[A]):
     """What a blocking client hands out, for `with`: the same for asyncio, and the thread whose event loop runs it."""
 
     def __init__(self, thread: LoopThread, aio: A) -> None:
-        self._thread, self._aio = thread, aio
+        self._thread = thread
+        self._aio: A = aio
 
     def close(self) -> None:
         """Ends its work in the background."""
