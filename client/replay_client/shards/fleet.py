@@ -292,11 +292,16 @@ class Fleet:
             return False
         return True
 
-    async def insist(self, attempt: Callable[[Deadline], Awaitable[T]], timeout: float | None) -> T:
-        """The result of `attempt`, made again within `timeout` seconds while a shard that it needs is gone."""
+    async def insist(
+        self, attempt: Callable[[Deadline], Awaitable[T]], timeout: float | None, *also: type[ReplayError]
+    ) -> T:
+        """The result of `attempt`, made again within `timeout` seconds while a shard that it needs is gone.
+
+        `also`: further errors after which it is made again.
+        """
 
         async def judge(error: Exception, late: bool) -> None:
-            if late or self._closed or not isinstance(error, GONE):
+            if late or self._closed or not isinstance(error, (*GONE, *also)):
                 raise error
 
         async def again() -> T:

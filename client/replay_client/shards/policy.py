@@ -233,19 +233,16 @@ class PermitOffice:
 
     async def acquire(self, request: pb.AcquirePermitsRequest, seconds: float | None) -> PermitLease:
         """Permits of one shard: of the next in turn that has them, or of the first that gets them."""
-        deadline = Deadline(seconds)
-        while True:
-            last_round = deadline.passed
-            up = await self._fleet.reachable(deadline)
+
+        async def attempt(deadline: Deadline) -> PermitLease:
+            up = self._fleet.up()
             begin = next(self._turn) % len(up)
             for shard in up[begin:] + up[:begin]:
                 with suppress(DeadlineExceededError, *GONE):
                     return await self._ask(shard, request, 0.0)
-            lease = await self._race(up, request, deadline.within(_SECONDS_PER_ROUND))
-            if isinstance(lease, PermitLease):
-                return lease
-            if last_round or deadline.passed:
-                raise lease
+            return await self._race(up, request, deadline.within(_SECONDS_PER_ROUND))
+
+        return await self._fleet.insist(attempt, seconds, DeadlineExceededError)
 
     async def release(self, lease: PermitLease, request: pb.ReleasePermitsRequest, timeout: float | None) -> int:
         """Gives permits back to the shard that granted them; 0 where that shard is gone, and they end by themselves."""
@@ -258,10 +255,8 @@ class PermitOffice:
         asked = once(pb.AcquirePermitsRequest(count=request.count, timeout=timeout, place=place))
         return lease_of(await shard.ask("AcquirePermits", asked, timeout), shard.name)
 
-    async def _race(
-        self, shards: list[Shard], request: pb.AcquirePermitsRequest, seconds: float
-    ) -> PermitLease | ReplayError:
-        """The first grant, or the error of one shard if there is none. Later grants go back."""
+    async def _race(self, shards: list[Shard], request: pb.AcquirePermitsRequest, seconds: float) -> PermitLease:
+        """The first grant. Later ones go back. Raises the error of one shard if there is none."""
         asking = [asyncio.create_task(self._ask(shard, request, seconds)) for shard in shards]
         error: ReplayError = self._fleet.unavailable()
         try:
@@ -273,7 +268,7 @@ class PermitOffice:
                         return task.result()
                     except (DeadlineExceededError, *GONE) as failure:
                         error = failure
-            return error
+            raise error
         finally:
             for task in asking:
                 returning = asyncio.create_task(self._give_back(task))
