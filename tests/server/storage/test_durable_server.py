@@ -304,7 +304,7 @@ def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_on
             client.insert(b"x", {"pool": 1.0}, key=key)
             return
         with client.writer() as writer:
-            writer._writer._keys = iter([key])
+            writer._aio._keys = iter([key])
             writer.insert(b"x", {"pool": 1.0})
 
     monkeypatch.setattr(LmdbStorage, "commit", failing)
