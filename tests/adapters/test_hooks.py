@@ -33,9 +33,7 @@ class Framework:
         ("toys", "type object 'Framework' has no attribute 'toys'"),
     ],
 )
-def test_a_framework_is_refused_for_its_hooks_and_not_for_its_number(
-    monkeypatch: pytest.MonkeyPatch, hook: str, words: str
-) -> None:
+def test_a_framework_is_refused_for_its_hooks_and_not_for_its_number(monkeypatch, hook, words):
     monkeypatch.setitem(hooks.HOOKS, "verl", f"{__name__}:Framework.{hook}")
     refused = pytest.raises(ImportError, match=r"run with verl 0\.9\.1, .* differs: " + words)
     with refused if words else nullcontext(), hooks_of("verl"):
@@ -50,8 +48,8 @@ def test_a_framework_is_refused_for_its_hooks_and_not_for_its_number(
     ],
 )
 def test_an_adapter_without_its_hook_modules_says_in_one_sentence_what_it_was_run_with(
-    monkeypatch: pytest.MonkeyPatch, adapter: str, missing: str, framework: str
-) -> None:
+    monkeypatch, adapter, missing, framework
+):
     name = f"replay_adapters.{adapter}"
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, name, raising=False)
@@ -59,6 +57,6 @@ def test_an_adapter_without_its_hook_modules_says_in_one_sentence_what_it_was_ru
         importlib.import_module(name)
 
 
-def test_the_sources_that_the_tests_take_are_what_the_adapters_say() -> None:
+def test_the_sources_that_the_tests_take_are_what_the_adapters_say():
     said = {name.lower(): text for name, text in RUN_WITH.items()}
     assert all(commit[:10] in said[name] for name, commit in COMMITS.items())

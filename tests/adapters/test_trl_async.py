@@ -117,9 +117,7 @@ def history(step: int) -> list[dict[str, float]]:
 
 
 @pytest.mark.long
-def test_the_code_of_the_page_trains_with_a_generator_that_follows_its_weights(
-    tmp_path: Path, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_of_the_page_trains_with_a_generator_that_follows_its_weights(tmp_path, server, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = make_tokenizer()
     make_model(vocabulary=len(tokenizer)).save_pretrained("model")
@@ -164,9 +162,7 @@ def test_the_code_of_the_page_trains_with_a_generator_that_follows_its_weights(
         torch.testing.assert_close(loaded.get_parameter(name), weight)
 
 
-def test_a_trainer_that_starts_again_goes_on_from_the_version_that_it_left(
-    model: Path, server: ServerProcess, tmp_path: Path
-) -> None:
+def test_a_trainer_that_starts_again_goes_on_from_the_version_that_it_left(model, server, tmp_path):
     insert(server.address, 12)
     with ReplayClient(server.address) as client:
         for expected in (3, 6):
@@ -183,9 +179,7 @@ def test_a_trainer_that_starts_again_goes_on_from_the_version_that_it_left(
 
 
 @pytest.mark.parametrize(("lost", "restored"), [([6], 2), ([4, 6], 5), ([], 0)])
-def test_an_older_checkpoint_gets_the_groups_of_the_later_ones_again(
-    model: Path, tmp_path: Path, before_step: dict[int, Callable[[], None]], lost: list[int], restored: int
-) -> None:
+def test_an_older_checkpoint_gets_the_groups_of_the_later_ones_again(model, tmp_path, before_step, lost, restored):
     config = block("replay.toml").replace("forward_to", "keep_consumed = 3\nforward_to")
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         insert(server.address, 12)
@@ -203,8 +197,8 @@ def test_an_older_checkpoint_gets_the_groups_of_the_later_ones_again(
 
 
 def test_a_checkpoint_that_the_server_does_not_know_is_gone_on_from_with_a_warning(
-    model: Path, tmp_path: Path, before_step: dict[int, Callable[[], None]], caplog: pytest.LogCaptureFixture
-) -> None:
+    model, tmp_path, before_step, caplog
+):
     config = block("replay.toml").replace("forward_to", "keep_consumed = 1\nforward_to")
     with server_process(tmp_path, config) as server:
         insert(server.address, 12)
@@ -222,7 +216,7 @@ def test_a_checkpoint_that_the_server_does_not_know_is_gone_on_from_with_a_warni
         assert trained(tmp_path)[5:] == list(range(12, 22))
 
 
-def test_groups_of_a_run_before_are_behind_and_not_ahead(model: Path, server: ServerProcess) -> None:
+def test_groups_of_a_run_before_are_behind_and_not_ahead(model, server):
     with ReplayClient(server.address) as client:
         client.set_policy_version(40)
         put(server.address, *(make_group(version=version, logprobs=-6.0) for version in (38, 40)))
@@ -234,7 +228,7 @@ def test_groups_of_a_run_before_are_behind_and_not_ahead(model: Path, server: Se
         trainer.rollout_worker.stop()
 
 
-def test_an_adapter_is_published_merged(model: Path, server: ServerProcess) -> None:
+def test_an_adapter_is_published_merged(model, server):
     peft = pytest.importorskip("peft", reason="pip install '.[lora]'")
     insert(server.address, 6)
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
@@ -249,7 +243,7 @@ def test_an_adapter_is_published_merged(model: Path, server: ServerProcess) -> N
 # ---------------------------------------------------------------------------------------------------- what TRL gets
 
 
-def test_trl_reads_the_groups_that_generators_inserted(model: Path, server: ServerProcess) -> None:
+def test_trl_reads_the_groups_that_generators_inserted(model, server):
     first = make_group(version=1, loss_mask=[True, False, True, True, True, True], prompt=(5, 6))
     first.rollout_logprobs[2] = np.nan  # unknown
     second = make_group(version=0, seed=1, prompt=(7, 8, 9, 10))
@@ -280,9 +274,7 @@ def test_trl_reads_the_groups_that_generators_inserted(model: Path, server: Serv
     trainer.rollout_worker.stop()
 
 
-def test_trl_reads_the_sequences_of_a_rollout_with_one_advantage_and_counts_its_reward_once(
-    model: Path, server: ServerProcess
-) -> None:
+def test_trl_reads_the_sequences_of_a_rollout_with_one_advantage_and_counts_its_reward_once(model, server):
     group = in_pieces(make_group(rewards=[1.0, 0.0], completions=[[5, 6, 7], [8, 9]], version=1), [[1, 2], []])
     put(server.address, group)
     trainer = begun(server.address, model)
@@ -302,9 +294,7 @@ def test_trl_reads_the_sequences_of_a_rollout_with_one_advantage_and_counts_its_
         ({"prompt": (5, 4000)}, "the token 4000 of another"),
     ],
 )
-def test_a_group_that_trl_has_no_place_for_is_put_aside_and_named(
-    model: Path, server: ServerProcess, caplog: pytest.LogCaptureFixture, fields: dict[str, Any], words: str
-) -> None:
+def test_a_group_that_trl_has_no_place_for_is_put_aside_and_named(model, server, caplog, fields, words):
     group = make_group(rewards=[1.0, 0.0], **fields)
     with ReplayClient(server.address) as client:
         key = client.insert(group, {"rollouts": 1.0})
@@ -327,8 +317,8 @@ def test_a_group_that_trl_has_no_place_for_is_put_aside_and_named(
     ],
 )
 def test_groups_whose_log_probabilities_trl_does_not_compute_are_refused_with_both_values(
-    model: Path, server: ServerProcess, sampling: dict[str, Any], options: dict[str, Any], words: str
-) -> None:
+    model, server, sampling, options, words
+):
     put(server.address, make_group(sampling=sampling))
     trainer = begun(server.address, model, **options)
     with pytest.raises(ValueError, match=words) if words else nullcontext():
@@ -336,7 +326,7 @@ def test_groups_whose_log_probabilities_trl_does_not_compute_are_refused_with_bo
     trainer.rollout_worker.stop()
 
 
-def test_groups_of_a_generator_with_another_model_are_refused(model: Path, server: ServerProcess) -> None:
+def test_groups_of_a_generator_with_another_model_are_refused(model, server):
     with ReplayClient(server.address, name="gen") as generator:
         generator.describe({"part": '"generator"', "model": '{"model_type": "llama", "vocabulary": 33}'})
         generator.insert(make_group(), {"rollouts": 1.0})
@@ -346,7 +336,7 @@ def test_groups_of_a_generator_with_another_model_are_refused(model: Path, serve
         trainer.rollout_worker.stop()
 
 
-def test_a_group_without_variance_is_replaced_from_the_pool(model: Path, server: ServerProcess) -> None:
+def test_a_group_without_variance_is_replaced_from_the_pool(model, server):
     informative, barren = make_group(version=1), make_group(rewards=(1.0, 1.0, 1.0), seed=5, version=2)
     put(server.address, informative, barren)
     trainer = begun(server.address, model)
@@ -369,14 +359,7 @@ def test_a_group_without_variance_is_replaced_from_the_pool(model: Path, server:
 
 @pytest.mark.long
 @pytest.mark.parametrize("sync_every", [1, 100], ids=["which publishes", "which waits for groups"])
-def test_a_server_that_is_away_pauses_the_trainer(
-    model: Path,
-    tmp_path: Path,
-    sync_every: int,
-    before_step: dict[int, Callable[[], None]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_server_that_is_away_pauses_the_trainer(model, tmp_path, sync_every, before_step, monkeypatch, caplog):
     # It is away for longer than every limit: the client's, that of the pool's calls, and TRL's.
     monkeypatch.setattr(ReplayClient, "from_env", lambda address: ReplayClient(address, timeout=1.0))
     pool = partial(GroupPool, timeout=0.5)
@@ -410,9 +393,7 @@ def test_a_server_that_is_away_pauses_the_trainer(
     assert "the trainer goes on after" in caplog.text
 
 
-def test_a_server_that_comes_back_without_its_data_is_gone_on_with(
-    model: Path, tmp_path: Path, before_step: dict[int, Callable[[], None]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_comes_back_without_its_data_is_gone_on_with(model, tmp_path, before_step, caplog):
     with ExitStack() as stack, caplog.at_level(logging.WARNING):
         first = stack.enter_context(server_process(tmp_path, block("replay.toml"), f"127.0.0.1:{free_port()}"))
         insert(first.address, 10)
@@ -431,7 +412,7 @@ def test_a_server_that_comes_back_without_its_data_is_gone_on_with(
     assert "groups could not be acknowledged" in caplog.text
 
 
-def test_a_trainer_without_generators_ends_with_what_the_server_says(model: Path, server: ServerProcess) -> None:
+def test_a_trainer_without_generators_ends_with_what_the_server_says(model, server):
     insert(server.address, 1)
     with pytest.raises(RuntimeError, match=r"no rollout came for .* 1 groups were inserted into rollouts"):
         train(model, server.address, max_steps=6, token_budget=BUDGET, heartbeat_stale_after_s=1.0)
@@ -439,12 +420,7 @@ def test_a_trainer_without_generators_ends_with_what_the_server_says(model: Path
         assert client.server_info().tables["rollouts"].size == 1  # given back
 
 
-def test_two_trainers_on_one_server_do_not_go_unnoticed(
-    model: Path,
-    server: ServerProcess,
-    before_step: dict[int, Callable[[], None]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_two_trainers_on_one_server_do_not_go_unnoticed(model, server, before_step, caplog):
     insert(server.address, 12)
 
     def second() -> None:
@@ -460,7 +436,7 @@ def test_two_trainers_on_one_server_do_not_go_unnoticed(
         train(model, server.address, max_steps=6, token_budget=BUDGET)
 
 
-def test_a_second_trainer_in_a_folder_is_refused(model: Path, server: ServerProcess, tmp_path: Path) -> None:
+def test_a_second_trainer_in_a_folder_is_refused(model, server, tmp_path):
     lock = OutputLock(tmp_path / WEIGHTS)
     assert lock.acquire() == ""
     with pytest.raises(RuntimeError, match="in use by another training run"):
@@ -468,7 +444,7 @@ def test_a_second_trainer_in_a_folder_is_refused(model: Path, server: ServerProc
     lock.release()
 
 
-def test_mistakes_in_the_call_are_one_clear_error(model: Path, server: ServerProcess) -> None:
+def test_mistakes_in_the_call_are_one_clear_error(model, server):
     with pytest.raises(TableNotFoundError):
         ServerRollouts(server.address, WEIGHTS, table="other")
     rollouts = ServerRollouts(server.address, WEIGHTS)
@@ -483,14 +459,14 @@ def test_mistakes_in_the_call_are_one_clear_error(model: Path, server: ServerPro
         trainer.train()
 
 
-def test_frozen_weights_are_refused(model: Path, server: ServerProcess) -> None:
+def test_frozen_weights_are_refused(model, server):
     trainer = made(model, ServerRollouts(server.address, WEIGHTS), max_steps=1)
     trainer.model.lm_head.requires_grad_(False)
     with pytest.raises(ValueError, match=r"1 of this model are frozen, such as lm_head\.weight"):
         trainer.train()
 
 
-def test_the_last_checkpoint_is_the_newest_whole_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_checkpoint_is_the_newest_whole_one(tmp_path, caplog):
     assert last_checkpoint(tmp_path / "absent") is None
     for name, text in (("9", "{}"), ("10", '{"global_step": 10}'), ("11", '{"glob'), ("12", None), ("x", "{}")):
         folder = tmp_path / f"checkpoint-{name}"

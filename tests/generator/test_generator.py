@@ -85,7 +85,7 @@ async def running(generator: RolloutGenerator) -> asyncio.Task[None]:
 # ------------------------------------------------------------------------------------------------------- groups
 
 
-async def test_groups_carry_tokens_logprobs_rewards_and_how_they_were_drawn() -> None:
+async def test_groups_carry_tokens_logprobs_rewards_and_how_they_were_drawn():
     client, engine = RecordingClient(), ScriptedEngine()
     sampling = SamplingConfig(temperature=0.7, max_tokens=5)
     seen: list[Any] = []
@@ -110,7 +110,7 @@ async def test_groups_carry_tokens_logprobs_rewards_and_how_they_were_drawn() ->
     assert last["tokens_per_second"] > 0
 
 
-async def test_async_reward_functions_of_a_group_run_at_the_same_time() -> None:
+async def test_async_reward_functions_of_a_group_run_at_the_same_time():
     together = asyncio.Barrier(4)
 
     async def reward(row: Any, text: str) -> float:
@@ -121,7 +121,7 @@ async def test_async_reward_functions_of_a_group_run_at_the_same_time() -> None:
         await make_generator(RecordingClient(), ScriptedEngine(), reward=reward, max_groups=1).run()
 
 
-async def test_no_more_groups_are_under_way_than_allowed() -> None:
+async def test_no_more_groups_are_under_way_than_allowed():
     client, engine = RecordingClient(), ScriptedEngine(hold=asyncio.Event())
     task = await running(make_generator(client, engine, max_concurrent_groups=3, max_groups=9))
     await async_until(lambda: engine.generating == 3)
@@ -131,7 +131,7 @@ async def test_no_more_groups_are_under_way_than_allowed() -> None:
     assert engine.most_generating == 3
 
 
-async def test_with_a_seed_every_group_has_a_seed_of_its_own_and_the_same_in_every_run() -> None:
+async def test_with_a_seed_every_group_has_a_seed_of_its_own_and_the_same_in_every_run():
     runs = []
     for _ in range(2):
         engine = ScriptedEngine()
@@ -151,7 +151,7 @@ CUT = (
 )
 
 
-async def test_truncated_completions_are_kept_unless_they_are_to_be_masked() -> None:
+async def test_truncated_completions_are_kept_unless_they_are_to_be_masked():
     for truncated, mask in (("keep", None), ("mask", [True, True, True, False, False, True])):
         client = RecordingClient()
         engine = ScriptedEngine(completions=CUT)
@@ -165,7 +165,7 @@ async def test_truncated_completions_are_kept_unless_they_are_to_be_masked() -> 
 
 
 @pytest.mark.parametrize("truncated", ["keep", "mask"])
-async def test_a_group_with_nothing_to_train_on_is_skipped_and_its_permit_goes_back(truncated: str) -> None:
+async def test_a_group_with_nothing_to_train_on_is_skipped_and_its_permit_goes_back(truncated):
     nothing = [Completion([], [], "", "abort", [])]
     if truncated == "mask":
         nothing.append(Completion([4, 4], [-1.0, -1.0], "4", "length", []))
@@ -176,7 +176,7 @@ async def test_a_group_with_nothing_to_train_on_is_skipped_and_its_permit_goes_b
     assert generator.stats["skipped"] == client.released == 3
 
 
-async def test_several_rewards_are_summed_by_weight_and_kept_one_by_one() -> None:
+async def test_several_rewards_are_summed_by_weight_and_kept_one_by_one():
     def long(row: Any, text: str) -> bool:
         return len(text) > 1
 
@@ -190,7 +190,7 @@ async def test_several_rewards_are_summed_by_weight_and_kept_one_by_one() -> Non
     assert group.axes == {"rewards/by_length": "rollout", "rewards/long": "rollout"}
 
 
-async def test_a_blocking_reward_function_holds_up_neither_the_loop_nor_generation() -> None:
+async def test_a_blocking_reward_function_holds_up_neither_the_loop_nor_generation():
     inside, go_on = threading.Event(), threading.Event()
 
     def reward(row: Any, text: str) -> float:
@@ -208,7 +208,7 @@ async def test_a_blocking_reward_function_holds_up_neither_the_loop_nor_generati
     assert len(client.inserts) == 3
 
 
-async def test_a_slow_group_holds_up_no_other() -> None:
+async def test_a_slow_group_holds_up_no_other():
     class Slow(ScriptedEngine):
         async def generate(self, prompt_ids: Any, sampling: SamplingConfig, n: int, *_: Any) -> list[Completion]:
             if prompt_ids == [ord(character) for character in "0+1="]:
@@ -229,7 +229,7 @@ async def test_a_slow_group_holds_up_no_other() -> None:
 @pytest.mark.parametrize(
     ("text", "says"), [("x" * 64, "has 64 tokens; the engine takes 1 to 63"), ("", "has 0 tokens")]
 )
-async def test_a_prompt_that_does_not_fit_stops_the_run_by_name(text: str, says: str) -> None:
+async def test_a_prompt_that_does_not_fit_stops_the_run_by_name(text, says):
     prompts = make_prompts(1)
     object.__setattr__(prompts[0], "content", text)
     engine = ScriptedEngine()
@@ -253,16 +253,14 @@ def is_no_number(row: Any, text: str) -> float:
         (is_no_number, "'is_no_number' returned .*nan"),
     ],
 )
-async def test_a_reward_function_that_fails_is_named_with_the_prompt_and_its_permit_goes_back(
-    reward: Any, says: str
-) -> None:
+async def test_a_reward_function_that_fails_is_named_with_the_prompt_and_its_permit_goes_back(reward, says):
     client = RecordingClient(admission=True)
     with pytest.raises(PromptError, match=f"prompt 'p0': reward function {says}"):
         await make_generator(client, ScriptedEngine(), reward=reward).run()
     assert not client.leases
 
 
-async def test_prompts_that_fail_are_skipped_where_that_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
+async def test_prompts_that_fail_are_skipped_where_that_is_wanted(caplog):
     def flaky(row: Any, text: str) -> float:
         return math.nan if row["prompt_id"] in ("p1", "p3") else 1.0
 
@@ -277,7 +275,7 @@ async def test_prompts_that_fail_are_skipped_where_that_is_wanted(caplog: pytest
     assert len([record for record in caplog.records if "skipped:" in record.message]) == 4
 
 
-async def test_when_nothing_but_failures_come_the_run_ends_even_if_they_are_skipped() -> None:
+async def test_when_nothing_but_failures_come_the_run_ends_even_if_they_are_skipped():
     reward = lambda row, text: math.nan  # noqa: E731
     with pytest.raises(PromptError, match=r"100 groups in a row were skipped.*rewards must be finite"):
         await make_generator(RecordingClient(), ScriptedEngine(), reward=reward, on_prompt_error="skip").run()
@@ -295,8 +293,8 @@ async def test_when_nothing_but_failures_come_the_run_ends_even_if_they_are_skip
     ids=["a full table", "a full table, dropped", "a full queue", "a stale group", "storage that fails"],
 )
 async def test_a_group_that_is_refused_is_tried_again_under_its_key_or_dropped(
-    error: Exception, options: Any, groups: int, attempts: int, counted: str
-) -> None:
+    error, options, groups, attempts, counted
+):
     client = RecordingClient(admission=True, refuse=[error] * 2)
     generator = make_generator(client, ScriptedEngine(), max_groups=3, **options)
     await generator.run()
@@ -306,19 +304,19 @@ async def test_a_group_that_is_refused_is_tried_again_under_its_key_or_dropped(
     assert not client.leases
 
 
-async def test_a_group_that_is_too_large_for_the_server_names_its_prompt() -> None:
+async def test_a_group_that_is_too_large_for_the_server_names_its_prompt():
     client = RecordingClient(refuse=[PayloadTooLargeError("107 bytes > max_bytes 100")])
     with pytest.raises(PromptError, match="prompt 'p0': its group cannot be inserted: 107 bytes"):
         await make_generator(client, ScriptedEngine()).run()
 
 
-async def test_without_a_number_of_groups_there_must_be_admission() -> None:
+async def test_without_a_number_of_groups_there_must_be_admission():
     with pytest.raises(ReplayError, match=r"needs \[admission\]"):
         await make_generator(RecordingClient(), ScriptedEngine(), max_concurrent_groups=None).run()
 
 
 @pytest.mark.parametrize("ending", ["prompts run out", "stop", "failure"])
-async def test_a_generator_gives_back_its_permits_and_says_that_it_ends_unless_it_failed(ending: str) -> None:
+async def test_a_generator_gives_back_its_permits_and_says_that_it_ends_unless_it_failed(ending):
     class Broken(ScriptedEngine):
         async def generate(self, *_: Any) -> Any:
             raise RuntimeError("the engine died")
@@ -350,7 +348,7 @@ class SilentAtTheEnd(RecordingClient):
         await asyncio.sleep(timeout)
 
 
-async def test_a_generator_that_is_told_to_stop_leaves_time_for_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_generator_that_is_told_to_stop_leaves_time_for_its_engine(monkeypatch):
     monkeypatch.setattr("replay_generator.server.LAST_WORD", LAST_WORD)  # not as in other tests
     client, engine = SilentAtTheEnd(admission=True), ScriptedEngine(hold=asyncio.Event())
     generator = make_generator(client, engine, stop_grace=GeneratorConfig().stop_grace)
@@ -365,9 +363,7 @@ async def test_a_generator_that_is_told_to_stop_leaves_time_for_its_engine(monke
     assert seconds <= STOP_SECONDS - ENGINE_STOP
 
 
-async def test_an_engine_that_is_in_the_middle_of_something_long_is_not_waited_for(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_is_in_the_middle_of_something_long_is_not_waited_for(model, monkeypatch):
     monkeypatch.setattr("replay_generator.engines.transformers.ENGINE_STOP", 0.1)
     engine, began, end = TransformersEngine(model), threading.Event(), threading.Event()
 
@@ -385,7 +381,7 @@ async def test_an_engine_that_is_in_the_middle_of_something_long_is_not_waited_f
 
 
 @pytest.mark.parametrize("grace", [60.0, 0.05], ids=["long enough", "too short"])
-async def test_stop_lets_groups_finish_within_the_grace_and_gives_back_the_rest(grace: float) -> None:
+async def test_stop_lets_groups_finish_within_the_grace_and_gives_back_the_rest(grace):
     client, engine = RecordingClient(admission=True), ScriptedEngine(hold=asyncio.Event())
     generator = make_generator(client, engine, max_concurrent_groups=3, stop_grace=grace)
     task = await running(generator)
@@ -404,7 +400,7 @@ async def test_stop_lets_groups_finish_within_the_grace_and_gives_back_the_rest(
 # ------------------------------------------------------------------------------------------------------- policy
 
 
-async def test_new_weights_are_loaded_while_nothing_is_generated_and_groups_say_their_version(tmp_path: Path) -> None:
+async def test_new_weights_are_loaded_while_nothing_is_generated_and_groups_say_their_version(tmp_path):
     client, engine = RecordingClient(), ScriptedEngine(hold=asyncio.Event())
     await client.publish(3, fake_weights(tmp_path / "step-3"))
     generator = make_generator(client, engine, max_concurrent_groups=2)
@@ -424,7 +420,7 @@ async def test_new_weights_are_loaded_while_nothing_is_generated_and_groups_say_
     assert set(versions[2:]) == {5}
 
 
-async def test_at_once_weights_are_loaded_while_groups_are_generated(tmp_path: Path) -> None:
+async def test_at_once_weights_are_loaded_while_groups_are_generated(tmp_path):
     client, engine = RecordingClient(), ScriptedEngine(hold=asyncio.Event())
     generator = make_generator(client, engine, reload="at_once", max_groups=2)
     task = await running(generator)
@@ -436,7 +432,7 @@ async def test_at_once_weights_are_loaded_while_groups_are_generated(tmp_path: P
     await task
 
 
-async def test_a_group_that_spans_versions_says_the_version_of_every_token() -> None:
+async def test_a_group_that_spans_versions_says_the_version_of_every_token():
     class Spanning(ScriptedEngine):
         async def generate(self, prompt_ids: Any, sampling: SamplingConfig, n: int, *_: Any) -> list[Completion]:
             return [
@@ -453,7 +449,7 @@ async def test_a_group_that_spans_versions_says_the_version_of_every_token() -> 
     assert group.axes == {"policy_versions": "token"}
 
 
-async def test_at_once_nothing_drawn_since_the_reload_is_inserted_before_its_check(tmp_path: Path) -> None:
+async def test_at_once_nothing_drawn_since_the_reload_is_inserted_before_its_check(tmp_path):
     checking, go_on = asyncio.Event(), asyncio.Event()
 
     class Checked(ScriptedEngine):
@@ -476,7 +472,7 @@ async def test_at_once_nothing_drawn_since_the_reload_is_inserted_before_its_che
     assert {group.policy_version for group, _ in client.inserts} == {0}
 
 
-async def test_a_group_that_waits_for_a_place_in_the_queue_does_not_hold_up_new_weights(tmp_path: Path) -> None:
+async def test_a_group_that_waits_for_a_place_in_the_queue_does_not_hold_up_new_weights(tmp_path):
     class Full(RecordingClient):
         async def insert(self, *_: Any, **__: Any) -> int:
             await asyncio.sleep(3600)
@@ -492,7 +488,7 @@ async def test_a_group_that_waits_for_a_place_in_the_queue_does_not_hold_up_new_
     await task
 
 
-async def test_with_wait_for_policy_nothing_is_generated_before_the_first_version(tmp_path: Path) -> None:
+async def test_with_wait_for_policy_nothing_is_generated_before_the_first_version(tmp_path):
     client, engine = RecordingClient(), ScriptedEngine()
     task = await running(make_generator(client, engine, wait_for_policy=True, max_groups=2))
     await client.publish(7, fake_weights(tmp_path / "step-7"))
@@ -502,7 +498,7 @@ async def test_with_wait_for_policy_nothing_is_generated_before_the_first_versio
     assert len(engine.seeds) == 2
 
 
-async def test_without_published_weights_the_engines_own_are_version_zero() -> None:
+async def test_without_published_weights_the_engines_own_are_version_zero():
     client, engine = RecordingClient(), ScriptedEngine()
     await client.publish(9, "")
     await make_generator(client, engine, max_groups=2).run()
@@ -510,7 +506,7 @@ async def test_without_published_weights_the_engines_own_are_version_zero() -> N
     assert {group.policy_version for group, _ in client.inserts} == {0}
 
 
-async def test_without_follow_policy_the_first_weights_stay(tmp_path: Path) -> None:
+async def test_without_follow_policy_the_first_weights_stay(tmp_path):
     client, engine = RecordingClient(), ScriptedEngine()
     await client.publish(1, fake_weights(tmp_path / "step-1"))
     generator = make_generator(client, engine, follow_policy=False)
@@ -523,7 +519,7 @@ async def test_without_follow_policy_the_first_weights_stay(tmp_path: Path) -> N
     assert engine.loaded == [str(tmp_path / "step-1")]
 
 
-async def test_weights_removed_for_newer_ones_are_passed_over(tmp_path: Path) -> None:
+async def test_weights_removed_for_newer_ones_are_passed_over(tmp_path):
     newer = fake_weights(tmp_path / "step-2")
 
     class Slow(ScriptedEngine):
@@ -538,7 +534,7 @@ async def test_weights_removed_for_newer_ones_are_passed_over(tmp_path: Path) ->
     assert client.inserts[0][0].policy_version == 2
 
 
-async def test_weights_that_are_nowhere_are_an_error_that_names_them(tmp_path: Path) -> None:
+async def test_weights_that_are_nowhere_are_an_error_that_names_them(tmp_path):
     client = RecordingClient()
     await client.publish(1, tmp_path / "step-1")
     with pytest.raises(WeightsNotFoundError, match=r"policy 1: .*step-1.*shared file system"):
@@ -546,7 +542,7 @@ async def test_weights_that_are_nowhere_are_an_error_that_names_them(tmp_path: P
 
 
 @pytest.mark.parametrize("score", [-1.1, math.nan])
-async def test_an_engine_that_disagrees_with_the_probe_ends_the_run(tmp_path: Path, score: float) -> None:
+async def test_an_engine_that_disagrees_with_the_probe_ends_the_run(tmp_path, score):
     client, engine = RecordingClient(admission=True), ScriptedEngine(probe_scores=[-0.5, -1.0])
     await client.publish(1, fake_weights(tmp_path / "step-1", probe=[-0.5, -1.01]))
     generator = make_generator(client, engine)
@@ -561,9 +557,7 @@ async def test_an_engine_that_disagrees_with_the_probe_ends_the_run(tmp_path: Pa
     assert not client.leases
 
 
-async def test_weights_without_a_probe_are_used_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_weights_without_a_probe_are_used_with_one_warning(tmp_path, caplog):
     client, engine = RecordingClient(), ScriptedEngine()
     generator = make_generator(client, engine)
     with caplog.at_level(logging.WARNING):
@@ -581,9 +575,7 @@ async def test_weights_without_a_probe_are_used_with_one_warning(
 
 
 @pytest.mark.parametrize("reload", ["between_groups", "at_once"])
-async def test_a_model_is_followed_with_exact_logprobs_for_every_token(
-    model: Path, tmp_path: Path, reload: Any
-) -> None:
+async def test_a_model_is_followed_with_exact_logprobs_for_every_token(model, tmp_path, reload):
     folders = [make_version(model, tmp_path / f"step-{step}", seed=step) for step in (1, 2, 3)]
     versions, client = {0: model}, RecordingClient()
     sampling = SamplingConfig(temperature=0.8, max_tokens=50)
@@ -614,7 +606,7 @@ async def test_a_model_is_followed_with_exact_logprobs_for_every_token(
 # --------------------------------------------------------------------------------------- metrics
 
 
-async def test_metrics_go_to_a_file_as_json_lines_that_add_up(tmp_path: Path) -> None:
+async def test_metrics_go_to_a_file_as_json_lines_that_add_up(tmp_path):
     path = tmp_path / "runs" / "generator.jsonl"
     client = RecordingClient(admission=True)
     await client.publish(3, fake_weights(tmp_path / "step-3", probe=[-0.5]))
@@ -650,7 +642,7 @@ async def test_metrics_go_to_a_file_as_json_lines_that_add_up(tmp_path: Path) ->
     assert sum(line["reload_seconds_mean"] is not None for line in first_run) == 1
 
 
-async def test_staleness_on_arrival_is_measured_against_the_newest_version_known(tmp_path: Path) -> None:
+async def test_staleness_on_arrival_is_measured_against_the_newest_version_known(tmp_path):
     path = tmp_path / "generator.jsonl"
     client, engine = RecordingClient(), ScriptedEngine(hold=asyncio.Event())
     generator = make_generator(client, engine, max_groups=2, metrics_path=str(path))
@@ -663,9 +655,7 @@ async def test_staleness_on_arrival_is_measured_against_the_newest_version_known
     assert json.loads(path.read_text().splitlines()[-1])["staleness_mean"] == 5
 
 
-async def test_metrics_that_cannot_be_written_end_the_run_before_its_first_group_and_close_the_engine(
-    tmp_path: Path,
-) -> None:
+async def test_metrics_that_cannot_be_written_end_the_run_before_its_first_group_and_close_the_engine(tmp_path):
     (tmp_path / "file").touch()
     client, engine = RecordingClient(), ScriptedEngine()
     with pytest.raises(OSError, match="file"):
@@ -673,7 +663,7 @@ async def test_metrics_that_cannot_be_written_end_the_run_before_its_first_group
     assert (engine.closed, client.inserts) == (1, [])
 
 
-def test_the_blocking_form_stops_on_interrupt() -> None:
+def test_the_blocking_form_stops_on_interrupt():
     client, engine = RecordingClient(), ScriptedEngine()
 
     def interrupt(stats: Any) -> None:

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,7 +69,7 @@ FATES = ("insert", "filter", "fail", "stale", "fail to tokenize")
 @pytest.mark.parametrize("building", [None, "building"])
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(fates=st.lists(st.sampled_from(FATES), min_size=1, max_size=24))
-def test_every_permit_is_used_by_an_insert_or_given_back(building: str | None, fates: list[str]) -> None:
+def test_every_permit_is_used_by_an_insert_or_given_back(building, fates):
     def reward(row: Any, text: str) -> float:
         return float("nan") if row["fate"] == "fail" else float(len(text))
 
@@ -121,7 +120,7 @@ def test_every_permit_is_used_by_an_insert_or_given_back(building: str | None, f
         asyncio.run(main())
 
 
-async def test_as_many_groups_are_under_way_as_there_are_permits() -> None:
+async def test_as_many_groups_are_under_way_as_there_are_permits():
     engine = ScriptedEngine(hold=asyncio.Event())
     with serving(groups_per_step=3, max_staleness=1) as server:
         async with generating(server.address, engine, max_concurrent_groups=None) as (_, client, _task):
@@ -133,9 +132,7 @@ async def test_as_many_groups_are_under_way_as_there_are_permits() -> None:
             await async_until(lambda: engine.generating == 9)
 
 
-async def test_a_group_that_takes_longer_than_its_permit_lives_is_inserted_and_counted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_group_that_takes_longer_than_its_permit_lives_is_inserted_and_counted(caplog):
     engine = ScriptedEngine(hold=asyncio.Event())
     with (
         caplog.at_level(logging.WARNING),
@@ -156,9 +153,7 @@ async def test_a_group_that_takes_longer_than_its_permit_lives_is_inserted_and_c
     assert sum("raise permit_ttl" in record.message for record in caplog.records) == 1
 
 
-async def test_a_generator_whose_groups_are_all_too_old_waits_for_newer_weights_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_generator_whose_groups_are_all_too_old_waits_for_newer_weights_and_says_so(tmp_path, caplog):
     engine, score = ScriptedEngine(), asyncio.Event()
     score.set()
     scoring: set[str] = set()
@@ -196,7 +191,7 @@ async def test_a_generator_whose_groups_are_all_too_old_waits_for_newer_weights_
     ("follow", "why"),
     [(True, "the newest is 9, which was published without weights"), (False, r"does not follow .*\(follow_policy\)")],
 )
-async def test_a_generator_that_gets_no_newer_weights_ends_with_the_reason(follow: bool, why: str) -> None:
+async def test_a_generator_that_gets_no_newer_weights_ends_with_the_reason(follow, why):
     with serving() as server:
         # Before it begins: what it has heard of the policy when its first group is refused is then known.
         async with AsyncReplayClient(server.address) as trainer:
@@ -210,7 +205,7 @@ async def test_a_generator_that_gets_no_newer_weights_ends_with_the_reason(follo
                 await asyncio.wait_for(task, 60)
 
 
-async def test_groups_that_would_be_too_old_are_given_up_and_made_again_with_newer_weights(tmp_path: Path) -> None:
+async def test_groups_that_would_be_too_old_are_given_up_and_made_again_with_newer_weights(tmp_path):
     engine = ScriptedEngine(hold=asyncio.Event())
     with serving(groups_per_step=4, max_staleness=2) as server:
         async with generating(server.address, engine, max_groups=5) as (generator, client, task):
@@ -232,7 +227,7 @@ async def test_groups_that_would_be_too_old_are_given_up_and_made_again_with_new
     assert (admission.running, admission.expired) == (0, 0)
 
 
-async def test_a_group_that_is_too_old_twice_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_group_that_is_too_old_twice_is_left_out(tmp_path, caplog):
     engine = ScriptedEngine(hold=asyncio.Event())
     with serving() as server:
         async with generating(server.address, engine, max_groups=1) as (generator, client, task):
@@ -245,7 +240,7 @@ async def test_a_group_that_is_too_old_twice_is_left_out(tmp_path: Path, caplog:
     assert "prompt 'p0': left out, because its group was too old twice" in caplog.messages
 
 
-async def test_the_bound_of_a_table_counts_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_bound_of_a_table_counts_as_it_is_now(monkeypatch):
     monkeypatch.setattr("replay_generator.server.SECONDS_PER_LOOK", 0.05)
     looks, server_info = [], AsyncReplayClient.server_info
 
@@ -271,7 +266,7 @@ async def test_the_bound_of_a_table_counts_as_it_is_now(monkeypatch: pytest.Monk
     assert generator.stats["groups"] == 1
 
 
-async def test_a_held_generator_finds_out_that_its_groups_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_held_generator_finds_out_that_its_groups_are_taken_again(monkeypatch):
     monkeypatch.setattr("replay_generator.server.SECONDS_PER_LOOK", 0.05)
     with serving() as server:
         async with generating(server.address, ScriptedEngine()) as (generator, client, _):
@@ -283,7 +278,7 @@ async def test_a_held_generator_finds_out_that_its_groups_are_taken_again(monkey
             await async_until(lambda: generator.stats["groups"] > inserted + 10)
 
 
-async def test_a_table_that_refuses_groups_gets_them_when_it_has_room() -> None:
+async def test_a_table_that_refuses_groups_gets_them_when_it_has_room():
     with serving() as server:
         async with generating(server.address, ScriptedEngine(), tables=("small",), max_groups=4) as (
             generator,
@@ -299,9 +294,7 @@ async def test_a_table_that_refuses_groups_gets_them_when_it_has_room() -> None:
             assert generator.stats["groups"] == 4
 
 
-async def test_a_busy_server_is_waited_for_and_nothing_is_dropped(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_busy_server_is_waited_for_and_nothing_is_dropped(caplog, monkeypatch):
     # A second line would come after half a minute, which this test takes where little of the machine is free.
     monkeypatch.setattr("replay_generator.server.WaitLog", partial(WaitLog, every=3600.0))
     with ReplayServer(tables=TABLES, port=0, max_bytes=3000) as server:
@@ -322,9 +315,7 @@ async def test_a_busy_server_is_waited_for_and_nothing_is_dropped(
     assert sum("the server refuses for now" in record.message for record in caplog.records) == 1
 
 
-def test_a_wait_is_logged_at_once_then_every_half_minute_and_when_it_ends(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_is_logged_at_once_then_every_half_minute_and_when_it_ends(caplog, monkeypatch):
     log, clock = WaitLog(), [1000.0]
     monkeypatch.setattr("replay_client.waits.time.monotonic", lambda: clock[0])
     for second in range(71):
@@ -342,9 +333,7 @@ def test_a_wait_is_logged_at_once_then_every_half_minute_and_when_it_ends(
 
 
 @pytest.mark.parametrize("way", ["kill", pytest.param("terminate", marks=pytest.mark.long)])
-async def test_a_server_that_is_restarted_finds_the_generator_going_on(
-    tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_is_restarted_finds_the_generator_going_on(tmp_path, way, caplog, monkeypatch):
     monkeypatch.setattr("replay_generator.server.SECONDS_PER_LOOK", 1.0)
     monkeypatch.setattr("replay_generator.server.LAST_WORD", 0.1)  # there is no server at its end
     address = f"127.0.0.1:{free_port()}"
@@ -378,7 +367,7 @@ async def test_a_server_that_is_restarted_finds_the_generator_going_on(
             assert not task.done()
 
 
-async def test_a_server_that_stays_away_ends_the_run_after_the_clients_timeout(tmp_path: Path) -> None:
+async def test_a_server_that_stays_away_ends_the_run_after_the_clients_timeout(tmp_path):
     with server_process(tmp_path) as server:
         async with generating(server.address, ScriptedEngine(), timeout=1.0) as (generator, _, task):
             await async_until(lambda: generator.stats["groups"] > 5)
@@ -387,9 +376,7 @@ async def test_a_server_that_stays_away_ends_the_run_after_the_clients_timeout(t
                 await asyncio.wait_for(task, 60)
 
 
-async def test_a_server_that_stays_away_before_there_are_weights_ends_the_run_too(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_stays_away_before_there_are_weights_ends_the_run_too(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("replay_generator.policy_follower.LOG_SECONDS", 0.3)  # the client's timeout is longer
     with server_process(tmp_path) as server:
         async with generating(server.address, ScriptedEngine(), timeout=1.0, wait_for_policy=True) as (_, _, task):

@@ -33,14 +33,14 @@ def write(folder: Path, *lines: str) -> Path:
     return path
 
 
-def test_rows_keep_everything_and_are_named_by_their_own_id(tmp_path: Path) -> None:
+def test_rows_keep_everything_and_are_named_by_their_own_id(tmp_path):
     path = write(tmp_path, '{"prompt": "1+1=", "answer": "2", "prompt_id": 17}', "", '{"prompt": "2+2=", "level": 3}')
     first, second = read_prompts(path)
     assert (first.prompt_id, first.content, first.row["answer"]) == ("17", "1+1=", "2")
     assert second.row["level"] == 3
 
 
-def test_a_prompt_without_an_id_is_named_the_same_in_every_run_and_unlike_others() -> None:
+def test_a_prompt_without_an_id_is_named_the_same_in_every_run_and_unlike_others():
     assert Prompt.of({"prompt": "1+1="}).prompt_id == "9ffe8627f3749018"
     assert Prompt.of({"prompt": "1+1="}).prompt_id != Prompt.of({"prompt": "1+2="}).prompt_id
 
@@ -58,13 +58,13 @@ def test_a_prompt_without_an_id_is_named_the_same_in_every_run_and_unlike_others
         '{"prompt": ["1+1="]}',
     ],
 )
-def test_a_line_without_a_prompt_is_an_error_that_names_file_and_line(tmp_path: Path, line: str) -> None:
+def test_a_line_without_a_prompt_is_an_error_that_names_file_and_line(tmp_path, line):
     path = write(tmp_path, '{"prompt": "fine"}', line)
     with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: "):
         read_prompts(path)
 
 
-def test_a_byte_order_mark_does_not_belong_to_the_first_line(tmp_path: Path) -> None:
+def test_a_byte_order_mark_does_not_belong_to_the_first_line(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "1+1="}\n{"prompt": "é"}\n', encoding="utf-8-sig")
     assert [prompt.content for prompt in read_prompts(path)] == ["1+1=", "é"]
@@ -80,25 +80,23 @@ def test_a_byte_order_mark_does_not_belong_to_the_first_line(tmp_path: Path) -> 
     ],
     ids=["Latin-1", "gzip", "UTF-16", "Parquet"],
 )
-def test_a_file_in_another_encoding_is_named_with_the_line_and_the_remedy(
-    tmp_path: Path, content: bytes, says: str
-) -> None:
+def test_a_file_in_another_encoding_is_named_with_the_line_and_the_remedy(tmp_path, content, says):
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"prompts\.jsonl, {says}"):
         read_prompts(path)
 
 
-def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path: Path) -> None:
+def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path):
     assert read_prompts(write(tmp_path, '{"prompt": "a\u2028b"}'))[0].content == "a\u2028b"
 
 
-def test_a_file_without_prompts_is_an_error(tmp_path: Path) -> None:
+def test_a_file_without_prompts_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="has no prompts"):
         read_prompts(write(tmp_path, ""))
 
 
-def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own() -> None:
+def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own():
     prompts = [Prompt.of({"prompt": str(number)}) for number in range(20)]
     drawn = list(itertools.islice(cycle_prompts(prompts, seed=3), 60))
     epochs = [[prompt.content for prompt in drawn[start : start + 20]] for start in (0, 20, 40)]
@@ -106,14 +104,14 @@ def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_the_order_follows_from_the_seed() -> None:
+def test_the_order_follows_from_the_seed():
     prompts = [Prompt.of({"prompt": str(number)}) for number in range(20)]
     orders = [[p.content for p in cycle_prompts(prompts, seed=seed, epochs=2)] for seed in (3, 3, 4)]
     assert orders[0] == orders[1] != orders[2]
 
 
 @pytest.mark.parametrize("epochs", [None, 2])
-def test_no_prompts_are_an_error_at_once(epochs: int | None) -> None:
+def test_no_prompts_are_an_error_at_once(epochs):
     with pytest.raises(ValueError, match="no prompts to cycle through"):
         cycle_prompts([], epochs=epochs)
 
@@ -145,7 +143,7 @@ def tokenized(prompt: Prompt, **template: str) -> str:
     return bytes(prompt.tokenize(Chats(), **template)).decode()
 
 
-def test_messages_are_tokenized_by_the_chat_template() -> None:
+def test_messages_are_tokenized_by_the_chat_template():
     question = {"role": "user", "content": "1+1="}
     assert tokenized(Prompt.of("1+1=")) == "1+1="
     assert tokenized(Prompt.of([question])) == "<user>1+1=<assistant>"
@@ -154,7 +152,7 @@ def test_messages_are_tokenized_by_the_chat_template() -> None:
     assert tokenized(started) == "<user>1+1=<assistant>It is"
 
 
-def test_a_text_becomes_a_chat_with_the_systems_message_before_it() -> None:
+def test_a_text_becomes_a_chat_with_the_systems_message_before_it():
     assert tokenized(Prompt.of("1+1=").as_chat()) == "<user>1+1=<assistant>"
     assert tokenized(Prompt.of("1+1=").as_chat("Add.")) == "<system>Add.<user>1+1=<assistant>"
     own = Prompt.of([{"role": "system", "content": "Own."}, {"role": "user", "content": "1+1="}])
@@ -162,7 +160,7 @@ def test_a_text_becomes_a_chat_with_the_systems_message_before_it() -> None:
     assert Prompt.of("1+1=").as_chat("Add.").prompt_id == Prompt.of("1+1=").prompt_id
 
 
-def test_a_real_tokenizer_applies_its_template_and_without_one_says_so(tmp_path: Path) -> None:
+def test_a_real_tokenizer_applies_its_template_and_without_one_says_so(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(make_model(tmp_path))
     prompt = Prompt.of([{"role": "user", "content": "1+1="}])
     with pytest.raises(PromptError, match=f"prompt '{prompt.prompt_id}' .* the tokenizer has no chat template"):
@@ -173,13 +171,13 @@ def test_a_real_tokenizer_applies_its_template_and_without_one_says_so(tmp_path:
     assert prompt.tokenize(tokenizer) == tokenizer.encode("1+1=?")
 
 
-def test_another_field_may_hold_the_prompt() -> None:
+def test_another_field_may_hold_the_prompt():
     assert Prompt.of({"question": "1+1="}, "question").content == "1+1="
     with pytest.raises(ValueError, match="needs the field 'prompt'; this one has question"):
         Prompt.of({"question": "1+1="})
 
 
-def test_rows_of_a_data_set_are_read_one_by_one_as_they_are_asked_for() -> None:
+def test_rows_of_a_data_set_are_read_one_by_one_as_they_are_asked_for():
     class Rows:
         read = 0
 
@@ -196,7 +194,7 @@ def test_rows_of_a_data_set_are_read_one_by_one_as_they_are_asked_for() -> None:
     assert len({prompt.content for prompt in drawn}) == 5
 
 
-def test_what_is_no_file_needs_the_package_for_data_sets(tmp_path: Path) -> None:
+def test_what_is_no_file_needs_the_package_for_data_sets(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"missing\.jsonl"):
         load_prompts(str(tmp_path / "missing.jsonl"))
     if importlib.util.find_spec("datasets") is None:
@@ -204,7 +202,7 @@ def test_what_is_no_file_needs_the_package_for_data_sets(tmp_path: Path) -> None
             load_prompts(str(tmp_path))
 
 
-def test_a_data_set_on_disk_is_read_by_split_and_column(tmp_path: Path) -> None:
+def test_a_data_set_on_disk_is_read_by_split_and_column(tmp_path):
     datasets = pytest.importorskip("datasets", reason="prompts from data sets need the package")
     rows = datasets.Dataset.from_list([{"question": "1+1=", "answer": "2"}, {"question": "2+2=", "answer": "4"}])
     datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path)
@@ -229,7 +227,7 @@ def length(row: Any, text: str) -> float:
     return len(text)
 
 
-async def test_rewards_of_every_kind_are_summed_by_weight() -> None:
+async def test_rewards_of_every_kind_are_summed_by_weight():
     async def slow(row: Any, text: str) -> float:
         await asyncio.sleep(0.01)
         return 10.0 * len(text)
@@ -265,12 +263,12 @@ async def test_rewards_of_every_kind_are_summed_by_weight() -> None:
         (lambda row, text: next(iter(())), "raised RuntimeError: StopIteration"),
     ],
 )
-async def test_what_is_no_reward_is_an_error_that_names_the_function(function: Any, says: str) -> None:
+async def test_what_is_no_reward_is_an_error_that_names_the_function(function, says):
     with pytest.raises(RewardError, match=f"reward function 'odd' {says}"):
         await scored(length, Reward(function, name="odd"))
 
 
-async def test_a_function_that_takes_too_long_has_failed_and_the_next_group_is_scored() -> None:
+async def test_a_function_that_takes_too_long_has_failed_and_the_next_group_is_scored():
     stuck = threading.Event()
 
     def hangs(row: Any, text: str) -> float:
@@ -287,7 +285,7 @@ async def test_a_function_that_takes_too_long_has_failed_and_the_next_group_is_s
     stuck.set()
 
 
-async def test_the_clock_of_a_function_starts_with_its_call_and_not_with_the_wait_for_its_thread() -> None:
+async def test_the_clock_of_a_function_starts_with_its_call_and_not_with_the_wait_for_its_thread():
     def slow(row: Any, text: str) -> float:
         go_on(2.0)
         return 1.0
@@ -303,7 +301,7 @@ async def test_the_clock_of_a_function_starts_with_its_call_and_not_with_the_wai
     [(None, False, 1), (1, False, 1), (3, False, 3), (None, True, 6)],
     ids=["one by default", "one", "three", "all of a function that says that it is thread-safe"],
 )
-async def test_a_function_scores_so_many_groups_at_a_time(threads: int | None, safe: bool, expected: int) -> None:
+async def test_a_function_scores_so_many_groups_at_a_time(threads, safe, expected):
     together, lock, inside, most = threading.Barrier(expected), threading.Lock(), 0, 0
 
     def blocks(row: Any, text: str) -> float:
@@ -321,7 +319,7 @@ async def test_a_function_scores_so_many_groups_at_a_time(threads: int | None, s
     assert most == expected
 
 
-async def test_an_error_names_the_line_of_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_names_the_line_of_the_users_file(tmp_path, monkeypatch):
     (tmp_path / "lined_rewards.py").write_text(
         "import json\n\ndef parse(text):\n    return json.loads(text)\n\n"
         "def strict(row, text):\n    return parse(text)['score']\n\n"
@@ -340,7 +338,7 @@ async def test_an_error_names_the_line_of_the_users_file(tmp_path: Path, monkeyp
             await scored(load_reward(f"lined_rewards:{name}"))
 
 
-def test_two_rewards_need_two_names() -> None:
+def test_two_rewards_need_two_names():
     with pytest.raises(ValueError, match="names of their own, not length, length"):
         Scorer([length, length])
     Scorer([length, Reward(length, name="again")])
@@ -348,26 +346,26 @@ def test_two_rewards_need_two_names() -> None:
         Scorer([])
 
 
-def test_a_weight_may_follow_the_name_of_a_reward() -> None:
+def test_a_weight_may_follow_the_name_of_a_reward():
     assert load_reward("exact_match=0.25").weight == 0.25
     for name in ("exact_match=", "exact_match=much", "exact_match=nan"):
         with pytest.raises(ValueError, match="weight"):
             load_reward(name)
 
 
-def test_exact_match_ignores_space_around_and_nothing_else() -> None:
+def test_exact_match_ignores_space_around_and_nothing_else():
     assert exact_match({"answer": "42"}, " 42\n") == 1.0
     assert exact_match({"answer": 42}, "42") == 1.0
     assert exact_match({"answer": "42"}, "4 2") == 0.0
     assert exact_match({"answer": "42"}, "") == 0.0
 
 
-def test_exact_match_without_an_answer_says_what_the_row_has() -> None:
+def test_exact_match_without_an_answer_says_what_the_row_has():
     with pytest.raises(ValueError, match="needs an 'answer' in each row; this one has prompt"):
         exact_match({"prompt": "1+1="}, "2")
 
 
-def test_a_reward_loads_by_name_or_by_module_and_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_loads_by_name_or_by_module_and_function(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text("def brevity(row, text): return -len(text)\nLIMIT = 3\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert load_reward("exact_match").function is exact_match
@@ -377,7 +375,7 @@ def test_a_reward_loads_by_name_or_by_module_and_function(tmp_path: Path, monkey
             load_reward(name)
 
 
-def test_the_client_package_imports_no_inference_library() -> None:
+def test_the_client_package_imports_no_inference_library():
     code = (
         "import sys, replay_client, replay_generator, replay_generator.engines.vllm, "
         "replay_generator.prompts, replay_generator.rewards\n"

@@ -161,7 +161,7 @@ THROUGH = {"slime": through_slime, "miles": through_miles}
 
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("framework", THROUGH)
-def test_a_group_comes_back_bit_by_bit(framework: str, name: str) -> None:
+def test_a_group_comes_back_bit_by_bit(framework, name):
     group, expected = GROUPS[name](need(framework)), GROUPS[name](need(framework))
     if name in LEFT_ALONE.get(framework, ()):
         with serving() as server, ReplayClient(server.address) as client:
@@ -174,7 +174,7 @@ def test_a_group_comes_back_bit_by_bit(framework: str, name: str) -> None:
         assert equal(group, expected), "what is put stays as it was"
 
 
-def test_columns_of_tokens_are_extras_with_axes_and_small() -> None:
+def test_columns_of_tokens_are_extras_with_axes_and_small():
     group = GROUPS["columns"](need("slime"))
     with serving() as server, ReplayClient(server.address) as client:
         run_slime(server.address, [[group]])
@@ -194,7 +194,7 @@ def test_columns_of_tokens_are_extras_with_axes_and_small() -> None:
 # --------------------------------------------------------------------------------------------- versions, the pool
 
 
-def test_slime_uses_no_group_beyond_the_bound() -> None:
+def test_slime_uses_no_group_beyond_the_bound():
     kind = need("slime")
     informative, barren = make_samples(kind, 0, REWARDS), make_samples(kind, 7, (1.0, 1.0, 1.0))
     with serving() as server:
@@ -205,7 +205,7 @@ def test_slime_uses_no_group_beyond_the_bound() -> None:
             assert output.metrics["replay/groups_replaced"] == replaced
 
 
-def test_a_pool_gives_no_group_beyond_the_bound() -> None:
+def test_a_pool_gives_no_group_beyond_the_bound():
     with serving() as server, ReplayClient(server.address) as client:
         pool = GroupPool(client, max_staleness=2)
         for version in (0, 1, 2):
@@ -215,7 +215,7 @@ def test_a_pool_gives_no_group_beyond_the_bound() -> None:
         assert sorted(sample.group.policy_version for sample in drawn) == [1, 2]
 
 
-def test_a_pool_that_starts_again_counts_its_versions_on() -> None:
+def test_a_pool_that_starts_again_counts_its_versions_on():
     with serving() as server, ReplayClient(server.address) as client:
         first = GroupPool(client)
         assert [first.advance(step) for step in (0, 1, 5)] == [0, 1, 5]
@@ -237,7 +237,7 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_a_pool_whose_server_hangs_is_empty_until_it_goes_on(tmp_path: Path) -> None:
+def test_a_pool_whose_server_hangs_is_empty_until_it_goes_on(tmp_path):
     with server_process(tmp_path) as server, ReplayClient(server.address, timeout=1.0) as client:
         pool = GroupPool(client, timeout=1.0)
         client.insert(make_group(), {"replay": 1.0})
@@ -249,7 +249,7 @@ def test_a_pool_whose_server_hangs_is_empty_until_it_goes_on(tmp_path: Path) -> 
         assert pool.problem is None
 
 
-def test_slime_goes_on_while_the_server_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slime_goes_on_while_the_server_hangs(tmp_path, monkeypatch):
     kind = need("slime")
     from replay_adapters import slime
 
@@ -268,9 +268,7 @@ def test_slime_goes_on_while_the_server_hangs(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("how", ["killed", "hung"])
-def test_miles_goes_on_where_it_was_after_a_server_died_or_hung(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_miles_goes_on_where_it_was_after_a_server_died_or_hung(tmp_path, monkeypatch, how):
     need("miles")
     from tests.adapters.conformance.miles_buffer import drain, make_buffer, make_input, numbers
 
@@ -317,7 +315,7 @@ def store_and_die(address: str) -> None:
 
 
 @pytest.mark.long
-def test_what_a_killed_slime_stored_is_there_for_the_next_one() -> None:
+def test_what_a_killed_slime_stored_is_there_for_the_next_one():
     barren = make_samples(need("slime"), 7, (1.0, 1.0, 1.0))
     with serving() as server, ReplayClient(server.address) as client:
         dying = start(store_and_die, server.address)
@@ -332,7 +330,7 @@ def test_what_a_killed_slime_stored_is_there_for_the_next_one() -> None:
 # ------------------------------------------------------------------------------------------------------ the table
 
 
-def test_every_adapter_has_every_column_and_the_tests_that_it_names() -> None:
+def test_every_adapter_has_every_column_and_the_tests_that_it_names():
     modules = {path.stem: path for path in Path(__file__).parent.parent.rglob("test_*.py")}
     for adapter, row in TABLE.items():
         assert list(row) == list(COLUMNS), adapter
@@ -344,7 +342,7 @@ def test_every_adapter_has_every_column_and_the_tests_that_it_names() -> None:
                 assert function in names, f"{adapter}, {column}"
 
 
-def test_the_page_repeats_the_table() -> None:
+def test_the_page_repeats_the_table():
     page = (ROOT / "docs/record/adapters.md").read_text()
     found = re.search(r"<!-- table -->\n(.*?)<!-- /table -->", page, re.DOTALL)
     assert found is not None

@@ -80,9 +80,7 @@ def metrics(folder: Path) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.long
-def test_stored_groups_within_the_bound_stand_bit_by_bit_in_the_place_of_groups_without_variance(
-    tmp_path: Path,
-) -> None:
+def test_stored_groups_within_the_bound_stand_bit_by_bit_in_the_place_of_groups_without_variance(tmp_path):
     flat, steps = tmp_path / "flat", tmp_path / "steps"
     with server_process(tmp_path, TABLES) as first, server_process(tmp_path, TABLES) as second:
         common = {"prompts": 6, "barren_after": 2}
@@ -107,7 +105,7 @@ def test_stored_groups_within_the_bound_stand_bit_by_bit_in_the_place_of_groups_
 
 @pytest.mark.long
 @pytest.mark.parametrize("too_old", [False, True])
-def test_a_killed_trainer_generates_no_finished_group_again_unless_it_is_too_old(tmp_path: Path, too_old: bool) -> None:
+def test_a_killed_trainer_generates_no_finished_group_again_unless_it_is_too_old(tmp_path, too_old):
     plan = {"folder": str(tmp_path), "prompts": 10, "saves": True, "pool": None, "max_staleness": 10}
     tables = [TableConfig(name="finished"), TableConfig(name="replay")]
     with ReplayServer(tables, port=0) as server, ReplayClient(server.address) as client:
@@ -140,7 +138,7 @@ def test_a_killed_trainer_generates_no_finished_group_again_unless_it_is_too_old
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
-def test_training_goes_on_without_a_server(tmp_path: Path, how: signal.Signals) -> None:
+def test_training_goes_on_without_a_server(tmp_path, how):
     with server_process(tmp_path, TABLES) as server:
         pid = server.process.pid
         plan = {"address": server.address, "folder": str(tmp_path / "run"), "timeout": 1.0, "saves": True}
@@ -154,7 +152,7 @@ def test_training_goes_on_without_a_server(tmp_path: Path, how: signal.Signals) 
     assert metrics(tmp_path / "run")["3"]["replay/unavailable"] == 1.0
 
 
-def test_the_page_names_the_defaults() -> None:
+def test_the_page_names_the_defaults():
     page = (ROOT / "docs/how-to/frameworks.md").read_text()
     assert any(block.language == "toml" for block in blocks(ROOT / "docs/how-to/frameworks.md"))
     for name in ("address", "finished", "pool", "max_staleness", "on_unavailable", "timeout"):

@@ -73,12 +73,8 @@ FAULTS = {
 @pytest.mark.parametrize("play", [single_turn, hook])
 @pytest.mark.parametrize(("changes", "says"), FAULTS.values(), ids=FAULTS)
 async def test_what_no_policy_has_drawn_costs_its_rollout_and_the_run_if_it_comes_always(
-    changes: dict[str, Any] | None,
-    says: str,
-    play: Any,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    changes, says, play, caplog, monkeypatch
+):
     monkeypatch.setattr("replay_generator.generator._MOST_SKIPPED", 5)
     unknown = replace(SAID, logprobs=[NAN, -0.2])
     engine = Answers(completions=[SAID, unknown, SAID, replace(SAID, **changes or {})], few=changes is None)
@@ -89,7 +85,7 @@ async def test_what_no_policy_has_drawn_costs_its_rollout_and_the_run_if_it_come
         await generate(RecordingClient(), engine, play, max_groups=9, sampling=MOST)
 
 
-async def test_a_run_does_not_end_for_one_group_of_an_engine_that_then_answers_well() -> None:
+async def test_a_run_does_not_end_for_one_group_of_an_engine_that_then_answers_well():
     client = RecordingClient(admission=True)
     engine = Answers(few=True, faulty=[1])
     stats = await generate(client, engine, single_turn, max_groups=4)
@@ -97,9 +93,7 @@ async def test_a_run_does_not_end_for_one_group_of_an_engine_that_then_answers_w
     assert (stats["skipped"], stats["rollouts_failed"], client.leases) == (1, 1, [])
 
 
-async def test_an_engine_that_never_answers_is_named_every_half_minute_and_ends_the_run(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_an_engine_that_never_answers_is_named_every_half_minute_and_ends_the_run(caplog):
     engine = ScriptedEngine(hold=asyncio.Event())
     run = asyncio.create_task(generate(RecordingClient(), engine, hook, max_concurrent_groups=3, max_groups=3))
     await async_until(lambda: engine.generating == 3)
@@ -120,7 +114,7 @@ async def test_an_engine_that_never_answers_is_named_every_half_minute_and_ends_
     assert [int(line) // 31 for line in lines[:2]] == [1, 2]
 
 
-def test_the_vocabulary_is_as_large_as_the_embedding(model: Path, tmp_path: Path) -> None:
+def test_the_vocabulary_is_as_large_as_the_embedding(model, tmp_path):
     larger = loaded(model)
     larger.resize_token_embeddings(64)
     folder = shutil.copytree(model, tmp_path / "model")
@@ -169,15 +163,13 @@ def good(*changes: dict[str, Any]) -> dict[str, Any]:
         "a list",
     ],
 )
-async def test_an_answer_that_is_none_of_vllm_is_named_with_its_completion(
-    model: Path, answer: Any, says: str, make_engine: Any
-) -> None:
+async def test_an_answer_that_is_none_of_vllm_is_named_with_its_completion(model, answer, says, make_engine):
     completions = answers_for(model, **{"v1/completions": answer})
     with answering(completions) as (url, _), pytest.raises(CompletionError, match=says):
         await make_engine(url).generate([3, 4], MOST, 2)
 
 
-async def test_completions_go_on_beside_one_that_is_none_of_vllm(model: Path, make_engine: Any) -> None:
+async def test_completions_go_on_beside_one_that_is_none_of_vllm(model, make_engine):
     answers, told = chain([good(), {"error": "no more"}], repeat(good())), set[int]()
     completions = answers_for(model, **{"v1/completions": answers})
     with answering(completions) as (url, _), pytest.raises(CompletionError, match="no more"):
@@ -187,9 +179,7 @@ async def test_completions_go_on_beside_one_that_is_none_of_vllm(model: Path, ma
 
 @pytest.mark.parametrize("path", ["weight_info", "is_paused", "v1/models", "tokenize"])
 @pytest.mark.parametrize("answer", [{"error": "no more"}, {"data": [{"id": "model", "root": "model"}]}])
-def test_an_answer_of_control_that_is_none_of_vllm_is_refused(
-    model: Path, path: str, answer: Any, make_engine: Any
-) -> None:
+def test_an_answer_of_control_that_is_none_of_vllm_is_refused(model, path, answer, make_engine):
     with (
         answering(answers_for(model, **{path: (200, answer)})) as (url, _),
         pytest.raises(VLLMServerError, match="vLLM"),
@@ -197,7 +187,7 @@ def test_an_answer_of_control_that_is_none_of_vllm_is_refused(
         make_engine(url, self_test=True)
 
 
-async def test_scores_that_are_none_of_vllm_are_refused(model: Path, make_engine: Any) -> None:
+async def test_scores_that_are_none_of_vllm_are_refused(model, make_engine):
     for answer in ({"error": "no more"}, good({"prompt_logprobs": None}), good()):
         with (
             answering(answers_for(model, **{"v1/completions": answer})) as (url, _),
@@ -206,7 +196,7 @@ async def test_scores_that_are_none_of_vllm_are_refused(model: Path, make_engine
             await make_engine(url).score([3, 4])
 
 
-async def test_a_server_that_cannot_now_is_asked_again(model: Path, make_engine: Any, quick: None) -> None:
+async def test_a_server_that_cannot_now_is_asked_again(model, make_engine, quick):
     answers = chain([(500, {}), (502, {}), (503, {}), (504, {}), (429, {}), (529, {})] * 3, repeat(good()))
     with answering(answers_for(model, health={}, **{"v1/completions": answers})) as (url, asked):
         engine = make_engine(url)
@@ -215,16 +205,14 @@ async def test_a_server_that_cannot_now_is_asked_again(model: Path, make_engine:
 
 
 @pytest.mark.parametrize("work", ["generate", "score"])
-async def test_a_server_that_cannot_for_longer_than_patience_ends_the_wait(
-    model: Path, make_engine: Any, quick: None, work: str
-) -> None:
+async def test_a_server_that_cannot_for_longer_than_patience_ends_the_wait(model, make_engine, quick, work):
     with answering(answers_for(model, health={}, **{"v1/completions": (503, {"error": "overloaded"})})) as (url, _):
         engine = make_engine(url, patience=0.1)
         with pytest.raises(VLLMServerGoneError, match=r"answered 503: .*overloaded"):
             await (engine.score([3, 4]) if work == "score" else engine.generate([3, 4], MOST, 1))
 
 
-async def test_a_server_is_left_alone_for_as_long_as_it_says(model: Path, make_engine: Any) -> None:
+async def test_a_server_is_left_alone_for_as_long_as_it_says(model, make_engine):
     answers = iter([(429, {}, {"Retry-After": "90"}), good()])
     with answering(answers_for(model, health={}, **{"v1/completions": answers})) as (url, asked):
         engine = make_engine(url)

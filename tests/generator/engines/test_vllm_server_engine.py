@@ -118,8 +118,8 @@ class TestRealServers:
 
     @pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "top_k": 8, "min_p": 0.05}], ids=["all", "kept"])
     async def test_tokens_and_logprobs_equal_transformers_before_and_after_reloads(
-        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], options: dict[str, Any], make_engine: Any
-    ) -> None:
+        self, fresh, model, versions, options, make_engine
+    ):
         engine, sampling = make_engine(fresh[0]), SamplingConfig(max_tokens=16, **options)
         for version, weights in enumerate([model, *versions[:2]]):
             if version:
@@ -130,12 +130,10 @@ class TestRealServers:
                 (check_kept if sampling.most_kept else check_completion)(completion, PROMPT, sampling, weights)
             await check_scores(engine, weights)
 
-    async def test_each_completion_is_told_as_it_ends(self, fresh: list[VLLMProcess], make_engine: Any) -> None:
+    async def test_each_completion_is_told_as_it_ends(self, fresh, make_engine):
         await check_each_is_told(make_engine(fresh[0]), SamplingConfig(temperature=2.0, max_tokens=60, seed=3))
 
-    async def test_a_request_that_is_given_up_ends_in_the_server(
-        self, fresh: list[VLLMProcess], make_engine: Any
-    ) -> None:
+    async def test_a_request_that_is_given_up_ends_in_the_server(self, fresh, make_engine):
         def drawn() -> float:
             with urllib.request.urlopen(f"{fresh[0].url}/metrics", timeout=10) as lines:
                 return sum(float(line.split()[-1]) for line in lines if line.startswith(b"vllm:generation_tokens_to"))
@@ -148,8 +146,8 @@ class TestRealServers:
         assert drawn() - before < 12 * 50  # some, until the server sees that nobody listens
 
     async def test_completions_go_on_with_new_weights_and_each_token_has_the_log_probability_of_its_own(
-        self, fresh: list[VLLMProcess], versions: list[Path], make_engine: Any
-    ) -> None:
+        self, fresh, versions, make_engine
+    ):
         engine = make_engine(fresh[0])
         await engine.load_weights(str(versions[0]), 1)
         sampling = SamplingConfig(max_tokens=58)
@@ -172,17 +170,15 @@ class TestRealServers:
             assert cuts
 
     async def test_every_turn_of_a_rollout_has_the_logprobs_of_the_whole_sequence_before_it(
-        self, fresh: list[VLLMProcess], model: Path, make_engine: Any
-    ) -> None:
+        self, fresh, model, make_engine
+    ):
         sampling = SamplingConfig(temperature=0.8, max_tokens=12)
         group = await group_of(make_engine(*fresh), two_turns(sampling), PROMPT, sampling, 8)
         check_group(group, sampling, model)
         for span, ids in zip(group.sequence_spans(), group.completions(), strict=True):
             assert ids[~group.trained_mask[span]].tolist() == TOOL
 
-    async def test_a_turn_after_new_weights_has_their_version_and_logprobs(
-        self, fresh: list[VLLMProcess], versions: list[Path], make_engine: Any
-    ) -> None:
+    async def test_a_turn_after_new_weights_has_their_version_and_logprobs(self, fresh, versions, make_engine):
         engine = make_engine(fresh[0])
         await engine.load_weights(str(versions[0]), 1)
         sampling = SamplingConfig(temperature=0.7, max_tokens=12)
@@ -191,9 +187,7 @@ class TestRealServers:
         assert (group.policy_version, group.policy_version_end) == (1, 2)
         check_group(group, sampling, {1: versions[0], 2: versions[1]})
 
-    async def test_new_weights_in_the_middle_of_a_turn_change_it_in_one_place(
-        self, fresh: list[VLLMProcess], versions: list[Path], make_engine: Any
-    ) -> None:
+    async def test_new_weights_in_the_middle_of_a_turn_change_it_in_one_place(self, fresh, versions, make_engine):
         engine = make_engine(fresh[0])
         await engine.load_weights(str(versions[0]), 1)
         sampling, (old, new) = SamplingConfig(max_tokens=48), versions[:2]
@@ -223,14 +217,14 @@ class TestRealServers:
             assert [n for n in range(ids.size + 1) if before[:n].all() and after[n:].all()]
 
     async def test_the_tool_loop_gives_the_answers_of_tools_and_the_logprobs_of_what_follows_them(
-        self, fresh: list[VLLMProcess], model: Path, make_engine: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, fresh, model, make_engine, monkeypatch
+    ):
         sampling = SamplingConfig(temperature=2.0, max_tokens=24)
         check_group(await tool_group(make_engine(*fresh), monkeypatch, sampling, 64), sampling, model)
 
     async def test_several_servers_share_the_requests_and_all_get_the_new_weights(
-        self, fresh: list[VLLMProcess], versions: list[Path], asked: Counter[str], make_engine: Any
-    ) -> None:
+        self, fresh, versions, asked, make_engine
+    ):
         engine = make_engine(*fresh, seed=1)
         await engine.load_weights(str(versions[0]), 1)
         sampling = SamplingConfig(max_tokens=12)
@@ -241,9 +235,7 @@ class TestRealServers:
             check_completion(completion, PROMPT, sampling, versions[0])
         assert len({tuple(completion.token_ids) for completion in completions}) > 8  # each has a seed of its own
 
-    async def test_more_long_prompts_at_a_time_than_a_batch_of_the_server_holds_are_completed(
-        self, fresh: list[VLLMProcess], make_engine: Any
-    ) -> None:
+    async def test_more_long_prompts_at_a_time_than_a_batch_of_the_server_holds_are_completed(self, fresh, make_engine):
         engine = make_engine(fresh[0])
         sampling = SamplingConfig(max_tokens=2)
         prompts = [[3 + number % 5, *[4 + number % 7] * 55] for number in range(8)]
@@ -251,9 +243,7 @@ class TestRealServers:
         assert [len(group) for group in groups] == [4] * 8  # 1,792 tokens of prompts; a batch holds 1,024
         assert engine.servers_lost == 0
 
-    async def test_of_several_generators_one_reloads(
-        self, fresh: list[VLLMProcess], versions: list[Path], asked: Counter[str], make_engine: Any
-    ) -> None:
+    async def test_of_several_generators_one_reloads(self, fresh, versions, asked, make_engine):
         engines = [make_engine(fresh[0]) for _ in range(3)]
         await asyncio.gather(*(engine.load_weights(str(versions[2]), 3) for engine in engines))
         assert asked[f"{fresh[0].url}/collective_rpc"] == 1
@@ -261,8 +251,8 @@ class TestRealServers:
             await check_scores(engine, versions[2])
 
     async def test_a_generator_that_is_late_takes_the_newer_version_that_another_one_loaded(
-        self, fresh: list[VLLMProcess], versions: list[Path], make_engine: Any
-    ) -> None:
+        self, fresh, versions, make_engine
+    ):
         late, early = make_engine(fresh[0]), make_engine(fresh[0])
         await late.load_weights(str(versions[0]), 1)
         await early.load_weights(str(versions[1]), 2)
@@ -272,9 +262,7 @@ class TestRealServers:
         await late.load_weights(str(versions[0]), 1)
         await check_scores(early, versions[1])
 
-    async def test_servers_that_disagree_about_a_version_are_found(
-        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], make_engine: Any
-    ) -> None:
+    async def test_servers_that_disagree_about_a_version_are_found(self, fresh, model, versions, make_engine):
         engine = make_engine(*fresh)
         await engine.load_weights(str(versions[0]), 1)
         label = label_of(fresh[1])
@@ -285,8 +273,8 @@ class TestRealServers:
             await engine.score(PROMPT)
 
     async def test_a_server_that_accepts_and_never_answers_holds_up_nobody_and_is_taken_back(
-        self, fresh: list[VLLMProcess], versions: list[Path], caplog: pytest.LogCaptureFixture, make_engine: Any
-    ) -> None:
+        self, fresh, versions, caplog, make_engine
+    ):
         engine = make_engine(*fresh, health_timeout=2.0, patience=0.1)
         sampling = SamplingConfig(max_tokens=6)
         fresh[1].freeze()
@@ -309,16 +297,16 @@ class TestRealServers:
         assert engine.servers_lost == 1
 
     async def test_the_self_test_restores_the_weights_and_a_server_that_a_killed_generator_left_paused_goes_on(
-        self, fresh: list[VLLMProcess], model: Path, make_engine: Any
-    ) -> None:
+        self, fresh, model, make_engine
+    ):
         post(f"{fresh[0].url}/pause?mode=keep")
         engine = await asyncio.to_thread(make_engine, fresh[0], self_test=True)
         assert len(await engine.generate(PROMPT, SamplingConfig(max_tokens=3), 2)) == 2
         await check_scores(engine, model)
 
     async def test_weights_that_are_gone_and_weights_that_the_server_cannot_read(
-        self, fresh: list[VLLMProcess], model: Path, tmp_path: Path, make_engine: Any
-    ) -> None:
+        self, fresh, model, tmp_path, make_engine
+    ):
         engine = make_engine(fresh[0])
         with pytest.raises(FileNotFoundError, match=r"no \*.safetensors in"):
             await engine.load_weights(str(tmp_path), 1)
@@ -329,7 +317,7 @@ class TestRealServers:
         with pytest.raises(VLLMServerError, match="loaded in part: start it anew"):
             make_engine(fresh[0], self_test=True)
 
-    def test_the_program_of_the_page_runs(self, fresh: list[VLLMProcess], model: Path, tmp_path: Path) -> None:
+    def test_the_program_of_the_page_runs(self, fresh, model, tmp_path):
         names: dict[str, Any] = {}
         (page,) = [each for each in blocks(ROOT / "docs/how-to/generate.md") if each.title == "vllm_server.py"]
         exec(page.text, names)
@@ -343,7 +331,7 @@ class TestRealServers:
         for sample in samples:
             check_group(sample.group, SamplingConfig(), model)
 
-    def test_the_command_uses_the_servers(self, fresh: list[VLLMProcess], model: Path, tmp_path: Path) -> None:
+    def test_the_command_uses_the_servers(self, fresh, model, tmp_path):
         (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
         with ReplayServer(DEFAULT_TABLES, port=0) as server, ReplayClient(server.address) as client:
             command = ["--engine", "vllm-server", "--model", str(model), "--prompts", str(tmp_path / "prompts.jsonl")]
@@ -359,8 +347,8 @@ class TestRealServers:
             assert client.server_info().tables["rollouts"].size == 2
 
     async def test_a_generator_follows_versions_and_survives_the_server(
-        self, fresh: list[VLLMProcess], model: Path, versions: list[Path], tmp_path: Path, make_engine: Any
-    ) -> None:
+        self, fresh, model, versions, tmp_path, make_engine
+    ):
         client = RecordingClient()
         sampling = SamplingConfig(max_tokens=8)
         config = GeneratorConfig(group_size=2, sampling=sampling, max_concurrent_groups=4)
@@ -401,14 +389,14 @@ class TestRealServers:
 # ------------------------------------------------------------------------------------------------ refusals, no vLLM
 
 
-def test_a_server_that_fits_is_taken(model: Path) -> None:
+def test_a_server_that_fits_is_taken(model):
     with answering(answers_for(model)) as (url, asked):
         engine = VLLMServerEngine(model, base_url=url)
     assert engine.max_length == 64
     assert asked.index("/pause") < asked.index("/collective_rpc") < asked.index("/resume")
 
 
-async def test_a_request_leaves_nothing_of_sampling_to_the_defaults_of_the_model(model: Path, make_engine: Any) -> None:
+async def test_a_request_leaves_nothing_of_sampling_to_the_defaults_of_the_model(model, make_engine):
     bodies: list[dict[str, Any]] = []
     with answering(answers_for(model, **{"v1/completions": {"choices": [choice(0), choice(1)]}}), bodies) as (url, _):
         await make_engine(url).generate(PROMPT, SamplingConfig(min_p=0.05), 2)
@@ -452,9 +440,7 @@ async def test_a_request_leaves_nothing_of_sampling_to_the_defaults_of_the_model
         ({"server_info": {"vllm_config": "VllmConfig(...)"}}, {}, "does not tell its configuration: is it vLLM 0.32"),
     ],
 )
-def test_a_server_that_cannot_be_used_is_refused_with_the_remedy(
-    model: Path, changes: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
+def test_a_server_that_cannot_be_used_is_refused_with_the_remedy(model, changes, options, message):
     with (
         answering(answers_for(model, **changes)) as (url, asked),
         pytest.raises(VLLMServerError, match=message),
@@ -463,7 +449,7 @@ def test_a_server_that_cannot_be_used_is_refused_with_the_remedy(
     assert asked.count("/pause") == asked.count("/resume")
 
 
-def test_a_server_that_does_not_answer_is_refused(model: Path) -> None:
+def test_a_server_that_does_not_answer_is_refused(model):
     with pytest.raises(VLLMServerGoneError, match=r"no vLLM server answers at http://127.0.0.1:1"):
         VLLMServerEngine(model, base_url="http://127.0.0.1:1")
     with pytest.raises(
@@ -472,16 +458,14 @@ def test_a_server_that_does_not_answer_is_refused(model: Path) -> None:
         VLLMServerEngine(model, base_url="localhost:8000")
 
 
-async def test_a_server_that_does_not_come_back_ends_the_wait(
-    model: Path, versions: list[Path], make_engine: Any
-) -> None:
+async def test_a_server_that_does_not_come_back_ends_the_wait(model, versions, make_engine):
     with answering(answers_for(model)) as (url, _):
         engine = make_engine(url, self_test=True, patience=0.2)
     with pytest.raises(VLLMServerError, match="no vLLM server answers"):
         await engine.generate(PROMPT, SamplingConfig(), 1)
 
 
-def test_a_server_that_accepts_and_never_answers_is_refused_at_the_start(model: Path) -> None:
+def test_a_server_that_accepts_and_never_answers_is_refused_at_the_start(model):
     with (
         answering(answers_for(model, server_info=NEVER)) as (url, _),
         pytest.raises(
@@ -493,8 +477,8 @@ def test_a_server_that_accepts_and_never_answers_is_refused_at_the_start(model: 
 
 @pytest.mark.parametrize("silent", ["pause", "collective_rpc", "update_weight_version", "weight_info"])
 async def test_a_control_call_without_an_answer_ends_and_a_new_version_goes_to_the_others(
-    model: Path, versions: list[Path], silent: str, caplog: pytest.LogCaptureFixture, make_engine: Any
-) -> None:
+    model, versions, silent, caplog, make_engine
+):
     label = Weights.of(str(versions[0]), 1).label
     good = answers_for(model, weight_info={"weight_version": label}, health={})
     with (
@@ -522,8 +506,8 @@ async def test_a_control_call_without_an_answer_ends_and_a_new_version_goes_to_t
     ],
 )
 async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_others_go_on(
-    model: Path, useless: dict[str, Any], caplog: pytest.LogCaptureFixture, make_engine: Any
-) -> None:
+    model, useless, caplog, make_engine
+):
     completions = {"v1/completions": {"choices": [choice()]}, "health": {}}
     again = answers_for(model, **completions)
     with answering(answers_for(model, **completions)) as (url, _), answering(again) as (other, asked):
@@ -541,8 +525,8 @@ async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_othe
 
 
 async def test_a_newer_version_is_asked_for_when_all_servers_are_away_and_the_weights_are_removed(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_engine: Any
-) -> None:
+    model, tmp_path, monkeypatch, make_engine
+):
     monkeypatch.setattr("replay_generator.engines.vllm_server.LONGEST_PAUSE", 0.05)
     weights = make_version(model, tmp_path / "step-1")
     with answering(answers_for(model)) as (url, _):
@@ -556,7 +540,7 @@ async def test_a_newer_version_is_asked_for_when_all_servers_are_away_and_the_we
 
 
 @pytest.mark.parametrize("name", ["control_timeout", "reload_timeout", "health_timeout"])
-def test_a_limit_that_no_server_can_keep_is_refused_by_name(model: Path, name: str) -> None:
+def test_a_limit_that_no_server_can_keep_is_refused_by_name(model, name):
     with pytest.raises(ValueError, match=f"{name} must be above 0, not 0"):
         VLLMServerEngine(model, base_url="http://127.0.0.1:1", **{name: 0})
 
@@ -568,9 +552,7 @@ def test_a_limit_that_no_server_can_keep_is_refused_by_name(model: Path, name: s
         ({"reset_prefix_cache": {"success": False}}, "did not reset its prefix cache"),
     ],
 )
-async def test_a_server_is_resumed_after_a_reload_that_failed(
-    model: Path, versions: list[Path], failing: dict[str, Any], error: str, make_engine: Any
-) -> None:
+async def test_a_server_is_resumed_after_a_reload_that_failed(model, versions, failing, error, make_engine):
     answers = answers_for(model, update_weight_version={"success": True}, **failing)
     with answering(answers) as (url, asked):
         engine = make_engine(url)
@@ -581,7 +563,7 @@ async def test_a_server_is_resumed_after_a_reload_that_failed(
     assert asked.index("/pause") < asked.index("/update_weight_version") < asked.index("/collective_rpc")
 
 
-def test_versions_of_tokens_are_those_of_the_servers_spans() -> None:
+def test_versions_of_tokens_are_those_of_the_servers_spans():
     choice = {
         "token_ids": [5, 6, 7],
         "logprobs": {"token_logprobs": [-1.0, None, -2.0]},
@@ -599,14 +581,14 @@ def test_versions_of_tokens_are_those_of_the_servers_spans() -> None:
         completion_of(choice, "incomplete", "7@abc")
 
 
-def test_a_label_names_the_version_and_the_files(versions: list[Path], tmp_path: Path) -> None:
+def test_a_label_names_the_version_and_the_files(versions, tmp_path):
     label = Weights.of(str(versions[0]), 1).label
     assert label.startswith("1@")
     assert Weights.of(str(versions[1]), 1).label != label
     assert Weights.of(str(versions[0]), 1).label == label
 
 
-async def test_a_probe_that_does_not_fit_stops_the_generator(model: Path, tmp_path: Path, make_engine: Any) -> None:
+async def test_a_probe_that_does_not_fit_stops_the_generator(model, tmp_path, make_engine):
     weights = make_version(model, tmp_path / "step-1", probe_error=0.5)
     labels = Weights.of(str(weights), 1).label
     steps = [None, *({str(t): {"logprob": -1.0}} for t in [9, 4, 13, 7, 5, 20, 11])]

@@ -119,7 +119,7 @@ def assert_drawn(groups: Sequence[RolloutGroup], engine: RecordedEngine) -> None
 # ------------------------------------------------------------------------------------------- what a group holds
 
 
-async def test_one_turn_is_what_the_engine_drew_with_the_environments_reward(model: Path, tmp_path: Path) -> None:
+async def test_one_turn_is_what_the_engine_drew_with_the_environments_reward(model, tmp_path):
     engine = RecordedEngine(model)
     metrics = {"metrics_path": tmp_path / "m.jsonl", "metrics_interval": 3600.0}
     _, groups = await generate(make_environment("sums"), engine, max_groups=3, **metrics)
@@ -140,7 +140,7 @@ async def test_one_turn_is_what_the_engine_drew_with_the_environments_reward(mod
     assert line["reward/rollout/letters"] is not None
 
 
-async def test_of_several_turns_only_the_policys_are_trained_and_none_is_tokenized_again(model: Path) -> None:
+async def test_of_several_turns_only_the_policys_are_trained_and_none_is_tokenized_again(model):
     engine = RecordedEngine(model)
     _, groups = await generate(make_environment("guesses", rounds=3), engine, max_groups=2)
     assert_drawn(groups, engine)
@@ -163,7 +163,7 @@ async def test_of_several_turns_only_the_policys_are_trained_and_none_is_tokeniz
             np.testing.assert_allclose(group.rollout_logprobs[span][trained], expected[trained], atol=1e-4)
 
 
-async def test_each_branch_is_a_sequence_and_a_turn_that_several_share_is_trained_on_once(model: Path) -> None:
+async def test_each_branch_is_a_sequence_and_a_turn_that_several_share_is_trained_on_once(model):
     engine = RecordedEngine(model)
     _, (group,) = await generate(make_environment("forks"), engine, group_size=2)
     assert_drawn([group], engine)
@@ -180,7 +180,7 @@ async def test_each_branch_is_a_sequence_and_a_turn_that_several_share_is_traine
     ]
 
 
-async def test_an_agent_that_is_not_trained_asks_the_policy_and_is_left_out(model: Path) -> None:
+async def test_an_agent_that_is_not_trained_asks_the_policy_and_is_left_out(model):
     """With the shipped environment user-sim: the policy is the user too."""
     seat = HERE | {"harness": {"id": "sums"}, "max_turns": 2}
     args = {"id": "user-sim", "user": seat, "assistant": seat, "persona": "2+2?"}
@@ -197,7 +197,7 @@ async def test_an_agent_that_is_not_trained_asks_the_policy_and_is_left_out(mode
 # -------------------------------------------------------------------------------------------------- what fails
 
 
-async def test_an_episode_that_fails_loses_its_own_rollout(model: Path) -> None:
+async def test_an_episode_that_fails_loses_its_own_rollout(model):
     environment = make_environment("guesses", fails_at=1)
     engine = RecordedEngine(model)
     stats, (group,) = await generate(environment, engine, min_rollouts=2)
@@ -205,20 +205,20 @@ async def test_an_episode_that_fails_loses_its_own_rollout(model: Path) -> None:
     assert group.rewards.tolist() == [2.0, 2.0]
 
 
-async def test_too_few_episodes_end_the_run_with_the_reason_of_the_environment(model: Path) -> None:
+async def test_too_few_episodes_end_the_run_with_the_reason_of_the_environment(model):
     environment = make_environment("guesses", fails_at=1)
     with pytest.raises(PromptError, match=r"2 of 4 rollouts failed.*OSError: the browser of episode \d is gone"):
         await generate(environment, RecordedEngine(model))
 
 
-async def test_an_engine_that_dies_ends_the_run_with_its_own_error(model: Path) -> None:
+async def test_an_engine_that_dies_ends_the_run_with_its_own_error(model):
     engine = RecordedEngine(model)
     engine.fails_after = 3
     with pytest.raises(EngineError, match="the engine is gone"):
         await generate(make_environment("guesses"), engine)
 
 
-async def test_a_rollout_that_takes_too_long_ends_and_so_does_its_request(model: Path) -> None:
+async def test_a_rollout_that_takes_too_long_ends_and_so_does_its_request(model):
     class Stuck(RecordedEngine):
         under_way = 0
 
@@ -238,7 +238,7 @@ async def test_a_rollout_that_takes_too_long_ends_and_so_does_its_request(model:
     assert engine.under_way == 0
 
 
-async def test_an_environment_that_draws_otherwise_than_the_trainer_assumes_is_refused(model: Path) -> None:
+async def test_an_environment_that_draws_otherwise_than_the_trainer_assumes_is_refused(model):
     environment = make_environment("sums", agent=HERE | {"sampling": {"temperature": 0.5}})
     with pytest.raises(PromptError, match=r"drew with temperature 0.5, and the trainer assumes that of the generator"):
         await generate(environment, RecordedEngine(model))
@@ -257,7 +257,7 @@ async def test_an_environment_that_draws_otherwise_than_the_trainer_assumes_is_r
     ],
     ids=["unknown", "import", "field", "value", "kind", "env", "renderer"],
 )
-def test_an_environment_that_cannot_work_is_refused_in_one_line(name: str, args: dict[str, Any], words: str) -> None:
+def test_an_environment_that_cannot_work_is_refused_in_one_line(name, args, words):
     with pytest.raises(ValueError, match=words) as raised:
         load_environment(f"verifiers:{name}", args)
     assert "\n" not in str(raised.value)
@@ -266,9 +266,7 @@ def test_an_environment_that_cannot_work_is_refused_in_one_line(name: str, args:
 # ------------------------------------------------------------------------------------------------- the command
 
 
-def test_replay_generate_plays_the_environment_of_the_page(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_generate_plays_the_environment_of_the_page(model, tmp_path, monkeypatch):
     write_files(ROOT / "docs/how-to/agents.md", tmp_path)
     monkeypatch.chdir(tmp_path)
     command = ["generate", "--config", "generate.toml", "--model", str(model), "--engine", "transformers"]
@@ -290,7 +288,7 @@ def test_replay_generate_plays_the_environment_of_the_page(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_an_environment_of_two_turns_trains_for_fifty_steps(tmp_path: Path) -> None:
+def test_an_environment_of_two_turns_trains_for_fifty_steps(tmp_path):
     """The reward is the share of even digits in both turns: 5 of 24 characters at first."""
     folder = make_chat_model(tmp_path / "model", sharpness=1.0)
     rewards = {"even": {"fn": "guesses:even"}, "turns": {"weight": 0.0}}
