@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from replay_client.records import ServerInfo, TableInfo
 
 _BARS = "▁▂▃▄▅▆▇█"
-_HELP = "q quit   space pause   s sort   r reverse"
+_HELP = "q quit   space pause"
 _BELOW = 8
 """Most lines below the tables of a terminal: permits and waits come first."""
 _SPARE = 2
@@ -56,7 +56,6 @@ def _shard_parts(name: str, shard: ServerInfo | None, wanted: bool, live: bool) 
 
 
 Cell = str | Text
-Key = float | str
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,6 @@ class TableColumn:
 
     name: str
     cell: Callable[[TableInfo], Cell]
-    sort: Callable[[TableInfo], Key] | None = None
-    """What `top` sorts by for this column; None: it does not."""
     goes: int = 0
     """A narrow terminal leaves out the column with the highest number first; 0 always stays."""
 
@@ -98,26 +95,17 @@ def _stale(table: TableInfo) -> Text:
 
 
 COLUMNS = (
-    TableColumn("table", lambda table: table.name, lambda table: table.name),
-    TableColumn("size", _size, lambda table: float(table.size)),
-    TableColumn("bytes", lambda table: byte_size(table.bytes), lambda table: float(table.bytes), goes=8),
-    TableColumn(
-        "in/s", lambda table: f"{table.inserts_per_second:.1f}", lambda table: table.inserts_per_second, goes=1
-    ),
-    TableColumn(
-        "out/s", lambda table: f"{table.samples_per_second:.1f}", lambda table: table.samples_per_second, goes=2
-    ),
-    TableColumn("staleness", _staleness, lambda table: table.staleness.p50, goes=6),
+    TableColumn("table", lambda table: table.name),
+    TableColumn("size", _size),
+    TableColumn("bytes", lambda table: byte_size(table.bytes), goes=8),
+    TableColumn("in/s", lambda table: f"{table.inserts_per_second:.1f}", goes=1),
+    TableColumn("out/s", lambda table: f"{table.samples_per_second:.1f}", goes=2),
+    TableColumn("staleness", _staleness, goes=6),
     TableColumn("oldest", lambda table: duration(table.age.max) if table.size else "-", goes=7),
     TableColumn("blocked", _blocked, goes=5),
     TableColumn("evicted", _evicted, goes=3),
     TableColumn("stale", _stale, goes=4),
 )
-SORTS: dict[str, Callable[[TableInfo], Key]] = {
-    "configured": lambda table: 0.0,
-    **{column.name: column.sort for column in COLUMNS if column.sort is not None},
-}
-"""What the rows can be sorted by. The first keeps the order of the configuration."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +151,9 @@ def waits(info: ServerInfo) -> list[Text]:
     for table in info.tables.values():
         for request, wait in (("insert", table.inserting), ("sample request", table.sampling)):
             if wait.count:
-                lines.append(f"{waiting(wait.count, request, wait.seconds)}: {wait.reason}")
+                lines.append(waiting(wait, request))
     if info.admission is not None and (wait := info.admission.acquiring).count:
-        lines.append(f"{waiting(wait.count, 'permit request', wait.seconds)}: {wait.reason}")
+        lines.append(waiting(wait, "permit request"))
     lines += [f"{table.name} {waits_for(table.lacking)}" for table in info.tables.values() if table.waiting_rows]
     return gone + [Text(line, style="yellow") for line in lines]
 
@@ -221,9 +209,7 @@ class Screen:
     by_shard: bool = False
     """Whether each server of several has a line. One that does not answer has a line in any case."""
     paused: bool = False
-    reverse: bool = False
     ended: bool = False
-    sort: str = next(iter(SORTS))
     _rates: defaultdict[str, tuple[deque[float], deque[float]]] = field(
         default_factory=lambda: defaultdict(lambda: (deque(maxlen=_HISTORY), deque(maxlen=_HISTORY)))
     )
@@ -241,11 +227,6 @@ class Screen:
                 self.ended = True
             case " " | "p":
                 self.paused = not self.paused
-            case "s":
-                names = list(SORTS)
-                self.sort = names[(names.index(self.sort) + 1) % len(names)]
-            case "r":
-                self.reverse = not self.reverse
 
     def render(self, height: int | None = None) -> Group:
         """All that there is to say or, of a terminal with `height` lines, what fits: `top`, with its keys.
@@ -253,8 +234,7 @@ class Screen:
         There tables give way to the lines below them, and say how many.
         """
         live = height is not None
-        state = f"sorted by {self.sort}{', reversed' if self.reverse else ''}{'   PAUSED' if self.paused else ''}"
-        keys = [Text(f"{_HELP}   {state}", style="dim")] * live
+        keys = [Text(_HELP + "   PAUSED" * self.paused, style="dim")] * live
         problem = [Text(self.problem, style="red")] if self.problem else []
         if self.info is None:
             return Group(Text(self.address, style="bold"), *(problem or [Text("...")]), Text(), *keys)
@@ -263,21 +243,14 @@ class Screen:
         ]
         above = [headline(self.address, self.info), *shards, *problem, *[Text()] * live]
         below = [*permits(self.info), *waits(self.info), *balances(self.info), *clients(self.info)]
-        shown = self._sorted()
+        shown = list(self.info.tables.values())
         if height is not None:
             below = [Text(), *below[:_BELOW], *keys]
             room = height - len(above) - len(below) - _SPARE
             if len(shown) > room:
                 hidden, shown = len(shown) - max(1, room - 1), shown[: max(1, room - 1)]
-                below.insert(0, Text(f"and {hidden} more tables; s sorts", style="dim"))
+                below.insert(0, Text(f"and {hidden} more tables: `replay tables` has all", style="dim"))
         for line in (*above, *below):
             if isinstance(line, Text):
                 line.no_wrap, line.overflow = True, "ellipsis" if live else "ignore"
         return Group(*above, TableView(shown, self._rates if live else None), *below)
-
-    def _sorted(self) -> list[TableInfo]:
-        assert self.info is not None
-        tables = sorted(self.info.tables.values(), key=SORTS[self.sort], reverse=self.reverse)
-        if self.reverse and self.sort == "configured":
-            tables.reverse()
-        return tables

@@ -221,19 +221,12 @@ def _shards(info: ServerInfo) -> Iterator[Finding]:
 def _sides(info: ServerInfo) -> Iterator[Finding]:
     """Who is gone, as the server says; otherwise who is there, and who of several is not, or that the run has ended."""
     there = [client for client in info.clients if client.open]
-    sides = {silence.side for silence in info.silences}
-    who = (
-        "Trainer and generators are"
-        if len(sides) > 1
-        else "The trainer is"
-        if "trainer" in sides
-        else "The generators are"
-    )
-    connected = any(client.open for side in sides for client in info.clients_of(side.removesuffix("s")))
-    silent = f"{who} {'silent' if connected else 'gone'}"
-    for silence in info.silences:
-        yield found("side-gone", silence.side, reason=silence.reason, who=silent)
-    if info.silences:
+    if sides := sorted({silence.side for silence in info.silences}):
+        connected = any(client.open for side in sides for client in info.clients_of(side.removesuffix("s")))
+        one = {"trainer": "The trainer is", "generators": "The generators are"}[sides[0]]
+        silent = f"{one if len(sides) == 1 else 'Trainer and generators are'} {'silent' if connected else 'gone'}"
+        for silence in info.silences:
+            yield found("side-gone", silence.side, reason=silence.reason, who=silent)
         return
     if there:
         yield _ok("clients", listed([f"{client.name} ({client.role or 'client'})" for client in there]))
@@ -269,7 +262,7 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
     if not info.is_long(wait):
         return
     starved = [table.name for table in info.tables.values() if info.is_long(table.sampling)]
-    message = f"{waiting(wait.count, 'permit request', wait.seconds)}: {wait.reason}"
+    message = waiting(wait, "permit request")
     if not starved and (nobody := _why_nobody(info, "trainer")):
         yield found("nobody-serves", "permits", wait=message, **nobody)
         return
@@ -303,15 +296,9 @@ def _batches(info: ServerInfo) -> Iterator[Finding]:
             admitted = admission.groups_per_step
             outcome = "it will wait for ever" if fresh > admitted else "generators run ahead of it"
             yield found("batch-not-admitted", "permits", trainer=name, fresh=fresh, admitted=admitted, outcome=outcome)
-        for generator, told in info.said("generator"):
-            if (tables := told.get("tables")) and table not in (filled := _fed_from(info, tables)):
-                facts: dict[str, Any] = {
-                    "trainer": name,
-                    "table": table,
-                    "generator": generator,
-                    "filled": listed(filled),
-                }
-                yield found("tables-differ", "tables", **facts)
+        for maker, told in info.said("generator"):
+            if (tables := told.get("tables")) and table not in (fed := _fed_from(info, tables)):
+                yield found("tables-differ", "tables", trainer=name, table=table, generator=maker, filled=listed(fed))
 
 
 def _kept(info: ServerInfo) -> Iterator[Finding]:
@@ -330,11 +317,8 @@ def _fed_from(info: ServerInfo, names: Sequence[str]) -> list[str]:
     """These tables, and those that get their items from them."""
     tables = list(names)
     for name in tables:
-        if name in info.tables and (target := json.loads(info.tables[name].config)["forward_to"]) not in (
-            None,
-            *tables,
-        ):
-            tables.append(target)
+        target = json.loads(info.tables[name].config)["forward_to"] if name in info.tables else None
+        tables += [target] if target not in (None, *tables) else []
     return tables
 
 
@@ -365,15 +349,9 @@ def _lacking(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
         return
     teachers = [f"{each.name} ({duration(each.age)} ago)" for each in info.clients if "teacher" in each.role]
     seen = f"; last seen: {listed(teachers)}" if teachers else ""
-    blocks = info.is_long(table.sampling) or info.is_long(table.inserting)
-    yield found(
-        "columns-block" if blocks else "columns-awaited",
-        table.name,
-        table=table.name,
-        waits=waits_for(table.lacking),
-        age=duration(table.waiting_seconds),
-        seen=seen,
-    )
+    rule = "columns-block" if info.is_long(table.sampling) or info.is_long(table.inserting) else "columns-awaited"
+    waits, age = waits_for(table.lacking), duration(table.waiting_seconds)
+    yield found(rule, table.name, table=table.name, waits=waits, age=age, seen=seen)
 
 
 def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
@@ -381,9 +359,7 @@ def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
     no_sample = _blocked(f"Inserts into {table.name}", "nobody samples it", table.sampled.age, info)
     no_insert = _blocked(f"Samples of {table.name}", "nobody inserts into it", table.inserted.age, info)
     if info.is_long(inserting) and info.is_long(sampling):
-        counts: dict[str, Any] = {"inserts": inserting.count, "samples": sampling.count}
-        reasons: dict[str, Any] = {"insert_reason": inserting.reason, "sample_reason": sampling.reason}
-        yield found("both-wait", table.name, blocked=no_sample, **counts, **reasons)
+        yield found("both-wait", table.name, blocked=no_sample, inserts=inserting, samples=sampling)
         return
     for_insert = "limiter-waits" if "max_diff" in inserting.reason else "inserts-wait"
     for rule, request, wait, other, blocked in (
@@ -392,7 +368,7 @@ def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
     ):
         if not info.is_long(wait):
             continue
-        message = f"{waiting(wait.count, request, wait.seconds)}: {wait.reason}"
+        message = waiting(wait, request)
         if nobody := _why_nobody(info, other):
             yield found("nobody-serves", table.name, wait=message, **nobody)
         else:

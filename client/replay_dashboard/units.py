@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from replay_protos.replay_pb2 import Lacking, ValueInfo
+from replay_protos.replay_pb2 import Lacking, ValueInfo, Waiting
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
 UNITS = ("kB", "MB", "GB", "TB", "PB")
@@ -29,10 +29,10 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def waiting(count: int, request: str, seconds: float) -> str:
-    """`1 insert waits, none was served for 40 s`; `2 sample requests wait, none was served for 3 min`."""
-    verb = "waits" if count == 1 else "wait"
-    return f"{counted(count, request)} {verb}, none was served for {duration(seconds)}"
+def waiting(wait: Waiting, request: str) -> str:
+    """`1 insert waits, none was served for 40 s: REASON`, or `2 inserts wait, none was served for 3 min: REASON`."""
+    verb = "waits" if wait.count == 1 else "wait"
+    return f"{counted(wait.count, request)} {verb}, none was served for {duration(wait.seconds)}: {wait.reason}"
 
 
 def waits_for(lacking: Iterable[Lacking]) -> str:
