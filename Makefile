@@ -1,7 +1,7 @@
 # `make demo` and `make test` are all a newcomer needs: both set up their own environment first.
 #
 #   ENGINE=transformers make demo      without vLLM
-#   make demo DEMO_ARGS="--steps 50"   arguments of `replay demo`; "--task tools" trains with a tool, in two turns
+#   make demo DEMO_ARGS="--max-steps 50"   arguments of `replay demo`; "--task tools" trains with a tool, in two turns
 #   TORCH_INDEX=... make demo          where torch for CPUs comes from: the address of PyTorch's own index of CPU builds
 
 PYTHON ?= python3

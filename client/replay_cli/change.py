@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from replay_cli.connection import TableName, ask, complete_table, connect
-from replay_cli.options import Commands, json_or_word
-from replay_cli.output import AsJson, Yes, confirm, fail, misuse, print_json, say
+from replay_cli.options import Commands, json_or_word, pairs
+from replay_cli.output import AsJson, Yes, confirm, fail, misuse, tell
 from replay_protos import replay_pb2 as pb
 from replay_protos.state import Document, document
 
@@ -36,22 +36,20 @@ def update(
     A value is JSON or a word: max_staleness=null, max_bytes=2GiB, 'rate_limiter={"type": "min_size", "min_size": 8}'.
     Asks before a change that takes items out of the table.
     """
-    wanted = dict(_change(change) for change in changes)
+    from replay_server import TableConfig
+
+    wanted = {name: json_or_word(value) for name, value in pairs("update", changes, TableConfig.model_fields).items()}
     with connect(context) as client:
         info = ask(lambda: client.server_info(tables=[table]).tables[table])
         _check(table, wanted)
         if loss := _losses(info, wanted):
             confirm(f"{table} {loss}: items may be dropped. Go on?", yes)
         after = ask(lambda: client.update_table(table, **wanted))
-    if as_json:
-        print_json(document(after))
-        return
     old, new = json.loads(info.config), json.loads(after.config)
-    for name in new:
-        if old[name] != new[name]:
-            say(f"{table}.{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}")
-    if old == new:
-        say(f"{table}: nothing changed")
+    lines = [
+        f"{table}.{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}" for name in new if old[name] != new[name]
+    ]
+    tell(as_json, document(after), "\n".join(lines) or f"{table}: nothing changed")
 
 
 def reset(
@@ -69,21 +67,7 @@ def reset(
     confirm(f"Remove every item of {table or 'all tables'}?", yes)
     with connect(context) as client:
         removed = ask(lambda: client.reset(table))
-    if as_json:
-        print_json({"removed": removed})
-    else:
-        say(f"{counted(removed, 'item')} removed from {table or 'all tables'}")
-
-
-def _change(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    from replay_server import TableConfig
-
-    if not equals:
-        misuse(f"{text!r} is not FIELD=VALUE, for example max_size=8192")
-    if name not in TableConfig.model_fields:
-        misuse(f"a table has no field {name!r}; fields: {', '.join(TableConfig.model_fields)}")
-    return name, json_or_word(value)
+    tell(as_json, {"removed": removed}, f"{counted(removed, 'item')} removed from {table or 'all tables'}")
 
 
 def _check(table: str, wanted: Document) -> None:
@@ -168,11 +152,9 @@ policy.add(_set_policy, name="set")
 
 
 def _print(current: Policy, as_json: bool) -> None:
-    if as_json:
-        print_json(document(current, pb.Policy.DESCRIPTOR))
-        return
     from replay_dashboard.units import duration
 
     weights = current.weights or "no weights published"
     state = f", state {current.state!r}" if current.state else ""
-    say(f"version {current.version}, {weights}, set {duration(current.age)} ago{state}")
+    words = f"version {current.version}, {weights}, set {duration(current.age)} ago{state}"
+    tell(as_json, document(current, pb.Policy.DESCRIPTOR), words)

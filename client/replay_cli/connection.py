@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from replay_cli.options import in_flags, option, typed
-from replay_cli.output import fail, misuse
+from replay_cli.options import in_flags, option, pairs, typed
+from replay_cli.output import fail
 
 if TYPE_CHECKING:
     from replay_client import ReplayClient
@@ -72,12 +72,12 @@ def reach(client: ReplayClient, context: typer.Context) -> None:
 
 
 def ask(question: Callable[[], R]) -> R:
-    """Returns the server's answer. An error ends the command with one line."""
+    """Returns the answer of a server, or of a file. An error ends the command with one line."""
     from replay_client.errors import ReplayError
 
     try:
         return question()
-    except (ReplayError, ValueError) as error:
+    except (ReplayError, ValueError, OSError) as error:
         fail(error)
 
 
@@ -94,16 +94,8 @@ def parse_key(text: str) -> int:
 
 
 def parse_tags(texts: Sequence[str] | None) -> dict[str, str]:
-    """Tags by name. Ends the command with one line for what is not NAME=VALUE, or a name that comes twice."""
-    tags: dict[str, str] = {}
-    for text in texts or ():
-        name, equals, value = text.partition("=")
-        if not name or not equals:
-            misuse(f"--tag {text!r} is not NAME=VALUE, for example --tag environment=math")
-        if name in tags:
-            misuse(f"--tag names {name!r} twice: an item has one value of each tag")
-        tags[name] = value
-    return tags
+    """Tags by name: an item has one value of each."""
+    return pairs("--tag", texts)
 
 
 def complete_table(context: typer.Context, incomplete: str) -> list[str]:

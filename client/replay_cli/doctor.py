@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,10 +40,7 @@ def doctor(
     from replay_dashboard.diagnosis import Level
 
     with connect(context) as client:
-        findings, address = (
-            [_access(access_of(context)), _grpc(), *examine(client, by_shard, max_staleness)],
-            client.address,
-        )
+        findings, address = [_access(access_of(context)), *examine(client, by_shard, max_staleness)], client.address
     worst = {finding.level for finding in findings}
     healthy = Level.FAILURE not in worst and not (strict and Level.WARNING in worst)
     if as_json:
@@ -67,19 +63,6 @@ def _access(given: dict[str, Any]) -> Finding:
     if access.tls is None and not all(map(is_loopback, hosts)):
         return found("not-encrypted", "access", token=token)
     return Finding("access", Level.OK, f"{token}, {'not encrypted' if access.tls is None else 'encrypted'}")
-
-
-def _grpc() -> Finding:
-    """Whether gRPC's event engine is off, as this command's environment has it."""
-    from replay_dashboard.diagnosis import Finding, Level
-    from replay_protos import NO_EVENT_ENGINE
-
-    if (setting := os.environ["GRPC_EXPERIMENTS"]) != NO_EVENT_ENGINE:
-        return Finding(
-            "grpc", Level.OK, f"the environment has GRPC_EXPERIMENTS={setting} in place of {NO_EVENT_ENGINE}"
-        )
-    program = f"a program that imports grpc before replay_client needs GRPC_EXPERIMENTS={NO_EVENT_ENGINE}"
-    return Finding("grpc", Level.OK, f"its event engine is off here; {program}")
 
 
 def examine(client: ReplayClient, by_shard: bool = False, max_staleness: float | None = None) -> Iterator[Finding]:

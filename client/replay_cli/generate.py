@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
@@ -21,20 +21,14 @@ from replay_cli.options import (
     json_or_word,
     option,
     options_of,
+    pairs,
     settings_given,
     settings_options,
     taking,
     typed,
 )
-from replay_cli.output import fail, in_words, need, print_json, say
-from replay_cli.process import (
-    LogFormat,
-    LogFormatOption,
-    check_model,
-    loading,
-    log_to_stderr,
-    set_up_tracing,
-)
+from replay_cli.output import fail, in_words, need, tell
+from replay_cli.process import LogFormat, LogFormatOption, check_model, loading, log_to_stderr, set_up_tracing
 from replay_cli.recipes import show_recipe
 from replay_generator.config import GeneratorConfig
 from replay_generator.engines import SamplingConfig
@@ -153,7 +147,8 @@ def generate(
             hook = load_function("rollout", rollout, {}) if rollout else single_turn
         scorer = [load_reward(name) for name in reward] if reward else None
         client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
-        args = {"max_length": max_length, "seed": seed, **engine_args(engine_arg or [])}
+        own = {name: json_or_word(value) for name, value in pairs("--engine-arg", engine_arg).items()}
+        args = {"max_length": max_length, "seed": seed, **own}
         if (engine == "vllm-server") != bool(base_url):
             raise ValueError("--engine vllm-server and --base-url http://host:port need each other")
         if base_url:
@@ -162,15 +157,15 @@ def generate(
             running_engine = load_engine(engine, model, args)
     except (ValueError, OSError, ImportError, TypeError, ReplayError) as error:
         fail(in_flags(in_words(error), {*context.params, *typed(access_of(context))}))
-    report = Report(as_json)
+    report = reporter(as_json)
     keep = carries_gradient if drop_zero_variance else None
     try:
         stats = run_generator(
-            lambda: client, running_engine, rows, scorer, settings, rollout=hook, keep=keep, on_group=report.tell
+            lambda: client, running_engine, rows, scorer, settings, rollout=hook, keep=keep, on_group=report
         )
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
-    report.print(stats)
+    report(stats, 0.0)
 
 
 def _settings_of(given: dict[str, Any], seed: int, environment: str | None) -> GeneratorConfig:
@@ -191,41 +186,26 @@ def check_source(
     """Raises ValueError unless the prompts come from one side, and what belongs to the other is not given."""
     if not (prompts or environment):
         raise ValueError("--prompts is needed, or --environment verifiers:NAME")
-    for name, given in {
-        "--prompts": prompts,
-        "--rollout": rollout,
-        "--chat": chat,
-        "--system": system,
-    }.items():
+    for name, given in {"--prompts": prompts, "--rollout": rollout, "--chat": chat, "--system": system}.items():
         if environment and given:
             raise ValueError(f"{name} and --environment exclude each other: an environment brings its own")
     if args and not environment:
         raise ValueError("--environment-args needs --environment verifiers:NAME")
 
 
-class Report:
-    """Prints the statistics of a generator, at most once a second."""
+def reporter(as_json: bool) -> Callable[..., None]:
+    """A function that prints the statistics of a generator, unless the last ones were printed some `seconds` ago."""
+    printed_at = -math.inf
 
-    SECONDS = 1.0
+    def report(stats: GeneratorStats, seconds: float = 1.0) -> None:
+        nonlocal printed_at
+        if (now := time.monotonic()) - printed_at >= seconds:
+            printed_at = now
+            groups, version, pace = stats["groups"], stats["policy_version"], stats["tokens_per_second"]
+            words = f"{groups} groups, reward {stats['reward_mean']:.3f}, policy version {version}, {pace:.0f} tokens/s"
+            tell(as_json, stats, words, indent=None)
 
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
-        self._printed_at = -math.inf
-
-    def tell(self, stats: GeneratorStats) -> None:
-        """Print `stats`, unless the last ones were printed a moment ago."""
-        if time.monotonic() - self._printed_at >= self.SECONDS:
-            self.print(stats)
-
-    def print(self, stats: GeneratorStats) -> None:
-        self._printed_at = time.monotonic()
-        if self._as_json:
-            print_json(stats, indent=None)
-        else:
-            say(
-                f"{stats['groups']} groups, reward {stats['reward_mean']:.3f}, policy version "
-                f"{stats['policy_version']}, {stats['tokens_per_second']:.0f} tokens/s"
-            )
+    return report
 
 
 def load_rows(
@@ -241,17 +221,6 @@ def load_rows(
         raise ValueError("--system needs --chat")
     rows = PreparedRows(load_prompts(prompts, prompt_field=prompt_field, split=split), prompt_field, system, chat=chat)
     return rows if seed is None else cycle_prompts(rows, seed=seed)
-
-
-def engine_args(given: list[str]) -> dict[str, Any]:
-    """`name=value` options by name; values are JSON where they can be, and texts where they cannot."""
-    args: dict[str, Any] = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not (name.isidentifier() and equals):
-            raise ValueError(f"--engine-arg must be name=value, not {text!r}")
-        args[name] = json_or_word(value)
-    return args
 
 
 _ENGINES = {

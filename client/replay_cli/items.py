@@ -14,7 +14,7 @@ import typer
 
 from replay_cli.connection import Key, MaybeKeys, TableName, TagTexts, ask, connect, parse_tags
 from replay_cli.options import option, taking
-from replay_cli.output import AsJson, Yes, confirm, console, fail, misuse, plain_table, print_json, say
+from replay_cli.output import AsJson, Yes, confirm, console, fail, misuse, plain_table, print_json, tell
 from replay_protos.state import Document, plain
 
 if TYPE_CHECKING:
@@ -131,10 +131,7 @@ def delete(
     deleted = sum(result.applied for result in results)
     # What has left since a list by tags was made, has left.
     missing = [] if tags else [key for result in results for key in result.missing]
-    if as_json:
-        print_json({"deleted": deleted, "missing": [str(key) for key in missing]})
-    else:
-        say(f"{deleted} deleted from {table}")
+    tell(as_json, {"deleted": deleted, "missing": [str(key) for key in missing]}, f"{deleted} deleted from {table}")
     if missing:
         fail(f"not in {table}: {', '.join(map(str, missing))}")
 

@@ -26,7 +26,7 @@ import typer
 from replay_cli.connection import TableName, TagTexts, ask, complete_table, connect, parse_tags, reach
 from replay_cli.items import all_items, item_document, load_tokenizer
 from replay_cli.options import Commands
-from replay_cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, say
+from replay_cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, tell
 from replay_protos.state import document, plain
 
 if TYPE_CHECKING:
@@ -80,10 +80,7 @@ def create(
     with connect(context, _LONG) as client:
         reach(client, context)
         written = ask(lambda: client.checkpoint(name))
-    if as_json:
-        print_json({"name": written})
-    else:
-        say(written)
+    tell(as_json, {"name": written}, written)
 
 
 def list_checkpoints(
@@ -140,15 +137,10 @@ def export(
     form = Form(rows is RowKind.SEQUENCES, None if tokenizer is None else load_tokenizer(tokenizer), payloads)
     with connect(context, 60.0) as client:
         found = _rows(client, all_items(client, table, tags, limit), table, form)
-        try:
-            count = ask(lambda: write_rows(file, form.columns(), found))
-        except OSError as error:
-            fail(error)
-    if as_json:
-        print_json({"table": table, "file": str(file), "items": form.items, "rows": count})
-    else:
-        more = f", in {counted(count, 'row')}" if rows is RowKind.SEQUENCES else ""
-        say(f"{counted(form.items, 'item')} of {table} written to {file}{more}")
+        count = ask(lambda: write_rows(file, form.columns(), found))
+    more = f", in {counted(count, 'row')}" if rows is RowKind.SEQUENCES else ""
+    written = {"table": table, "file": str(file), "items": form.items, "rows": count}
+    tell(as_json, written, f"{counted(form.items, 'item')} of {table} written to {file}{more}")
 
 
 def import_items(
@@ -168,14 +160,8 @@ def import_items(
         format_of(file)
     done = Imported()
     with connect(context, 60.0) as client:
-        try:
-            ask(lambda: _insert_all(client, files, table, done))
-        except OSError as error:
-            fail(error)
-    if as_json:
-        print_json({"files": [str(file) for file in files]} | done.document())
-    else:
-        say(done.words(files))
+        ask(lambda: _insert_all(client, files, table, done))
+    tell(as_json, {"files": [str(file) for file in files]} | done.document(), done.words(files))
     if done.incomplete:
         fail(done.incomplete)
 
@@ -386,32 +372,13 @@ def _put_together(parts: Mapping[tuple[int, int], tuple[int, Row]]) -> Row:
         for name, kind in SEQUENCE_COLUMNS.items():
             if name not in row or place not in expected:
                 continue
-            given, stored = row[name], expected[place][name]
-            if not _agree(kind, given, stored):
+            given = json.loads(row[name]) if kind == "json" and isinstance(row[name], str) else row[name]
+            if plain(given) != (stored := plain(expected[place][name])):  # NaN, an unknown number, is none in both
                 raise ValueError(
-                    f"{name} of sequence {place[1]} of rollout {place[0]} is {given!r:.60} in row {number}, and "
-                    f"{plain(stored)!r:.60} in the payload, which is what `import` inserts: change groups in Python"
+                    f"{name} of sequence {place[1]} of rollout {place[0]} is {row[name]!r:.60} in row {number}, and "
+                    f"{stored!r:.60} in the payload, which is what `import` inserts: change groups in Python"
                 )
     return whole
-
-
-def _agree(kind: str, given: Any, stored: Any) -> bool:
-    """Whether a column of a file has the value that the payload has."""
-    if given is None or stored is None:
-        return plain(stored) is None and given is None
-    if kind == "json":
-        return bool((json.loads(given) if isinstance(given, str) else given) == plain(stored))
-    if not kind.startswith("list of "):
-        return bool(plain(given) == plain(stored))
-    if stored.dtype.kind != "f":
-        return bool(given == stored.tolist())
-    import numpy as np
-
-    try:
-        values = np.array(given, dtype=np.float64)  # null becomes NaN, which is an unknown number
-    except (TypeError, ValueError):
-        return False
-    return np.array_equal(values, stored, equal_nan=True)
 
 
 # ------------------------------------------------------------------------------------------------ files

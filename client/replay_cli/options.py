@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from replay_cli.output import misuse
 from replay_cli.recipes import RECIPES, recipe_of
 from replay_protos.settings import unknown_name
 
@@ -164,11 +165,7 @@ class _Source:
         return name
 
     def check(self, given: list[str] | None) -> list[str] | None:
-        for text in given or ():
-            name, equals, _ = text.partition("=")
-            if not equals or name not in self._fields:
-                problem = unknown_name(name, sorted(self._fields)) if equals else f"{text!r} is not NAME=VALUE"
-                raise typer.BadParameter(f"--set: {problem}")
+        pairs("--set", given, self._fields)
         return given
 
 
@@ -188,13 +185,27 @@ def settings_given(context: typer.Context, source: Mapping[str, Any], *values: M
     """
     from replay_server.config import changed
 
-    said = {}
-    for text in source["set"] or ():
-        name, _, value = text.partition("=")
-        said[name] = json_or_word(value)
+    said: dict[str, Any] = {name: json_or_word(value) for name, value in pairs("--set", source["set"]).items()}
     for given in values:
         said |= {name: value for name, value in given.items() if value is not None}
     return changed(context.meta.get(_RECIPE, {}), context.meta.get(_FILE, {})) | said
+
+
+def pairs(what: str, texts: Sequence[str] | None, known: Collection[str] = ()) -> dict[str, str]:
+    """The values of texts NAME=VALUE by name. Ends the command with one line for another text, for a name that comes
+    twice, and for one that is not in `known`, if that has any. `what` gave the texts: an option, for the line.
+    """
+    values: dict[str, str] = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            misuse(f"{what} {text!r} is not NAME=VALUE")
+        if name in values:
+            misuse(f"{what} names {name!r} twice")
+        if known and name not in known:
+            misuse(f"{what}: {unknown_name(name, sorted(known))}")
+        values[name] = value
+    return values
 
 
 def json_or_word(text: str) -> Any:

@@ -108,6 +108,14 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
     print(re.sub("[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text), flush=True)
 
 
+def tell(as_json: bool, found: object, words: str, *, indent: int | None = 2) -> None:
+    """What a command has done: the document for programs, or the words for people."""
+    if as_json:
+        print_json(found, indent=indent)
+    else:
+        say(words)
+
+
 def confirm(question: str, yes: bool) -> None:
     """Asks the person at the terminal, unless `yes`. Ends the command if the answer is no or nobody can answer."""
     if yes:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replay_cli.archive.child import ArchiverProcess
-from replay_cli.connection import access_of
+from replay_cli.connection import access_of, ask
 from replay_cli.options import ABOUT_RECIPE, Commands, option, taking
 from replay_cli.output import AsJson, Yes, confirm, console, fail, misuse, need, plain_table, print_json, say
 from replay_cli.process import LogFormat, LogFormatOption, log_to_stderr, set_up_tracing
@@ -232,10 +232,7 @@ def _of_ray(verb: str, *given: Any, **named: Any) -> Any:
 def _load(path: Path | None) -> Config:
     from replay_server.config import DEFAULT_TABLES, Config
 
-    try:
-        return Config(tables=DEFAULT_TABLES) if path is None else Config.load(path)
-    except ValueError as error:
-        fail(error)
+    return ask(lambda: Config(tables=DEFAULT_TABLES) if path is None else Config.load(path))
 
 
 def _bytes(text: str | None) -> int | None:

@@ -14,14 +14,7 @@ import typer
 from replay_cli.connection import access_of, timeout_of
 from replay_cli.options import in_flags, in_panel, options_of, settings_given, settings_options, taking, typed
 from replay_cli.output import complain, fail, in_words, need, say
-from replay_cli.process import (
-    LogFormat,
-    LogFormatOption,
-    check_model,
-    loading,
-    log_to_stderr,
-    set_up_tracing,
-)
+from replay_cli.process import LogFormat, LogFormatOption, check_model, loading, log_to_stderr, set_up_tracing
 from replay_cli.recipes import show_recipe
 from replay_trainer.config import GRPOConfig
 
@@ -88,11 +81,9 @@ def train(
     try:
         training = GRPOConfig(**options)
     except ValueError as error:
-        message, config = (
-            _as_typed(str(error), typed(given | data | learning | replay | memory | output)),
-            source["config"],
-        )
-        fail(message if config is None or message.startswith("--") else f"{config}: {message}")
+        message = _as_typed(str(error), typed(given | data | learning | replay | memory | output))
+        file = "" if source["config"] is None or message.startswith("--") else f"{source['config']}: "
+        fail(f"{file}{message}")
     if (recipe := source["recipe"]) is not None and not quiet and os.environ.get("RANK", "0") == "0":
         show_recipe(recipe, "train", options)
     try:
@@ -190,12 +181,10 @@ def _sum_up(output_dir: Path) -> None:
 
 
 def demo(
-    steps: Annotated[
-        int | None, typer.Option(help="Training steps; 150 unless given, 50 with --task tools, 60 with --compare.")
-    ] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Training steps. [150, tools 50, compared 60]")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the model, the data and the training.")] = 0,
     engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
-    out: Annotated[Path, typer.Option(help="Folder for the files of the run.")] = Path("runs/demo"),
+    output_dir: Annotated[Path, typer.Option(help="Folder for the files of the run.")] = Path("runs/demo"),
     task: Annotated[
         str, typer.Option(help="sums: to add. tools: to multiply by calling a calculator, in two turns.")
     ] = "sums",
@@ -220,9 +209,9 @@ def demo(
         fail(f"--compare has a task of its own: leave out --task {task}")
     try:
         if compare:
-            run_both(out, COMPARED_STEPS if steps is None else steps, seed, engine)
+            run_both(output_dir, COMPARED_STEPS if max_steps is None else max_steps, seed, engine)
         else:
-            run(out, variant.steps if steps is None else steps, seed, engine, variant=variant)
+            run(output_dir, variant.steps if max_steps is None else max_steps, seed, engine, variant=variant)
     except DemoError as error:
         fail(error)
     except KeyboardInterrupt:

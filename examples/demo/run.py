@@ -370,7 +370,7 @@ def _link(source: str, target: str) -> None:
 def check_folder(out: Path) -> None:
     """Makes the folder and marks it as a demo's. Raises DemoError if it holds anything else."""
     if out.exists() and any(out.iterdir()) and not (out / MARKER).exists():
-        raise DemoError(f"{out} holds something that is not a demo's: name another folder with --out")
+        raise DemoError(f"{out} holds something that is not a demo's: name another folder with --output-dir")
     out.mkdir(parents=True, exist_ok=True)
     (out / MARKER).touch()
 

@@ -6,7 +6,6 @@ import subprocess
 import pytest
 
 from replay_client import ReplayClient
-from replay_protos import NO_EVENT_ENGINE
 from replay_server import ReplayServer, SecuritySection, TableConfig
 from replay_server.telemetry import host
 from tests.commands import COMMAND, run_replay
@@ -47,7 +46,7 @@ def test_a_healthy_server_has_no_finding(tmp_path):
         client.insert(make_group(), {"pool": 1.0})
         findings = findings_of_the_healthy(server)
         assert {found["level"] for found in findings} == {"ok"}
-        checks = ["access", "grpc", "connection", "payloads", "version", "clock", "memory", "policy", "clients", "pool"]
+        checks = ["access", "connection", "payloads", "version", "clock", "memory", "policy", "clients", "pool"]
         assert set(checks) == {found["check"] for found in findings}
 
 
@@ -60,19 +59,10 @@ def test_the_way_of_the_payloads_is_named_with_the_reason():
             assert message in [found["message"] for found in findings_of(server) if found["check"] == "payloads"]
 
 
-def test_the_setting_is_named_for_programs_that_import_grpc_first(monkeypatch):
-    with server_with({"name": "pool"}, max_bytes="1MB") as server:
-        (said,) = [found["message"] for found in findings_of(server) if found["check"] == "grpc"]
-        assert f"imports grpc before replay_client needs GRPC_EXPERIMENTS={NO_EVENT_ENGINE}" in said
-        monkeypatch.setenv("GRPC_EXPERIMENTS", "tcp_rcv_lowat")
-        (said,) = [found["message"] for found in findings_of(server) if found["check"] == "grpc"]
-        assert "GRPC_EXPERIMENTS=tcp_rcv_lowat" in said
-
-
 def test_without_a_server_that_is_the_one_failure():
     result = run_replay("--timeout", "0.2", "doctor", address="127.0.0.1:1")
     assert result.returncode == 1
-    access, _, connection = result.stdout.splitlines()
+    access, connection = result.stdout.splitlines()
     assert access == "ok       access: no token, not encrypted"
     assert connection.startswith("failure  connection: no replay server answers at 127.0.0.1:1")
     assert "replay serve" in connection

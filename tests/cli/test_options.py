@@ -110,7 +110,7 @@ def test_a_file_of_train_has_the_fields_of_the_trainer_the_options_of_the_comman
     ("command", "words"),
     [
         ("generate --model m --set gruop_size=3", "--set: there is no 'gruop_size'; did you mean 'group_size'?"),
-        ("generate --model m --set group_size", "--set: 'group_size' is not NAME=VALUE"),
+        ("generate --model m --set group_size", "--set 'group_size' is not NAME=VALUE"),
         ("train --model m --output-dir o --recipe repaly", "recipe must be one of replay, not 'repaly'"),
     ],
 )

@@ -58,8 +58,8 @@ def test_delete_by_tag_takes_exactly_those_items_and_asks_first(replay, client, 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("items replay --tag environment", "--tag 'environment' is not NAME=VALUE, for example --tag environment=math"),
-        ("items replay --tag a=1 --tag a=2", "--tag names 'a' twice: an item has one value of each tag"),
+        ("items replay --tag environment", "--tag 'environment' is not NAME=VALUE"),
+        ("items replay --tag a=1 --tag a=2", "--tag names 'a' twice"),
         ("table delete replay --yes", "name the items to delete by their keys, or by --tag NAME=VALUE"),
         ("table delete replay 5 --tag a=1 --yes", "name the items to delete by their keys, or by --tag NAME=VALUE"),
     ],
