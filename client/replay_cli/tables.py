@@ -60,7 +60,7 @@ def top(
     by_shard: ByShard = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document a line. Needs no terminal.")] = False,
 ) -> None:
-    """Show all tables, live: keys sort and pause. With --json print a line for each look at the server."""
+    """Show all tables, live: space pauses, q ends. With --json print a line for each look at the server."""
     if not (as_json or (sys.stdin.isatty() and sys.stdout.isatty())):
         misuse("top needs a terminal; use `replay top --json`, or `replay tables`")
     with connect(context, _ANSWER_SECONDS) as client:
@@ -145,7 +145,9 @@ def dashboard(
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A host name under which browsers may ask for the page; repeatable.")
     ] = None,
-    solved_above: Annotated[float, typer.Option(help="A completion with a larger reward solves its prompt.")] = 0.5,
+    solved_reward: Annotated[
+        float, typer.Option(help="A completion with at least this reward solves its prompt.")
+    ] = 1.0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
 ) -> None:
     """Look at the live buffer in a browser: what is in it, what waits and why, and every group. Only reads."""
@@ -161,7 +163,7 @@ def dashboard(
     if runs is not None and not runs.is_dir():
         fail(f"--runs: there is no folder {runs}")
     token = None if is_loopback(host) else secrets.token_urlsafe(32)
-    settings = Settings(access_of(context), tokenizer, runs, token, tuple(allow_host or ()), solved_above)
+    settings = Settings(access_of(context), tokenizer, runs, token, tuple(allow_host or ()), solved_reward)
     try:
         server = PageServer(settings)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

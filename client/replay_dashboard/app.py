@@ -28,7 +28,7 @@ from replay_client.errors import ReplayError
 from replay_client.records import StoredItem
 from replay_dashboard.budget import Budget
 from replay_dashboard.catalog import Catalog
-from replay_dashboard.group import TokenText, item_document, window
+from replay_dashboard.group import TokenText, answers_of, item_document, window
 from replay_dashboard.guard import COOKIE, BodyTooLargeError, Guard, Protocol, accepts, body_of, key_of
 from replay_dashboard.health import signals
 from replay_dashboard.live import MOST_VIEWERS, Live, dumps
@@ -41,7 +41,15 @@ logger = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 LOOKING, READING = 0.005, 0.015
 """Shares of the server's time: LOOKING for the poller of `Live`, READING for lists and groups. Together 2 %."""
-CURVES = {"entropy": "train/entropy", "reward": "fresh/reward_mean", "ess": "correction/ess"}
+CURVES = {
+    "reward": "fresh/reward_mean",
+    "no_variance": "fresh/zero_variance_fraction",
+    "length": "fresh/completion_length_mean",
+    "entropy": "train/entropy",
+    "tokens_per_second": "train/tokens_per_second",
+    "kl": "correction/kl",
+    "ess": "correction/ess",
+}
 """Metrics of the newest run that the overview draws: they travel with every look."""
 KEPT_BYTES = 256 << 20
 """Bytes of opened groups that this process keeps. A viewer can still read them after they have left the server."""
@@ -61,8 +69,8 @@ class Settings:
     """The token that a viewer needs; None: viewers need none."""
     allow_hosts: tuple[str, ...] = ()
     """Host names, beside the machine's own, under which the page answers."""
-    solved_above: float = 0.5
-    """A completion with a larger reward counts as solved."""
+    solved_reward: float = 1.0
+    """A completion with at least this reward counts as solved."""
 
 
 class Dashboard:
@@ -72,7 +80,7 @@ class Dashboard:
         self.settings = settings
         self.text = TokenText(settings.tokenizer)
         self.runs = Runs(settings.runs)
-        self.prompts = PromptLog(settings.solved_above)
+        self.prompts = PromptLog(settings.solved_reward)
         self.client = AsyncReplayClient.from_env(5.0, **settings.access)
         self.reading = Budget(READING, 1.0)
         self.catalog = Catalog(self.client, self.reading, self.text, self.prompts)
@@ -103,13 +111,19 @@ class Dashboard:
             lists[name] = {"id": snapshot.id, "items": len(snapshot.keys), "read": view.read, "histograms": histograms}
         return {
             "lists": lists,
-            "lists_problem": self.catalog.problem,
             "tokenizer": self.text.source,
             "runs_version": self.runs.version,
             "versions": versions[-200:],
             "signals": signals(newest, versions),
             "curves": {name: newest.get(metric, [])[-200:] for name, metric in CURVES.items()},
+            "answers": self._answers(),
         }
+
+    def _answers(self) -> dict[str, Any] | None:
+        """The best and the worst answer of the newest group that has answers of different rewards."""
+        for _, item in self.catalog.newest:
+            return dict(self._cached(("answers", item.key, self.text.source), partial(answers_of, item, self.text)))
+        return None
 
     def _cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         if key not in self._cache:

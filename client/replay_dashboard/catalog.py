@@ -7,6 +7,7 @@ import itertools
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -112,8 +113,8 @@ class Catalog:
         self.snapshots: dict[str, Snapshot] = {}
         """The newest of each table."""
         self.facts = FactsStore()
-        self.problem = ""
-        """Why the last sweep failed, so that the lists are old; empty when it worked."""
+        self.newest: list[tuple[float, StoredItem]] = []
+        """The group inserted last of those read whose rewards differ, and when; empty: none was read."""
         self._client = client
         self._budget = budget
         self._text = text
@@ -143,13 +144,10 @@ class Catalog:
         while True:
             started = time.monotonic()
             if watched():
-                try:
+                with suppress(ReplayError):  # `Live` asks more often, and says what is wrong
                     await self._sweep(tables())
                     while await self._read() and time.monotonic() < started + 2 * SECONDS_PER_SWEEP:
                         pass
-                    self.problem = ""
-                except ReplayError as error:
-                    self.problem = str(error)
             await asyncio.sleep(max(0.2, started + SECONDS_PER_SWEEP - time.monotonic()))
 
     async def _sweep(self, tables: Sequence[str]) -> None:
@@ -182,6 +180,9 @@ class Catalog:
         async with self._budget.call(background=True):
             items = await self._client.get(keys, timeout=10.0)
         found: dict[int, Facts] = await asyncio.to_thread(self._facts_of, items)
+        differ = [item for item in items if found[item.key].numbers.get("reward_std", 0.0) > 0]
+        known = [*self.newest, *((time.monotonic() - item.age, item) for item in differ)]
+        self.newest = sorted(known, key=lambda each: each[0])[-1:]
         for item in items:
             self._prompts.add(item.policy_version, found[item.key], again=item.key in self._counted)
             self.facts.put(item.key, found[item.key])
@@ -191,7 +192,7 @@ class Catalog:
         return True
 
     def _facts_of(self, items: Sequence[StoredItem]) -> dict[int, Facts]:
-        return {item.key: facts_of(item.payload, self._text, self._prompts.solved_above) for item in items}
+        return {item.key: facts_of(item.payload, self._text, self._prompts.solved_reward) for item in items}
 
     def _unread(self) -> list[int]:
         """The keys to read next: first those on a viewer's screen, then the youngest of each table in turn."""

@@ -42,7 +42,7 @@ class Facts:
     """The text that a search reads, in lower case."""
 
 
-def facts_of(payload: bytes | memoryview, text: TokenText, solved_above: float) -> Facts:
+def facts_of(payload: bytes | memoryview, text: TokenText, solved_reward: float) -> Facts:
     """The facts of a payload. It never raises: a payload that is no group has a flag that says so."""
     try:
         group = RolloutGroup.decode(payload)
@@ -52,7 +52,7 @@ def facts_of(payload: bytes | memoryview, text: TokenText, solved_above: float) 
         looks_like_one = bytes(memoryview(payload)[: len(MAGIC) - 1]) == MAGIC[:-1]
         return Facts(flags=frozenset(("damaged" if looks_like_one else "raw bytes",)))
     with np.errstate(all="ignore"):  # rewards and log-probabilities may be infinite
-        return _facts(group, text, solved_above)
+        return _facts(group, text, solved_reward)
 
 
 def _facts_of_prompt(payload: bytes | memoryview) -> Facts:
@@ -76,7 +76,7 @@ def _shortened(prompt: str) -> str:
     return prompt if len(prompt) <= 160 else f"{prompt[:80]} … {prompt[-76:]}"
 
 
-def _facts(group: RolloutGroup, text: TokenText, solved_above: float) -> Facts:
+def _facts(group: RolloutGroup, text: TokenText, solved_reward: float) -> Facts:
     rewards, logprobs = group.rewards.astype(np.float64), group.rollout_logprobs
     known = logprobs[~np.isnan(logprobs)]
     reasons = [str(reason)[:40] for reason in group.finish_reasons or ()]
@@ -105,7 +105,7 @@ def _facts(group: RolloutGroup, text: TokenText, solved_above: float) -> Facts:
             "length_mean": float(group.rollout_lengths.mean()),
             "logprob_mean": float(known.mean(dtype=np.float64)) if known.size else np.nan,
             "truncated_share": reasons.count("length") / len(reasons) if reasons else np.nan,
-            "solved_share": float((rewards > solved_above).mean()),
+            "solved_share": float((rewards >= solved_reward).mean()),
         },
         flags=frozenset([*(name for name, holds in notes.items() if holds), *(f"ended by {each}" for each in reasons)]),
         prompt_id=str(group.prompt_id)[:200],

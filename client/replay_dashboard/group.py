@@ -21,6 +21,8 @@ MOST_TOKENS = 16_384
 """Tokens of one window."""
 MOST_TURNS = 4096
 """Turns of all sequences that come with the group. What a sequence has beyond its share is shown as one part."""
+ANSWER_TOKENS = 400
+"""Last tokens of an answer that the overview shows."""
 HEAD = 512
 """Bytes of a payload that the page shows if the payload is not a group."""
 _WARM_UP = 16
@@ -134,6 +136,20 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
             ],
         }
     }
+
+
+def answers_of(item: StoredItem, text: TokenText) -> dict[str, Any]:
+    """The rollouts of the highest and of the lowest reward: the end of the last sequence of each, or its token ids."""
+    group = item.group
+    document = {"key": str(item.key), "version": item.policy_version}
+    document["prompt"] = text.text(group.prompt_ids[:2048].tolist()) or group.prompt_id
+    for name, rollout in (("best", group.rewards.argmax()), ("worst", group.rewards.argmin())):
+        row = np.flatnonzero(group.sequence_rollouts == rollout)[-1]
+        ids = group.completion_ids[group.sampled_spans()[row]].tolist()
+        shown = ids[-ANSWER_TOKENS:]
+        words = ("… " if len(shown) < len(ids) else "") + (text.text(shown) or " ".join(map(str, shown)))
+        document[name] = {"reward": group.rewards[rollout], "tokens": len(ids), "text": words}
+    return document
 
 
 def dump(head: bytes | memoryview) -> list[str]:

@@ -31,11 +31,7 @@ RULES: tuple[tuple[str, float, float, str], ...] = (
 """Metric, its least and its greatest healthy value (docs/metrics.md), and the meaning of a value outside."""
 
 
-def verdict(
-    info: ServerInfo | None,
-    findings: Sequence[Finding],
-    against: Sequence[Finding],
-) -> dict[str, str]:
+def verdict(info: ServerInfo | None, findings: Sequence[Finding], against: Sequence[Finding]) -> dict[str, str]:
     """Whether the run is healthy and, if not, what blocks it: level, headline, short, detail, remedy.
 
     `info`: None when the server does not answer. `against`: the warning signs that `signals` found.
@@ -56,9 +52,8 @@ def verdict(
         return _said(worst.level, worst.headline or "Running, but look at the policy", sign)
     if bad:
         count, remark = counted(len(bad), "thing"), f"{bad[0].check}: {bad[0].message}; {bad[0].remedy}"
-        return _said(
-            "warning", f"Running, with {count} to look at", Finding("", bad[0].level, bottleneck(info), remark)
-        )
+        pace = Finding("", Level.WARNING, bottleneck(info), remark)
+        return _said("warning", f"Running, with {count} to look at", pace)
     idle = all(min(each.inserted.age, each.sampled.age) > max(IDLE, info.long_wait) for each in info.tables.values())
     return _said("ok", "Idle" if idle else "Healthy", Finding("", Level.OK, bottleneck(info)))
 
@@ -67,9 +62,8 @@ def bottleneck(info: ServerInfo) -> str:
     """Which side waits for the other, over the last minute."""
     for name, table in info.tables.items():
         if table.sample_blocked_share > max(SETTLED, table.insert_blocked_share):
-            return (
-                f"The trainer waits for {name} {table.sample_blocked_share:.0%} of the time: generators set the pace."
-            )
+            share = f"{table.sample_blocked_share:.0%}"
+            return f"The trainer waits for {name} {share} of the time: generators set the pace."
         if table.insert_blocked_share > SETTLED:
             return f"Inserts into {name} wait {table.insert_blocked_share:.0%} of the time: the trainer sets the pace."
     if info.admission is not None and info.admission.acquiring.count:
@@ -112,9 +106,8 @@ def _falling(fell: str, rewards: Sequence[Sequence[float]]) -> Finding:
     for series in rewards:
         early, late = _ends(series, max(4, len(series) // 4))
         if late > early + LEARNING * max(abs(early), LEARNING):
-            return Finding(
-                "policy", Level.OK, f"{fell}, while the reward rose from {early:.2g} to {late:.2g}: it learns"
-            )
+            rose = f"while the reward rose from {early:.2g} to {late:.2g}: it learns"
+            return Finding("policy", Level.OK, f"{fell}, {rose}")
     remedy = "see what the newest groups say, and go on from an earlier state with a higher epsilon_high"
     return Finding("policy", Level.FAILURE, f"{fell}: the policy is collapsing", remedy, "The policy is collapsing")
 

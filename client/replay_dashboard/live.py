@@ -34,7 +34,7 @@ def _shard(name: str, info: ServerInfo | None) -> dict[str, Any]:
     """The row of one server of several; None: it does not answer."""
     if info is None:
         return {"name": name, "up": False}
-    tables = [{"name": each.name, "size": each.size, "bytes": each.bytes} for each in info.tables.values()]
+    tables = [{"name": each.name, "size": each.size} for each in info.tables.values()]
     waiting = sum(each.inserting.count + each.sampling.count for each in info.tables.values())
     row = {"name": name, "up": True, "version": info.policy.version, "tables": tables, "waiting": waiting}
     return row | {"capacity": info.admission.capacity if info.admission is not None else None}
@@ -148,11 +148,7 @@ class Live:
             look |= {"tables": list(server.pop("tables").values()), "server": server}
             look["shards"] = [_shard(name, shard) for name, shard in shards_of(info)]
         if self._problem:
-            findings = [Finding("connection", Level.FAILURE, self._problem, REMEDY)]
-        answering = None if self._problem else info
-        verdict_ = verdict(answering, findings, look["signals"])
-        plain_ = {
-            name: [vars(each) for each in found]
-            for name, found in (("findings", findings), ("signals", look["signals"]))
-        }
-        return look | plain_ | {"verdict": verdict_}
+            info, findings = None, [Finding("connection", Level.FAILURE, self._problem, REMEDY)]
+        look["verdict"] = verdict(info, findings, look["signals"])
+        look["findings"], look["signals"] = (list(map(vars, some)) for some in (findings, look["signals"]))
+        return look

@@ -20,7 +20,9 @@ MOST_PROMPTS = 20_000
 MOST_VERSIONS = 2_000
 SUMS = ("groups", "completions", "solved", "reward", "logprob", "with_logprob", "length", "no_variance")
 Tally = npt.NDArray[np.float64]
-"""Sums over groups, by SUMS."""
+"""Sums over groups, by SUMS; of a policy version then the numbers of groups by RATES."""
+RATES = 8
+"""Kinds of groups by how many of their answers solve the prompt: the first none, the last all."""
 
 
 @dataclass
@@ -50,9 +52,9 @@ class PromptLog:
     Beyond MOST_PROMPTS the prompt that was seen longest ago is forgotten.
     """
 
-    def __init__(self, solved_above: float = 0.5) -> None:
-        self.solved_above = solved_above
-        """A completion with a larger reward solves its prompt."""
+    def __init__(self, solved_reward: float = 1.0) -> None:
+        self.solved_reward = solved_reward
+        """A completion with at least this reward solves its prompt."""
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
         self._versions: dict[int, Tally] = {}
 
@@ -67,12 +69,13 @@ class PromptLog:
             return
         completions, logprob = numbers["completions"], numbers["logprob_mean"]
         known, flat = float(np.isfinite(logprob)), float("no variance" in facts.flags)
-        solved = completions * numbers["solved_share"]
-        sums = [1.0, completions, solved, numbers["reward_mean"], logprob if known else 0.0, known]
+        share = numbers["solved_share"]
+        sums = [1.0, completions, completions * share, numbers["reward_mean"], logprob if known else 0.0, known]
         tally = np.array([*sums, numbers["length_mean"], flat])
+        rate = (share > 0) + int(share * (RATES - 2))
         prompt = self._prompts.setdefault(name, Prompt(facts.prompt))
-        for versions in (self._versions, prompt.versions):
-            versions[version] = versions.get(version, 0.0) + tally
+        for versions, counted in ((self._versions, np.append(tally, np.eye(RATES)[rate])), (prompt.versions, tally)):
+            versions[version] = versions.get(version, 0.0) + counted
             if len(versions) > MOST_VERSIONS:
                 del versions[min(versions)]
         self._prompts.move_to_end(name)
@@ -83,9 +86,10 @@ class PromptLog:
         """Means over the groups of each policy version, the oldest version first."""
         rows = []
         for version, tally in sorted(self._versions.items()):
-            sums = dict(zip(SUMS, tally.tolist(), strict=True))
+            sums = dict(zip(SUMS, tally.tolist(), strict=False))
             row = {name: sums[name] / sums["groups"] for name in ("reward", "length", "no_variance")}
             row |= {"version": version, "groups": sums["groups"], "solved": _solve_rate([tally])}
+            row["rates"] = tally[len(SUMS) :].tolist()
             rows.append(row | {"logprob": sums["logprob"] / sums["with_logprob"] if sums["with_logprob"] else None})
         return rows
 
@@ -114,7 +118,7 @@ class PromptLog:
             "rows": found[::-1][:limit] if descending else found[:limit],
             "matching": len(found),
             "total": len(self._prompts),
-            "solved_above": self.solved_above,
+            "solved_reward": self.solved_reward,
             "versions": [min(self._versions, default=0), max(self._versions, default=0)],
         }
 

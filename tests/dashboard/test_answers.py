@@ -253,14 +253,8 @@ def test_only_the_most_frequent_values_of_a_tag_are_counted(pool, url):
 @pytest.mark.parametrize(
     "query",
     [
-        "tag=math",
-        "tag==math",
-        "sort=nothing",
-        "bound=priority",
-        "bound=nothing:0:1",
-        "bound=priority:a:b",
-        "offset=x",
-        "snapshot=x",
+        *("tag=math", "tag==math", "sort=nothing", "offset=x", "snapshot=x"),
+        *("bound=priority", "bound=nothing:0:1", "bound=priority:a:b"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_with_a_reason(url, query):
@@ -340,17 +334,8 @@ def test_what_a_tool_wrote_is_masked_and_lacks_no_log_probability(pool, url):
 def test_each_sequence_of_a_rollout_is_shown_with_the_reward_of_its_rollout_which_counts_once(pool, url):
     group = make_sequences(token_advantages=[0.5, 0, 0, 0, 2, 2], loss_mask=[True] * 5 + [False])
     found = asked(url, f"/api/groups/{pool.insert(group, {'pool': 1.0})}")["group"]
-    names = (
-        "index",
-        "rollout",
-        "part",
-        "parts",
-        "reward",
-        "finish_reason",
-        "tokens",
-        "context_tokens",
-        "masked_tokens",
-    )
+    names = ("index", "rollout", "part", "parts", "reward", "finish_reason")
+    names += ("tokens", "context_tokens", "masked_tokens")
     assert [[each[name] for name in names] for each in found["completions"]] == [
         [0, 0, 0, 2, 1.0, "stop", 1, 0, 0],
         [1, 0, 1, 2, 1.0, "stop", 2, 0, 0],
@@ -366,13 +351,8 @@ def test_each_sequence_of_a_rollout_is_shown_with_the_reward_of_its_rollout_whic
 def test_turns_of_many_parts_are_bounded_and_the_whole_group_has_them_all(pool, url):
     group = make_group(lengths=(1000, 3), loss_mask=[token % 2 == 0 for token in range(1003)])
     told = [[["prompt", 2], ["assistant", 3]], [["prompt", 2], ["tool", 3]]]
-    keys = [
-        pool.insert(each, {"pool": 1.0})
-        for each in (
-            group,
-            make_group(lengths=(3, 3), loss_mask=[True] * 3 + [False] * 3, meta={"turns": told, "a": 1}),
-        )
-    ]
+    other = make_group(lengths=(3, 3), loss_mask=[True] * 3 + [False] * 3, meta={"turns": told, "a": 1})
+    keys = [pool.insert(each, {"pool": 1.0}) for each in (group, other)]
     first = asked(url, f"/api/groups/{keys[0]}")["group"]["completions"][0]
     assert (len(first["turns"]), first["turn_count"]) == (256, 1000)
     assert first["turns"][-1] == {"role": None, "start": 255, "stop": 256, "trained": 0}
@@ -440,13 +420,8 @@ def test_prompts_of_a_table_are_there_before_anybody_has_made_groups_of_them():
         pool.insert(make_group(prompt_id="p2"), {"pool": 1.0})
         pool.sample("prompts", 1, timeout=10)  # p0, which is drawn by its priority once
         until(lambda: asked(url, "/api/prompts")["total"] == 3 and asked(url, "/api/groups?table=pool")["read"] == 1)
-        found = until(
-            lambda: (
-                answer
-                if (answer := asked(url, "/api/prompts?sort=priority&descending=1"))["rows"][0]["held"]["drawn"]
-                else None
-            )
-        )
+        until(lambda: asked(url, "/api/prompts?sort=priority&descending=1")["rows"][0]["held"]["drawn"])
+        found = asked(url, "/api/prompts?sort=priority&descending=1")
         assert found["tables"] == [{"name": "prompts", "loaded": "epoch 2, 3 of 5", "waiting": 3}]
         assert [(row["prompt"], row["text"], row["groups"]) for row in found["rows"]] == [
             ("p0", "0+1=", 0),

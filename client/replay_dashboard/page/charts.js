@@ -7,31 +7,36 @@ export const colour = (name) => getComputedStyle(document.documentElement).getPr
 const SERIES = ["series1", "series2", "series3", "series4", "series5", "series6"];
 export const seriesClass = (index) => SERIES[index % SERIES.length];
 
-// A line chart in `host`, made once by `key` and then given new data. `series`: [{label, dash, fill}].
-export function lines(host, key, data, { series, height = 120, time = false, sync = null, zero = true }) {
+// A line chart in `host`, made once by `key` and then given new data. `series`: [{label, index, fill, faint}]. With `log`
+// the chart is of logarithms, and its labels are of numbers; what is not above 0 is left out.
+export function lines(host, key, data, { series, height = 120, time = false, sync = null, zero = true, log = false }) {
   let chart = charts.get(key);
-  if (chart && (chart.host !== host || chart.series !== series.map((each) => each.label).join())) drop(key), (chart = null);
+  const kind = [log, ...series.map((each) => each.label)].join();
+  if (chart && (chart.host !== host || chart.kind !== kind)) drop(key), (chart = null);
   if (!host.clientWidth) return;
+  const [xs, ...columns] = data, last = time ? xs.at(-1) : 0, back = (y) => (log ? 10 ** y : y);
+  const power = (y) => (y > 0 ? Math.log10(y) : y === undefined ? y : null);
+  const drawn = [time ? xs.map((t) => t - last) : xs, ...columns.map((ys) => (log ? ys.map(power) : ys))];
   if (chart) {
-    chart.now.at = time ? data[0].at(-1) : 0;
+    chart.now.at = last;
     if (chart.width !== host.clientWidth) chart.plot.setSize({ width: (chart.width = host.clientWidth), height });
-    chart.plot.setData(time ? [data[0].map((t) => t - chart.now.at), ...data.slice(1)] : data);
+    chart.plot.setData(drawn);
     return;
   }
   const axis = { stroke: colour("muted"), font: "11px system-ui, sans-serif", grid: { stroke: colour("grid"), width: 1 },
     ticks: { show: false } };
-  const now = { at: time ? data[0].at(-1) : 0 };
+  const now = { at: last };
   const tip = h("div", { class: "tip", hidden: true });
   const options = {
     width: host.clientWidth, height,
     legend: { show: false }, padding: [8, 16, 0, 0],
     cursor: { y: false, points: { size: 6 }, drag: { x: false, y: false }, ...(sync ? { sync: { key: sync } } : {}) },
-    scales: { x: { time: false }, y: { range: (_, low, high) => span(low, high, zero) } },
-    axes: [{ ...axis, size: 24, space: 64, ...(time ? { values: (_, ticks) => ticks.map(ago), incrs: [5, 10, 30, 60, 120, 300, 600] }
-      : {}) }, { ...axis, size: 46, space: 28, values: (_, ticks) => ticks.map((tick) => number(tick, 3)) }],
+    scales: { x: { time: false }, y: { range: (_, low, high) => span(low, high, zero && !log) } },
+    axes: [{ ...axis, size: 24, space: time ? 64 : 44, incrs: time ? SECONDS : STEPS, values: (_, ticks) => labels(ticks, time ? ago : number) },
+      { ...axis, size: 50, space: 28, values: (_, ticks) => labels(ticks.map(back), number) }],
     series: [{}, ...series.map((each, index) => ({
-      label: each.label, stroke: colour(seriesClass(each.index ?? index)), width: 1.6, spanGaps: false, points: { show: false },
-      dash: each.dash, fill: each.fill ? `${colour(seriesClass(each.index ?? index))}22` : undefined,
+      label: each.label, stroke: colour(seriesClass(each.index ?? index)) + (each.faint ? "55" : ""), width: each.faint ? 1 : 1.6,
+      spanGaps: false, points: { show: false }, fill: each.fill ? `${colour(seriesClass(each.index ?? index))}22` : undefined,
     }))],
     hooks: {
       setCursor: [(plot) => {
@@ -40,16 +45,26 @@ export function lines(host, key, data, { series, height = 120, time = false, syn
         if (tip.hidden) return;
         const x = plot.data[0][at];
         tip.textContent = [time ? clock(x + now.at) : number(x),
-          ...series.map((each, i) => `${each.label} ${number(plot.data[i + 1][at])}`)].join("   ");
+          ...series.map((each, i) => (each.faint ? "" : `${each.label} ${said(plot.data[i + 1][at], back)}`))].filter(Boolean).join("   ");
       }],
     },
   };
   host.replaceChildren();
-  const plot = new uPlot(options, time ? [data[0].map((t) => t - now.at), ...data.slice(1)] : data, host);
+  const plot = new uPlot(options, drawn, host);
   host.append(tip);
-  charts.set(key, { plot, host, now, width: host.clientWidth, series: series.map((each) => each.label).join() });
+  charts.set(key, { plot, host, now, kind, width: host.clientWidth });
 }
-const ago = (t) => (t > -1 ? "now" : t > -90 ? `−${Math.round(-t)} s` : `−${+(-t / 60).toFixed(1)} min`);
+const SECONDS = [5, 10, 30, 60, 120, 300, 600, 1200, 3600, 7200, 21600];
+const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5];
+// The labels of an axis. They get digits until no two of them say the same.
+export function labels(ticks, say) {
+  for (let digits = 3; ; digits++) {
+    const texts = ticks.map((tick) => say(tick, digits));
+    if (digits > 9 || new Set(texts).size === texts.length) return texts;
+  }
+}
+const said = (y, back) => (y === null || y === undefined ? "–" : number(back(y)));
+export const ago = (t, digits) => (t > -1 ? "now" : t > -90 ? `−${Math.round(-t)} s` : `−${+(-t / 60).toFixed(digits - 2)} min`);
 const clock = (t) => new Date(1000 * t).toLocaleTimeString("en", { hourCycle: "h23" });
 function span(low, high, zero) {
   if (low === null || low === undefined) return [0, 1];

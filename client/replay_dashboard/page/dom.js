@@ -1,7 +1,7 @@
 // Makes and updates elements. Text goes in as text: nothing in the page parses HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
-const HANDLERS = ["onclick", "oninput", "onchange", "onkeydown", "onsubmit", "onpointermove", "onpointerleave"];
+const HANDLERS = ["onclick", "oninput", "onchange", "onkeydown", "onsubmit", "onpointermove"];
 
 function build(node, props, children) {
   for (const [name, value] of Object.entries(props ?? {})) {
@@ -23,8 +23,9 @@ export function morph(from, to) {
     if (from.data !== to.data) from.data = to.data;
     return;
   }
-  for (const { name } of [...from.attributes]) if (!to.hasAttribute(name) && name !== "style") from.removeAttribute(name);
-  for (const { name, value } of to.attributes) if (from.getAttribute(name) !== value) from.setAttribute(name, value);
+  const ours = (name) => name !== "style" && !(name === "open" && from.nodeName === "DETAILS"); // a person unfolds it
+  for (const { name } of [...from.attributes]) if (!to.hasAttribute(name) && ours(name)) from.removeAttribute(name);
+  for (const { name, value } of to.attributes) if (from.getAttribute(name) !== value && ours(name)) from.setAttribute(name, value);
   for (const name of HANDLERS) from[name] = to[name];
   if (from.nodeName === "INPUT" && document.activeElement !== from) from.value = to.value;
   if (to.dataset.keep || from.nodeName === "SELECT" && document.activeElement === from) return;
@@ -47,7 +48,8 @@ export const number = (x, digits = 3) => {
   if (x === null || x === undefined || Number.isNaN(x)) return "–";
   if (Number.isInteger(x) && Math.abs(x) < 1e6) return x.toLocaleString("en");
   const size = Math.abs(x);
-  if (size >= 1e6 || (size < 1e-3 && size > 0)) return x.toExponential(1);
+  if (size >= 1e6 || (size < 1e-3 && size > 0)) return x.toExponential(Math.max(0, digits - 2));
+  if (size < 0.01) return x.toPrecision(digits - 1);
   return x.toFixed(Math.max(0, digits - 1 - Math.max(0, Math.floor(Math.log10(size || 1)))));
 };
 export const rate = (x) => (x === null || x === undefined ? "–" : x >= 100 ? x.toFixed(0) : x.toFixed(1));
@@ -65,6 +67,9 @@ export const duration = (t) =>
       : `${Math.floor(t / 86400)} d ${Math.floor((t % 86400) / 3600)} h`;
 export const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 export const shortKey = (key) => (key.length > 8 ? `…${key.slice(-6)}` : key);
+
+// What few people ask for: a formula, or the reason of a wait.
+export const why = (...content) => h("details", { class: "why" }, h("summary", null, "why"), ...content);
 
 // The name of a prompt, and its text. A hash says nothing to a reader: then the text comes first.
 const HASH = /^[0-9a-f]{16,}$/i;

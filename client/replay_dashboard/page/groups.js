@@ -4,10 +4,10 @@ import { ask, duration, fill, h, number, percent, plural, promptParts, shortKey,
 
 const BLOCK = 100, LIVE_SECONDS = 2;
 const COLUMNS = [
-  ["", "key", "key"], ["", "prompt", "prompt"], ["reward_mean", "reward", "reward"], ["reward_std", "spread", "num"],
+  ["reward_mean", "reward", "reward"], ["reward_std", "spread", "num"], ["", "prompt", "prompt"],
     ["length_mean", "length", "num"], ["logprob_mean", "log-prob", "num"],
   ["truncated_share", "ended by", "finish"], ["staleness", "stale", "num"], ["times_sampled", "used", "num"],
-    ["priority", "priority", "num"], ["age", "age", "num"], ["odd", "notes", "notes"],
+    ["priority", "priority", "num"], ["age", "age", "num"], ["odd", "notes", "notes"], ["", "key", "key"],
 ];
 const HISTOGRAMS = { reward_mean: "mean reward", reward_std: "spread of rewards", length_mean: "mean length",
   logprob_mean: "mean log-prob", staleness: "staleness", times_sampled: "times used", priority: "priority" };
@@ -15,6 +15,7 @@ const fresh = () => ({ sort: "age", descending: "", prompt: "", text: "", flags:
 
 let table = "", filter = fresh(), held = false, snapshot = null, blocks = new Map(), found = null, focused = 0, problem = "", asked = 0,
   list = null, timer = null, look = null, shown = 0, tall = 34;
+const small = matchMedia("(max-width: 760px)");
 
 export function open(main, [name], state) {
   if (name && name !== table) (table = name), (filter = fresh()), (held = false), (focused = 0);
@@ -44,7 +45,7 @@ function restart(main = document.getElementById("main"), clean = true) {
   asked = Date.now();
   if (!held) snapshot = null;
   if (clean) (blocks = new Map()), (list.scrollTop = 0), (focused = 0);
-  tall = matchMedia("(max-width: 760px)").matches ? 64 : 34;
+  tall = small.matches ? 106 : 34;
   load(true);
   controls(main);
 }
@@ -104,20 +105,21 @@ function rowOf(row, index) {
   const props = { class: `row${index === focused ? " focused" : ""}`, role: "row", "aria-rowindex": index + 2 };
   if (!row) return h("div", { ...props, class: `${props.class} blank` }, h("span", { role: "cell" }, "…"));
   const cell = (kind, ...content) => h("span", { role: "cell", class: kind }, ...content);
+  const num = (label, text) => h("span", { role: "cell", class: "num", "data-label": label }, text);
   const whole = row.read && row.reward_mean !== null;
   return h("div", { ...props, onclick: (event) => event.target.closest("a, button") || (location.hash = `#/group/${row.key}`) },
-    cell("key", h("a", { href: `#/group/${row.key}`, title: row.key }, shortKey(row.key))),
-    cell("prompt", ...(row.read ? promptParts(row.prompt_id ?? "", row.prompt ?? "") : ["not read yet"])),
     cell("reward", whole && bar(row.reward_mean / Math.max(1, row.reward_max)), whole ? number(row.reward_mean, 3) : "–"),
-    cell("num", whole ? `±${number(row.reward_std, 2)}` : "–"), cell("num", whole ? number(row.length_mean, 3) : "–"),
-      cell("num", number(row.logprob_mean, 3)),
+    num("spread", whole ? `±${number(row.reward_std, 2)}` : "–"),
+    cell("prompt", ...(row.read ? promptParts(row.prompt_id ?? "", row.prompt ?? "") : ["not read yet"])),
+    num("length", whole ? number(row.length_mean, 3) : "–"), num("log-prob", number(row.logprob_mean, 3)),
     cell("finish", visible((row.finish ?? []).join(", ")), row.truncated_share > 0 && row.truncated_share < 1
       ? ` ${percent(row.truncated_share)} cut` : ""),
-    cell("num", number(row.staleness)), cell("num", `${number(row.times_sampled)}×`), cell("num", number(row.priority, 3)),
-      cell("num", duration(row.age)),
+    num("stale", number(row.staleness)), num("used", `${number(row.times_sampled)}×`), num("priority", number(row.priority, 3)),
+      num("age", duration(row.age)),
     cell("notes", (row.notes ?? []).map((note) => h("span", { class: `note ${note.replace(/\W/g, "-")}` }, note)),
       row.tags.map((tag) => h("button", { type: "button", class: "note tag", title: `Groups with ${visible(tag)}`,
-        "aria-pressed": String(filter.tags.includes(tag)), onclick: () => toggleTag(tag) }, shortTag(tag)))));
+        "aria-pressed": String(filter.tags.includes(tag)), onclick: () => toggleTag(tag) }, shortTag(tag)))),
+    cell("key", h("a", { href: `#/group/${row.key}`, title: row.key }, shortKey(row.key))));
 }
 
 // ------------------------------------------------------------------------------------------------ controls
@@ -125,6 +127,9 @@ function rowOf(row, index) {
 function change(changes) {
   Object.assign(filter, changes);
   restart();
+}
+function sortBy(sort) {
+  change({ sort, descending: filter.sort === sort ? (filter.descending ? "" : "1") : sort === "age" ? "" : "1" });
 }
 const pick = (name) => (low, high, extend) => {
   const now = filter.bounds[name], bounds = { ...filter.bounds };
@@ -172,6 +177,8 @@ function controls(main = document.getElementById("main")) {
       "aria-current": each.name === table ? "true" : null }, visible(each.name), h("small", null, each.size.toLocaleString("en"))))),
     h("button", { type: "button", class: held ? "hold on" : "hold", "aria-pressed": String(held), title: "h", onclick: hold },
       held ? "Held" : "Live"),
+    small.matches && h("label", null, "Order", h("select", { onchange: ({ target }) => sortBy(target.value) }, // the heads have no room
+      COLUMNS.filter(([sort]) => sort).map(([sort, label]) => h("option", { value: sort, selected: sort === filter.sort }, label)))),
     h("span", { class: "count", role: "status" }, problem ? h("b", { class: "failure" }, problem) : !found ? "listing …"
       : `${found.matching.toLocaleString("en")} of ${plural(found.total, "group")}` + (found.read < found.total
       ? `, ${found.read.toLocaleString("en")} read` : "")),
@@ -204,8 +211,7 @@ function controls(main = document.getElementById("main")) {
   fill(main.querySelector(".head"), h("div", { class: "row", role: "row", "aria-rowindex": 1 }, COLUMNS.map(([sort, label, kind]) => {
     const sorted = sort && filter.sort === sort;
     return h("span", { role: "columnheader", class: kind, "aria-sort": sorted ? (filter.descending ? "descending" : "ascending") : null },
-      sort ? h("button", { type: "button",
-        onclick: () => change({ sort, descending: sorted ? (filter.descending ? "" : "1") : sort === "age" ? "" : "1" }) }, label,
+      sort ? h("button", { type: "button", onclick: () => sortBy(sort) }, label,
         sorted ? (filter.descending ? " ↓" : " ↑") : "") : label);
   })));
 }

@@ -13,7 +13,7 @@ const KEYS = [
   ["1 2 3 4", "overview, groups, training, prompts"], ["/", "search"], ["j k", "next and previous group"], ["Enter", "open the group"],
   ["Esc", "back to the list"], ["h", "hold the list, or let it go on"], ["t", "light or dark"], ["?", "this help"],
 ];
-const main = document.getElementById("main"), banner = document.getElementById("banner");
+const main = document.getElementById("main"), banner = document.getElementById("banner"), told = document.getElementById("told");
 // What the views share: `look` is the newest of the server, `history` its last minutes.
 const state = { look: null, history: [], lost: null };
 let view = null, stream = null, ended = null;
@@ -25,6 +25,7 @@ function route() {
   ended?.();
   dropAll();
   main.replaceChildren();
+  fill(told);
   view = wanted;
   const active = wanted === group ? "groups" : LISTED.find((each) => VIEWS[each] === wanted);
   fill(document.querySelector("nav"),
@@ -111,6 +112,20 @@ addEventListener("keydown", (event) => {
   else if (event.key === "/") (event.preventDefault(), main.querySelector("input[type=search]")?.focus());
   else view?.key?.(event);
 });
+// A finger cannot point: a tap, or a click, tells what stands behind an element, or all of what is cut off.
+addEventListener("click", ({ target }) => {
+  const words = wordsOf(target);
+  fill(told, words && h("p", null, words));
+});
+function wordsOf(target) {
+  if (target.closest("a, button, input, select, label, summary, dialog, .row, .pick, .tokens")) return "";
+  for (let each = target; each; each = each.parentElement) {
+    const { textOverflow, webkitLineClamp } = getComputedStyle(each), named = [...each.children].find((child) => child.nodeName === "title");
+    const cut = textOverflow === "ellipsis" && each.scrollWidth > each.clientWidth + 1 || webkitLineClamp > 0 && each.scrollHeight > each.clientHeight + 1;
+    if (each.title || named || cut) return each.title || named?.textContent || each.innerText;
+  }
+  return "";
+}
 addEventListener("hashchange", route);
 addEventListener("unauthorized", () => askForToken());
 addEventListener("resize", () => state.look && view?.update?.(main, state));

@@ -1,6 +1,6 @@
-// Overview: the picture of the run, alive; what blocks it; each table; the policy; what `replay doctor` would say.
+// Overview: whether it learns; the picture of the run, alive; each table; what `replay doctor` would say.
 import { bar, drop, histogram, lines, sparkline } from "./charts.js";
-import { bytes, duration, fill, h, number, percent, plural, rate, s, visible } from "./dom.js";
+import { bytes, duration, fill, h, number, percent, plural, rate, s, visible, why } from "./dom.js";
 
 const LEAVING = [
   ["consumed", "used up", ""], ["evicted", "evicted", ""], ["evicted_unsampled", "of these never used", "bad"],
@@ -12,6 +12,9 @@ const LEAVING = [
 const SHOWN = 20;
 // Seconds from which on a wait is long, as the server says: three usual steps.
 let long = 20;
+// The answers that are shown, and since when: a person wants to read them.
+let answers = null, shownAt = 0;
+const ANSWER_SECONDS = 10;
 
 export function open(main) {
   fill(main, h("div", { class: "overview" }, h("p", { class: "quiet" }, "Waiting for the server …")));
@@ -22,8 +25,8 @@ export function update(main, { look, history }) {
   const host = main.firstElementChild;
   if (!look.server) return fill(host, verdictOf(look));
   long = look.server.long_wait;
-  fill(host, verdictOf(look), picture(look, history), h("div", { class: "cards" },
-    look.tables.map((table) => tableCard(table, look)), policyCard(look), serverCard(look),
+  fill(host, verdictOf(look), learning(look), picture(look, history), h("div", { class: "cards" },
+    look.tables.map((table) => tableCard(table, look)), serverCard(look),
       look.problem ? null : doctorCard(look), // that it does not answer stands above
       look.shards?.length ? shardsCard(look) : null, look.admission && permitsCard(look),
       look.clients.length ? clientsCard(look) : null));
@@ -123,7 +126,8 @@ function tableCard(table, look) {
           table.values.length > 0 && h("small", null, `draws balanced over ${visible(config.balance?.tag ?? "")}: ${sharesOf(table.values)}`)),
         h("div", { class: "chart low", "data-keep": `size-${table.name}`, role: "img", "aria-label": `Size of ${table.name}` })),
       h("div", null,
-        limiterOf(table), [["insert", table.inserting], ["sample", table.sampling]].map(([verb, wait]) => waitOf(verb, wait, table)),
+        limiterOf(table), [["insert", table.inserting], ["sample", table.sampling]].map(([verb, wait]) =>
+          h("div", null, waitOf(verb, wait, table[`${verb}_blocked_share`]))),
         h("dl", { class: "leaving" }, [["inserted", table.inserts, ""], ["sampled", table.samples, ""],
           ...leaving.map(([name, label, tone]) => [label, table[name], tone])].map(([label, count, tone]) =>
           h("div", { class: tone }, h("dt", null, label), h("dd", null, count.toLocaleString("en"))))))),
@@ -137,12 +141,12 @@ function tableCard(table, look) {
 }
 
 const waitTone = ({ seconds }) => (seconds >= long ? "long" : seconds >= long / 4 ? "warm" : "");
-function waitOf(verb, wait, table) {
-  const share = table[`${verb}_blocked_share`];
+// What waits, in words; a formula in brackets stands behind "why".
+function waitOf(verb, wait, share = 0) {
   if (!wait.count) return share > 0.005 ? h("p", { class: "quiet" },
     `${verb === "insert" ? "Inserts" : "Samples"} waited ${percent(share)} of the last minute; none waits now.`) : null;
-  return h("p", { class: `waiting ${waitTone(wait)}` }, h("b", null, `${wait.count} ${wait.count === 1 ? "waits" : "wait"} to ${verb}, for ${duration(wait.seconds)}: `),
-    visible(wait.reason));
+  return h("div", { class: `waiting ${waitTone(wait)}` }, h("b", null, `${wait.count} ${wait.count === 1 ? "waits" : "wait"} to ${verb}, for ${duration(wait.seconds)}: `),
+    visible(wait.reason.replace(/ \([^()]*\)/, "")), why(h("p", null, visible(wait.reason))));
 }
 
 // Where the limiter stands: sampling needs difference - n >= min_diff, inserting difference + n * spi <= max_diff.
@@ -155,21 +159,22 @@ function sharesOf(values) {
 function limiterOf({ limiter, size, waiting_rows, inserting, sampling }) {
   if (limiter.max_diff === null && limiter.min_diff === null) {
     const ready = size - waiting_rows, enough = ready >= limiter.min_size, what = waiting_rows ? "size without those that wait" : "size";
-    return h("p", { class: "limiter" }, h("b", null, "Limiter "),
-      enough ? `open: ${what} ${ready} ≥ min_size ${limiter.min_size}; inserts never wait for it.`
-      : `samples wait: ${what} ${ready} < min_size ${limiter.min_size}`);
+    return h("div", { class: "limiter" }, h("b", null, "Limiter "), enough ? "open" : "samples wait for groups",
+      why(h("p", null, enough ? `open: ${what} ${ready} ≥ min_size ${limiter.min_size}; inserts never wait for it.`
+      : `samples wait: ${what} ${ready} < min_size ${limiter.min_size}`)));
   }
   const { min_diff: low, max_diff: high, difference } = limiter, at = Math.min(1, Math.max(0, (difference - low) / (high - low)));
   const x = 8 + 184 * at, stuck = (at > 0.98 && inserting.seconds > long / 4) || (at < 0.02 && sampling.seconds > long / 4);
   return h("figure", { class: "limiter" }, h("figcaption", null, h("b", null, "Limiter "), at > 0.98 ? "inserts wait here" : at < 0.02
-    ? "samples wait here" : `open: ${number(difference)} between ${number(low)} and ${number(high)}`),
+    ? "samples wait here" : "open"),
     s("svg", { viewBox: "0 0 200 22", role: "img",
       "aria-label": `inserts times ${limiter.samples_per_insert} less samples is ${number(difference)}; samples wait below ${number(low)}, inserts above ${number(high)}` },
       s("rect", { class: "track", x: 8, y: 8, width: 184, height: 6, rx: 3 }),
         s("rect", { class: "edge-low", x: 2, y: 4, width: 3, height: 14, rx: 1 }),
         s("rect", { class: "edge-high", x: 195, y: 4, width: 3, height: 14, rx: 1 }),
       s("circle", { class: stuck ? "point end" : "point", cx: x.toFixed(1), cy: 11, r: 6 })),
-    h("div", { class: "ends" }, h("span", null, "samples wait"), h("span", null, "inserts wait")));
+    h("div", { class: "ends" }, h("span", null, "samples wait"), h("span", null, "inserts wait")),
+    why(h("p", null, `inserts × ${number(limiter.samples_per_insert)} − samples = ${number(difference)}; samples wait below ${number(low)}, inserts above ${number(high)}`)));
 }
 
 function chartOf(host, table, history) {
@@ -184,24 +189,32 @@ function chartOf(host, table, history) {
 
 // ------------------------------------------------------------------------------------------------ the rest
 
-function policyCard({ versions, signals, policy, curves }) {
-  const of = (name) => versions.map((each) => each[name]), warned = signals.some((each) => each.level !== "ok");
-  return h("section", { class: `card policy ${warned ? "warned" : ""}`, "aria-label": "Policy" },
-    h("h2", null, "Policy", h("small", null, versions.length
-      ? `groups of versions ${versions[0].version} to ${versions[versions.length - 1].version}, as the page read them`
-      : "no groups read yet")),
+// The trainer's curves or, without them, means over the groups that the page read.
+function learning({ versions, signals, policy, curves, answers: newest }) {
+  const read = Date.now() - shownAt > 1000 * ANSWER_SECONDS && !document.querySelector(".answers:hover");
+  if (!answers || read) [answers, shownAt] = [newest, Date.now()];
+  const known = (name) => curves[name]?.some((value) => value !== null);
+  const spark = (name, label, of = null, text = number) => (known(name) ? sparkline(curves[name], { label, text })
+    : of && sparkline(versions.map(of), { label: `${label}, as read`, text }));
+  const warned = signals.some((each) => each.level !== "ok");
+  return h("section", { class: `card learning ${warned ? "warned" : ""}`, "aria-label": "Learning" },
+    h("h2", null, "Is it learning?", h("small", null, `version ${policy.version}, set ${duration(policy.age)} ago`)),
     signals.length ? h("ul", { class: "signals" }, signals.map((each) => h("li", { class: each.level === "ok" && "fine" }, each.message)))
-      : h("p", { class: "fine" }, versions.length || curves.entropy?.length ? "No sign of collapse, and nothing far off-policy."
-      : "Nothing is known yet."),
-    h("div", { class: "sparks" },
-      curves.entropy?.length ? sparkline(curves.entropy, { label: "entropy (nats)" })
-        : sparkline(versions.map((each) => each.logprob && -each.logprob), { label: "surprise (nats)" }),
-      curves.reward?.length ? sparkline(curves.reward, { label: "fresh reward" }) : sparkline(of("reward"), { label: "reward" }),
-      curves.ess?.length ? sparkline(curves.ess, { label: "sample size (ess)" }) : null,
-      sparkline(of("length"), { label: "length (tokens)" }), sparkline(of("no_variance"), { label: "without variance", text: percent })),
-    h("p", { class: "quiet" }, `Version ${policy.version}, set ${duration(policy.age)} ago`,
-      policy.weights && [": ", h("code", null, visible(policy.weights))]));
+      : h("p", { class: "fine" }, versions.length || known("entropy") ? "No sign of collapse, and nothing far off-policy." : "Nothing is known yet."),
+    h("div", { class: "sparks" }, spark("reward", "fresh reward", (each) => each.reward),
+      spark("entropy", "entropy (nats)", (each) => each.logprob && -each.logprob), spark("kl", "kl (nats)"),
+      spark("length", "completion (tokens)", (each) => each.length), spark("tokens_per_second", "tokens a second"),
+      spark("no_variance", "without variance", (each) => each.no_variance, percent), spark("ess", "sample size (ess)")),
+    answers && h("div", { class: "answers" }, ["best", "worst"].map((name) => answerOf(name, answers))),
+    why(h("p", null, "Curves are of the trainer's newest metrics.jsonl (--runs). ", h("i", null, "As read"),
+      ": of the groups that this page has read", versions.length > 0 && `, of versions ${versions[0].version} to ${versions.at(-1).version}`,
+      "; surprise, the mean negative log-probability, stands for entropy."),
+      policy.weights && h("p", null, "Weights: ", h("code", null, visible(policy.weights)))));
 }
+const answerOf = (name, { key, version, prompt, [name]: { reward, tokens, text } }) => h("article", { class: name, "aria-label": `The ${name} answer` },
+  h("h3", null, `The newest ${name} answer `, h("a", { href: `#/group/${key}` }, `reward ${number(reward)}`),
+    h("small", null, ` ${plural(tokens, "token")}, version ${version}`)),
+  h("p", { class: "quiet cut" }, visible(prompt)), h("div", { class: "text", tabindex: 0 }, visible(text)));
 
 function permitsCard({ admission }) {
   const { groups_per_step: step, max_staleness: stale, accepted, running, capacity, acquiring, expired, building } = admission;
@@ -210,9 +223,7 @@ function permitsCard({ admission }) {
     facts([["available now", capacity], ["running", running],
       ...(admission.building_table ? [["of these under construction", building]] : []), ["groups accepted", accepted],
       ["expired unused", expired, expired > 0]]),
-    acquiring.count > 0 && h("p", { class: `waiting ${waitTone(acquiring)}` },
-      h("b", null, `${acquiring.count} ${acquiring.count === 1 ? "waits" : "wait"} for permits, for ${duration(acquiring.seconds)}: `),
-      visible(acquiring.reason)));
+    waitOf("get permits", acquiring));
 }
 
 function serverCard({ server, address }) {

@@ -1,6 +1,5 @@
 // Prompts: how often each is solved, over policy versions, as far as the page has read groups of it.
-import { sparkline } from "./charts.js";
-import { ask, fill, h, number, percent, plural, promptParts, visible } from "./dom.js";
+import { ask, fill, h, number, percent, plural, promptParts, s, visible, why } from "./dom.js";
 
 const ORDERS = [["", "1", "last seen"], ["solved", "", "hardest"], ["solved", "1", "easiest"], ["change", "1", "most improved"],
   ["change", "", "most lost"], ["groups", "1", "most groups"], ["prompt", "", "name"]];
@@ -17,7 +16,7 @@ export function open(main, _, state) {
 }
 export function update(main, { look }) {
   versions = look.versions;
-  if (Date.now() - asked > 3000) load();
+  Date.now() - asked > 3000 ? load() : draw();
 }
 async function load() {
   asked = Date.now();
@@ -40,12 +39,9 @@ function draw() {
       h("label", null, "Order", h("select", { onchange: (event) => ((order = orders[+event.target.value]), load()) },
         orders.map((each, i) => h("option", { value: i, selected: each === order }, each[2])))),
       h("span", { class: "count", role: "status" }, `${data.matching.toLocaleString("en")} of ${plural(data.total, "prompt")}`)),
-    h("section", { class: "card", "aria-label": "All prompts" },
-      h("div", { class: "sparks" }, sparkline(versions.map((each) => each.solved), { label: "solved", text: percent }),
-      sparkline(versions.map((each) => each.no_variance), { label: "without variance", text: percent }),
-      sparkline(versions.map((each) => each.groups), { label: "groups read" })),
+    h("section", { class: "card", "aria-label": "All prompts" }, picture(),
       data.tables.map((table) => h("p", null, h("b", null, table.name), " ", table.loaded ? `${table.loaded} loaded, ` : "", `${table.waiting.toLocaleString("en")} there now`)),
-      h("p", { class: "quiet" }, `Solved: a reward above ${number(data.solved_above)}. Groups that left before the page read them are missing here, most often those without variance. fresh/reward_mean in Training counts them all.`)),
+      why(h("p", { class: "quiet" }, `Solved: a reward of at least ${number(data.solved_reward)}. Groups that left before the page read them are missing here, most often those without variance. fresh/reward_mean in Training counts them all.`))),
     h("div", { class: "strips", role: "table", "aria-label": "Prompts" },
       h("div", { class: "strip head", role: "row" }, ["prompt", "solved", "change", "groups",
         `versions ${first} to ${last}`].map((name) => h("span", { role: "columnheader" }, name))),
@@ -59,6 +55,23 @@ function draw() {
           h("span", { role: "img", "aria-label": `Solve rate by version: ${row.versions.map(([version, rate]) => `${version}: ${percent(rate)}`).slice(-12).join(", ")}` }, heat(row.versions, first, last)))))),
     data.rows.length < data.matching && h("button", { type: "button", class: "more", onclick: () => ((limit += 200), load()) },
       "Show more")));
+}
+// A column for each version: the shares of its groups by how many of their answers solved the prompt, all of them above.
+function picture() {
+  if (!versions.length) return h("p", { class: "quiet" }, "No groups read yet.");
+  const share = (each, rate) => each.rates[rate] / each.groups, { version, solved } = versions.at(-1);
+  const column = (each, i) => {
+    let top = 100;
+    return s("g", null, s("title", null, `version ${each.version}: ${percent(each.solved)} of answers solve; of ${plural(each.groups, "group")} ${
+      percent(share(each, 7))} are solved by all answers, ${percent(share(each, 0))} by none`),
+      each.rates.map((_, rate) => s("rect", { class: `s${rate}`, x: i, y: (top -= 100 * share(each, rate)).toFixed(2), width: 1,
+        height: (100 * share(each, rate)).toFixed(2) })));
+  };
+  return h("figure", { class: "rates" }, h("figcaption", null, h("b", null, `${percent(solved)} solved`), ` at version ${version}`,
+    h("span", { class: "scale" }, "by no answer", versions[0].rates.map((_, rate) => h("i", { class: `s${rate}` })), "by all")),
+    s("svg", { viewBox: `0 0 ${versions.length} 100`, preserveAspectRatio: "none", role: "img",
+      "aria-label": `Solve rates of groups from version ${versions[0].version} to ${version}` }, versions.map(column)),
+    h("div", { class: "ends" }, h("span", null, `version ${versions[0].version}`), h("span", null, version)));
 }
 function heat(seen, first, last) {
   const count = Math.min(COLUMNS, last - first + 1), cells = Array.from({ length: count }, () => [0, 0]);

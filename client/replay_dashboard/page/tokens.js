@@ -56,7 +56,8 @@ function classOf(arrays, i, look) {
 // `look`: {shade, spread}, or {marked: the indices of tokens that differ}; none for a prompt.
 export function tokens(window, row, look = null, start = 0, stop = window.ids.length) {
   const { ids, text, arrays } = window;
-  return h("span", { class: "tokens", onpointermove: (event) => inspect(event, window, row), onpointerleave: null },
+  const inspected = (event) => inspect(event, window, row); // a finger taps where a mouse moves
+  return h("span", { class: "tokens", onpointermove: inspected, onclick: inspected },
     ids.slice(start, stop).map((id, at) => {
       const i = start + at;
       return h("span", { class: `${look ? classOf(arrays, i, look) : "t"}${look?.marked?.has(i) ? " differs" : ""}${text ? "" : " id"}`,

@@ -3,10 +3,13 @@ import { drop, lines, seriesClass } from "./charts.js";
 import uPlot from "./uplot/uPlot.js";
 import { ask, fill, h, plural, visible } from "./dom.js";
 
-const FIRST = ["fresh/reward_mean", "fresh/zero_variance_fraction", "train/entropy", "correction/ess", "fresh/staleness_mean", "time/step"];
+const FIRST = ["fresh/reward_mean", "fresh/zero_variance_fraction", "train/entropy", "correction/kl", "correction/ess",
+  "fresh/completion_length_mean", "train/grad_norm", "train/tokens_per_second", "time/step"];
+const SMOOTHING = { none: 0, light: 0.6, strong: 0.9, "very strong": 0.98 };
 const SECTIONS = { fresh: "What was generated now", replay: "What was put in its place", train: "The update",
   correction: "How far off-policy", time: "Where the time goes", eval: "Evaluation" };
 let chosen = new Set(), data = null, problem = "", version = -1, asking = false, here = null, watcher = null, visibleCharts = new Set();
+let search = "", smoothing = "none", log = false;
 
 export function open(main) {
   here = main;
@@ -48,6 +51,7 @@ function draw() {
     sections = [...new Set(names.map((name) => name.split("/")[0]))];
   const order = Object.keys(SECTIONS), place = (name) => (order.includes(name) ? order.indexOf(name) : order.length);
   sections.sort((a, b) => place(a) - place(b));
+  const wanted = names.filter((name) => `${name} ${data.meanings[name] ?? ""}`.toLowerCase().includes(search)).sort();
   fill(here, h("div", { class: "training" }, h("h1", null, "Training"),
     h("div", { class: "runs", role: "group", "aria-label": "Runs" }, data.runs.map((run) => {
       const index = data.curves.findIndex((curve) => curve.run === run.name);
@@ -56,16 +60,34 @@ function draw() {
         onchange: (event) => (event.target.checked ? chosen.add(run.name) : chosen.size > 1 && chosen.delete(run.name), load()) }),
         visible(run.name), h("small", null, plural(run.steps, "step") + (run.damaged ? `, ${plural(run.damaged, "damaged line")}` : "")));
     })),
-    section("At a glance", FIRST.filter((name) => names.includes(name)), "first"),
-    sections.map((each) => section(SECTIONS[each] ?? each, names.filter((name) => name.startsWith(`${each}/`)).sort(), each))));
+    h("div", { class: "bar" },
+      h("label", null, "Find", h("input", { type: "search", value: search, placeholder: "name or meaning",
+        oninput: ({ target }) => ((search = target.value.toLowerCase()), draw()) })),
+      h("label", null, "Smoothing", h("select", { onchange: ({ target }) => ((smoothing = target.value), draw()) },
+        Object.keys(SMOOTHING).map((each) => h("option", { value: each, selected: each === smoothing }, each)))),
+      h("label", null, h("input", { type: "checkbox", checked: log, onchange: ({ target }) => ((log = target.checked), draw()) }), "Log scale"),
+      search && h("span", { class: "count", role: "status" }, plural(wanted.length, "metric"))),
+    search ? section("Found", wanted, "found") : [section("At a glance", FIRST.filter((name) => names.includes(name)), "first"),
+      sections.map((each) => folded(each, names.filter((name) => name.startsWith(`${each}/`) && !FIRST.includes(name)).sort()))]));
   here.querySelectorAll(".chart").forEach((chart) => watcher.observe(chart));
   paint();
 }
-const section = (title, names, prefix) => h("section", { "aria-label": title },
-  h("h2", null, title, prefix !== "first" && h("small", null, `${prefix}/`)), h("div", { class: "curves" }, names.map((name) =>
-  h("article", { class: "card curve" }, h("h3", null, name),
-    h("p", { class: "quiet", title: data.meanings[name] }, data.meanings[name] ?? "docs/metrics.md does not say what this is."),
-    h("div", { class: "chart", "data-keep": `${prefix}:${name}`, role: "img", "aria-label": `Curve of ${name}` })))));
+const section = (title, names, prefix) => h("section", { "aria-label": title }, h("h2", null, title), curves(names, prefix));
+const folded = (prefix, names) => names.length > 0 && h("details", null, h("summary", null, h("h2", null, SECTIONS[prefix] ?? prefix,
+  h("small", null, `${prefix}/`, " ", plural(names.length, "metric")))), curves(names, prefix));
+const curves = (names, prefix) => h("div", { class: "curves" }, names.map((name) => h("article", { class: "card curve" }, h("h3", null, name),
+  h("p", { class: "quiet", title: data.meanings[name] }, data.meanings[name] ?? "docs/metrics.md does not say what this is."),
+  h("div", { class: "chart", "data-keep": `${prefix}:${name}`, role: "img", "aria-label": `Curve of ${name}` }))));
+// An exponential mean, whose beginning counts no value before the first.
+function smooth(ys) {
+  const keep = SMOOTHING[smoothing];
+  let sum = 0, weight = 0;
+  return ys.map((y) => {
+    if (y === null || y === undefined) return y;
+    [sum, weight] = [keep * sum + (1 - keep) * y, keep * weight + 1 - keep];
+    return sum / weight;
+  });
+}
 
 function paint() {
   if (!data || !here) return;
@@ -77,7 +99,10 @@ function paint() {
     const key = chart.dataset.keep, name = key.slice(key.indexOf(":") + 1),
       shown = data.curves.map((curve, index) => ({ curve, index })).filter(({ curve }) => curve.columns[name]);
     if (!shown.length) drop(key);
-    else lines(chart, key, uPlot.join(shown.map(({ curve }) => [curve.steps, curve.columns[name]])),
-      { series: shown.map(({ curve, index }) => ({ label: curve.run, index })), height: 130, sync: "training", zero: false });
+    else lines(chart, key, uPlot.join([...shown.map(({ curve }) => [curve.steps, smooth(curve.columns[name])]),
+      ...(smoothing === "none" ? [] : shown.map(({ curve }) => [curve.steps, curve.columns[name]]))]),
+      { series: [...shown.map(({ curve, index }) => ({ label: curve.run, index })),
+        ...(smoothing === "none" ? [] : shown.map(({ curve, index }) => ({ label: `${curve.run} as it is`, index, faint: true })))],
+        height: 130, sync: "training", zero: false, log });
   }
 }
