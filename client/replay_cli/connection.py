@@ -27,13 +27,13 @@ ByShard = Annotated[bool, typer.Option("--shards", help="With each server of sev
 
 _reaching = partial(option, rich_help_panel="Connection")
 CONNECTION = (
-    _reaching("address", "host:port of the server, or several with commas. [env: REPLAY_ADDRESS; 127.0.0.1:7400]"),
+    _reaching("address", "host:port, or several with commas. [env: REPLAY_ADDRESS; 127.0.0.1:7400]"),
     _reaching("token_file", "File that holds the token. [env: REPLAY_TOKEN_FILE, or REPLAY_TOKEN]"),
     _reaching("tls", "Use TLS, and trust the public authorities. [env: REPLAY_TLS]", bool),
     _reaching("tls_ca", "Use TLS, and trust the authorities in this PEM file. [env: REPLAY_TLS_CA]"),
     _reaching("tls_cert", "PEM file with this client's certificate. [env: REPLAY_TLS_CERT]"),
     _reaching("tls_key", "PEM file with its private key. [env: REPLAY_TLS_KEY]"),
-    _reaching("tls_server_name", "Name in the server's certificate, if not the address. [env: REPLAY_TLS_SERVER_NAME]"),
+    _reaching("tls_server_name", "Name in the server's certificate. [env: REPLAY_TLS_SERVER_NAME]"),
     _reaching("allow_insecure_token", "Send the token without TLS. [env: REPLAY_ALLOW_INSECURE_TOKEN]", bool),
     _reaching("name", "Name of a generator, trainer or archiver. [env: REPLAY_NAME; host:pid]"),
     _reaching("client_config", "TOML file with the settings above. [env: REPLAY_CLIENT_CONFIG]"),

@@ -55,7 +55,7 @@ _GROUPS = (
 _STALENESS = (
     option(
         "max_concurrent_groups",
-        "Groups generated at the same time; 0: as many as the server gives permits for. [16]",
+        "Groups at the same time; 0: as many as permits. [16]",
         int,
         rich_help_panel="Staleness",
     ),
@@ -72,34 +72,22 @@ def generate(
     staleness: dict[str, Any],
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
-    prompts: Annotated[
-        str | None, _data("JSON lines, a folder saved by `datasets`, or a data set on the hub; or see --environment.")
-    ] = None,
-    prompt_field: Annotated[str, _data("Field of a row that holds the text or the messages.")] = "prompt",
+    prompts: Annotated[str | None, _data("JSON lines, a folder of `datasets`, or a data set on the hub.")] = None,
+    prompt_field: Annotated[str, _data("Field of a row with text or messages.")] = "prompt",
     split: Annotated[str, _data("Split of the data set.")] = "train",
     chat: Annotated[bool, _data("Make each text prompt a chat message of the user.", "--chat")] = False,
     system: Annotated[str | None, _data("With --chat, the message of the system.")] = None,
     reward: Annotated[
         list[str] | None,
-        _data("exact_match (a row's `answer`) or package.module:function, `=0.5` behind for a weight; repeatable."),
+        _data("exact_match or package.module:function, perhaps =WEIGHT; repeatable."),
     ] = None,
-    rollout: Annotated[str | None, _data("package.module:function that plays each rollout, of several turns.")] = None,
-    environment: Annotated[
-        str | None, _data("verifiers:NAME, of the package verifiers: it brings prompts and rewards.")
-    ] = None,
-    environment_args: Annotated[
-        str | None, _data('Its arguments, a JSON object like {"agent": {"max_turns": 4}}.')
-    ] = None,
+    rollout: Annotated[str | None, _data("package.module:function that plays rollouts of several turns.")] = None,
+    environment: Annotated[str | None, _data("verifiers:NAME: prompts and rewards of that package.")] = None,
+    environment_args: Annotated[str | None, _data('Its arguments, like {"agent": {"max_turns": 4}}.')] = None,
     engine: Annotated[str, _of_engine("vllm, vllm-server or transformers.")] = "vllm",
-    base_url: Annotated[
-        list[str] | None, _of_engine("With vllm-server: http://host:port of a `vllm serve`; repeatable.")
-    ] = None,
-    engine_arg: Annotated[
-        list[str] | None, _of_engine("NAME=VALUE for the engine, like dtype=bfloat16; repeatable.")
-    ] = None,
-    max_length: Annotated[
-        int | None, _of_engine("Most tokens of a prompt with its completion. [the model's limit]")
-    ] = None,
+    base_url: Annotated[list[str] | None, _of_engine("http://host:port of a `vllm serve`; repeatable.")] = None,
+    engine_arg: Annotated[list[str] | None, _of_engine("NAME=VALUE, like dtype=bfloat16; repeatable.")] = None,
+    max_length: Annotated[int | None, _of_engine("Most tokens of prompt and completion. [the model's limit]")] = None,
     seed: Annotated[int, in_panel("Sampling", "Seed of the order of prompts and of sampling.")] = 0,
     drop_zero_variance: Annotated[
         bool, in_panel("Groups", "Do not insert groups without variance.", "--drop-zero-variance")
@@ -107,9 +95,8 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON lines, once a second.")] = False,
     log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
-    """Complete prompts with the newest policy, score the completions and insert the groups.
-
-    It ends when the server is away for 30 s, unless --timeout says how long.
+    """Complete prompts with the newest policy, score the completions and insert the groups. It ends when the server is
+    away for 30 s, unless --timeout says how long.
     """
     from replay_client import AsyncReplayClient
     from replay_client.errors import ReplayError

@@ -1,8 +1,8 @@
 """Options of commands: those that a class of settings declares, and what a TOML file or a recipe gives.
 
 An option is declared once. What a command passes on to a class of settings is declared there: `options_of` makes an
-option of a field, with its name and type, and with the first sentence of its docstring as the help. Other fields are
-set in the file of --config, or by --set NAME=VALUE.
+option of a field, with its name and type, and with the first clause of its docstring as the help: one line. Other
+fields are set in the file of --config, or by --set NAME=VALUE.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from replay_protos.settings import unknown_name
 
 R = TypeVar("R")
 Options = Sequence[inspect.Parameter]
-HELP_WIDTH = 120
+HELP_WIDTH = 100
 """Columns of the help, where the terminal has them."""
 _FILE, _RECIPE = "replay.file", "replay.recipe"
 """Places in the `meta` of a context."""
@@ -53,11 +53,13 @@ def options_of(kind: type, panel: str, *names: str) -> Options:
     declared = kind.__pydantic_fields__  # type: ignore[attr-defined]
     options = []
     for name in names:
-        first_sentence = re.split(r"(?<=\.)\s", " ".join(declared[name].description.split()))[0]
+        clause = re.split(r"\.(?:\s|$)|;| \(", " ".join(declared[name].description.split()))[0]
         default = "" if declared[name].default is None else f" [{_shown(declared[name].default)}]"
         plain, flag = _type_of(declared[name].annotation), name.replace("_", "-")
         flags = (f"--{flag}",) if plain is bool else ()
-        options.append(option(name, first_sentence + default, plain, None, *flags, rich_help_panel=panel))
+        choices = get_args(declared[name].annotation) if get_origin(declared[name].annotation) is Literal else ()
+        more = {} if all(choice in clause for choice in choices) else {"metavar": "|".join(choices)}
+        options.append(option(name, f"{clause}.{default}", plain, None, *flags, rich_help_panel=panel, **more))
     return options
 
 
@@ -114,7 +116,7 @@ def in_flags(message: str, names: Collection[str]) -> str:
 
 # ------------------------------------------------------------------------------------------------ files and recipes
 
-ABOUT_RECIPE = f"Take settings that belong together: {' or '.join(RECIPES)}. What you set yourself wins. [none]"
+ABOUT_RECIPE = f"Begin with settings that belong together: {' or '.join(RECIPES)}. [none]"
 
 
 class _Source:
@@ -124,8 +126,8 @@ class _Source:
         self._command, self._fields = command, fields
 
     def options(self) -> Options:
-        about = "TOML file with these options and all other settings; the command line wins."
-        more = "Another setting as in the file; may be repeated."
+        about = "TOML file with these options and all other settings."
+        more = "Another setting as in the file; repeatable."
         flags: Any = ("--config", "-c")
         return (
             option("config", about, Path, None, *flags, callback=self.read_file, is_eager=True),

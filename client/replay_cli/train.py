@@ -45,16 +45,10 @@ def train(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     output_dir: Annotated[Path, typer.Option(help="Folder for weights and metrics.jsonl.")],
-    eval_prompts: Annotated[
-        str | None, _evaluating("Held-out prompts, as --prompts of `replay generate`: completed now and then.")
-    ] = None,
-    eval_reward: Annotated[
-        list[str] | None, _evaluating("Reward of these completions, as --reward there; repeatable. [exact_match]")
-    ] = None,
+    eval_prompts: Annotated[str | None, _evaluating("Held-out prompts, as --prompts of `replay generate`.")] = None,
+    eval_reward: Annotated[list[str] | None, _evaluating("As --reward there; repeatable. [exact_match]")] = None,
     eval_max_tokens: Annotated[int, _evaluating("Most tokens of these completions.", min=1)] = 256,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Show no progress and no summary; metrics.jsonl has it all.")
-    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress and no summary.")] = False,
     log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
     """Train a causal language model on the groups of the server, and publish each version.

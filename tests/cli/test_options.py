@@ -58,13 +58,15 @@ def test_the_help_has_the_options_in_groups(command, groups):
 @pytest.mark.parametrize(
     ("command", "kinds"), [("generate", (GeneratorConfig, SamplingConfig)), ("train", (GRPOConfig,))]
 )
-def test_an_option_that_passes_a_field_on_has_its_name_and_the_first_sentence_of_its_docstring(command, kinds):
+def test_an_option_that_passes_a_field_on_has_its_name_and_the_first_clause_of_its_docstring(command, kinds):
     options, found = options_of(f"replay {command}"), 0
     for kind in kinds:
         for name, field in kind.__pydantic_fields__.items():
             if name in options and name not in ("seed", "tables", "tags", "max_concurrent_groups", "output_dir"):
                 assert options[name].default is None
-                assert " ".join(field.description.split()).startswith(options[name].help.rpartition(" [")[0])
+                assert " ".join(field.description.split()).startswith(
+                    options[name].help.rpartition(" [")[0].rstrip(".")
+                )
                 found += 1
     assert found > 10
 

@@ -39,11 +39,11 @@ class SamplingConfig:
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Divides the logits; above 0 and at most 2. A greedy choice has no log-probability to correct with."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Keeps the fewest tokens whose probabilities reach this sum, the most likely ones; 1: all."""
+    """Keeps the likeliest tokens, as few as sum up to this; 1: all."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Keeps this many of the most likely tokens; 0: all."""
     min_p: Share = 0.0
-    """Keeps tokens at least this many times as likely as the most likely one; 0: all. Comes before top_k and top_p."""
+    """Keeps tokens at least this likely, as a share of the likeliest; 0: all. Comes before top_k and top_p."""
     sampling_masks: Annotated[int, Field(ge=0, lt=2**31 - 1)] = 512
     """With top_p, top_k or min_p, store the tokens that these kept, 4 bytes each, up to this many a token; 0: none.
 
