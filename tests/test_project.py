@@ -172,7 +172,7 @@ MAX_CODE = {
     "replay_server/tables": (3_601, 36_601),
     "replay_server/storage": (1_536, 15_867),
     "replay_server/rpc": (2_153, 20_617),
-    "replay_client": (5_363, 49_905),
+    "replay_client": (5_348, 49_858),
     "replay_generator": (4_662, 42_309),
     "replay_dashboard": (1_831, 20_579),
     "replay_cli": (3_125, 29_416),
@@ -181,7 +181,7 @@ MAX_CODE = {
     "examples": (657, 6_073),
     "experiments": (4_222, 45_085),
     "benchmarks": (2_322, 21_590),
-    "tests": (38_954, 426_522),
+    "tests": (38_867, 425_237),
 }
 """Lines and tokens of code of each part (`tests/count.py`). A commit that cuts lowers them; no other changes them."""
 MAX_P95 = {

@@ -136,14 +136,15 @@ _CLASSES: dict[grpc.StatusCode, type[ReplayError]] = {
 _CLASSES[grpc.StatusCode.PERMISSION_DENIED] = AuthenticationError
 _BY_REASON: dict[str, type[ReplayError]] = {"server-busy": ServerBusyError, "storage-failed": StorageError}
 """By the reason that comes with RESOURCE_EXHAUSTED. Any other reason, or none, means a full table."""
-_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
+STATUSES = {code.value[0]: code for code in grpc.StatusCode}
+"""By their numbers on the wire."""
 GONE = (ServerUnavailableError, ServerClosedError)
 """Errors that mean: this server does not answer now. It may be back soon, and another shard may answer."""
 
 
 def error_of(code: grpc.StatusCode | int, message: str, reason: str = "") -> ReplayError:
     """The error for a gRPC status (an enum member or its number) and the reason that the server gave with it."""
-    status = _BY_NUMBER.get(code, grpc.StatusCode.UNKNOWN) if isinstance(code, int) else code
+    status = STATUSES.get(code, grpc.StatusCode.UNKNOWN) if isinstance(code, int) else code
     kind = _CLASSES.get(status, ReplayError)
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
         kind = _BY_REASON.get(reason, TableFullError)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Self
 
 from replay_client.errors import ReplayError
 from replay_client.records import MutationResult, Sample, SampleInfo
@@ -21,10 +21,8 @@ OnLost = Callable[[list[SampleInfo]], None]
 """Called with samples whose lease has ended: another reader may have them now."""
 
 
-class Renew(Protocol):
-    """`AsyncReplayClient.renew`."""
-
-    async def __call__(self, samples: Iterable[Sample], lease: float, *, timeout: float) -> MutationResult: ...
+Renew = Callable[..., Awaitable[MutationResult]]
+"""`AsyncReplayClient.renew`."""
 
 
 @dataclass

@@ -409,23 +409,13 @@ def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: boo
         payloads,
         strict=True,
     )
+    now, size = first.policy_version, first.table_size
     return [
         Sample(
-            SampleInfo(
-                key=key,
-                priority=priority,
-                probability=probability,
-                age=age,
-                policy_version=version,
-                staleness=max(0, first.policy_version - version),
-                times_sampled=times,
-                table_size=first.table_size,
-                lease=lease,
-                labels=of_row,
-            ),
+            SampleInfo(key, priority, chance, age, version, max(0, now - version), times, size, lease, "", of_row),
             payload,
         )
-        for key, priority, probability, age, version, times, of_row, payload in columns
+        for key, priority, chance, age, version, times, of_row, payload in columns
     ]
 
 

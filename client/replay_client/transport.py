@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from grpc import ChannelConnectivity
 
 from replay_client import tracing
+from replay_client.errors import STATUSES
 from replay_client.rows import Rows
 from replay_protos import REASON_KEY
 from replay_protos import replay_pb2 as pb
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 NOT_KNOWN = "grpc: no large payload was sent or received yet"
 """What a transport says that has not tried shared memory yet."""
-_STATUS = {code.value[0]: code for code in grpc.StatusCode}
 _MOST_IDLE = 16
 """Streams of one kind that stay open."""
 _GOODBYE = 1.0
@@ -115,7 +115,7 @@ class Transport(Protocol):
 
 def failure(code: grpc.StatusCode | int, details: str, reason: str = "") -> grpc.aio.AioRpcError:
     """The error with which a call would fail that the server refuses for this reason."""
-    status = code if isinstance(code, grpc.StatusCode) else _STATUS[code]
+    status = code if isinstance(code, grpc.StatusCode) else STATUSES[code]
     trailing = grpc.aio.Metadata(*([(REASON_KEY, reason)] if reason else ()))
     return grpc.aio.AioRpcError(status, grpc.aio.Metadata(), trailing, details)
 

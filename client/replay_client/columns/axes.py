@@ -37,11 +37,8 @@ def checked_columns(extras: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
     for name, values in extras.items():
         try:
             columns[name] = array = np.asarray(values)
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # what a tensor on a GPU, in bfloat16, or in a graph says
+        # What a tensor on a GPU, in bfloat16, or in a graph says.
+        except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"extras[{name!r}] is no array of numpy: {error}; of a tensor take x.detach().cpu().numpy(), of one in "
                 f"bfloat16 x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)"
