@@ -38,16 +38,11 @@ from tests.factories import free_port, make_group, server_process, start, until
 
 QUEUE = {"type": "queue", "max_size": 8}
 TABLES = """
-[server]
-data_dir = "data"
-
-[[tables]]
-name = "rollouts"
-rate_limiter = { type = "queue", max_size = 8 }
-
-[[tables]]
-name = "replay"
-sampler = "prioritized"
+server.data_dir = "data"
+tables = [
+    { name = "rollouts", rate_limiter = { type = "queue", max_size = 8 } },
+    { name = "replay", sampler = "prioritized" },
+]
 """
 
 

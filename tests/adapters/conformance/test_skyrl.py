@@ -32,12 +32,7 @@ PACKAGES = BuiltEnvironment(
     ),
 )
 TABLES = """
-[[tables]]
-name = "finished"
-
-[[tables]]
-name = "replay"
-sampler = "prioritized"
+tables = [{ name = "finished" }, { name = "replay", sampler = "prioritized" }]
 """
 
 

@@ -23,7 +23,8 @@ from replay_client.transport import failure
 from replay_server import ReplayServer
 from replay_server.tables.config import AdmissionConfig
 from tests.client.shards.conftest import TABLES, all_up, connected
-from tests.factories import PATIENCE, free_port, start_server, until
+from tests.factories import PATIENCE, until
+from tests.system.harness import Servers
 
 MANY = 60
 """New items, so many that one of three shards gets none of them in one of 10^10 runs."""
@@ -505,52 +506,34 @@ def test_a_group_whose_permit_is_of_a_shard_that_is_gone_goes_to_another(make_se
 
 
 PERMITS = """
-[server]
-data_dir = "{folder}"
-
-[admission]
-groups_per_step = 8
-max_staleness = 0
-
-[[tables]]
-name = "queue"
-rate_limiter = {{ type = "queue", max_size = 100 }}
+server.data_dir = "{folder}"
+admission = { groups_per_step = 8, max_staleness = 0 }
+tables = [{ name = "queue", rate_limiter = { type = "queue", max_size = 100 } }]
 """
 
 
 def test_a_group_without_the_shard_of_its_permit_counts_where_it_goes_and_the_permit_stays_until_it_ends(
     tmp_path, caplog
 ):
-    def start(number):
-        config = tmp_path / f"{number}.toml"
-        config.write_text(PERMITS.format(folder=tmp_path / f"data-{number}"))
-        return start_server(config, address=addresses[number])
-
     def counted(client):
         permits = client.server_info().admission
         return permits.accepted, permits.running, permits.capacity
 
-    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    servers = [start(number) for number in range(2)]
-    try:
-        with connected(addresses, timeout=30.0) as client:
-            client.set_policy_version(0)
-            lease = client.acquire_permits(3)
-            granted = addresses.index(lease.shard)
-            servers[granted].kill()
-            until(lambda: client.server_info().gone)
-            for _ in range(2):
-                client.insert(b"", {"queue": 1.0}, permits=lease)
-            assert counted(client) == (2, 0, 2)  # the groups count although this shard has granted no permit
-            servers[granted] = start(granted)
-            until(lambda: client.server_info().gone == ())
+    with Servers(tmp_path, [PERMITS] * 2) as servers, connected(servers.addresses, timeout=30.0) as client:
+        client.set_policy_version(0)
+        lease = client.acquire_permits(3)
+        granted = servers.addresses.index(lease.shard)
+        servers.kill(granted)
+        until(lambda: client.server_info().gone)
+        for _ in range(2):
             client.insert(b"", {"queue": 1.0}, permits=lease)
-            assert counted(client) == (3, 2, 3)  # these two go back when the lease ends, or by release_permits
-            assert client.release_permits(lease) == 2
-            assert counted(client) == (3, 0, 5)
-    finally:
-        for server in servers:
-            server.kill()
+        assert counted(client) == (2, 0, 2)  # the groups count although this shard has granted no permit
+        servers.restart(granted)
+        until(lambda: client.server_info().gone == ())
+        client.insert(b"", {"queue": 1.0}, permits=lease)
+        assert counted(client) == (3, 2, 3)  # these two go back when the lease ends, or by release_permits
+        assert client.release_permits(lease) == 2
+        assert counted(client) == (3, 0, 5)
     said = [record.message for record in caplog.records if lease.shard in record.message]
     assert said == [
         f"shard {lease.shard} takes no inserts: groups with its permits go to other shards and count there, and these "

@@ -5,39 +5,24 @@ import json
 import pytest
 
 from replay_client import ReplayClient
-from tests.factories import free_port, start_server, until
+from tests.factories import until
+from tests.system.harness import Servers
 
 STEPS = 12
 CONFIG = """
-[server]
-data_dir = "{data_dir}"
-
-[admission]
-groups_per_step = 4
-max_staleness = 3
-
-[[tables]]
-name = "rollouts"
-rate_limiter = {{ type = "queue", max_size = 8 }}
-forward_to = "replay"
-
-[[tables]]
-name = "replay"
-sampler = "prioritized"
-remover = "min_heap"
-max_size = 64
+server.data_dir = "{folder}"
+admission = { groups_per_step = 4, max_staleness = 3 }
+tables = [
+    { name = "rollouts", rate_limiter = { type = "queue", max_size = 8 }, forward_to = "replay" },
+    { name = "replay", sampler = "prioritized", remover = "min_heap", max_size = 64 },
+]
 """
 
 
 @pytest.mark.long
 def test_a_run_over_three_shards_goes_on_when_one_is_killed(tmp_path, replay, generate, model_folder):
-    addresses, servers = [f"127.0.0.1:{free_port()}" for _ in range(3)], []
-    for number, address in enumerate(addresses):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "replay.toml").write_text(CONFIG.format(data_dir=folder / "data"))
-        servers.append(start_server(folder / "replay.toml", address=address))
-    every = ",".join(addresses)
+    servers = Servers(tmp_path, [CONFIG] * 3)
+    every = servers.address
     (tmp_path / "train.toml").write_text("groups_per_step = 4\nmax_tokens_per_micro_batch = 64\nlearning_rate = 1e-3\n")
     try:
         generator = generate(every, "transformers", "--wait-for-policy")
@@ -47,10 +32,10 @@ def test_a_run_over_three_shards_goes_on_when_one_is_killed(tmp_path, replay, ge
         )
         metrics = tmp_path / "run/metrics.jsonl"
         until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 4, trainer.output(), seconds=600)
-        servers[0].kill()
+        servers.kill(0)
         with ReplayClient(every, timeout=30.0) as client:
-            until(lambda: client.server_info().gone == (addresses[0],))
-            servers[0] = start_server(tmp_path / "0/replay.toml", address=addresses[0])
+            until(lambda: client.server_info().gone == (servers.addresses[0],))
+            servers.restart(0)
             assert trainer.wait(timeout=800) == 0, trainer.output()
             until(lambda: client.policy().version == STEPS)
             info = client.server_info()
@@ -64,5 +49,4 @@ def test_a_run_over_three_shards_goes_on_when_one_is_killed(tmp_path, replay, ge
         steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
         assert steps == list(range(1, STEPS + 1))
     finally:
-        for server in servers:
-            server.kill()
+        servers.close()
