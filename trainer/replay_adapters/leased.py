@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from replay_adapters.pool import AWAY, GroupPool
 from replay_client import ReplayClient, Sample
-from replay_client.errors import DeadlineExceededError, ReplayError, TableFullError
-from replay_client.waits import WaitLog
+from replay_client.errors import DeadlineExceededError, TableFullError
+from replay_client.waits import BlockingPatience, WaitLog
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.weights import OutputLock
 
@@ -83,7 +83,7 @@ class LeasedTable:
         try:
             drawn = self.leases.hold(next(self._batches))
         except _LATER as error:
-            self._wait(error)
+            self._judge(error)
             return []
         self.waiting.go_on()
         return drawn
@@ -100,14 +100,9 @@ class LeasedTable:
 
     def reach(self, attempt: Callable[[], T]) -> T:
         """The result of `attempt`, however long the table is full or the server is away."""
-        while True:
-            try:
-                result = attempt()
-            except _LATER as error:
-                self._wait(error)
-                continue
-            self.waiting.go_on()
-            return result
+        result = BlockingPatience(self._judge, first=0.0).result(attempt)
+        self.waiting.go_on()
+        return result
 
     def close(self, leave: bool = True) -> None:
         """Gives back the groups that no checkpoint contains, and closes the connection; a second call does nothing.
@@ -129,9 +124,9 @@ class LeasedTable:
         """Whether `close` was called."""
         return self._closed.is_set()
 
-    def _wait(self, error: ReplayError) -> None:
-        """Before the next attempt. Raises the error after `close`."""
-        if self._closed.is_set():
+    def _judge(self, error: Exception, _: bool = False) -> None:
+        """Before the next attempt. Raises an error that does not pass, and any after `close`."""
+        if self._closed.is_set() or not isinstance(error, _LATER):
             raise error
         if not isinstance(error, DeadlineExceededError):  # that attempt has waited already
             self.waiting.wait(f"the server is away, and {self._who} waits for it: {error}")

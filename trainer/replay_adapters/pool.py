@@ -7,7 +7,6 @@ call asks again (`on_unavailable="continue"`).
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -28,6 +27,7 @@ from replay_client.errors import (
 )
 from replay_client.scoring import carries_gradient, trained_priority
 from replay_client.settings import check_choice
+from replay_client.waits import BlockingPatience
 from replay_trainer.config import OnEmpty
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class GroupPool:
             least, timeout = (missing, self.timeout) if waits else (1, 0.0)
             try:
                 sample = partial(self.client.sample, self.table, missing, min_samples=least, exclude=exclude)
-                drawn = self._call(partial(sample, timeout=timeout, scope=scope))
+                drawn = self._call(partial(sample, timeout=timeout, scope=scope), *AWAY)
             except DeadlineExceededError:
                 if waits:
                     raise
@@ -214,31 +214,29 @@ class GroupPool:
     def ask(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
         """What a method of the client gives that waits for nothing but an answer; None while the server is away."""
         limit = self.timeout if self.problem is None else _RETRY
-        return self._call(partial(method, *args, timeout=limit, **kwargs), DeadlineExceededError)
+        return self._call(partial(method, *args, timeout=limit, **kwargs), *AWAY, DeadlineExceededError)
 
-    def _call(self, attempt: Callable[[], T], *silence: type[ReplayError]) -> T | None:
+    def _call(self, attempt: Callable[[], T], *away: type[ReplayError]) -> T | None:
         """The result of `attempt`; None if the server is away for the timeout, and `on_unavailable` is "continue".
 
-        `silence`: further errors that mean so, for calls that wait for nothing but an answer.
+        `away`: the errors that mean so.
         """
-        errors: tuple[type[ReplayError], ...] = (*AWAY, *silence)
-        patience = math.inf if self.timeout is None else self.timeout
-        deadline = time.monotonic() + (patience if self.problem is None else 0.0)
-        while True:
-            try:
-                result = attempt()
-            except errors as error:
-                if time.monotonic() < deadline:
-                    time.sleep(_PAUSE)
-                    continue
-                if self.on_unavailable == "raise":
-                    raise
-                self._leave(error)
-                return None
-            if self.problem is not None:
-                logger.warning("the replay server is back after %.0f s", time.monotonic() - self._away_since)
-                self.problem = None
-            return result
+
+        def judge(error: Exception, late: bool) -> None:
+            if late or not isinstance(error, away):
+                raise error
+
+        try:
+            result = BlockingPatience(judge, 0.0 if self.problem else self.timeout, longest=_PAUSE).result(attempt)
+        except away as error:
+            if self.on_unavailable == "raise":
+                raise
+            self._leave(error)
+            return None
+        if self.problem is not None:
+            logger.warning("the replay server is back after %.0f s", time.monotonic() - self._away_since)
+            self.problem = None
+        return result
 
     def _leave(self, error: ReplayError) -> None:
         if self.problem is None:
