@@ -20,7 +20,7 @@ from experiments.learning.stored import DistinctAnswers
 from replay_client import ReplayClient, RolloutGroup, Sample
 from replay_client.scoring import carries_gradient
 from replay_generator.rewards import load_priority
-from replay_trainer import ZeroVarianceReplacer
+from replay_trainer import GRPOConfig, ZeroVarianceReplacer
 from replay_trainer.batching import Batch, micro_batches, to_batch
 from replay_trainer.groups import GroupSource
 from replay_trainer.logprobs import LogprobModel
@@ -85,17 +85,15 @@ class Steps:
 
     def _source(self) -> GroupSource:
         """As GRPOTrainer makes it from `zero_variance` and `replay_share`."""
-        arm = self.arm
-        return GroupSource(
-            self._batches(),
-            ZeroVarianceReplacer(self.client, "replay"),
-            Ranks("cpu"),
-            "run",
+        arm, groups = self.arm, self.arm.fresh + self.arm.replay
+        config = GRPOConfig(
+            output_dir="",
+            groups_per_step=groups,
+            replay_share=arm.replay / groups,
             zero_variance="none" if arm.zero_variance == "keep" else arm.zero_variance,
-            size=arm.fresh,
-            added=arm.replay,
-            start=arm.start,
+            replay_start_step=arm.start,
         )
+        return GroupSource(self._batches(), ZeroVarianceReplacer(self.client, "replay"), Ranks("cpu"), "run", config)
 
     def _batches(self) -> Iterator[list[Sample]]:
         while True:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -277,14 +278,8 @@ class RecordingClient:
             yield last
 
     async def server_info(self, *, timeout: float | None = None) -> Any:
-        @dataclass
-        class Info:
-            admission: object | None
-            policy: Policy
-            server_id: int = 1
-            tables: Mapping[str, Any] = field(default_factory=dict)
-
-        return Info(AdmissionInfo(table="rollouts") if self.admission else None, self.current)
+        admission = AdmissionInfo(table="rollouts") if self.admission else None
+        return SimpleNamespace(admission=admission, policy=self.current, server_id=1, tables={})
 
     async def describe(self, settings: Mapping[str, str], *, timeout: float | None = None) -> None:
         self.settings = dict(settings)

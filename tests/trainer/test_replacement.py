@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
-from replay_trainer import ZeroVarianceReplacer
+from replay_trainer import GRPOConfig, ZeroVarianceReplacer
 from replay_trainer.batching import to_batch
 from replay_trainer.groups import GroupSource
 from replay_trainer.metrics import group_drifts
@@ -36,8 +36,9 @@ def make_pool(count: int, *, first_key: int = 100) -> list:
     return [make_sample(make_group(rewards=MIXED), key=first_key + i, age=10.0 * i, staleness=i) for i in range(count)]
 
 
-def make_source(batches: Iterator[list], client: FakeClient | None = None, **options: Any) -> GroupSource:
-    return GroupSource(batches, ZeroVarianceReplacer(client or FakeClient()), Ranks("cpu"), "run", **options)
+def make_source(batches, client=None, size=1, added=0, **options):
+    config = GRPOConfig(output_dir="", groups_per_step=size + added, replay_share=added / (size + added), **options)
+    return GroupSource(batches, ZeroVarianceReplacer(client or FakeClient()), Ranks("cpu"), "run", config)
 
 
 def test_groups_without_variance_give_their_place_to_groups_of_the_pool():
@@ -179,7 +180,7 @@ def batches_of(*rewards: list[list[float]]) -> Iterator[list]:
 
 def test_dynamic_sampling_draws_until_the_batch_is_full_and_keeps_what_is_too_much():
     stream = batches_of([MIXED, ALL_WRONG], [ALL_RIGHT, ALL_RIGHT], [MIXED, MIXED], [ALL_WRONG, MIXED])
-    source = make_source(stream, zero_variance="dynamic", size=2, max_batches=5)
+    source = make_source(stream, zero_variance="dynamic", size=2, max_dynamic_batches=5)
     first = source.next(1)
     assert keys(first.samples) == [0, 4]
     assert keys(first.fresh) == [0, 1, 2, 3, 4, 5]
@@ -192,14 +193,14 @@ def test_dynamic_sampling_draws_until_the_batch_is_full_and_keeps_what_is_too_mu
 
 def test_dynamic_sampling_gives_up_after_so_many_batches_and_stays_short():
     batches = batches_of(*[[ALL_WRONG, MIXED]] * 3, [MIXED, MIXED])
-    source = make_source(batches, zero_variance="dynamic", size=4, max_batches=3)
+    source = make_source(batches, zero_variance="dynamic", size=4, max_dynamic_batches=3)
     taken = source.next(1)
     assert keys(taken.samples) == [1, 3, 5]
     assert taken.stats["groups_missing"] == 1
 
 
 def test_a_full_batch_left_over_needs_no_fresh_one():
-    source = make_source(batches_of([MIXED] * 4, [MIXED] * 4), zero_variance="dynamic", size=2, max_batches=1)
+    source = make_source(batches_of([MIXED] * 4, [MIXED] * 4), zero_variance="dynamic", size=2, max_dynamic_batches=1)
     assert keys(source.next(1).samples) == [0, 1]
     taken = source.next(2)
     assert (keys(taken.samples), taken.fresh) == ([2, 3], [])
@@ -208,9 +209,9 @@ def test_a_full_batch_left_over_needs_no_fresh_one():
 # ---------------------------------------------------------------------------------------------------- a share of replay
 
 
-def shared(client: FakeClient, count: int, *batches: list[list[float]], start: int = 0) -> GroupSource:
+def shared(client, count, *batches, start=0):
     """A share of `count` groups on top of replacement."""
-    return make_source(batches_of(*batches), client, added=count, start=start)
+    return make_source(batches_of(*batches), client, added=count, replay_start_step=start)
 
 
 def test_a_share_of_the_pool_comes_after_the_fresh_groups_and_their_replacements():

@@ -21,7 +21,7 @@ from replay_client.scoring import Scale, carries_gradient, trained_priority
 from replay_client.settings import check_choice
 from replay_trainer.background import through_restarts
 from replay_trainer.batching import why_no_teacher
-from replay_trainer.config import OnEmpty, ZeroVariance
+from replay_trainer.config import GRPOConfig, OnEmpty
 from replay_trainer.metrics import GroupFacts, describe_replayed
 from replay_trainer.ranks import Ranks
 
@@ -155,8 +155,7 @@ class Inspector:
         if new := sorted(self.limits.inputs.intersection(group.extras) - self._ignored):
             self._ignored.update(new)
             logger.warning(
-                "groups have %s among their extras, which the model takes as inputs. This trainer gives it tokens "
-                "alone, so its log-probabilities are not those of the sampler (said once)",
+                "groups have %s among their extras, which the model takes and this trainer does not give (said once)",
                 ", ".join(new),
             )
 
@@ -406,15 +405,7 @@ class GroupSource:
     ranks: Ranks
     run: str
     """A name of this run, the same on every rank, that no earlier run had."""
-    zero_variance: ZeroVariance = field(default="replace", kw_only=True)
-    size: int = field(default=0, kw_only=True)
-    """With dynamic: groups of a step."""
-    max_batches: int = field(default=10, kw_only=True)
-    """With dynamic: the most batches of a step, which has fewer groups after that."""
-    added: int = field(default=0, kw_only=True)
-    """Groups of the pool that join each step, if the pool has them."""
-    start: int = field(default=0, kw_only=True)
-    """Steps up to this one take nothing from the pool."""
+    config: GRPOConfig
     left: list[Sample] = field(default_factory=list, init=False)
     """Fresh groups that are drawn, and that no step has trained on yet."""
 
@@ -424,7 +415,7 @@ class GroupSource:
 
     def collect(self) -> Replacement:
         """The fresh groups of a step. Raises what the fresh batches raise, such as DeadlineExceededError."""
-        if self.zero_variance == "dynamic":
+        if self.config.zero_variance == "dynamic":
             return self._dynamic()
         fresh = next(self.batches)
         count = self._without_gradient(fresh)
@@ -432,27 +423,28 @@ class GroupSource:
 
     def replace(self, step: int, taken: Replacement) -> Replacement:
         """The groups of `collect`, with those of the pool that this step takes."""
-        if step <= self.start:
+        if step <= self.config.replay_start_step:
             return taken
         # One scope for all draws of a step: no two ranks get the same group.
         scope = f"{self.run}/step-{step}"
-        if self.zero_variance == "replace":
+        if self.config.zero_variance == "replace":
             taken = self.replacer.replace(taken.fresh, scope, self._keys(taken))
-        if self.added:
-            taken = self.replacer.add(taken, self.added, scope, self._keys(taken))
+        if added := self.config.replayed_groups_per_step // self.ranks.size:
+            taken = self.replacer.add(taken, added, scope, self._keys(taken))
         return taken
 
     def _dynamic(self) -> Replacement:
         """As many groups with variance as fit, from as few fresh batches as possible."""
+        size = self.config.fresh_groups_per_step // self.ranks.size
         chosen, fresh = self.left, list[Sample]()
-        for _ in range(self.max_batches):
-            if len(chosen) >= self.size:
+        for _ in range(self.config.max_dynamic_batches):
+            if len(chosen) >= size:
                 break
             fresh += (batch := next(self.batches))
             chosen = chosen + [sample for sample in batch if self.replacer.informs(sample)]
         # The next step begins with the groups that are too many for this one.
-        chosen, self.left = chosen[: self.size], chosen[self.size :]
-        count, missing = self._without_gradient(fresh), self.size - len(chosen)
+        chosen, self.left = chosen[:size], chosen[size:]
+        count, missing = self._without_gradient(fresh), size - len(chosen)
         return Replacement(chosen, [], fresh, new_counts(zero_variance=count, dropped=count, missing=missing))
 
     def _without_gradient(self, samples: Sequence[Sample]) -> int:

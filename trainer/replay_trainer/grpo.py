@@ -236,17 +236,7 @@ class GRPOTrainer:
                         self._laps.lap("sample")
                         yield self.inspector.usable(new, table)
 
-            yield GroupSource(
-                fresh(),
-                self.replacer,
-                self.ranks,
-                run,
-                zero_variance=config.zero_variance,
-                size=self.fresh_per_rank,
-                max_batches=config.max_dynamic_batches,
-                added=self.replayed_per_rank,
-                start=config.replay_start_step,
-            )
+            yield GroupSource(fresh(), self.replacer, self.ranks, run, config)
 
     def _collect(self) -> Replacement:
         """The fresh groups of the step on this rank."""

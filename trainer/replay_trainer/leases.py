@@ -199,8 +199,7 @@ class GroupLeases:
             logger.log(
                 logging.INFO if self._settling is None else logging.WARNING,
                 "%d groups could not be acknowledged: their leases had ended, or their server is away. The trainer "
-                "took %d of them out of table %r by their keys. It leaves the others out of its draws, and names them "
-                "in its training checkpoints until a server has taken them",
+                "took %d of them out of table %r by their keys, and neither draws nor forgets the others",
                 len(new),
                 len(new & confirmed),
                 self.table,
@@ -259,8 +258,7 @@ class GroupLeases:
         """On the thread of the client."""
         logger.warning(
             "the leases of %d batches could not be renewed: the server was out of reach for %g s, or was restarted "
-            "without a data_dir, or it is away now. The trainer keeps their groups, and another reader may get them as "
-            "well",
+            "without a data_dir. The trainer keeps their groups, and another reader may get them as well",
             len({info.lease for info in lost}),
             self.seconds,
         )

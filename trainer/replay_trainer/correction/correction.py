@@ -27,11 +27,9 @@ class Ratios:
 
     def __init__(self, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: CorrectionConfig) -> None:
         """All (B, T). Raises ValueError unless the shapes agree."""
-        if old_logprobs.ndim != 2 or not old_logprobs.shape == rollout_logprobs.shape == mask.shape:
-            raise ValueError(
-                f"old_logprobs {tuple(old_logprobs.shape)}, rollout_logprobs {tuple(rollout_logprobs.shape)} and "
-                f"mask {tuple(mask.shape)} must have one shape (B, T)"
-            )
+        shapes = [tuple(each.shape) for each in (old_logprobs, rollout_logprobs, mask)]
+        if len({*shapes}) > 1 or mask.ndim != 2:
+            raise ValueError(f"old_logprobs, rollout_logprobs and mask must have one shape (B, T), not {shapes}")
         self.config = config
         self.old_BT, self.rollout_BT = at_least_float32(old_logprobs), at_least_float32(rollout_logprobs)
         self.mask_BT = mask.bool()
