@@ -13,17 +13,14 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from replay_protos.settings import explain
 from replay_server.errors import listed_tables
 from replay_server.tables.config import (
-    ARCHIVE,
     AdmissionConfig,
-    ArchiveConfig,
     Bytes,
     Model,
     RateLimiterConfig,
     SelectorConfig,
     TableConfig,
     admitted_table,
-    archived_table,
-    with_building,
+    with_named,
 )
 
 # The most that one request, or one connection, may ask for. LimitsSection has what clients share.
@@ -154,23 +151,6 @@ class CheckpointsSection(Model):
     """Whether the server writes a checkpoint when it stops."""
 
 
-class ArchiveSection(ArchiveConfig):
-    """The archive: a process beside the server writes each group that passed into Parquet files, and what became of it.
-
-    `replay archive` reads them. The table `archive` holds what is not written yet.
-    """
-
-    dir: Path
-    """Folder of the files."""
-    run: bool = True
-    """Whether `replay serve` starts the process, and starts it again when it ends. false: somebody else runs
-    `replay archive run`."""
-    segment_bytes: Bytes = 64 << 20
-    """Payload bytes after which a file is finished. So much memory of the server is held meanwhile."""
-    segment_seconds: float = Field(60.0, gt=0, le=86_400)
-    """Seconds after which a file is finished, though it is smaller. Until then nobody can read what is in it."""
-
-
 class Config(Model):
     """The configuration of a whole server."""
 
@@ -178,8 +158,6 @@ class Config(Model):
     security: SecuritySection = SecuritySection()
     limits: LimitsSection = LimitsSection()
     checkpoints: CheckpointsSection = CheckpointsSection()
-    archive: ArchiveSection | None = None
-    """Absent: nothing is archived, and nothing is spent on it."""
     admission: AdmissionConfig | None = None
     tables: tuple[TableConfig, ...] = Field(default=(), validate_default=True)
 
@@ -192,9 +170,8 @@ class Config(Model):
 
     @field_validator("tables", mode="after")
     @classmethod
-    def _with_building(cls, tables: tuple[TableConfig, ...], info: ValidationInfo) -> tuple[TableConfig, ...]:
-        admission = info.data.get("admission")
-        return tables if admission is None else with_building(admission, tables)
+    def _with_named(cls, tables: tuple[TableConfig, ...], info: ValidationInfo) -> tuple[TableConfig, ...]:
+        return with_named(info.data.get("admission"), tables)
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
@@ -216,26 +193,9 @@ class Config(Model):
                 path.append(step.name)
         if self.admission is not None:
             admitted_table(self.admission, self.tables)
-        if self.archive is not None:
-            self._check_archive(self.archive)
         if self.checkpoint_dir is None and (self.checkpoints.every_minutes or self.checkpoints.on_stop):
             raise ValueError("checkpoints need a place: set dir in [checkpoints], or data_dir in [server]")
         return self
-
-    def _check_archive(self, archive: ArchiveSection) -> None:
-        if any(table.name == ARCHIVE for table in self.tables):
-            raise ValueError(f"[archive] declares the table {ARCHIVE!r}: give that of [[tables]] another name")
-        archived_table(archive, self.admission, self.tables)
-        if archive.max_bytes < self.server.max_payload_bytes:
-            raise ValueError(
-                f"[archive] max_bytes = {archive.max_bytes} has no room for the largest item: raise it to [server] "
-                f"max_payload_bytes ({self.server.max_payload_bytes}), or lower that"
-            )
-        if self.server.max_bytes is not None and 2 * archive.segment_bytes > self.server.max_bytes:
-            raise ValueError(
-                f"[archive] segment_bytes = {archive.segment_bytes} is over half of [server] max_bytes "
-                f"({self.server.max_bytes}), and the server holds so much until it is written: lower it"
-            )
 
     @property
     def checkpoint_dir(self) -> Path | None:

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from replay_protos import event_loop
 from replay_protos.memory import keep_freed_memory
 from replay_protos.transport import is_loopback
 from replay_server.config import (
-    ArchiveSection,
     CheckpointsSection,
     Config,
     LimitsSection,
@@ -36,9 +35,6 @@ from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.extensions import configured
 from replay_server.telemetry.blocked_log import BlockedLog
-
-if TYPE_CHECKING:
-    from replay_server.telemetry.prometheus import MetricsEndpoint
 
 log = logging.getLogger("replay_server")
 T = TypeVar("T")
@@ -61,7 +57,6 @@ class ReplayServer:
         host: str = "127.0.0.1",
         *,
         admission: AdmissionConfig | None = None,
-        archive: ArchiveSection | None = None,
         max_bytes: int | str | None = None,
         metrics_address: str | None = None,
         data_dir: str | Path | None = None,
@@ -85,7 +80,6 @@ class ReplayServer:
             limits=limits or LimitsSection(),
             checkpoints=checkpoints or CheckpointsSection(),
             admission=admission,
-            archive=archive,
             tables=tuple(tables),
         )
         self._set_up(config, {})
@@ -251,7 +245,7 @@ class ReplayServer:
                 self.config.tables,
                 time.monotonic,
                 MemoryStorage() if storage is None else storage,
-                extensions=configured(self.config.tables, time.monotonic, self.config.admission, self.config.archive),
+                extensions=configured(self.config.tables, time.monotonic, self.config.admission),
                 max_bytes=section.max_bytes,
                 max_payload_bytes=section.max_payload_bytes,
             )
@@ -284,8 +278,11 @@ class ReplayServer:
         on_started: Callable[[], None],
     ) -> None:
         config, section, checkpoints = self.config, self.config.server, self.config.checkpoints
-        metrics = _metrics_endpoint(section.metrics_address)
-        if metrics is not None:
+        metrics = None
+        if section.metrics_address is not None:
+            from replay_server.telemetry.prometheus import MetricsEndpoint  # imports packages that nothing else needs
+
+            metrics = MetricsEndpoint(section.metrics_address)
             ends.push_async_callback(asyncio.to_thread, metrics.close)
         self._service = ReplayService(
             buffer,
@@ -336,14 +333,6 @@ class ReplayServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-
-def _metrics_endpoint(address: str | None) -> MetricsEndpoint | None:
-    if address is None:
-        return None
-    from replay_server.telemetry.prometheus import MetricsEndpoint  # imports packages that nothing else needs
-
-    return MetricsEndpoint(address)
 
 
 def _warn_of_open_address(address: str, section: SecuritySection, *, tokens: bool) -> None:

@@ -259,12 +259,11 @@ def up(
 
     Raises ShardError if the shards that run are more than `shards`, or if one cannot start within `timeout` seconds.
     """
-    if not 1 <= shards <= MAX_SHARDS:
-        raise ShardError(f"shards must be from 1 to {MAX_SHARDS}, not {shards}")
+    configs = shard_configs(config, shards, data_dir, name, port)
     service = Shards(name, namespace, ray_address)
     if (running := len(service.actors())) > shards:
         raise ShardError(f"{running} shards run already: to have {shards}, use resize")
-    return service.start(shard_configs(config, shards, data_dir, name, port), _options(config, memory), pin, timeout)
+    return service.start(configs, _options(config, memory), pin, timeout)
 
 
 def status(name: str = NAME, namespace: str = NAMESPACE, ray_address: str | None = None) -> list[ShardStatus]:
@@ -299,8 +298,7 @@ def resize(
     ShardError that says what it still holds: call again later. With the next policy version the trainer divides
     `groups_per_step` of [admission] among those that stay.
     """
-    if not 1 <= shards <= MAX_SHARDS:
-        raise ShardError(f"shards must be from 1 to {MAX_SHARDS}, not {shards}")
+    configs = shard_configs(config, shards, data_dir, name, port)
     service = Shards(name, namespace, ray_address)
     now = service.status()
     if away := [shard.name for shard in now if not shard.is_up]:
@@ -318,11 +316,13 @@ def resize(
         service.hand_over(leaving, staying[0])
         service.stop(leaving)
         return service.status()
-    return service.start(shard_configs(config, shards, data_dir, name, port), _options(config, memory), pin, timeout)
+    return service.start(configs, _options(config, memory), pin, timeout)
 
 
 def shard_configs(config: Config, shards: int, data_dir: str | Path | None, name: str, port: int) -> list[Config]:
     """The configuration of each shard: the same one, apart from its addresses and its folder."""
+    if not 1 <= shards <= MAX_SHARDS:
+        raise ShardError(f"shards must be from 1 to {MAX_SHARDS}, not {shards}")
     parts = []
     for number in range(shards):
         section: dict[str, Any] = {

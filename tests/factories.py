@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
@@ -34,7 +34,7 @@ from replay_server.tables.columns import Columns, IntArray
 from replay_server.tables.config import TableConfig
 from replay_server.tables.extensions import configured
 from replay_server.tables.items import Storage
-from replay_server.tables.table import Table
+from replay_server.tables.table import InsertBatch, Table
 from tests.commands import COMMAND, Running
 
 PATIENCE = 120.0
@@ -360,7 +360,14 @@ def slots_of(columns: Columns) -> dict[int, int]:
     return dict(zip(columns.key[slots].tolist(), slots.tolist(), strict=True))
 
 
-def remove_rows(table: Table, columns: Columns, slots: IntArray, reason: str) -> None:
+def insert_rows(table: Table, priorities: Mapping[int, float], versions: Any = 0, labels: Any = None) -> None:
+    """Inserts items of one byte, by key, into a table."""
+    ones = np.ones(len(priorities), dtype=np.int64)
+    batch = InsertBatch([*priorities], {}, ones * versions, ones, (), labels=labels)
+    table.insert(batch, np.array([*priorities.values()], dtype=np.float64))
+
+
+def remove_rows(columns: Columns, slots: IntArray) -> None:
     """What becomes of the rows that leave a table which no buffer has."""
     columns.leave(slots)
     columns.free(slots)
@@ -371,10 +378,9 @@ def replay_buffer(
     clock: Callable[[], float],
     *,
     admission: Any = None,
-    archive: Any = None,
     storage: Storage | None = None,
     **options: Any,
 ) -> ReplayBuffer:
     """A buffer with the extensions that these sections ask for."""
-    extensions = configured(tables, clock, admission, archive)
+    extensions = configured(tables, clock, admission)
     return ReplayBuffer(tables, clock, storage or MemoryStorage(), extensions=extensions, **options)

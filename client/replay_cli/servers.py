@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_cli.archive.child import ArchiverProcess
 from replay_cli.connection import access_of, ask
 from replay_cli.options import ABOUT_RECIPE, Commands, option, taking
-from replay_cli.output import AsJson, Yes, confirm, console, fail, misuse, need, plain_table, print_json, say
+from replay_cli.output import AsJson, Yes, confirm, console, fail, misuse, plain_table, print_json, say
 from replay_cli.process import LogFormat, LogFormatOption, log_to_stderr, set_up_tracing
 from replay_cli.recipes import recipe_of, show_recipe
 
@@ -71,8 +70,6 @@ def serve(
             loaded = Config.model_validate(base or {"tables": DEFAULT_TABLES})
         else:
             loaded = Config.load(config, base)
-        if loaded.archive is not None and loaded.archive.run:
-            need("[archive]", "parquet", "pyarrow")
         if recipe is not None:
             show_recipe(recipe, "serve", loaded.model_dump(mode="json"))
         given = {"address": address, "metrics_address": metrics_address}
@@ -88,46 +85,22 @@ def serve(
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         gc.disable()  # until the server has started: a start with data makes as many objects as there are items
-        archive = loaded.archive
-        log_options = ("--log-level", log_level, "--log-format", log_format.value)
-        event_loop.run(
-            _run(server, ArchiverProcess(archive, log_options) if archive is not None and archive.run else None)
-        )
+        event_loop.run(_run(server))
     except ValidationError as error:
         fail(explain(error))
     except (ValueError, OSError) as error:
         fail(error)
 
 
-async def _run(server: ReplayServer, archiver: ArchiverProcess | None) -> None:
-    """Serves until SIGTERM or Ctrl-C; then the archiver finishes its segment, and the server drains and saves."""
-    loop = asyncio.get_running_loop()
-
-    async def end() -> None:
-        assert archiver is not None
-        await archiver.end()
-        server.request_stop()
-
-    def stop() -> None:
-        if archiver is None:
-            server.request_stop()
-        else:
-            ending.append(loop.create_task(end()))
-
-    ending: list[asyncio.Task[None]] = []  # the loop itself holds its tasks weakly
+async def _run(server: ReplayServer) -> None:
+    """Serves until SIGTERM or Ctrl-C; then the server drains and saves."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    try:
-        await server.run(partial(_announce, server, archiver))
-    finally:
-        if archiver is not None:
-            await archiver.end()
+        asyncio.get_running_loop().add_signal_handler(number, server.request_stop)
+    await server.run(partial(_announce, server))
 
 
-def _announce(server: ReplayServer, archiver: ArchiverProcess | None) -> None:
+def _announce(server: ReplayServer) -> None:
     """Programs wait for these lines: they mean that the addresses answer."""
-    if archiver is not None:
-        archiver.begin(server.address)
     gc.freeze()  # the collector would walk through all that was loaded, three times
     gc.enable()
     say(f"listening on {server.address}")

@@ -24,7 +24,6 @@ from replay_client.keeping import AsyncKeeper, OnLost
 from replay_client.one_server import servers_of
 from replay_client.records import (
     CheckpointInfo,
-    Departures,
     ExtendResult,
     ItemPage,
     MutationResult,
@@ -34,7 +33,6 @@ from replay_client.records import (
     ServerInfo,
     StoredItem,
     TableInfo,
-    departures_of,
     item_page_of,
     policy_of,
     server_info_of,
@@ -358,17 +356,6 @@ class AsyncReplayClient:
         items = await self._fleet.ask("Get", request, self._seconds(timeout), lambda answer: stored_items_of(*answer))
         found = {item.key: item for item in items}
         return [found[key] for key in dict.fromkeys(wanted) if key in found]
-
-    async def departures(self, confirmed: int = 0, *, timeout: Timeout = DEFAULT) -> Departures:
-        """The items that have left a table of a server with [archive], each with table and reason.
-
-        These are the oldest that no archiver has confirmed.
-
-        `confirmed`: `next` of an answer that was kept; the server forgets all before it. Raises UnsupportedError if the
-        server has no [archive], and InvalidRequestError if the client has several servers: each has its own.
-        """
-        request = message_of(pb.DeparturesRequest, confirmed=confirmed)
-        return await self._fleet.ask("Departures", request, self._seconds(timeout), departures_of)
 
     async def list_items(
         self,

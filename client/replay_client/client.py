@@ -250,7 +250,6 @@ class ReplayClient:
     update_priority_arrays = blocking(AsyncReplayClient.update_priority_arrays)
     delete = blocking(AsyncReplayClient.delete)
     get = blocking(AsyncReplayClient.get)
-    departures = blocking(AsyncReplayClient.departures)
     list_items = blocking(AsyncReplayClient.list_items)
     server_info = blocking(AsyncReplayClient.server_info)
     update_table = blocking(AsyncReplayClient.update_table)

@@ -172,31 +172,6 @@ class ExtendResult:
 
 
 @dataclass(frozen=True)
-class Departure:
-    """One item that left one table."""
-
-    key: int
-    table: str
-    reason: str
-    """consumed, evicted, stale, deleted or reset."""
-    time: float
-    """Seconds since the epoch."""
-    policy_version: int
-    """The server's current one at that time."""
-
-
-@dataclass(frozen=True)
-class Departures:
-    """Some departures, the oldest first."""
-
-    departures: Sequence[Departure]
-    next: int
-    """Confirms these departures, as the argument of the next call."""
-    lost: int
-    """How many the server forgot since its start, because nobody confirmed them in time."""
-
-
-@dataclass(frozen=True)
 class Policy:
     """The trainer's current policy version."""
 
@@ -382,16 +357,6 @@ def server_info_of(message: pb.ServerInfo) -> ServerInfo:
     given["tables"] = {table.name: table for table in message.tables}
     given |= {"silences": tuple(message.silences), "clients": tuple(message.clients)}
     return ServerInfo(**given)
-
-
-def departures_of(message: pb.DeparturesResponse) -> Departures:
-    """The departures in their message."""
-    found = [
-        Departure(key, each.table, each.reason, each.time, each.policy_version)
-        for each in message.departures
-        for key in each.keys
-    ]
-    return Departures(found, message.next, message.lost)
 
 
 def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: bool = False) -> list[Sample]:

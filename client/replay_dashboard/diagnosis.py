@@ -25,6 +25,8 @@ from replay_dashboard.units import byte_size, counted, duration, listed, waiting
 
 YOUNG = 60.0
 """Seconds after the start of a server in which an empty table is normal."""
+UNREAD = 120.0
+"""Seconds that a copy waits for its reader: a warning from here on."""
 MUCH_STALE = 0.1
 """Share of the generated groups that were dropped as stale and never used: a warning from here on."""
 MOST_STALE = 0.5
@@ -119,6 +121,8 @@ class _Table:
     config: dict[str, Any]
     feeders: list[TableInfo] = field(default_factory=list)
     """The tables that forward to this one."""
+    copied: str | None = None
+    """The table that copies its items to this one."""
 
     @property
     def name(self) -> str:
@@ -141,8 +145,9 @@ def _tables(info: ServerInfo) -> list[_Table]:
     feeders = defaultdict(list)
     for table in tables:
         feeders[table.config["forward_to"]].append(table.info)
+    copied = {table.config["copy_to"]: table.name for table in tables}
     for table in tables:
-        table.feeders = feeders[table.name]
+        table.feeders, table.copied = feeders[table.name], copied.get(table.name)
     return tables
 
 
@@ -332,7 +337,7 @@ def _table_findings(info: ServerInfo, table: _Table, fed: bool) -> Iterator[Find
     yield from lacking or _waits(table.info, info)
     yield from _limiter(table)
     yield from _balance(table)
-    if fed and not table.info.inserts:
+    if fed and not table.info.inserts and table.copied is None:
         yield _never_fed(table)
     yield from _staleness(table, info)
     yield from _losses(table)
@@ -452,10 +457,11 @@ def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
 
 def _losses(table: _Table) -> Iterator[Finding]:
     counts, config = table.info, table.config
-    if counts.archive_of:
-        if lost := counts.evicted_unsampled:
-            facts: dict[str, Any] = {"table": counts.archive_of, "share": lost / max(1, counts.inserts)}
-            yield found("not-archived", table.name, items=counted(lost, "item"), **facts)
+    if table.copied is not None:
+        if counts.evicted_unsampled or counts.age.max > UNREAD:
+            facts: dict[str, Any] = {"table": table.copied, "share": counts.evicted_unsampled / max(1, counts.inserts)}
+            facts |= {"waits": counted(counts.size, "item"), "age": duration(counts.age.max)}
+            yield found("not-archived", table.name, lost=counted(counts.evicted_unsampled, "item"), **facts)
         return
     # A forwarded item was sampled where it came from; it may leave the pool without being sampled again.
     lost = max(0, counts.evicted_unsampled - table.forwarded_in)

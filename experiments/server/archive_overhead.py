@@ -1,4 +1,4 @@
-"""Measures what an archive costs: two servers get the same load in turn, one without [archive] and one with it.
+"""Measures what an archive costs: two servers get the same load in turn, and one of them has an archive.
 
     python -m experiments.server.archive_overhead [--rounds 9] [--rate GROUPS]
 
@@ -29,7 +29,6 @@ CONFIG = """
 name = "rollouts"
 rate_limiter = { type = "queue", max_size = 512 }
 """
-ARCHIVE = '[archive]\ndir = "{}"\nsegment_seconds = 1.0\n'
 ROUND = 2.0
 """Seconds of each side in a quarter of a round."""
 BATCH = 32
@@ -93,8 +92,10 @@ def main() -> None:
     group = make_group()
     with ExitStack() as stack:
         folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)]
-        configs = CONFIG, ARCHIVE.format(folders[1] / "archive") + CONFIG
+        configs = CONFIG, CONFIG + 'copy_to = "archive"\n'
         addresses = [stack.enter_context(serving(*each)) for each in zip(folders, configs, strict=True)]
+        command = f"-m replay_cli --address {addresses[1]} archive run --dir {folders[1]}/archive --segment-seconds 1"
+        stack.callback(subprocess.Popen([sys.executable, *command.split()], stdout=subprocess.DEVNULL).terminate)
         plain, archived = (stack.enter_context(ReplayClient(address)) for address in addresses)
         ratios, rates = [], []
         for number in range(options.rounds + 1):
@@ -108,10 +109,8 @@ def main() -> None:
         table = archived.server_info().tables["archive"]
         low, middle, high = statistics.quantiles(ratios, n=4)
         print(f"{statistics.median(rates):.0f} groups/s without; with an archive {middle:.3f} of it ", end="")
-        print(
-            f"(quartiles {low:.3f}, {high:.3f}); not archived: {table.evicted_unsampled / table.inserts:.1%}; ", end=""
-        )
-        print(f"waiting at the end: {table.size / table.inserts:.1%}")
+        lost, waits = table.evicted_unsampled / table.inserts, table.size / table.inserts
+        print(f"(quartiles {low:.3f}, {high:.3f}); not archived: {lost:.1%}; waiting at the end: {waits:.1%}")
 
 
 if __name__ == "__main__":

@@ -1123,98 +1123,6 @@ class ListItemsResponse(_message.Message):
 Global___ListItemsResponse: _TypeAlias = ListItemsResponse  # noqa: Y015
 
 @_typing.final
-class DeparturesRequest(_message.Message):
-    """Of a server with [archive]: which items left which table, and why. The server remembers some of them, until the reader
-    confirms that it has kept them.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CONFIRMED_FIELD_NUMBER: _builtins.int
-    LIMIT_FIELD_NUMBER: _builtins.int
-    confirmed: _builtins.int
-    """`next` of an answer that was kept: all before it is forgotten; 0: none was"""
-    limit: _builtins.int
-    """keys, at most; 0: 65536"""
-    def __init__(
-        self,
-        *,
-        confirmed: _builtins.int = ...,
-        limit: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmed", b"confirmed", "limit", b"limit"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DeparturesRequest: _TypeAlias = DeparturesRequest  # noqa: Y015
-
-@_typing.final
-class DeparturesResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DEPARTURES_FIELD_NUMBER: _builtins.int
-    NEXT_FIELD_NUMBER: _builtins.int
-    LOST_FIELD_NUMBER: _builtins.int
-    next: _builtins.int
-    lost: _builtins.int
-    """keys forgotten since the start of the server before anybody confirmed them"""
-    @_builtins.property
-    def departures(self) -> _containers.RepeatedCompositeFieldContainer[Global___Departure]:
-        """the oldest first; those that happened together are one"""
-
-    def __init__(
-        self,
-        *,
-        departures: _abc.Iterable[Global___Departure] | None = ...,
-        next: _builtins.int = ...,
-        lost: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["departures", b"departures", "lost", b"lost", "next", b"next"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DeparturesResponse: _TypeAlias = DeparturesResponse  # noqa: Y015
-
-@_typing.final
-class Departure(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TABLE_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    TIME_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    KEYS_FIELD_NUMBER: _builtins.int
-    table: _builtins.str
-    reason: _builtins.str
-    """consumed, evicted, stale, deleted or reset"""
-    time: _builtins.float
-    """seconds since the epoch"""
-    policy_version: _builtins.int
-    """the current one at that time"""
-    @_builtins.property
-    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        table: _builtins.str = ...,
-        reason: _builtins.str = ...,
-        time: _builtins.float = ...,
-        policy_version: _builtins.int = ...,
-        keys: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "policy_version", b"policy_version", "reason", b"reason", "table", b"table", "time", b"time"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Departure: _TypeAlias = Departure  # noqa: Y015
-
-@_typing.final
 class CallRequest(_message.Message):
     """A call of one of UpdatePriorities, Delete and TakeItems. A message on an open stream costs half of a call. The
     responses come in the order of the requests.
@@ -1670,7 +1578,6 @@ class TableInfo(_message.Message):
     KEPT_DROPPED_FIELD_NUMBER: _builtins.int
     RESTORED_FIELD_NUMBER: _builtins.int
     UNDONE_FIELD_NUMBER: _builtins.int
-    ARCHIVE_OF_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     config: _builtins.str
     """JSON of the table's TableConfig, defaults filled in."""
@@ -1707,8 +1614,6 @@ class TableInfo(_message.Message):
     kept_dropped: _builtins.int
     restored: _builtins.int
     undone: _builtins.int
-    archive_of: _builtins.str
-    """Of the table that [archive] declares: the table of which it keeps each item, until the archiver has it."""
     @_builtins.property
     def inserting(self) -> Global___Waiting: ...
     @_builtins.property
@@ -1785,11 +1690,10 @@ class TableInfo(_message.Message):
         kept_dropped: _builtins.int = ...,
         restored: _builtins.int = ...,
         undone: _builtins.int = ...,
-        archive_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "flow", b"flow", "inserted", b"inserted", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampled", b"sampled", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "archive_of", b"archive_of", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extensions", b"extensions", "flow", b"flow", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "kept", b"kept", "kept_bytes", b"kept_bytes", "kept_dropped", b"kept_dropped", "lacking", b"lacking", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "restored", b"restored", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "undone", b"undone", "values", b"values", "waiting_rows", b"waiting_rows", "waiting_seconds", b"waiting_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extensions", b"extensions", "flow", b"flow", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "kept", b"kept", "kept_bytes", b"kept_bytes", "kept_dropped", b"kept_dropped", "lacking", b"lacking", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "restored", b"restored", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "undone", b"undone", "values", b"values", "waiting_rows", b"waiting_rows", "waiting_seconds", b"waiting_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

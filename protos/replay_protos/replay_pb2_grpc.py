@@ -79,11 +79,6 @@ class ReplayStub(object):
                 request_serializer=replay__protos_dot_replay__pb2.ListItemsRequest.SerializeToString,
                 response_deserializer=replay__protos_dot_replay__pb2.ListItemsResponse.FromString,
                 _registered_method=True)
-        self.Departures = channel.unary_unary(
-                '/replay.v1.Replay/Departures',
-                request_serializer=replay__protos_dot_replay__pb2.DeparturesRequest.SerializeToString,
-                response_deserializer=replay__protos_dot_replay__pb2.DeparturesResponse.FromString,
-                _registered_method=True)
         self.Calls = channel.stream_stream(
                 '/replay.v1.Replay/Calls',
                 request_serializer=replay__protos_dot_replay__pb2.CallRequest.SerializeToString,
@@ -209,12 +204,6 @@ class ReplayServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListItems(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Departures(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -354,11 +343,6 @@ def add_ReplayServicer_to_server(servicer, server):
                     servicer.ListItems,
                     request_deserializer=replay__protos_dot_replay__pb2.ListItemsRequest.FromString,
                     response_serializer=replay__protos_dot_replay__pb2.ListItemsResponse.SerializeToString,
-            ),
-            'Departures': grpc.unary_unary_rpc_method_handler(
-                    servicer.Departures,
-                    request_deserializer=replay__protos_dot_replay__pb2.DeparturesRequest.FromString,
-                    response_serializer=replay__protos_dot_replay__pb2.DeparturesResponse.SerializeToString,
             ),
             'Calls': grpc.stream_stream_rpc_method_handler(
                     servicer.Calls,
@@ -674,33 +658,6 @@ class Replay(object):
             '/replay.v1.Replay/ListItems',
             replay__protos_dot_replay__pb2.ListItemsRequest.SerializeToString,
             replay__protos_dot_replay__pb2.ListItemsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Departures(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/replay.v1.Replay/Departures',
-            replay__protos_dot_replay__pb2.DeparturesRequest.SerializeToString,
-            replay__protos_dot_replay__pb2.DeparturesResponse.FromString,
             options,
             channel_credentials,
             insecure,

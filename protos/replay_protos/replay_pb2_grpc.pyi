@@ -57,7 +57,6 @@ class ReplayStub:
     Delete: _grpc.UnaryUnaryMultiCallable[_replay_pb2.DeleteRequest, _replay_pb2.MutationResponse]
     Get: _grpc.UnaryStreamMultiCallable[_replay_pb2.GetRequest, _replay_pb2.GetResponse]
     ListItems: _grpc.UnaryUnaryMultiCallable[_replay_pb2.ListItemsRequest, _replay_pb2.ListItemsResponse]
-    Departures: _grpc.UnaryUnaryMultiCallable[_replay_pb2.DeparturesRequest, _replay_pb2.DeparturesResponse]
     Calls: _grpc.StreamStreamMultiCallable[_replay_pb2.CallRequest, _replay_pb2.CallResponse]
     ShareMemory: _grpc.StreamStreamMultiCallable[_replay_pb2.ShareMemoryRequest, _replay_pb2.ShareMemoryResponse]
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_replay_pb2.GetServerInfoRequest, _replay_pb2.ServerInfo]
@@ -89,7 +88,6 @@ class ReplayAsyncStub(ReplayStub):
     Delete: _aio.UnaryUnaryMultiCallable[_replay_pb2.DeleteRequest, _replay_pb2.MutationResponse]  # type: ignore[assignment]
     Get: _aio.UnaryStreamMultiCallable[_replay_pb2.GetRequest, _replay_pb2.GetResponse]  # type: ignore[assignment]
     ListItems: _aio.UnaryUnaryMultiCallable[_replay_pb2.ListItemsRequest, _replay_pb2.ListItemsResponse]  # type: ignore[assignment]
-    Departures: _aio.UnaryUnaryMultiCallable[_replay_pb2.DeparturesRequest, _replay_pb2.DeparturesResponse]  # type: ignore[assignment]
     Calls: _aio.StreamStreamMultiCallable[_replay_pb2.CallRequest, _replay_pb2.CallResponse]  # type: ignore[assignment]
     ShareMemory: _aio.StreamStreamMultiCallable[_replay_pb2.ShareMemoryRequest, _replay_pb2.ShareMemoryResponse]  # type: ignore[assignment]
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_replay_pb2.GetServerInfoRequest, _replay_pb2.ServerInfo]  # type: ignore[assignment]
@@ -172,13 +170,6 @@ class ReplayServicer(metaclass=_abc_1.ABCMeta):
         request: _replay_pb2.ListItemsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replay_pb2.ListItemsResponse, _abc.Awaitable[_replay_pb2.ListItemsResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def Departures(
-        self,
-        request: _replay_pb2.DeparturesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_replay_pb2.DeparturesResponse, _abc.Awaitable[_replay_pb2.DeparturesResponse]]: ...
 
     @_abc_1.abstractmethod
     def Calls(

@@ -47,7 +47,6 @@ ROLES = {
     "GetServerInfo": Role.READ_ONLY,
     "ListItems": Role.READ_ONLY,
     "Get": Role.READ_ONLY,
-    "Departures": Role.READ_WRITE,  # what its reader confirms is forgotten
     "ShareMemory": Role.READ_ONLY,  # only a way for the bytes of the other methods
     "GetPolicy": Role.READ_ONLY,
     "WatchPolicy": Role.READ_ONLY,

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
@@ -29,7 +29,7 @@ from replay_server.rpc.clients import Context
 from replay_server.rpc.limits import Backend
 from replay_server.rpc.rings.carrying import Carrier, Rings
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.items import Payload
+from replay_server.tables.table import Payload
 
 if TYPE_CHECKING:
     from replay_server.telemetry.prometheus import Latencies
@@ -184,10 +184,7 @@ class Calls:
         return pb.CallResponse(response=method.serialize(response))
 
 
-Behavior = Callable[[Any, Any, Call], Awaitable[M]]
-
-
-def once(response_type: type[M]) -> Callable[[Behavior[M]], Behavior[M]]:
+def once(response_type: type[M]) -> Callable[[Callable[..., Awaitable[M]]], Callable[..., Awaitable[M]]]:
     """A request that comes again, with the same id in `request`, gets the answer of its first time.
 
     So a retry after a broken connection, or after a kill in durable mode, has the effect of one call. The response
@@ -195,9 +192,9 @@ def once(response_type: type[M]) -> Callable[[Behavior[M]], Behavior[M]]:
     writes the change and the answer.
     """
 
-    def decorate(method: Behavior[M]) -> Behavior[M]:
+    def decorate(method: Callable[..., Awaitable[M]]) -> Callable[..., Awaitable[M]]:
         @functools.wraps(method)
-        async def respond(self: HasBackend, request: Any, call: Call) -> M:
+        async def respond(self: Any, request: Any, call: Call) -> M:
             buffer, response = self.backend.buffer, None
             if request.request:
                 digest = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=8).digest()
@@ -214,10 +211,6 @@ def once(response_type: type[M]) -> Callable[[Behavior[M]], Behavior[M]]:
         return respond
 
     return decorate
-
-
-class HasBackend(Protocol):
-    backend: Backend
 
 
 def first_answer(buffer: ReplayBuffer, request: int, digest: bytes) -> bytes | None:

@@ -40,7 +40,7 @@ class Side(StrEnum):
     TEACHER = "teacher"
     """It extends items with later columns."""
     ARCHIVER = "archiver"
-    """It draws from the table `archive`."""
+    """It draws from copies (`copy_to`)."""
 
 
 @dataclass

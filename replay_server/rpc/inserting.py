@@ -39,8 +39,8 @@ from replay_server.rpc.limits import Backend
 from replay_server.storage.journal import Journal
 from replay_server.tables.columns import FloatArray
 from replay_server.tables.extensions.construction import Construction
-from replay_server.tables.items import InsertBatch, Payload
 from replay_server.tables.rules import PendingInsert
+from replay_server.tables.table import InsertBatch, Payload
 from replay_server.tables.waiting import deadline_at, result_of
 
 ROWS_PER_YIELD = 256
@@ -322,13 +322,13 @@ class Inserts:
         buffer, nbytes, digest = self._buffer, sum(map(len, payload)), b""
         if number:  # two segments with the same digest are the same request
             said = repr((key, sorted(names), nbytes)).encode()
-            digest = hashlib.blake2b(said, digest_size=8).digest() + b"SegmentRow"
+            digest = hashlib.blake2b(said, digest_size=8).digest() + b"segment"
         if number and (answer := first_answer(buffer, number, digest)) is not None:
             return pb.UnchangedRow.FromString(answer)
         if full := self._backend.memory.why_full(nbytes):
             raise busy(full)
-        result = buffer.extend(key, names, payload)
-        unchanged = pb.UnchangedRow(key=key, present=result.present, missing=result.missing)
+        present = buffer.extend(key, names, payload)
+        unchanged = pb.UnchangedRow(key=key, present=present or (), missing=present is None)
         if number:
             buffer.answers.remember([number], (digest, unchanged.SerializeToString()))
         return unchanged

@@ -1,10 +1,10 @@
-"""Items: the methods that update, delete, get and list items by key, and tell which have left."""
+"""Items: the methods that update, delete, get and list items by key."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -13,16 +13,17 @@ from replay_protos.framing import Frame
 from replay_protos.label_columns import columns_message, tags_message
 from replay_protos.labels import MOST_TAGS, Labels
 from replay_server.config import MAX_KEYS, MAX_ROWS
-from replay_server.errors import invalid, try_again, unsupported
+from replay_server.errors import invalid, try_again
 from replay_server.rpc.calls import Call, once, split_payloads
+from replay_server.rpc.info import effective_priorities
 from replay_server.rpc.limits import Backend
 from replay_server.storage.memory import read_payloads, read_slices
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.columns import ITEM_ORDERS, IntArray, list_slots
-from replay_server.tables.extensions.archive import Archiving
+from replay_server.tables.columns import IntArray
 from replay_server.tables.items import DamagedPayloads
 from replay_server.tables.table import Table
 
+ITEM_ORDERS = ("age", "priority", "policy_version", "times_sampled", "size")
 ITEMS_PER_LOOK = 4096
 """Items whose tags are looked at between two other requests: some 2 ms."""
 
@@ -81,15 +82,20 @@ class ItemMethods:
         if request.page and not (request.page.isascii() and request.page.isdecimal() and len(request.page) < 19):
             raise invalid(f"page {request.page[:40]!r} is not one that this server gave out")
         current, columns = self.buffer.policy.version, table.columns
-        slots = list_slots(
-            columns,
-            order_by=order_by,
-            descending=request.descending,
-            min_priority=request.min_priority if request.HasField("min_priority") else -math.inf,
-            max_priority=request.max_priority if request.HasField("max_priority") else math.inf,
-            min_version=current - request.max_staleness if request.HasField("max_staleness") else -math.inf,
-            max_version=current - request.min_staleness if request.HasField("min_staleness") else math.inf,
-        )
+        slots, bounds = columns.used(), cast(Any, request)
+        for least, most, values in (
+            ("min_priority", "max_priority", columns.priority),
+            ("min_staleness", "max_staleness", current - columns.policy_version),
+        ):
+            if bounds.HasField(least):
+                slots = slots[values[slots] >= getattr(bounds, least)]
+            if bounds.HasField(most):
+                slots = slots[values[slots] <= getattr(bounds, most)]
+        if order_by == "age":  # the newest item is that of the least age
+            slots = slots if request.descending else slots[::-1]
+        else:  # of equal items the older comes first
+            values = getattr(columns, order_by)[slots]
+            slots = slots[np.argsort(-values if request.descending else values, kind="stable")]
         if request.tags:
             slots = await self._with_tags(table, slots, _tags(request))
             columns = table.columns
@@ -109,30 +115,10 @@ class ItemMethods:
             policy_version=current,
             matching=slots.size,
             next_page=str(start + limit) if start + limit < slots.size else "",
-            effective_priorities=table.effective_priorities(chosen).tolist(),
+            effective_priorities=effective_priorities(table, chosen).tolist(),
             columns=columns_message(labels),
             tags=tags_message(labels),
             lacking=columns_message([Labels(frozenset(names)) for names in lacking]),
-        )
-
-    async def Departures(self, request: pb.DeparturesRequest, call: Call) -> pb.DeparturesResponse:
-        if (archive := Archiving.of(self.buffer)) is None:
-            raise unsupported("this server does not record what leaves: it has no [archive]")
-        departures = archive.departures
-        found, following = departures.read(request.confirmed, request.limit or MAX_ROWS)
-        return pb.DeparturesResponse(
-            departures=[
-                pb.Departure(
-                    table=each.table,
-                    reason=each.reason,
-                    time=each.time,
-                    policy_version=each.policy_version,
-                    keys=each.keys,
-                )
-                for each in found
-            ],
-            next=following,
-            lost=departures.lost,
         )
 
     async def _with_tags(self, table: Table, slots: IntArray, wanted: Mapping[str, str]) -> IntArray:
@@ -193,6 +179,6 @@ def _columns(buffer: ReplayBuffer, keys: Sequence[int], request: pb.GetRequest) 
                 rows=rows.tolist(),
                 priorities=columns.priority[slots].tolist(),
                 times_sampled=columns.times_sampled[slots].tolist(),
-                effective_priorities=table.effective_priorities(slots).tolist(),
+                effective_priorities=effective_priorities(table, slots).tolist(),
             )
     return response

@@ -9,6 +9,7 @@ A client is a connection (gRPC's name of the peer).
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,7 +21,7 @@ from replay_server.errors import Code, Reason, Refused, busy, deadline
 from replay_server.rpc.auth import REVOKED
 from replay_server.rpc.clients import Clients
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.extensions.archive import Archiving
+from replay_server.tables.extensions.forwarding import Copying
 from replay_server.tables.waiting import Line, Pending, deadline_at, result_of
 from replay_server.telemetry.host import MemoryGuard
 
@@ -41,8 +42,8 @@ class Backend:
         self.waiting = Budget(limits.max_waiting_bytes, "bytes of items that wait for their table (max_waiting_bytes)")
         self.outstanding = Budget(MAX_ROWS_OUTSTANDING, "samples under leases or drawn ahead")
         self.reading = Budget(max(MAX_BYTES_READ, buffer.max_payload_bytes), "bytes of items that readers are sent")
-        archive = Archiving.of(buffer)
-        self.memory = MemoryGuard(limits.memory_share, archive.free_all if archive is not None else lambda: None)
+        copying = Copying.of(buffer)
+        self.memory = MemoryGuard(limits.memory_share, lambda: copying is not None and copying.free(math.inf))
         self.clients = Clients(buffer.clock)
         self.draining = False
         """Whether items with new keys are refused. Another thread may set it."""

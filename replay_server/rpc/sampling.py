@@ -44,12 +44,10 @@ from replay_server.rpc.clients import Seen, Side
 from replay_server.rpc.limits import Backend
 from replay_server.storage.memory import read_payloads
 from replay_server.tables.balance import ValueRows
-from replay_server.tables.config import ARCHIVE
-from replay_server.tables.extensions.archive import Archiving
 from replay_server.tables.extensions.construction import Construction
-from replay_server.tables.items import DamagedPayloads, Payload
+from replay_server.tables.items import DamagedPayloads
 from replay_server.tables.outstanding import MOST_ID, PendingSample, new_id
-from replay_server.tables.table import SampleBatch, SampleRequest
+from replay_server.tables.table import Payload, SampleBatch, SampleRequest
 from replay_server.tables.waiting import deadline_at
 
 Response = Frame[pb.SampleResponse]
@@ -112,10 +110,9 @@ class SampleMethods:
 
 
 def _side(backend: Backend, table: str) -> Side:
-    """Who samples this table: the archiver, generators that look for prompts or for groups under construction, or else
-    trainers."""
+    """Who samples this table: archivers copies, generators prompts or groups under construction, trainers all else."""
     buffer = backend.buffer
-    if table == ARCHIVE and Archiving.of(buffer) is not None:
+    if table in buffer.items.copies:
         return Side.ARCHIVER
     construction = Construction.of(buffer)
     building = construction is not None and construction.table == table

@@ -29,7 +29,7 @@ from replay_server.storage.memory import read_slices
 from replay_server.storage.records import Delta
 from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.items import Payload
+from replay_server.tables.table import Payload
 
 T = TypeVar("T")
 log = logging.getLogger("replay_server")
@@ -176,7 +176,7 @@ class Checkpointer:
 def _write(
     copy: LmdbStorage, delta: Delta, keys: Sequence[int], sizes: Sequence[int], payloads: Sequence[Payload]
 ) -> None:
-    copy.delete(delta.removed, [])
+    copy.delete(delta.removed)
     there = copy.sizes(keys)
     missing = [place for place, key in enumerate(keys) if there.get(key) != sizes[place]] if there else range(len(keys))
     copy.put([keys[place] for place in missing], [payloads[place] for place in missing])

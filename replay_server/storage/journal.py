@@ -80,7 +80,7 @@ class Journal:
         except ValueError as error:
             raise DamagedDirectory(storage.directory, str(error)) from error
         seconds, of = time.monotonic() - began, storage.directory
-        log.info("%s: %d items with %d bytes, loaded in %.2f s", of, len(buffer.items), buffer.bytes, seconds)
+        log.info("%s: %d items with %d bytes, loaded in %.2f s", of, len(buffer.items), buffer.items.bytes, seconds)
         if state.skipped or state.damaged:
             lost = f"{len(state.skipped)} items and {len(state.damaged)} other records"
             log.error("%s: %s are damaged and were left out; the first items are %s", of, lost, state.skipped[:10])

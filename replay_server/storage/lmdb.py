@@ -67,7 +67,8 @@ from replay_server.storage.records import (
     unpack_items,
     unseal,
 )
-from replay_server.tables.items import DamagedPayloads, Payload, StorageFacts
+from replay_server.tables.items import DamagedPayloads, StorageFacts
+from replay_server.tables.table import Payload
 
 log = logging.getLogger("replay_server")
 
@@ -287,7 +288,7 @@ class LmdbStorage(LmdbFile):
                 written, pieces = min(written, part.start), (*pieces, *part.pieces)
         return written, first_bytes(pieces, size - written)
 
-    def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
+    def delete(self, keys: Sequence[int]) -> None:
         following = self._next
         for key in keys:
             if (part := following.parts.pop(key, None)) is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from replay_server.tables.items import Payload, Storage, StorageFacts
+from replay_server.tables.items import Storage, StorageFacts
+from replay_server.tables.table import Payload
 
 BYTES_PER_READ = 8 << 20
 """Bytes read before yielding to the event loop; also the most of one response that is held in memory."""
@@ -33,7 +34,7 @@ class MemoryStorage:
             return found
         return [first_bytes(payload, size) for payload, size in zip(found, sizes, strict=True)]
 
-    def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
+    def delete(self, keys: Sequence[int]) -> None:
         for key in keys:
             del self._payloads[key]
         if self._extended:
@@ -44,9 +45,6 @@ class MemoryStorage:
 
     def facts(self) -> StorageFacts:
         return StorageFacts("memory")
-
-    def close(self) -> None:
-        self._payloads.clear()
 
 
 def first_bytes(payload: Payload, size: int) -> Payload:

@@ -47,9 +47,9 @@ ROW = np.dtype(
         ("inserted_at", "<f8"),
     ]
 )
-IN_TABLE, FORWARDED, KEPT, KEPT_WITH_PERMIT = range(4)
+IN_TABLE, FORWARDED, KEPT = range(3)
 """The item is in the table; or the table has passed it on, and then the other columns are 0; or the table has consumed
-it and keeps it for a rollback, without or with the permit that it used."""
+it and keeps it for a rollback; KEPT + 1: with the permit that it used."""
 
 _CHECKSUM = 8
 

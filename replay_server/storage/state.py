@@ -23,7 +23,6 @@ from replay_server.storage.records import (
     FORWARDED,
     ITEM,
     KEPT,
-    KEPT_WITH_PERMIT,
     LEASE,
     NUMBER,
     POLICY,
@@ -39,7 +38,7 @@ from replay_server.storage.records import (
 )
 from replay_server.tables.buffer import Policy, ReplayBuffer
 from replay_server.tables.columns import IntArray, KeyArray
-from replay_server.tables.extensions.history import Consumed, History
+from replay_server.tables.extensions.history import History
 from replay_server.tables.items import Item
 from replay_server.tables.table import Table
 
@@ -297,7 +296,7 @@ def rows_in_table(buffer: ReplayBuffer, table: Table, keys: KeyArray) -> tuple[I
         for row, key in enumerate(keys[places].tolist()):
             if key in kept:
                 number, permit = history.rows[table.name, key]
-                rows["times_sampled"][row], rows["kind"][row] = number, KEPT_WITH_PERMIT if permit else KEPT
+                rows["times_sampled"][row], rows["kind"][row] = number, KEPT + permit
     return places, rows
 
 
@@ -375,10 +374,9 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
             if consumed.any():
                 history = History.of(buffer)
                 assert history is not None
-                permits = mine["kind"][consumed] == KEPT_WITH_PERMIT
-                numbers = map(Consumed, mine["times_sampled"][consumed].tolist(), permits.tolist())
                 table.retain(kept_keys := keys[own[consumed]])
-                history.keep_again(table, kept_keys.tolist(), numbers)
+                numbers, permits = mine["times_sampled"][consumed], mine["kind"][consumed] > KEPT
+                history.keep_again(table, kept_keys.tolist(), numbers.tolist(), permits.tolist())
             continue
         if own.size:
             log.warning("table %r is not configured any more: its %d items are dropped", name, own.size)

@@ -52,7 +52,7 @@ class Balanced(Selector):
     ) -> None:
         """`weight` says that of a value, and `build` makes its selector over the facts of its items."""
         self._columns = columns
-        self._tag = columns.tags[tag]
+        self.tag = columns.tags[tag]
         self._weight = weight
         self._build = build
         self._parts: dict[int, _Part] = {}
@@ -81,7 +81,7 @@ class Balanced(Selector):
         while code >= self._left.size:
             self._left = np.concatenate([self._left, np.zeros_like(self._left)])
             self._weights = np.concatenate([self._weights, np.zeros_like(self._weights)])
-        self._weights[code] = self._weight(self._tag.values[code])
+        self._weights[code] = self._weight(self.tag.values[code])
         part = self._parts[code] = _Part(self._columns.current_version, self._build)
         return part
 
@@ -114,14 +114,14 @@ class Balanced(Selector):
 
     def _by_value(self, slots: IntArray) -> Iterator[tuple[int, IntArray]]:
         """Each code among `slots` (n,), with its slots in the same order."""
-        for code, rows in _groups(self._tag.codes[slots].astype(np.int64)):
+        for code, rows in _groups(self.tag.codes[slots].astype(np.int64)):
             yield code, slots[rows]
 
     def selectable(self) -> int:
         return int(self._left.sum())
 
     def holds(self, slot: int) -> bool:
-        code = self._tag.codes.item(slot)
+        code = self.tag.codes.item(slot)
         part = self._parts.get(code)
         if part is None or not self._left[code] or slot >= self._position.size:
             return False
@@ -140,7 +140,7 @@ class Balanced(Selector):
             without = left_out.get(code, NONE)
             if (items := int(self._left[code]) - without.size) > 0:
                 total, squares = part.selector.weigh(without)
-                value, weight = self._tag.values[code], float(self._weights[code])
+                value, weight = self.tag.values[code], float(self._weights[code])
                 found.append({"value": value, "weight": weight, "total": total, "squares": squares, "items": items})
         return found
 
@@ -190,14 +190,14 @@ class Balanced(Selector):
         The fields of the message ValueInfo of replay.proto.
         """
         found = [
-            {"name": self._tag.values[code], "items": part.size, "weight": float(self._weights[code])}
+            {"name": self.tag.values[code], "items": part.size, "weight": float(self._weights[code])}
             for code, part in self._parts.items()
         ]
         return sorted(found, key=itemgetter("name"))
 
     def one_too_many(self, labels: Sequence[Labels] | None) -> str | None:
         """Which value of new items (n,) is one more than can be balanced; None: they fit."""
-        tag = self._tag
+        tag = self.tag
         if labels is None or len(tag) + len(labels) <= MAX_BALANCED:
             return None
         new = {text for of_item in labels if tag.code(text := of_item.text(tag.name)) is None}
@@ -213,7 +213,7 @@ class Balanced(Selector):
         left = self._left_without(self._positions_by_code(excluded))
         codes, shares = [NONE], np.zeros(left.size)
         for each in wanted:
-            code = self._tag.code(each.value)
+            code = self.tag.code(each.value)
             if code is not None and code in self._parts and left[code]:
                 codes.append(np.full(min(each.rows, left[code]) if distinct else each.rows, code))
                 shares[code] = each.share

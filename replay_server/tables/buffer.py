@@ -37,7 +37,7 @@ from replay_server.errors import Refused, busy, closed, deadline, invalid, liste
 from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, KeyArray
 from replay_server.tables.config import TableConfig
 from replay_server.tables.extensions.extension import Extension, Place, PolicyChange, hooks
-from replay_server.tables.items import ROWS_PER_SLICE, DamagedPayloads, InsertBatch, Items, Payload, Storage
+from replay_server.tables.items import ROWS_PER_SLICE, DamagedPayloads, Items, Storage
 from replay_server.tables.meters import Rhythm
 from replay_server.tables.outstanding import OutstandingBatches, PendingSample, why_never
 from replay_server.tables.remembered import Remembered, Watcher
@@ -51,7 +51,7 @@ from replay_server.tables.rules import (
     are_priorities,
     bad_priority,
 )
-from replay_server.tables.table import SampleBatch, SampleRequest, Table
+from replay_server.tables.table import InsertBatch, Payload, SampleRequest, Table
 from replay_server.tables.waiting import Line
 
 SILENCE = 10.0
@@ -113,16 +113,6 @@ _set_of = lru_cache(1 << 10)(frozenset[str])
 """One copy of each set of tables for all keys: 200,000 copies would take 50 MB."""
 
 
-@dataclass(frozen=True)
-class Appended:
-    """What became of a segment that was not refused. Where it says nothing, the segment was appended."""
-
-    present: tuple[str, ...] = ()
-    """Those of its names that the item had already. Then nothing was appended."""
-    missing: bool = False
-    """The item is gone."""
-
-
 @dataclass
 class Policy:
     version: int = 0
@@ -147,17 +137,18 @@ class ReplayBuffer:
         self.storage = storage
         self.max_payload_bytes = max_payload_bytes
         self.items = Items(self.storage, max_bytes, rows_per_slice)
-        self.trained = [Table(config, clock, self.left, self.items.labels) for config in tables]
-        """The tables that trainers and generators use. The others are declared by extensions, for themselves."""
-        configs = chain.from_iterable(each.declares for each in extensions)
-        self.items.declared = [Table(config, clock, self.left, self.items.labels) for config in configs]
-        self.tables = {table.name: table for table in [*self.trained, *self.items.declared]}
+        self.tables = {config.name: Table(config, clock, self.left, self.items.labels) for config in tables}
+        copies = {table.config.copy_to for table in self.tables.values()}
+        self.items.copies = {name: table for name, table in self.tables.items() if name in copies}
+        self.trained = [table for name, table in self.tables.items() if name not in copies]
+        """The tables that trainers and generators use. The others are copies."""
         self.lines = {name: Lines(clock) for name in self.tables}
         self.policy, self.versions = Policy(set_at=clock()), Rhythm()
         self.on_policy: set[Callable[[], None]] = set()
         """Called after every change of the policy."""
         self.watchers: list[Watcher] = []
         self.outstanding = OutstandingBatches(self.items, self.watchers)
+        self.batches = self.outstanding.by_id
         self.known_keys: Remembered[frozenset[str]] = Remembered("keys", MAX_KNOWN_KEYS, self.watchers)
         """Of items: for which tables each was inserted. An insert is known as a retry also when its item is gone."""
         self.answers: Remembered[tuple[bytes, bytes]] = Remembered(
@@ -182,21 +173,10 @@ class ReplayBuffer:
         for table in self.tables.values():
             concerned = [each for each in extensions if each.concerns(table.config)]
             table.on_take, table.on_lease = hooks(concerned, "on_take"), hooks(concerned, "on_lease")
-            table.on_left = hooks(concerned, "on_leave")
         items, trained = self.items, [table.config for table in self.trained]
         sparing = [each for each in extensions if any(map(each.concerns, trained))]
         items.spares, items.spare_keys = hooks(sparing, "spares"), hooks(sparing, "spare_keys")
         items.frees = hooks(sparing, "free")
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all payloads and labels."""
-        return self.items.bytes
-
-    @property
-    def batches(self) -> Mapping[int, tuple[Table, SampleBatch]]:
-        """The outstanding ones, by id."""
-        return self.outstanding.by_id
 
     def table(self, name: str) -> Table:
         try:
@@ -266,8 +246,7 @@ class ReplayBuffer:
         for hook in self._on_insert:
             changed += hook(insert)
         for table in tables:
-            priorities = insert.priorities[table.name]
-            table.insert(insert.keys, priorities, insert.policy_versions, insert.sizes, insert.labels)
+            table.insert(insert, insert.priorities[table.name])
             self.lines[table.name].inserts.moved()
         self.known_keys.remember(insert.keys, _set_of(tuple(insert.priorities)))
         for watcher in self.watchers:
@@ -283,20 +262,21 @@ class ReplayBuffer:
             changed += self.outstanding.close(insert.closes)
         return changed
 
-    def extend(self, key: int, names: Collection[str], segment: Payload) -> Appended:
+    def extend(self, key: int, names: Collection[str], segment: Payload) -> Sequence[str] | None:
         """Appends a segment, which has columns with these names, to the payload of an item.
 
-        The item's rows that waited for these columns can be drawn now. Raises Refused; then nothing has changed.
+        The item's rows that waited for these columns can be drawn now. Returns those of the names that the item had
+        already: then nothing was appended; or None if the item is gone. Raises Refused; then nothing has changed.
         """
         self.check_open()
         if not names:
             raise invalid(f"a segment of item {key} names no column: name those that it has")
         tables = [table for table in self.trained if table.has_or_may_return(key)]
         if not tables:
-            return Appended(missing=True)
+            return None
         before = self.items[key].labels
         if present := before.columns.intersection(names):
-            return Appended(present=tuple(sorted(present)))
+            return sorted(present)
         try:
             labels = labels_of(before.columns.union(names), before.tags)
         except ValueError as error:
@@ -308,12 +288,12 @@ class ReplayBuffer:
             raise refusal
         self.items.free(cost)
         self.items.extend(key, labels, segment, nbytes)
-        # What is over the bound of a table that an extension has declared goes with the next insert.
+        # What is over the bound of copies goes with the next insert.
         completed = [table for table in self.tables.values() if table.extend(key, nbytes, cost, labels)]
         for watcher in self.watchers:
             watcher.changed([key])
         self._progress(completed)
-        return Appended()
+        return ()
 
     # ------------------------------------------------------------------------------------------------ sample
 
@@ -370,22 +350,19 @@ class ReplayBuffer:
         self.items.release(keys)
         self._progress(())
 
-    def left(self, table: Table, columns: Columns, slots: IntArray, reason: str) -> None:
+    def left(self, columns: Columns, slots: IntArray) -> None:
         """These rows leave a table. Many are cleared away later."""
-        items, later = self.items, slots.size > self.items.leaving.rows_per_slice
-        told = table.on_left if reason else ()
-        keys: list[int] = columns.key[slots].tolist() if told or not later else []
+        items = self.items
         columns.leave(slots)
         for watcher in self.watchers:
-            watcher.changed(columns.key[slots] if later else keys)
-        if later:
+            watcher.changed(columns.key[slots])
+        if slots.size > items.leaving.rows_per_slice:
             items.leaving.add(columns, slots)
             items.freed = True  # an insert that waits for these bytes clears as many rows away as it needs
-            items.tell_gone([key for each in self.extensions for key in each.marked if items.lost(key)])
+            for tell in items.on_gone:
+                tell([key for each in self.extensions for key in each.marked if items.lost(key)])
         else:
             items.release(columns.free(slots))
-        for tell in told:
-            tell(table, reason, keys)
 
     # ------------------------------------------------------------------------------------------------ waiting
 
@@ -514,9 +491,7 @@ class ReplayBuffer:
         for key in keys:
             item = self.items.get(key)
             holding = [table for table in self.tables.values() if key in table]
-            if item is None or item.holders > len(holding) or key in self.items.closing:
-                continue
-            if not all(each.undo(key) for each in self.extensions):
+            if item is None or item.forwarded or item.holders > len(holding) or key in self.items.closing:
                 continue
             if any(table.columns.times_sampled[table.columns.slot(key)] for table in holding):
                 continue
@@ -544,7 +519,7 @@ class ReplayBuffer:
     def update_table(self, table_name: str, changes: dict[str, Any]) -> Table:
         """Changes the configuration of a table at run time; items and counters stay."""
         table = self.table(table_name)
-        if fixed := changes.keys() & {"name", "forward_to", "seed", "keep_consumed"}:
+        if fixed := changes.keys() & {"name", "forward_to", "copy_to", "seed", "keep_consumed"}:
             raise invalid(f"{', '.join(sorted(fixed))} of a table cannot change while the server runs")
         try:
             config = TableConfig.model_validate(table.config.model_dump(exclude_unset=True) | changes)

@@ -36,8 +36,6 @@ FloatArray = npt.NDArray[np.float64]
 KeyArray = npt.NDArray[np.uint64]
 
 
-ITEM_ORDERS = ("age", "priority", "policy_version", "times_sampled", "size")
-
 FREE, LEAVING, RESERVED, WAITING, SELECTABLE = range(5)
 """The state of a slot. Rows from WAITING on are here for whoever looks."""
 
@@ -446,26 +444,3 @@ class WaitingRows:
     def _bits(self, lacks: npt.NDArray[np.uint16]) -> npt.NDArray[np.bool_]:
         """The bits of each number (n,), as (n, required columns)."""
         return np.asarray((lacks[:, None] >> self._places) & 1 > 0)
-
-
-def list_slots(
-    columns: Columns,
-    *,
-    order_by: str,
-    descending: bool,
-    min_priority: float,
-    max_priority: float,
-    min_version: float,
-    max_version: float,
-) -> IntArray:
-    """The slots (m,) of the items within the bounds (all inclusive), by one of ITEM_ORDERS; of equal items the older
-    comes first."""
-    slots = columns.used()
-    priority, version = columns.priority[slots], columns.policy_version[slots]
-    slots = slots[
-        (priority >= min_priority) & (priority <= max_priority) & (version >= min_version) & (version <= max_version)
-    ]
-    if order_by == "age":  # ascending age: the newest item first
-        return slots if descending else slots[::-1]
-    values = getattr(columns, order_by)[slots]
-    return slots[np.argsort(-values if descending else values, kind="stable")]

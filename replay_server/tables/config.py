@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import re
-import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -12,10 +12,9 @@ from pydantic._internal._model_construction import ModelMetaclass  # pydantic ha
 
 from replay_protos.labels import MOST_COLUMN_BYTES
 from replay_protos.settings import explain, unknown_name
-from replay_server.tables import limiter as limiters
 from replay_server.tables import selectors
 from replay_server.tables.columns import MAX_BALANCED, RowFacts
-from replay_server.tables.limiter import RateLimiter
+from replay_server.tables.limiter import RateLimiter, sample_to_insert_ratio
 from replay_server.tables.selectors import Selector
 
 MAX_PRIORITY = 3.4e38
@@ -157,11 +156,11 @@ class RateLimiterConfig(_Tagged):
         """A limiter that has seen nothing yet. Raises ValueError for bounds that nothing could satisfy."""
         if self.type == "sample_to_insert_ratio":
             assert self.samples_per_insert is not None
-            return limiters.sample_to_insert_ratio(self.samples_per_insert, self.min_size, self.error_buffer)
+            return sample_to_insert_ratio(self.samples_per_insert, self.min_size, self.error_buffer)
         if self.type == "min_size":
-            return limiters.min_size(self.min_size)
+            return RateLimiter(1.0, self.min_size, -math.inf, math.inf)
         assert self.max_size is not None
-        return limiters.queue(self.max_size)
+        return RateLimiter(1.0, 1, 0.0, float(self.max_size))
 
 
 class BalanceConfig(Model):
@@ -208,6 +207,9 @@ class TableConfig(Model):
     """What an insert into a full table does: let the remover make room, wait, or fail."""
     forward_to: str | None = None
     """The table that an item joins when it has been sampled here for the first time, unless its priority is 0."""
+    copy_to: str | None = None
+    """The table that an item joins when it is inserted here, for a reader such as `replay archive run`. It is declared
+    by this name alone. No insert waits for it, names it, or fails because of it."""
     requires: tuple[ColumnName, ...] = Field((), max_length=MOST_REQUIRED)
     """Columns without which no item is sampled here. It waits until `extend` has brought them. It counts for the size
     and for the bound of a queue meanwhile, and not for `min_size`."""
@@ -241,8 +243,8 @@ class TableConfig(Model):
             names = getattr(self, field)
             if len(set(names)) < len(names):
                 raise ValueError(f"table {self.name!r}: {field} names one twice: {', '.join(names)}")
-        if self.forward_to == self.name:
-            raise ValueError(f"table {self.name!r} cannot forward to itself")
+        if self.name in (self.forward_to, self.copy_to):
+            raise ValueError(f"table {self.name!r} cannot forward or copy to itself")
         if self.balance is not None and self.rate_limiter.type in ("queue", "stack"):
             raise ValueError(
                 f"table {self.name!r}: balance is not for a {self.rate_limiter.type}: a full {self.rate_limiter.type} "
@@ -258,19 +260,6 @@ class TableConfig(Model):
             raise ValueError(
                 f"table {self.name!r} could never be sampled: max_size {self.max_size} is below the rate limiter's "
                 f"min_size {self.rate_limiter.min_size}"
-            )
-        limit = self.rate_limiter.max_size
-        if limit is not None and self.max_times_sampled != 1:
-            warnings.warn(
-                f"table {self.name!r}: a {self.rate_limiter.type} with max_times_sampled = {self.max_times_sampled} "
-                f"keeps items that were sampled, yet admits only {limit} inserts more than samples",
-                stacklevel=2,
-            )
-        if self.remover.type in ("prioritized", "max_heap"):
-            warnings.warn(
-                f"table {self.name!r}: remover {self.remover.type!r} evicts high priorities first; to keep them use "
-                f"'min_heap', or 'fifo'",
-                stacklevel=2,
             )
         return self
 
@@ -299,90 +288,58 @@ class AdmissionConfig(Model):
     permit keeps that permit until it leaves. Absent: there is none."""
 
 
-def with_building(admission: AdmissionConfig, tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
-    """The tables with that of groups under construction, which a user need not declare.
+def with_named(admission: AdmissionConfig | None, tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
+    """The tables with those that a user need not declare: of groups under construction, and of copies.
 
-    What it is not told, it has as a table of such groups needs it: the oldest comes first, each is drawn once, nothing
-    is evicted, and nothing is kept that the admitted table would refuse as too old. Raises ValueError for what cannot
-    be so.
+    What such a table is not told, it has as its use needs it: the oldest comes first, and each is drawn once. Of groups
+    under construction nothing is evicted, and nothing is kept that the admitted table would refuse as too old. Raises
+    ValueError for what cannot be so.
     """
-    name = admission.building
-    if name is None:
-        return tuple(tables)
-    admitted = admitted_table(admission, tables)
-    if name == admitted:
-        raise ValueError(f"[admission] building = {name!r} is the table that is trained on: name another one")
-    bound = next(table.max_staleness for table in tables if table.name == admitted)
+    for source in tables:
+        if (name := source.copy_to) is not None:
+            if [table.copy_to for table in tables].count(name) > 1:
+                raise ValueError(f"copy_to = {name!r} stands at two tables: copy each to a table of its own")
+            bounds = {"max_size": 65_536, "max_bytes": 2 << 30}
+            tables = _with(tables, name, f"copies of {source.name!r}", bounds)
+    if admission is not None and (name := admission.building) is not None:
+        if name == (admitted := admitted_table(admission, tables)):
+            raise ValueError(f"[admission] building = {name!r} is the table that is trained on: name another one")
+        bound = next(table.max_staleness for table in tables if table.name == admitted)
+        use = "groups under construction ([admission] building)"
+        tables = _with(tables, name, use, {"when_full": "block", "max_staleness": bound})
+    return tuple(tables)
+
+
+def _with(tables: Sequence[TableConfig], name: str, use: str, defaults: dict[str, Any]) -> Sequence[TableConfig]:
+    """The tables with that of this name, which is there for `use`."""
     given = next((table.model_dump(exclude_unset=True) for table in tables if table.name == name), {"name": name})
-    defaults = {"sampler": "fifo", "remover": "fifo", "max_times_sampled": 1, "when_full": "block"}
-    made = TableConfig.model_validate(defaults | {"max_staleness": bound} | given)
-    # A group that was closed must not come back as one under construction.
-    if made.max_times_sampled != 1 or made.forward_to is not None or made.keep_consumed:
+    order = {"sampler": "fifo", "remover": "fifo", "max_times_sampled": 1}
+    made = TableConfig.model_validate(order | defaults | given)
+    # What its reader has must not come back.
+    if made.max_times_sampled != 1 or made.forward_to or made.copy_to or made.keep_consumed:
         raise ValueError(
-            f"table {name!r} is of groups under construction ([admission] building): leave out max_times_sampled, "
-            f"forward_to and keep_consumed"
+            f"table {name!r} is of {use}: leave out max_times_sampled, forward_to, copy_to and keep_consumed"
         )
     if any(table.name == name for table in tables):
-        return tuple(made if table.name == name else table for table in tables)
-    return (*tables, made)
-
-
-ARCHIVE = "archive"
-"""The name of the table that [archive] declares."""
-
-
-class ArchiveConfig(Model):
-    """What is archived, and how much of it may wait for the archiver, in a table `archive` that this declares.
-
-    Each item that is inserted into `table` joins `archive` too, over the same payload. It leaves when the archiver has
-    written it, or to make room. No insert ever waits for it, or fails because of it.
-    """
-
-    table: str | None = None
-    """The table whose items are archived. Absent: that of [admission], else the one queue or stack with forward_to,
-    else the only queue or stack, else the only table."""
-    max_size: int = Field(65_536, ge=1, le=MAX_COUNT)
-    """The most items that wait. Beyond it the oldest are not archived, and counted as evicted."""
-    max_bytes: Bytes = 2 << 30
-    """The most bytes of the items that wait. At [server] max_bytes they go before any item of another table."""
-
-    def declared(self) -> TableConfig:
-        """The configuration of the table `archive`."""
-        return TableConfig(
-            name=ARCHIVE,
-            sampler=SelectorConfig(type="fifo"),
-            max_size=self.max_size,
-            max_bytes=self.max_bytes,
-            max_times_sampled=1,
-        )
+        return [made if table.name == name else table for table in tables]
+    return [*tables, made]
 
 
 def admitted_table(admission: AdmissionConfig, tables: Sequence[TableConfig]) -> str:
     """The name of the table whose inserts need permits. Raises ValueError if it is not clear which one that is."""
-    others = [table for table in tables if table.name != admission.building]
-    return _one_table("admission", "trained on", admission.table, others or tables)
-
-
-def archived_table(archive: ArchiveConfig, admission: AdmissionConfig | None, tables: Sequence[TableConfig]) -> str:
-    """The name of the table that is archived. Raises ValueError if it is not clear which one that is."""
-    if archive.table is None and admission is not None:
-        return admitted_table(admission, tables)
-    return _one_table("archive", "archived", archive.table, tables)
-
-
-def _one_table(section: str, what: str, given: str | None, tables: Sequence[TableConfig]) -> str:
-    """The table that a section is about: the one that it names, or the one that it can only be."""
     names = ", ".join(table.name for table in tables)
-    if given is not None:
+    if (given := admission.table) is not None:
         if all(table.name != given for table in tables):
-            raise ValueError(f"[{section}] table = {given!r}: there is no such table; tables: {names}")
+            raise ValueError(f"[admission] table = {given!r}: there is no such table; tables: {names}")
         return given
+    others = {admission.building, *(table.copy_to for table in tables)}
+    tables = [table for table in tables if table.name not in others] or tables
     queues = [table for table in tables if table.rate_limiter.type in ("queue", "stack")]
     tables = [table for table in queues if table.forward_to is not None] or queues or tables
     if len(tables) == 1:
         return tables[0].name
-    example = f"[{section}] table = {tables[0].name!r}" if tables else "[[tables]]"
+    example = f"[admission] table = {tables[0].name!r}" if tables else "[[tables]]"
     raise ValueError(
-        f"[{section}] does not say which table is {what}, and {', '.join(table.name for table in tables)} could "
+        f"[admission] does not say which table is trained on, and {', '.join(table.name for table in tables)} could "
         f"be: name it, for example {example}"
     )

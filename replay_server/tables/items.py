@@ -3,7 +3,7 @@
 * A table holds each of its items once; an outstanding batch holds each of its rows once, and so does a reader of bytes.
 * Rows that have left a table hold their items until they are cleared away (`Leaving`), or while they are retained.
 * As long as anything holds an item, its payload is in the storage and its bytes count. After that both are gone.
-* An item that is only in tables which extensions have declared for themselves is gone for clients.
+* An item of which only copies are left is gone for whoever trains.
 """
 
 from __future__ import annotations
@@ -12,76 +12,16 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
 from replay_protos.labels import NO_LABELS, Labels
-from replay_server.tables.columns import Columns, FloatArray, IntArray, costs
-from replay_server.tables.table import Table
-
-
-@dataclass(slots=True)  # not frozen: that would make it four times as slow to create
-class InsertBatch:
-    """Items on their way into the same tables: from the message that brought them to their tables, waiting included.
-
-    Columns of n rows, and what the rules look at: their sums and extremes.
-    """
-
-    keys: Sequence[int]
-    priorities: Mapping[str, FloatArray]
-    """By table; at least one."""
-    policy_versions: IntArray
-    sizes: IntArray
-    """Bytes."""
-    payloads: Sequence[Payload]
-    permits: int = 0
-    """Id of the grant from which each row uses one permit; 0: none."""
-    labels: Sequence[Labels] | None = None
-    """None: no row has any."""
-    closes: Sequence[int] = ()
-    """Ids of batches that are taken when the row enters its tables. Only an insert of one row has any."""
-    evicted: list[tuple[int, str]] = field(default_factory=list)
-    """Receives key and table of each row that leaves a table as soon as it is inserted."""
-    nbytes: int = field(init=False)
-    """Of all rows, with those of their labels."""
-    largest: int = field(init=False)
-    """Bytes of the largest row."""
-    oldest: int = field(init=False)
-    """Policy version of the oldest row."""
-    newest: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        sizes, versions = costs(self.sizes, self.labels), self.policy_versions
-        if len(self.keys) == 1:  # 10 times as fast as reducing arrays of one element
-            self.nbytes = self.largest = sizes.item()
-            self.oldest = self.newest = versions.item()
-        elif self.keys:  # what is left of a batch after its last row has none of them
-            self.nbytes, self.largest = sizes.sum().item(), sizes.max().item()
-            self.oldest, self.newest = versions.min().item(), versions.max().item()
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __getitem__(self, rows: slice) -> InsertBatch:
-        return InsertBatch(
-            self.keys[rows],
-            {table: priorities[rows] for table, priorities in self.priorities.items()},
-            self.policy_versions[rows],
-            self.sizes[rows],
-            self.payloads[rows],
-            self.permits,
-            None if self.labels is None else self.labels[rows],
-            self.closes,
-            self.evicted,
-        )
-
+from replay_server.tables.columns import Columns, IntArray
+from replay_server.tables.table import InsertBatch, Payload, Table
 
 ROWS_PER_SLICE = 4096
 """Rows that are cleared away at once, in some 15 ms of CPU."""
-Payload = tuple[bytes | memoryview, ...]
-"""The bytes of one item, in the chunks in which they came. A view keeps its whole message in memory, so the chunk must
-be most of it."""
 
 
 class DamagedPayloads(Exception):
@@ -121,16 +61,13 @@ class Storage(Protocol):
         A payload has more bytes than that if it was extended since the caller learned its size.
         """
 
-    def delete(self, keys: Sequence[int], sizes: Sequence[int]) -> None:
-        """Deletes payloads; `sizes` are their bytes."""
+    def delete(self, keys: Sequence[int]) -> None:
+        """Deletes payloads."""
 
     def why_full(self, nbytes: int) -> str | None:
         """Why payloads of `nbytes` cannot be stored; None: they can."""
 
     def facts(self) -> StorageFacts: ...
-
-    def close(self) -> None:
-        """Frees all resources."""
 
 
 @dataclass(slots=True)
@@ -164,8 +101,8 @@ class Items(dict[int, Item]):
         """Keys of items whose inserts have closed batches. Such an insert cannot be taken back alone."""
         self.labelled = self.tagged = False
         """Whether some item ever had labels, and tags: otherwise nobody has to look for them."""
-        self.declared: Sequence[Table] = ()
-        """The tables that extensions have declared for themselves."""
+        self.copies: Mapping[str, Table] = {}
+        """The tables to which others copy their items."""
         self.on_gone: tuple[Callable[[Sequence[int]], None], ...] = ()
         """Hooks of extensions, as are those below: see `extension.py`."""
         self.spares: tuple[Callable[[int], int], ...] = ()
@@ -215,8 +152,8 @@ class Items(dict[int, Item]):
 
     def release(self, keys: Iterable[int]) -> None:
         """Removes a holder from each of `keys`; deletes the items that have none left."""
-        gone, sizes, lost, nbytes = [], [], [], 0
-        looks = bool(self.declared or self.leaving)
+        gone, lost, nbytes = [], [], 0
+        looks = bool(self.copies or self.leaving)
         for key in keys:
             item = self[key]
             item.holders -= 1
@@ -224,7 +161,6 @@ class Items(dict[int, Item]):
                 del self[key]
                 nbytes += item.nbytes + item.labels.nbytes  # twice as fast as its cost
                 gone.append(key)
-                sizes.append(item.nbytes)
             elif looks and self.lost(key):
                 lost.append(key)
                 self.freed = True  # an insert that waits for these bytes lets go of the item
@@ -235,21 +171,17 @@ class Items(dict[int, Item]):
             self.freed = True
         if self.closing:
             self.closing.difference_update(gone)
-        self.storage.delete(gone, sizes)
-        if lost or (gone and self.on_gone):
-            self.tell_gone([*gone, *lost])
+        self.storage.delete(gone)
+        if gone or lost:
+            for hook in self.on_gone:
+                hook([*gone, *lost])
 
     def lost(self, key: int) -> bool:
-        """Whether no client can reach the item any more, and nobody who goes back to an older state either."""
+        """Whether nobody can train on the item any more, nor go back to an older state for it."""
         if (item := self.get(key)) is None:
             return True
-        declared = sum(table.has_or_may_return(key) for table in self.declared)
-        return item.holders == declared + self.leaving.holds_of(key)
-
-    def tell_gone(self, keys: Sequence[int]) -> None:
-        """Nothing holds these items any more that a client could reach."""
-        for hook in self.on_gone:
-            hook(keys)
+        copies = sum(table.has_or_may_return(key) for table in self.copies.values())
+        return item.holders == copies + self.leaving.holds_of(key)
 
     def clear_left(self, nbytes: int) -> None:
         """Clears away what has left, as far as `nbytes` more need its bytes."""

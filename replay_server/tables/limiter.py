@@ -13,7 +13,6 @@ Items that wait for a column count for everything but the first inequality: they
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 
 
@@ -88,22 +87,12 @@ class RateLimiter:
         )
 
 
-def min_size(min_size: int = 1) -> RateLimiter:
-    """Sampling waits for `min_size` items; inserting never waits."""
-    return RateLimiter(1.0, min_size, -math.inf, math.inf)
-
-
-def sample_to_insert_ratio(
-    samples_per_insert: float, min_size: int = 1, error_buffer: float | tuple[float, float] | None = None
-) -> RateLimiter:
-    """Keeps samples / inserts near `samples_per_insert` (spi).
+def sample_to_insert_ratio(spi: float, min_size: int, error_buffer: float | tuple[float, float] | None) -> RateLimiter:
+    """Keeps samples / inserts near `spi`, which is above 0.
 
     error_buffer: a number e bounds the difference to spi * min_size ± e; a pair is (min_diff, max_diff). Raises
     ValueError for constants with which inserts and samples block each other for ever.
     """
-    spi = samples_per_insert
-    if not spi > 0 or not math.isfinite(spi):
-        raise ValueError(f"samples_per_insert must be a positive number, not {spi}")
     middle = spi * min_size
     if isinstance(error_buffer, tuple):
         least, most = error_buffer
@@ -121,15 +110,4 @@ def sample_to_insert_ratio(
             f"min_diff {least:.12g} is above samples_per_insert * min_size = {middle:.12g}: sampling would wait for "
             f"inserts that are never admitted; lower min_diff or raise min_size"
         )
-    if most < middle:
-        warnings.warn(
-            f"max_diff {most:.12g} is below samples_per_insert * min_size = {middle:.12g}: after min_size inserts no "
-            f"more are admitted until enough has been sampled",
-            stacklevel=2,
-        )
     return RateLimiter(spi, min_size, least, most)
-
-
-def queue(size: int) -> RateLimiter:
-    """Inserting waits while `size` items have not been sampled. Each item is sampled once. A stack uses it too."""
-    return RateLimiter(1.0, 1, 0.0, float(size))

@@ -1,4 +1,4 @@
-"""Meters: counters, rates over the last minute, usual intervals, flow by policy version, and quantiles of columns."""
+"""Meters: counters, rates over the last minute, usual intervals, and flow by policy version."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from replay_server.tables.columns import FloatArray, IntArray
+from replay_server.tables.columns import IntArray
 
 WINDOW = 60  # seconds
-MANY = 1 << 13
-"""Of more values than this, quantiles are estimated."""
 _PAUSES = 256
 """Pauses that a rhythm remembers."""
 _LONGEST = 3
 """The pauses of a rhythm are measured against its third longest."""
-_rng = np.random.default_rng()
 
 
 @dataclass
@@ -108,29 +105,26 @@ class BlockedTime:
 
     def __init__(self, now: float) -> None:
         self._meter = Meter(now)
-        self._since: float | None = None
-
-    @property
-    def blocked(self) -> bool:
-        return self._since is not None
+        self.since: float | None = None
+        """When it was last looked at while it was blocked; None: it is not."""
 
     def set(self, blocked: bool, now: float) -> None:
         self._settle(now)
-        self._since = now if blocked else None
+        self.since = now if blocked else None
 
     def share(self, now: float) -> float:
         self._settle(now)
         return min(1.0, self._meter.per_second(now))
 
     def _settle(self, now: float) -> None:
-        if self._since is None:
+        if self.since is None:
             return
-        start = max(self._since, now - WINDOW)
+        start = max(self.since, now - WINDOW)
         while start < now:  # a second at a time, so that every bucket holds at most a second
             end = min(now, float(int(start) + 1))
             self._meter.add(end - start, start)
             start = end
-        self._since = now
+        self.since = now
 
 
 class FlowMeter:
@@ -171,16 +165,3 @@ class FlowMeter:
         if not drawn:
             return None
         return {"versions": len(self._finished), "drawn": drawn / versions, "staleness": staleness / drawn}
-
-
-def quantiles(values: FloatArray | IntArray) -> dict[str, float]:
-    """The fields of the message Quantiles of replay.proto, of at least one value (n,).
-
-    Of more than MANY values, p10, p50 and p90 are those of so many drawn at random: to order a million would hold up
-    all clients for 60 ms. The share of values below an estimate is off by sqrt(p (1 - p) / MANY), half a percent at the
-    median. All else is exact.
-    """
-    drawn = values if values.size <= MANY else values[_rng.integers(values.size, size=MANY)]
-    p10, p50, p90 = np.quantile(drawn, [0.1, 0.5, 0.9])
-    found = {"min": values.min(), "p10": p10, "p50": p50, "p90": p90, "max": values.max(), "mean": values.mean()}
-    return {name: float(value) for name, value in found.items()}

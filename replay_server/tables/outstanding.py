@@ -89,8 +89,6 @@ class OutstandingBatches:
             watcher.changed(keys)
             if batch.scope:
                 watcher.scope_changed(table.name, batch.scope)
-        for tell in table.on_left if batch.epoch == table.epoch else ():
-            tell(table, "consumed", batch.keys[batch.consumed].tolist())  # before a table that they join evicts some
         changed = [table]
         for hook in table.on_take:
             changed += hook(table, batch)

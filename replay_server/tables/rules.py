@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from replay_server.errors import Code, Refused, full, invalid, storage_failed, too_large
 from replay_server.tables.columns import MAX_BALANCED, FloatArray
 from replay_server.tables.config import MAX_PRIORITY
-from replay_server.tables.items import InsertBatch, Items
+from replay_server.tables.items import Items
 from replay_server.tables.remembered import Remembered
-from replay_server.tables.table import Table
+from replay_server.tables.table import InsertBatch, Table
 from replay_server.tables.waiting import Pending
 
 MAX_VERSION = 1 << 62
+WhyNot = Callable[[Sequence[int]], Refused | None]
 
 
 class PendingInsert(Pending[None]):
@@ -66,11 +67,7 @@ def why_outdated(table: Table, version: int) -> Outdated | None:
 
 class InsertRules:
     def __init__(
-        self,
-        items: Items,
-        known_keys: Remembered[frozenset[str]],
-        why_not_closed: Callable[[Sequence[int]], Refused | None],
-        max_payload_bytes: int,
+        self, items: Items, known_keys: Remembered[frozenset[str]], why_not_closed: WhyNot, max_payload_bytes: int
     ) -> None:
         """`why_not_closed`: as OutstandingBatches.why_not_closed."""
         self._items = items
@@ -89,8 +86,11 @@ class InsertRules:
         if (refusal := self.why_refused(batch, tables)) is not None:
             return refusal
         for table in tables:
-            if table.balanced is not None and (value := table.balanced.one_too_many(batch.labels)) is not None:
-                return _too_many_values(table, value)
+            if (balanced := table.balanced) is not None and (value := balanced.one_too_many(batch.labels)) is not None:
+                return invalid(
+                    f"tag {balanced.tag.name!r} of an item is {value[:40]!r}, and table {table.name!r} balances "
+                    f"{MAX_BALANCED} values of it already: balance a tag with fewer values"
+                )
         return None if self.why_blocked(batch, tables) is None else Blocked()
 
     def _why_no_retry(self, batch: InsertBatch) -> Refused | None:
@@ -162,15 +162,6 @@ class InsertRules:
         if why := self._items.storage.why_full(nbytes):
             return storage_failed(why)
         return None
-
-
-def _too_many_values(table: Table, value: str) -> Refused:
-    assert table.config.balance is not None
-    tag = table.config.balance.tag
-    return invalid(
-        f"tag {tag!r} of an item is {value[:40]!r}, and table {table.name!r} balances {MAX_BALANCED} values of it "
-        f"already: balance a tag with fewer values"
-    )
 
 
 def are_priorities(values: FloatArray) -> bool:

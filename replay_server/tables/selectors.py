@@ -269,7 +269,7 @@ class Uniform(Placed):
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
         if not self._count:
-            return NONE, _ZERO[:0]
+            return NONE, np.zeros(0)
         return self._slots[rng.integers(self._count, size=n)], np.full(n, 1.0 / self._count)
 
 
@@ -382,7 +382,7 @@ class Prioritized(Selector):
 
     def select_repeated(self, n: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
         if not self._tree.positive:
-            return NONE, _ZERO[:0]
+            return NONE, np.zeros(0)
         self._lift()
         slots = self._draw(n, rng)
         return slots, self._tree.get(slots) / self._tree.total
@@ -400,9 +400,6 @@ class Prioritized(Selector):
 
     def _draw(self, n: int, rng: np.random.Generator) -> IntArray:
         return self._tree.find(rng.random(n) * self._tree.total)
-
-
-_ZERO = np.zeros(1)
 
 
 def _certain(slots: IntArray) -> tuple[IntArray, FloatArray]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.extensions.admission import Admission
-from replay_server.tables.extensions.archive import Archiving
 from replay_server.tables.waiting import Line
 
 log = logging.getLogger("replay_server")
@@ -50,11 +49,11 @@ class BlockedLog:
 
     def _lines(self) -> Iterator[tuple[str, Line[Any], str | None]]:
         """Every line, what it is for, and why its first request waits; None: there is none."""
-        buffer, archive, admission = self._buffer, Archiving.of(self._buffer), Admission.of(self._buffer)
+        buffer, admission = self._buffer, Admission.of(self._buffer)
         for name, lines in buffer.lines.items():
             inserts, samples = lines.inserts, lines.samples
             yield f"{name}: inserting", inserts, buffer.why_waiting(inserts.head) if inserts.head else None
-            if archive is None or name != archive.table.name:  # the archiver waits for the next item all the time
+            if name not in buffer.items.copies:  # their reader waits for the next item all the time
                 yield f"{name}: sampling", samples, buffer.why_waiting(samples.head) if samples.head else None
         if admission is not None:
             line, head = admission.line, admission.line.head

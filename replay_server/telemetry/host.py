@@ -137,10 +137,10 @@ class MemoryGuard:
     def __init__(
         self,
         share: float,
-        let_go: Callable[[], None] = lambda: None,
+        let_go: Callable[[], object] = lambda: None,
         look: Callable[[], Sequence[Memory]] = memories,
     ) -> None:
-        """`share` of each memory may be in use; 1: all of it. `let_go` drops what nobody but the archive needs."""
+        """`share` of each memory may be in use; 1: all of it. `let_go` drops what only copies hold."""
         self._share = share
         self._let_go = let_go
         self._look = look

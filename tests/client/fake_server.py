@@ -4,7 +4,6 @@ import asyncio
 import time
 
 import grpc
-import numpy as np
 from grpc import ChannelConnectivity
 
 from replay_client.transport import failure
@@ -12,7 +11,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame
 from replay_server import TableConfig
 from replay_server.tables.table import SampleRequest, Table
-from tests.factories import remove_rows
+from tests.factories import insert_rows, remove_rows
 
 
 class FakeServer:
@@ -22,9 +21,8 @@ class FakeServer:
 
     def __init__(self, sampler: str, priorities: dict[int, float]) -> None:
         config = TableConfig(name="pool", sampler=sampler, seed=len(priorities))
-        self.table = Table(config, time.monotonic, remove_rows)
-        keys, ones = list(priorities), np.ones(len(priorities), dtype=np.int64)
-        self.table.insert(keys, np.array(list(priorities.values())), ones * 0, ones)
+        self.table = Table(config, time.monotonic, remove_rows, lambda keys: None)
+        insert_rows(self.table, priorities)
         self.is_up = True
         self.requests: list[pb.DrawRequest] = []
         """Of all draw streams."""

@@ -190,9 +190,14 @@ WARNINGS = {
         "20% of what was generated was dropped unused",
     ),
     "an archive that nobody writes": (
-        server(table("archive", archive_of="rollouts", evicted=60, evicted_unsampled=60)),
+        server(table("rollouts", {"copy_to": "archive"}), table("archive", evicted=60, evicted_unsampled=60)),
         "archive",
         "60 items of rollouts (60% of all) were not archived",
+    ),
+    "copies that nobody draws": (
+        server(table("rollouts", {"copy_to": "archive"}), table("archive", size=9, age=pb.Quantiles(max=180.0))),
+        "archive",
+        "9 items wait, the oldest for 3 min",
     ),
     "a table too small for what is inserted": (
         pool(evicted=60, evicted_unsampled=60),

@@ -228,12 +228,12 @@ def test_the_name_declares_the_table(tables, expected):
     ("name", "table", "words"),
     [
         ("rollouts", None, "is the table that is trained on: name another one"),
-        ("building", {"forward_to": "rollouts"}, "leave out max_times_sampled, forward_to and keep_consumed"),
-        ("building", {"max_times_sampled": 2}, "leave out max_times_sampled, forward_to and keep_consumed"),
+        ("building", {"forward_to": "rollouts"}, "leave out max_times_sampled, forward_to, copy_to and keep_consumed"),
+        ("building", {"max_times_sampled": 2}, "leave out max_times_sampled, forward_to, copy_to and keep_consumed"),
         (
             "building",
             {"max_times_sampled": 1, "keep_consumed": 1},
-            "leave out max_times_sampled, forward_to and keep_consumed",
+            "leave out max_times_sampled, forward_to, copy_to and keep_consumed",
         ),
         ("no good", None, "table name 'no good'"),
     ],

@@ -18,17 +18,19 @@ from replay_protos.framing import frame_reader, write_frame
 from replay_server.config import LimitsSection
 from replay_server.rpc.service import ReplayService
 from replay_server.storage.memory import read_payloads
-from replay_server.tables.config import AdmissionConfig, ArchiveConfig, TableConfig
+from replay_server.tables.config import AdmissionConfig, TableConfig
 from tests.factories import replay_buffer
 
 METHODS = list(pb.DESCRIPTOR.services_by_name["Replay"].methods)
 TABLES = [
     TableConfig(name="plain", sampler="fifo", max_size=20, seed=1),
-    TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 4}, forward_to="pool", seed=1),
+    TableConfig(
+        name="queue", rate_limiter={"type": "queue", "max_size": 4}, forward_to="pool", copy_to="archive", seed=1
+    ),
+    TableConfig(name="archive", sampler="fifo", max_times_sampled=1, max_size=8, max_bytes="2GiB", seed=1),
     TableConfig(name="pool", sampler="prioritized", remover="min_heap", max_size=8, max_staleness=2, seed=1),
     TableConfig(name="wait", rate_limiter={"type": "queue", "max_size": 6}, requires=["c"], max_bytes=400, seed=1),
 ]
-ARCHIVED = ArchiveConfig(table="queue", max_size=8)
 
 
 def rollout(data: bytes) -> None:
@@ -108,9 +110,7 @@ class Service:
 
     def _set_up(self) -> None:
         admission = AdmissionConfig(groups_per_step=4, max_staleness=1)
-        self.buffer = replay_buffer(
-            TABLES, self._loop.time, admission=admission, archive=ARCHIVED, max_payload_bytes=1 << 16
-        )
+        self.buffer = replay_buffer(TABLES, self._loop.time, admission=admission, max_payload_bytes=1 << 16)
         self._service = ReplayService(self.buffer, LimitsSection(max_waiting_bytes=1 << 18, stall_timeout=0.01))
 
     def __call__(self, data: bytes) -> None:
@@ -151,7 +151,7 @@ class Service:
         """The books balance, and what nobody waits for any more has left no trace."""
         buffer, service = self.buffer, self._service
         backend = service.backend
-        assert buffer.bytes == sum(item.cost for item in buffer.items.values())
+        assert buffer.items.bytes == sum(item.cost for item in buffer.items.values())
         keys = list(buffer.items)
         payloads = read_payloads(buffer.storage, keys, [buffer.items[key].nbytes for key in keys])
         assert [sum(map(len, payload)) for payload in payloads] == [buffer.items[key].nbytes for key in keys]

@@ -24,10 +24,9 @@ from replay_protos.framing import SERVICE, frame_reader
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import HEADER
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from replay_server.config import ArchiveSection
 from tests.factories import make_group
 from tests.server.rpc.rings import CAPACITY, Asking, insert_of
-from tests.system.targets import ARCHIVED, METHODS, TABLES, Service, frame, rollout
+from tests.system.targets import METHODS, TABLES, Service, frame, rollout
 
 NUMBERS = [0, 1, 2, 3, 5, 64, 2**16, 2**16 + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1]
 DOUBLES = [0.0, -0.0, 1.0, 0.5, -1.0, 5e-324, 3.4e38, 1e300, math.inf, -math.inf, math.nan]
@@ -97,7 +96,7 @@ def messages(kind: type[Message]) -> st.SearchStrategy[Message]:
     return build()
 
 
-TABLE = st.sampled_from([*(table.name for table in TABLES), "archive"])
+TABLE = st.sampled_from([*(table.name for table in TABLES)])
 KEYS = st.lists(st.integers(1, 12), min_size=1, max_size=4)
 DRAW_IDS = st.integers(1 << 40, (1 << 40) + 5)
 DRAWS = st.lists(DRAW_IDS, min_size=1, max_size=3)
@@ -242,8 +241,7 @@ def as_frame(request: Message) -> Any:
 def server(request):
     admission, rings = AdmissionConfig(groups_per_step=4, max_staleness=1), request.param == "shared memory"
     folder = Path("/dev/shm") if rings else False
-    archive = ArchiveSection(dir=Path("nobody writes it"), **ARCHIVED.model_dump())
-    with ReplayServer(tables=TABLES, port=0, admission=admission, archive=archive, shared_memory=folder) as server:
+    with ReplayServer(tables=TABLES, port=0, admission=admission, shared_memory=folder) as server:
         yield server
 
 

@@ -1,44 +1,32 @@
-"""Archiver: writes what passes through a server into segments, and why items left its tables.
+"""Archiver: writes the copies that a table makes of its items (`copy_to`) into segments, until nobody needs it.
 
     draw, under a lease ──▶ write into the open segment ──▶ finish it ──▶ acknowledge all that is in it
 
-An item leaves the table `archive` when the segment that has it is on the disk under its name. So a kill loses nothing.
-What was in the open segment comes back to the table when its lease ends, and goes into another segment. A kill between
-the name and the acknowledgement leaves items in two segments; readers count an item once, by its key. The same holds
-for departures: the server forgets them when they are confirmed, which is after they are written.
+An item leaves the copies when the segment that has it is on the disk under its name. So a kill loses nothing. What was
+in the open segment comes back to the table when its lease ends, and goes into another segment. A kill between the name
+and the acknowledgement leaves items in two segments; readers count an item once, by its key.
 
 The archiver is a client like any other, and one that nobody waits for. It rests between two draws, so that the server
-has its time for others. If it is slow or stands still, the table `archive` lets its oldest items go, and counts them.
+has its time for others. If it is slow or stands still, the copies let their oldest items go, and count them.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from replay_cli.archive.rows import Row
-from replay_cli.archive.segments import (
-    FATE_COLUMNS,
-    FATES,
-    GROUP_COLUMNS,
-    GROUP_ROWS,
-    GROUPS,
-    SegmentWriter,
-    remove_unfinished,
-    write_segment,
-)
-from replay_client import ReplayClient
-from replay_client.errors import (
-    GONE,
-    DeadlineExceededError,
-    ReplayError,
-)
+from replay_cli.archive.segments import GROUP_ROWS, SegmentWriter, remove_unfinished
+from replay_client import Keeper, ReplayClient
+from replay_client.errors import GONE, DeadlineExceededError, ReplayError
 from replay_client.records import Sample
+from replay_client.waits import WaitLog
 
 log = logging.getLogger("replay_cli.archive")
 
@@ -55,6 +43,8 @@ MOST_REST = 1.0
 """Seconds that it rests at most."""
 LAST_SECONDS = 5.0
 """Seconds for which an archiver that is to end still draws what waits."""
+MOST_SILENCE = 600.0
+"""Seconds without an answer of the server, after which nobody needs its archiver any more."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +52,8 @@ class ArchiverConfig:
     """When a segment is finished, and for how long the archiver may be silent."""
 
     segment_bytes: int = 64 << 20
-    """Payload bytes after which a segment is finished."""
+    """Payload bytes after which a segment is finished; at most a quarter of what the server may hold, for it holds them
+    meanwhile."""
     segment_seconds: float = 60.0
     """Seconds after which it is finished, though it is smaller."""
     lease: float = 60.0
@@ -75,62 +66,65 @@ class OpenSegment:
 
     writer: SegmentWriter
     begun: float
-    renewed: float
     nbytes: int = 0
     samples: list[Sample] = field(default_factory=list)
     """Without their payloads."""
 
 
 class Archiver:
-    """Archives one server. Raises ValueError if it has no [archive], or `folder` is none."""
+    """Archives one table. Raises ValueError if it is none of copies, or `folder` is no folder."""
 
-    def __init__(self, client: ReplayClient, folder: Path, config: ArchiverConfig, say: Callable[[str], None]) -> None:
-        """`say` gets a line for each finished segment."""
+    def __init__(
+        self, client: ReplayClient, folder: Path, config: ArchiverConfig, say: Callable[[str], None], table: str = ""
+    ) -> None:
+        """`say` gets a line for each finished segment. `table`: that of the copies; "": the only one of the server."""
         folder.mkdir(parents=True, exist_ok=True)
         self._client, self._folder, self._config, self._say = client, folder, config, say
-        tables = client.server_info().tables.values()
-        found = [(table.name, table.archive_of) for table in tables if table.archive_of]
-        if not found:
-            raise ValueError(f"the server at {client.address} has no [archive]: set `dir` there")
-        [(self._table, self._source)] = found
+        info = client.server_info()
+        sources = {json.loads(each.config)["copy_to"]: name for name, each in info.tables.items()}
+        copies = [name for name in sources if name is not None and table in ("", name)]
+        if len(copies) != 1:
+            names = ", ".join(filter(None, sources)) or "none, so set copy_to at the table whose groups are to be kept"
+            raise ValueError(f"which table has the copies to archive? Those of the server at {client.address}: {names}")
+        [self._table] = copies
+        self._source = sources[self._table]
+        self._most_bytes = min(config.segment_bytes, info.max_bytes // 4 or config.segment_bytes)
         self._open: OpenSegment | None = None
         self._rows = 1
         """The number of rows that the next draw asks for."""
-        self._looked = 0.0
-        """When the departures were read last."""
         if removed := remove_unfinished(folder):
             log.warning("removed %d segments that a killed archiver left unfinished; their items come again", removed)
 
     def run(self, ends: Callable[[], bool]) -> None:
         """Archives until `ends`. Then what still waits gets LAST_SECONDS, and the open segment is finished.
 
-        While the server does not answer, this waits for it.
+        While the server does not answer, this waits for it. Raises ServerUnavailableError after MOST_SILENCE, and
+        TableNotFoundError if there are no copies any more.
         """
-        silent = False
-        try:
-            while not ends():
-                try:
-                    begun = time.monotonic()
-                    came = self.step(DRAW_SECONDS)
-                    silent = False
-                    if came:
-                        time.sleep(min(REST * (time.monotonic() - begun), MOST_REST))
-                except GONE:
-                    if not silent:
-                        log.warning("%s does not answer: waiting for it", self._client.address)
-                    silent = True
-                    time.sleep(DRAW_SECONDS)
-            last = time.monotonic() + LAST_SECONDS
-            while self.step(0.0) and time.monotonic() < last:
-                pass
-            self._finish()
-            self._record_departures()
-        except GONE as error:
-            log.warning("%s", error)
-        finally:
-            self._give_up()
+        waits, answered = WaitLog("the archiver"), time.monotonic()
+        with self._client.keep([], self._config.lease, lambda lost: None) as keeper:
+            try:
+                while not ends():
+                    try:
+                        begun = time.monotonic()
+                        came = self._step(keeper, DRAW_SECONDS)
+                        waits.go_on()
+                        answered = time.monotonic()
+                        if came:
+                            time.sleep(min(REST * (answered - begun), MOST_REST))
+                    except GONE as error:
+                        if time.monotonic() - answered > MOST_SILENCE:
+                            raise
+                        waits.wait(f"waiting for {self._client.address}: {error}")
+                        time.sleep(DRAW_SECONDS)
+                last = time.monotonic() + LAST_SECONDS
+                while self._step(keeper, 0.0) and time.monotonic() < last:
+                    pass
+                self._finish(keeper)
+            finally:
+                self._give_up()
 
-    def step(self, seconds: float) -> int:
+    def _step(self, keeper: Keeper, seconds: float) -> int:
         """Draws items, for at most `seconds`, and writes them; finishes the open segment if its time has come.
 
         Returns the number of items.
@@ -140,24 +134,18 @@ class Archiver:
             samples = self._client.sample(
                 self._table, self._rows, min_samples=1, timeout=seconds, lease=self._config.lease
             )
-        now = time.monotonic()
         if samples:
-            self._write(samples, now)
-        segment = self._open
-        if segment is not None and (
-            segment.nbytes >= self._config.segment_bytes or now - segment.begun >= self._config.segment_seconds
+            keeper.add(samples)
+            self._write(samples)
+        if (segment := self._open) is not None and (
+            segment.nbytes >= self._most_bytes or time.monotonic() - segment.begun >= self._config.segment_seconds
         ):
-            self._finish()
-        elif segment is not None and now - segment.renewed > self._config.lease / 3:
-            segment.renewed = now
-            self._client.renew(segment.samples, self._config.lease)
-        if now - self._looked >= self._config.segment_seconds:
-            self._record_departures()
+            self._finish(keeper)
         return len(samples)
 
-    def _write(self, samples: list[Sample], now: float) -> None:
+    def _write(self, samples: list[Sample]) -> None:
         if self._open is None:
-            self._open = OpenSegment(SegmentWriter(self._folder, GROUPS, GROUP_COLUMNS), now, now)
+            self._open = OpenSegment(SegmentWriter(self._folder), time.monotonic())
         self._open.writer.add([row for sample in samples for row in self._rows_of(sample)])
         nbytes = sum(len(sample.payload) for sample in samples)
         self._open.nbytes += nbytes
@@ -179,12 +167,13 @@ class Archiver:
         }
         return [row | {"inserted_at": time.time() - info.age} for row in GROUP_ROWS.rows(facts, sample.payload)]
 
-    def _finish(self) -> None:
+    def _finish(self, keeper: Keeper) -> None:
         """Finishes the open segment, and lets the server forget what is in it."""
         if (segment := self._open) is None:
             return
         path = segment.writer.finish()
         self._open = None
+        keeper.let_go(segment.samples)
         if missing := self._client.acknowledge(segment.samples).missing:  # their leases ended, so they may be back
             keys = [sample.info.key for sample in segment.samples if sample.info.lease in missing]
             self._client.take(self._table, keys)
@@ -192,17 +181,6 @@ class Archiver:
         if lacking := segment.writer.lacking:
             said = "%s: %d items lack columns that could not be written, and have their payload; the first is %s"
             log.warning(said, path.name, len(lacking), lacking[0])
-
-    def _record_departures(self) -> None:
-        self._looked = time.monotonic()
-        confirmed = 0
-        while True:
-            found = self._client.departures(confirmed)
-            if not found.departures:
-                return
-            rows = [asdict(each) | {"key": str(each.key)} for each in found.departures]
-            write_segment(self._folder, FATES, FATE_COLUMNS, rows)
-            confirmed = found.next
 
     def _give_up(self) -> None:
         """Gives back what is in the open segment, as far as the server answers."""

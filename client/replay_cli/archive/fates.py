@@ -1,22 +1,22 @@
-"""Fates: what became of each group, from the trainer's `steps.jsonl` and the server's reasons of leaving.
+"""Fates: what a trainer did with each group, from its `steps.jsonl`.
 
-The trainer knows what it trained on, left out and put aside. The server knows why an item left a table. What neither
-has said is `unknown`: the group is still in the server, or it left while nobody recorded it.
+The trainer knows what it trained on, left out and put aside. All else is `unknown`: the group is still in the server,
+or it left unused, which the counters of its table say (`replay tables`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from replay_cli.archive.rows import Row
 from replay_generator.prompts import json_lines
 
-FATES = ("trained", "left-out", "put-aside", "consumed", "stale", "undone", "evicted", "deleted", "reset", "unknown")
-"""The fates of a group. `consumed`: a trainer took the group, and no step names it."""
+FATES = ("trained", "left-out", "put-aside", "unknown")
+"""The fates of a group."""
 
 
 @dataclass(frozen=True)
@@ -70,38 +70,23 @@ def read_steps(path: Path) -> Iterable[Step]:
             raise ValueError(f"{path}, line {number}: {error}") from None
 
 
-@dataclass
 class Fates:
-    """Tells what became of each group by its key, from the trainer's steps and the server's departures."""
+    """Tells what became of each group by its key."""
 
-    uses: dict[str, list[Use]] = field(default_factory=lambda: defaultdict(list))
-    left: dict[str, dict[str, Row]] = field(default_factory=lambda: defaultdict(dict))
-    """The last departure from each table. A group that came back after a rollback leaves twice."""
+    def __init__(self, steps: Path | None) -> None:
+        """`steps`: the trainer's steps.jsonl; None: nothing is known. Raises as `read_steps`."""
+        self._uses: dict[str, list[Use]] = defaultdict(list)
+        for step in () if steps is None else read_steps(steps):
+            for use in chain.from_iterable(step.uses.values()):
+                self._uses[str(use.facts["key"])].append(use)
 
-    def add_steps(self, steps: Iterable[Step]) -> None:
-        for step in steps:
-            for uses in step.uses.values():
-                for use in uses:
-                    self.uses[str(use.facts["key"])].append(use)
-
-    def add_departures(self, rows: Iterable[Row]) -> None:
-        """Rows of FATE_COLUMNS, the oldest first."""
-        for row in rows:
-            self.left[row["key"]][row["table"]] = row
-
-    def of(self, key: str, table: str) -> str:
-        """One of FATES, of a group that was inserted into `table`."""
-        uses = self.uses.get(key, ())
+    def of(self, key: str) -> str:
+        """One of FATES."""
+        uses = self._uses.get(key, ())
         if any(use.trained for use in uses):
             return "trained"
-        if uses:
-            return uses[-1].what
-        departure = self.left.get(key, {}).get(table)
-        return "unknown" if departure is None else str(departure["reason"])
+        return uses[-1].what if uses else "unknown"
 
     def words(self, key: str) -> str:
-        """All that is known, such as `step 412 (fresh); left replay: evicted at version 430`."""
-        said = [use.words() for use in self.uses.get(key, ())]
-        for table, row in self.left.get(key, {}).items():
-            said.append(f"left {table}: {row['reason']} at version {row['policy_version']}")
-        return "; ".join(said)
+        """All that is known, such as `step 412 (fresh); step 430 (replayed)`."""
+        return "; ".join(use.words() for use in self._uses.get(key, ()))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from replay_cli.archive.rows import Row
 
 R = TypeVar("R")
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the archive: `dir` of [archive].")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the archive: --dir of `replay archive run`.")]
 _STEPS = "steps.jsonl of the trainer: says what it trained on."
 _WHICH = (
     option("steps", _STEPS, Path),
@@ -30,10 +30,7 @@ _WHICH = (
     option("prompt", "Only groups with this prompt_id."),
     option("version", "Only groups of this policy version, or of a range such as 40..50."),
     option("tag", "NAME=VALUE: only items with this tag. May be repeated.", list[str]),
-    option(
-        "fate",
-        "Only groups that ended so: trained, left-out, put-aside, consumed, stale, evicted, deleted, reset or unknown.",
-    ),
+    option("fate", "Only groups that ended so: trained, left-out, put-aside or unknown."),
 )
 """Which groups, by what they are and by what became of them."""
 _SHOWN = ("key", "prompt_id", "policy_version", "group_size", "reward_mean", "reward_std", "bytes", "tags", "table")
@@ -115,16 +112,16 @@ def export_archive(
 def _groups(folder: Path, which: Mapping[str, Any], columns: Sequence[str]) -> Iterator[Row]:
     """The groups that `which` names, with their `fate`, and in `said` all that is known of it."""
     need("an archive", "parquet", "pyarrow")
-    from replay_cli.archive.fates import FATES
+    from replay_cli.archive.fates import FATES, Fates
     from replay_cli.archive.reading import Archive
 
     fate = which.get("fate")
     if fate is not None and fate not in FATES:
         misuse(f"--fate {fate!r} is none of {', '.join(FATES)}")
     wanted, archive = _wanted(which), Archive(folder)
-    fates = _read(lambda: archive.fates(which.get("steps")))
+    fates = _read(lambda: Fates(which.get("steps")))
     for row in archive.groups(wanted, columns, payloads="payload" in columns):
-        became = fates.of(row["key"], row["table"])
+        became = fates.of(row["key"])
         if fate in (None, became):
             yield row | {"tags": _tags(row), "fate": became, "said": fates.words(row["key"])}
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from replay_cli.archive.fates import Fates, read_steps
 from replay_cli.archive.files import schema_of
 from replay_cli.archive.rows import Row
-from replay_cli.archive.segments import FATE_COLUMNS, FATES, GROUP_COLUMNS, GROUPS, segments
+from replay_cli.archive.segments import GROUP_COLUMNS, segments
 
 log = logging.getLogger("replay_cli.archive")
 
@@ -70,30 +69,19 @@ class Archive:
         chosen = [name for name in columns or GROUP_COLUMNS if payloads or name != "payload"]
         needed = list(dict.fromkeys([*chosen, "key", "tags"]))
         seen: set[str] = set()
-        for row in self._rows(GROUPS, GROUP_COLUMNS, needed, wanted.expression()):
+        for row in self._rows(needed, wanted.expression()):
             if row["key"] not in seen and (not wanted.tags or wanted.has_tags(row)):
                 seen.add(row["key"])
                 yield {name: row[name] for name in chosen}
 
-    def fates(self, steps: Path | None) -> Fates:
-        """The fates of all groups. `steps`: the trainer's steps.jsonl; None: only the fates that the server wrote.
-
-        Raises OSError if that file cannot be read.
-        """
-        found = Fates()
-        found.add_departures(self._rows(FATES, FATE_COLUMNS, list(FATE_COLUMNS), None))
-        if steps is not None:
-            found.add_steps(read_steps(steps))
-        return found
-
-    def _rows(self, kind: str, schema: Mapping[str, str], columns: Sequence[str], which: Any) -> Iterator[Row]:
+    def _rows(self, columns: Sequence[str], which: Any) -> Iterator[Row]:
         from pyarrow import ArrowException, dataset
 
         how = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
         checked = dataset.ParquetFileFormat(default_fragment_scan_options=how)
-        for path in segments(self.folder, kind):
+        for path in segments(self.folder):
             try:
-                found = dataset.dataset(str(path), format=checked, schema=schema_of(schema))
+                found = dataset.dataset(str(path), format=checked, schema=schema_of(GROUP_COLUMNS))
                 for batch in found.to_batches(columns=list(columns), filter=which, batch_size=_ROWS_PER_READ):
                     yield from batch.to_pylist()
             except (ArrowException, OSError) as error:

@@ -1,8 +1,7 @@
-"""`replay archive run`: the process beside a server that writes its archive."""
+"""`replay archive run`: a reader, as a process beside a server, that writes the archive."""
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from pathlib import Path
@@ -24,16 +23,13 @@ def run_archiver(
     lease: Annotated[
         float, typer.Option(min=1.0, help="Seconds after which the items of a killed archiver come back.")
     ] = 60.0,
-    # Its number, since it may have ended before this process can ask who its parent is.
-    parent: Annotated[
-        int | None, typer.Option(help="End when this process ends, which started it.", hidden=True)
-    ] = None,
+    table: Annotated[str, typer.Option(help="Table of the copies, if the server has several.")] = "",
     log_level: Annotated[str, typer.Option(help="Log from this level on: debug, info, warning or error.")] = "info",
     log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
-    """Write what passes through a server with [archive] into Parquet files, until SIGTERM or Ctrl-C.
+    """Write what a table copies (copy_to) into Parquet files, until SIGTERM or Ctrl-C.
 
-    It draws from the table `archive`, with a low priority among the processes of its machine. Several may run.
+    It has a low priority among the processes of its machine. Several may run.
     """
     need("an archive", "parquet", "pyarrow")
     from replay_cli.archive.archiver import Archiver, ArchiverConfig, be_modest
@@ -45,10 +41,10 @@ def run_archiver(
         signal.signal(number, lambda *_: ended.set())
     config = ArchiverConfig(segment_bytes, segment_seconds, lease)
     with connect(context, 30.0, named=True) as client:
-        archiver = ask(lambda: Archiver(client, folder, config, say))
+        archiver = ask(lambda: Archiver(client, folder, config, say, table))
         say(f"archiving {client.address} into {folder}")
         try:
-            ask(lambda: archiver.run(lambda: ended.is_set() or parent not in (None, os.getppid())))
+            ask(lambda: archiver.run(ended.is_set))
             client.leave()
         except OSError as error:
             fail(error)

@@ -3,8 +3,8 @@
 A segment is written under a name that ends with `.tmp`, forced to the disk, and renamed. Before, no reader sees it.
 Its writer holds a lock on it, so that who starts after a kill knows what nobody will finish, and removes it.
 
-There are two kinds. `groups-…` has the items in the rows of `replay table export`, with the time of their insert.
-`fates-…` has which items left which table, and why. Their names sort by the time at which they were begun.
+It has the items in the rows of `replay table export`, with the time of their insert. Names sort by the time at which
+segments were begun.
 """
 
 from __future__ import annotations
@@ -13,20 +13,16 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from replay_cli.archive.files import schema_of, table_of
 from replay_cli.archive.rows import Form, Row
 
-GROUPS, FATES = "groups", "fates"
-"""Kinds of segments."""
 GROUP_ROWS = Form(sequences=False, decoder=None, payloads=True)
 GROUP_COLUMNS = GROUP_ROWS.columns() | {"inserted_at": "float"}
-"""Of the segments of groups; `inserted_at` in seconds since the epoch."""
-FATE_COLUMNS = {"key": "str", "table": "str", "reason": "str", "policy_version": "int", "time": "float"}
-"""Of the segments of fates: who left which table, why, at which policy version of the server, and when (epoch)."""
+"""`inserted_at` in seconds since the epoch."""
 _UNWRITABLE = (ValueError, TypeError, OverflowError, NotImplementedError)
 """What pyarrow raises for a value that its column cannot hold."""
 
@@ -34,16 +30,16 @@ _UNWRITABLE = (ValueError, TypeError, OverflowError, NotImplementedError)
 class SegmentWriter:
     """A segment that is being written. Raises OSError where the disk does."""
 
-    def __init__(self, folder: Path, kind: str, columns: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path) -> None:
         from pyarrow import parquet
 
-        self._path = folder / f"{kind}-{time.time_ns():020d}-{secrets.token_hex(4)}.parquet"
+        self._path = folder / f"groups-{time.time_ns():020d}-{secrets.token_hex(4)}.parquet"
         self._unfinished = self._path.with_name(self._path.name + ".tmp")
-        self._columns, self._schema = columns, schema_of(columns)
+        self._schema = schema_of(GROUP_COLUMNS)
         self._file: Any = self._unfinished.open("xb")
         fcntl.flock(self._file, fcntl.LOCK_EX)
         # A dictionary of payloads would cost much and spare nothing, and readers filter by other columns.
-        flat = [name for name, kind in columns.items() if kind in ("int", "float", "str")]
+        flat = [name for name, kind in GROUP_COLUMNS.items() if kind in ("int", "float", "str")]
         how = {"use_dictionary": flat, "write_statistics": flat, "write_page_checksum": True}
         self._writer = parquet.ParquetWriter(self._file, self._schema, **how)
         self.rows = 0
@@ -53,15 +49,15 @@ class SegmentWriter:
     def add(self, rows: Sequence[Row]) -> None:
         """Writes rows, without values that their columns cannot hold. They are in the file when it is finished."""
         try:
-            table = table_of(rows, self._columns, self._schema)
+            table = table_of(rows, GROUP_COLUMNS, self._schema)
         except _UNWRITABLE:  # were the row left, or the writer to end, it would come again for ever
-            table = table_of([self._writable(row) for row in rows], self._columns, self._schema)
+            table = table_of([self._writable(row) for row in rows], GROUP_COLUMNS, self._schema)
         self._writer.write_table(table)
         self.rows += len(rows)
 
     def _writable(self, row: Row) -> Row:
         wrong = {}
-        for name, kind in self._columns.items():
+        for name, kind in GROUP_COLUMNS.items():
             try:
                 table_of([row], {name: kind}, schema_of({name: kind}))
             except _UNWRITABLE as error:
@@ -90,15 +86,6 @@ class SegmentWriter:
         self._unfinished.unlink(missing_ok=True)
 
 
-def write_segment(folder: Path, kind: str, columns: Mapping[str, str], rows: Sequence[Row]) -> None:
-    """Writes a segment of these rows, unless there are none."""
-    if not rows:
-        return
-    segment = SegmentWriter(folder, kind, columns)
-    segment.add(rows)
-    segment.finish()
-
-
 def remove_unfinished(folder: Path) -> int:
     """Removes the segments that a killed process left unfinished. Returns how many there were."""
     removed = 0
@@ -113,8 +100,8 @@ def remove_unfinished(folder: Path) -> int:
     return removed
 
 
-def segments(folder: Path, kind: str) -> list[Path]:
-    """The finished segments of a kind, the oldest first. Raises ValueError if there is no such folder."""
+def segments(folder: Path) -> list[Path]:
+    """The finished segments, the oldest first. Raises ValueError if there is no such folder."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give the `dir` of [archive]")
-    return sorted(filter(Path.is_file, folder.glob(f"{kind}-*.parquet")))
+        raise ValueError(f"{folder} is no folder: give the --dir of `replay archive run`")
+    return sorted(filter(Path.is_file, folder.glob("groups-*.parquet")))

@@ -27,8 +27,7 @@ from typing import Any
 from replay_server.errors import Refused, deadline, invalid, try_again
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.extensions.extension import Extension, Place, PolicyChange
-from replay_server.tables.items import InsertBatch
-from replay_server.tables.table import SampleBatch, Table
+from replay_server.tables.table import InsertBatch, SampleBatch, Table
 from replay_server.tables.waiting import Line, Pending
 
 _MOST_GROUPS = 1 << 50

@@ -15,8 +15,7 @@ import numpy as np
 from replay_server.errors import Refused, invalid
 from replay_server.tables.config import TableConfig
 from replay_server.tables.extensions.extension import Extension
-from replay_server.tables.items import InsertBatch
-from replay_server.tables.table import SampleBatch, Table
+from replay_server.tables.table import InsertBatch, SampleBatch, Table
 
 
 class Construction(Extension):

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from replay_server.errors import Refused
 from replay_server.tables.config import TableConfig
-from replay_server.tables.items import InsertBatch, Items
+from replay_server.tables.items import Items
 from replay_server.tables.remembered import Watcher
-from replay_server.tables.table import SampleBatch, Table
+from replay_server.tables.table import InsertBatch, SampleBatch, Table
 from replay_server.tables.waiting import Line
 
 
@@ -48,19 +48,15 @@ class Kernel(Protocol):
 
     tables: dict[str, Table]
     items: Items
+    batches: dict[int, tuple[Table, SampleBatch]]
+    """The outstanding ones, by id."""
     watchers: list[Watcher]
     extensions: Sequence[Extension]
     trained: list[Table]
-    """The tables that no extension has declared."""
-
-    @property
-    def batches(self) -> Mapping[int, tuple[Table, SampleBatch]]:
-        """The outstanding ones, by id."""
+    """The tables that are no copies of others."""
 
 
 class Extension:
-    declares: tuple[TableConfig, ...] = ()
-    """Tables that the extension needs for itself. What only they hold is gone for clients."""
     record = b""
     """The name of the record of its state; empty: it has none."""
     mark = 0
@@ -104,22 +100,15 @@ class Extension:
         """A reader uses a batch, and may still lose it. Returns other tables that changed."""
         return ()
 
-    def on_leave(self, table: Table, reason: str, keys: Sequence[int]) -> None:
-        """Rows have left a table for good: consumed, evicted, stale, undone, deleted or reset."""
-
     def on_item_gone(self, keys: Sequence[int]) -> None:
-        """No client can reach these items any more. Of an item it may be said twice: when only tables that extensions
-        have declared hold it, and when nothing does."""
+        """Nobody can train on these items any more. Of an item it may be said twice: when only copies hold it, and when
+        nothing does."""
 
     def on_policy(self, change: PolicyChange) -> None:
         """The policy has changed, and the tables have dropped what is too old for it."""
 
     def on_reset(self, table: Table) -> None:
         """The table is emptied next."""
-
-    def undo(self, key: int) -> bool:
-        """Whether an insert that could not be written can be undone, as far as the extension knows."""
-        return True
 
     def progress(self) -> None:
         """The end of an operation that changed something: serves who waits for the extension."""

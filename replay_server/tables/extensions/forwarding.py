@@ -1,7 +1,10 @@
-"""Forwarding: an item that a reader uses for the first time joins another table too, with the priority it has here.
+"""Forwarding and copying: an item of one table joins another one too, with the priority it has here. No bytes move.
 
-No bytes move, and nothing waits. The limiter of the target counts the item, and only what would refuse an insert there
-can refuse it: that is counted at the table that forwards.
+* A table forwards an item that a reader uses for the first time. The limiter of the target counts the item, and only
+  what would refuse an insert there can refuse it: that is counted at the table that forwards.
+* A table copies an item that enters it. The copy waits for no place, and is refused none. What is over the bounds of
+  the copies is evicted, and counted. What only copies hold is gone for everything else: its permit is given back, and
+  its bytes are the first to go.
 """
 
 from __future__ import annotations
@@ -10,11 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from replay_server.errors import Refused, invalid
 from replay_server.tables.config import TableConfig
-from replay_server.tables.extensions.extension import Extension
+from replay_server.tables.extensions.extension import Extension, Kernel
 from replay_server.tables.items import Item
 from replay_server.tables.rules import why_outdated
-from replay_server.tables.table import SampleBatch, Table
+from replay_server.tables.table import InsertBatch, SampleBatch, Table
 
 
 class Forwarding(Extension):
@@ -41,9 +45,6 @@ class Forwarding(Extension):
 
     on_lease = on_take
 
-    def undo(self, key: int) -> bool:
-        return not self.kernel.items[key].forwarded
-
     def _join(self, target: Table, key: int, item: Item, priority: float) -> bool:
         if (outdated := why_outdated(target, item.policy_version)) is not None:
             outdated.count()
@@ -59,6 +60,65 @@ class Forwarding(Extension):
         items = self.kernel.items
         items.hold([key])
         versions, sizes = np.array([item.policy_version]), np.array([item.nbytes])
-        target.insert([key], np.array([priority]), versions, sizes, items.labels([key]))
+        joining = InsertBatch([key], {}, versions, sizes, (), labels=items.labels([key]))
+        target.insert(joining, np.array([priority]))
         target.counters.evicted_on_arrival += key not in target
         return True
+
+
+class Copying(Extension):
+    def attach(self, kernel: Kernel) -> None:
+        super().attach(kernel)
+        tables, copies = kernel.tables.values(), kernel.items.copies
+        self._copies = {table.name: copies[name] for table in tables if (name := table.config.copy_to) is not None}
+        """By the table that is copied."""
+        self._alone: dict[int, None] = {}
+        """Keys that only copies held when they were last released, in this order."""
+
+    def concerns(self, table: TableConfig) -> bool:
+        return table.copy_to is not None
+
+    def why_not(self, insert: InsertBatch) -> Refused | None:
+        for source, copies in self._copies.items():
+            if (name := copies.name) in insert.priorities:  # a key has one row in a table
+                return invalid(f"item {insert.keys[0]} names {name!r}, which items of {source!r} join: leave it out")
+        return None
+
+    def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
+        changed = []
+        for source, copies in self._copies.items():
+            if (priorities := insert.priorities.get(source)) is not None:
+                self.kernel.items.hold(insert.keys)
+                copies.insert(insert, priorities)
+                changed.append(copies)
+        return changed
+
+    def on_item_gone(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            if key in self.kernel.items:
+                self._alone[key] = None
+            else:
+                self._alone.pop(key, None)
+
+    def spares(self, key: int) -> int:
+        return sum(key in copies for copies in self._copies.values())
+
+    def spare_keys(self) -> Iterable[int]:
+        return self._alone
+
+    def free(self, needed: float) -> bool:
+        """Evicts items that nothing but copies holds, first those that have been alone for longest."""
+        items, before = self.kernel.items, self.kernel.items.bytes
+        while self._alone and items.bytes > before - needed:
+            key = next(iter(self._alone))
+            del self._alone[key]
+            if items[key].holders == self.spares(key):
+                for copies in self._copies.values():
+                    if (slot := copies.columns.slot(key)) is not None:
+                        copies.evict_slots(np.array([slot]))
+        return items.bytes < before
+
+    def reconcile(self) -> None:
+        for copies in self._copies.values():
+            keys: list[int] = copies.columns.key[copies.columns.used()].tolist()
+            self.on_item_gone([key for key in keys if self.kernel.items.lost(key)])

@@ -22,7 +22,7 @@ state has that of the last row before it. So "after the state" is one comparison
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,12 +53,11 @@ class Consumed(NamedTuple):
 class History(Extension):
     record = b"history"
 
-    def __init__(self, most: int, admitted: str = "", unused: set[int] | None = None) -> None:
-        """`most`: states that are known at a time. `admitted`: the table that uses permits, and `unused` the keys of
-        items whose permits it has not used."""
+    def __init__(self, most: int, permits: Mapping[str, set[int]]) -> None:
+        """`most`: states that are known at a time. `permits`: by table that uses them the keys of items whose permits
+        it has not used."""
         self._most = most
-        self._admitted = admitted
-        self._unused = set[int]() if unused is None else unused
+        self._permits = permits
         self.states: list[SavedState] = []
         """From the oldest to the newest."""
         self._consumed = 0
@@ -85,7 +84,7 @@ class History(Extension):
         table.columns.retain(consumed)
         for key in consumed:
             self._consumed += 1
-            permit = table.name == self._admitted and key in self._unused
+            permit = key in self._permits.get(table.name, ())
             self.rows[table.name, key] = Consumed(self._consumed, permit)
         self.kernel.items.freed = True  # for whoever needs it
         return ()
@@ -195,7 +194,8 @@ class History(Extension):
             for scope in table.scopes.of(keys):
                 watcher.scope_changed(table.name, scope)
         table.restore(keys)
-        self._unused.update(key for key, each in consumed.items() if each.permit)
+        if table.name in self._permits:
+            self._permits[table.name].update(key for key, each in consumed.items() if each.permit)
 
     def _undo(self, version: int) -> None:
         """The versions from the current one to here do not exist any more."""
@@ -216,10 +216,10 @@ class History(Extension):
             self._consumed = state["consumed"]
             self._undo(state["undone"])
 
-    def keep_again(self, table: Table, keys: Sequence[int], consumed: Iterable[Consumed]) -> None:
+    def keep_again(self, table: Table, keys: Sequence[int], numbers: Sequence[int], permits: Sequence[bool]) -> None:
         """These rows, which `table` has just got, were consumed and kept before the restart."""
-        for key, each in zip(keys, consumed, strict=True):
-            self.rows[table.name, key] = each
+        for key, number, permit in zip(keys, numbers, permits, strict=True):
+            self.rows[table.name, key] = Consumed(number, permit)
 
     def reconcile(self) -> None:
         self.rows = dict(sorted(self.rows.items(), key=lambda row: row[1].number))

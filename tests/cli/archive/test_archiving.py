@@ -7,20 +7,21 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from replay_cli.archive import archiver as archiving
 from replay_cli.archive.archiver import Archiver, ArchiverConfig
 from replay_cli.archive.reading import Archive, Wanted
 from replay_cli.archive.rows import GROUP_COLUMNS as group_columns
-from replay_cli.archive.segments import FATES, GROUPS, SegmentWriter, remove_unfinished, segments
+from replay_cli.archive.segments import SegmentWriter, remove_unfinished, segments
 from replay_client import ReplayClient, RolloutGroup
-from replay_client.errors import InvalidRequestError, UnsupportedError
+from replay_client.errors import ServerUnavailableError
 from replay_server import ReplayServer, TableConfig
-from replay_server.config import ArchiveSection
 from tests.commands import COMMAND, fails, run_replay
 from tests.factories import free_port, make_group, make_sequences, server_process, start_server, until
 
@@ -28,25 +29,26 @@ CONFIG = """
 [server]
 max_payload_bytes = "4MiB"
 {server}
-[archive]
-dir = "{folder}"
-run = false
-{archive}
 [[tables]]
 name = "rollouts"
 rate_limiter = {{ type = "queue", max_size = 100000 }}
 forward_to = "replay"
+copy_to = "archive"
 [[tables]]
 name = "replay"
 max_size = 3
+[[tables]]
+name = "archive"
+{archive}
 """
+QUEUE = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}, copy_to="archive")
 
 
 STARTED: list[subprocess.Popen[str]] = []
 
 
-def config(folder: Path, archive: str = "", server: str = "") -> str:
-    return CONFIG.format(folder=folder, archive=archive, server=server)
+def config(archive: str = "", server: str = "") -> str:
+    return CONFIG.format(archive=archive, server=server)
 
 
 def archiver(address: str, folder: Path, *options: str) -> subprocess.Popen[str]:
@@ -108,14 +110,14 @@ def waits(client: ReplayClient) -> int:
 def test_each_group_is_archived_once_whatever_is_killed(tmp_path):
     folder, data = tmp_path / "archive", tmp_path / "data"
     address = f"127.0.0.1:{free_port()}"
-    text = config(folder, server=f'data_dir = "{data}"')
+    text = config(server=f'data_dir = "{data}"')
     often = ("--segment-bytes", "20000", "--lease", "2", "--segment-seconds", "0.5")
     with server_process(tmp_path, text, address=address) as server, ReplayClient(address, timeout=60.0) as client:
         keys: list[int] = []
         for _ in range(3):
             process = archiver(address, folder, *often)
             keys += insert_some(client, 150)
-            until(lambda: segments(folder, GROUPS), "no segment")
+            until(lambda: segments(folder), "no segment")
             end(process, signal.SIGKILL)
         process = archiver(address, folder, *often)
         keys += insert_some(client, 150)
@@ -134,10 +136,10 @@ def test_each_group_is_archived_once_whatever_is_killed(tmp_path):
 
 def test_what_a_killed_archiver_had_in_its_hands_is_archived_once_by_the_next(tmp_path):
     folder = tmp_path / "archive"
-    with server_process(tmp_path, config(folder)) as server, ReplayClient(server.address) as client:
+    with server_process(tmp_path, config()) as server, ReplayClient(server.address) as client:
         process = archiver(server.address, folder, "--lease", "1", "--segment-bytes", "2000")
         keys = insert_some(client, 20)
-        until(lambda: segments(folder, GROUPS), "no segment")
+        until(lambda: segments(folder), "no segment")
         end(process, signal.SIGKILL)
         keys += insert_some(client, 5)
         process = archiver(server.address, folder, "--segment-seconds", "0.5")
@@ -149,11 +151,11 @@ def test_what_a_killed_archiver_had_in_its_hands_is_archived_once_by_the_next(tm
 
 def test_inserts_go_on_while_the_archiver_stands_still_and_what_it_misses_is_counted(tmp_path):
     folder = tmp_path / "archive"
-    text = config(folder, 'max_bytes = "4MiB"\nsegment_bytes = "1MiB"', 'max_bytes = "8MiB"')
+    text = config('max_bytes = "4MiB"', 'max_bytes = "8MiB"')
     with server_process(tmp_path, text) as server, ReplayClient(server.address) as client:
         process = archiver(server.address, folder, "--segment-seconds", "0.2", "--lease", "1")
         keys = [client.insert(make_group(), {"rollouts": 1.0})]
-        until(lambda: segments(folder, GROUPS), "no segment")
+        until(lambda: segments(folder), "no segment")
         process.send_signal(signal.SIGSTOP)
         payload = bytes(100_000)
         for _ in range(150):  # 15 MB pass through a server of 8 MB
@@ -176,7 +178,7 @@ def test_inserts_go_on_while_the_archiver_stands_still_and_what_it_misses_is_cou
 def stored(tmp_path_factory):
     """An archive of six groups and bytes that are none, and the trainer's steps that took some of them."""
     folder, place = tmp_path_factory.mktemp("archive"), tmp_path_factory.mktemp("server")
-    with server_process(place, config(folder)) as server, ReplayClient(server.address) as client:
+    with server_process(place, config()) as server, ReplayClient(server.address) as client:
         process = archiver(server.address, folder, "--segment-seconds", "0.2")
         keys = insert_some(client, 4, version=2)
         keys.append(client.insert(make_sequences(), {"rollouts": 0.5}))
@@ -230,9 +232,7 @@ def listed(stored, *options: str) -> list[int]:
         (("--fate", "trained"), [0, 1]),
         (("--fate", "left-out"), [2]),
         (("--fate", "put-aside"), [3]),
-        (("--fate", "consumed"), [4]),
-        (("--fate", "deleted"), [5]),
-        (("--fate", "unknown"), [6]),
+        (("--fate", "unknown"), [4, 5, 6]),
     ],
     ids=lambda value: " ".join(map(str, value)) or "all",
 )
@@ -243,7 +243,7 @@ def test_list_finds_groups_by_what_they_are_and_by_what_became_of_them(stored, o
 def test_a_list_says_what_is_known_of_a_group(stored):
     folder, steps, keys, _ = stored
     said = run_replay("archive", "list", str(folder), "--steps", str(steps), "--key", str(keys[0])).stdout
-    assert "step 1 (fresh); step 2 (replayed); left rollouts: consumed at version 0" in said
+    assert "step 1 (fresh); step 2 (replayed)" in said
     assert "environment=code" in said
 
 
@@ -286,14 +286,12 @@ def test_what_an_archive_exports_is_imported_bit_by_bit(stored, tmp_path, rows, 
 def test_one_damaged_file_is_named_and_hides_no_other_file(stored, tmp_path, damage):
     folder, _, keys, _ = stored
     again = shutil.copytree(folder, tmp_path / "archive")
-    [*_, fates], [path, *_] = segments(again, FATES), segments(again, GROUPS)
-    for whole in (path, fates):
-        damaged = whole.with_name(whole.name.replace("-", "-0", 1))  # it comes before all others
-        damaged.write_bytes(damage(whole.read_bytes()))
-        done = run_replay("archive", "list", str(again), "--json")
-        assert (done.returncode, [keys.index(int(row["key"])) for row in json.loads(done.stdout)]) == (0, [*range(7)])
-        assert (done.stderr.count("\n"), f"{damaged} is damaged" in done.stderr) == (1, True), done.stderr
-        damaged.unlink()
+    whole = segments(again)[0]
+    damaged = whole.with_name(whole.name.replace("-", "-0", 1))  # it comes before all others
+    damaged.write_bytes(damage(whole.read_bytes()))
+    done = run_replay("archive", "list", str(again), "--json")
+    assert (done.returncode, [keys.index(int(row["key"])) for row in json.loads(done.stdout)]) == (0, [*range(7)])
+    assert (done.stderr.count("\n"), f"{damaged} is damaged" in done.stderr) == (1, True), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -316,29 +314,45 @@ def test_a_mistake_is_answered_with_one_line(stored, words, said):
     assert said in fails("archive", *given, status=status)
 
 
-def test_a_server_runs_its_archiver_starts_it_again_and_lets_it_finish(tmp_path):
-    folder = tmp_path / "archive"
-    text = config(folder, "segment_seconds = 600").replace("run = false", "")
-    with server_process(tmp_path, text) as server, ReplayClient(server.address) as client:
-        keys = insert_some(client, 3)
-        first = until(lambda: archiver_of(client), "no archiver")
-        os.kill(int(first.rpartition(":")[2]), signal.SIGKILL)
-        until(lambda: archiver_of(client) not in ("", first), "no second archiver")
-        keys += insert_some(client, 3)
-        server.process.terminate()
-        assert server.process.wait(60) == 0
-    assert set(archived(folder)) >= set(keys[3:])  # the lease of the others lasts longer than this test
+def test_a_server_that_comes_back_is_archived_on_and_one_that_stays_away_ends_its_archiver(tmp_path, monkeypatch):
+    monkeypatch.setattr(archiving, "MOST_SILENCE", 10.0)
+    folder, address, failures = tmp_path / "archive", f"127.0.0.1:{free_port()}", list[Exception]()
+
+    def archive() -> None:
+        with ReplayClient(address, timeout=2.0) as client:
+            try:
+                Archiver(client, folder, ArchiverConfig(segment_seconds=0.1), print).run(lambda: False)
+            except ServerUnavailableError as error:
+                failures.append(error)
+
+    def insert_and_see() -> None:
+        with ReplayClient(address, timeout=60.0) as client:
+            keys = insert_some(client, 3)
+            until(lambda: set(keys) <= set(archived(folder)), "it is not archived")
+        assert failures == []
+
+    with server_process(tmp_path, config(), address=address):
+        folder.mkdir()
+        thread = threading.Thread(target=archive)
+        thread.start()
+        insert_and_see()
+    with server_process(tmp_path, config(), address=address):
+        insert_and_see()
+    thread.join(60)
+    assert len(failures) == 1
 
 
-def archiver_of(client: ReplayClient) -> str:
-    """The name of the archiver that the server has seen last."""
-    return next((each.name for each in client.server_info().clients if each.role == "archiver"), "")
+def test_an_archiver_ends_when_there_are_no_copies_any_more(tmp_path):
+    folder, address = tmp_path / "archive", f"127.0.0.1:{free_port()}"
+    with server_process(tmp_path, config(), address=address):
+        process = archiver(address, folder, "--segment-seconds", "0.2")
+    with server_process(tmp_path, "[[tables]]\nname = 'rollouts'\n", address=address):
+        assert process.wait(60) == 1
 
 
 def test_a_restart_keeps_what_is_not_archived_and_lets_it_go_first(tmp_path):
-    queue = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}, when_full="block")
-    archive = ArchiveSection(dir=tmp_path / "archive", segment_bytes="40KB")
-    settings = {"tables": [queue], "port": 0, "archive": archive, "max_bytes": "100KB", "data_dir": tmp_path / "data"}
+    queue = QUEUE.model_copy(update={"when_full": "block"})
+    settings = {"tables": [queue], "port": 0, "max_bytes": "100KB", "data_dir": tmp_path / "data"}
     with ReplayServer(**settings) as server, ReplayClient(server.address) as client:
         keys = [client.insert(bytes(30_000), {"rollouts": 1.0}) for _ in range(3)]
         client.sample("rollouts", 3)
@@ -349,27 +363,25 @@ def test_a_restart_keeps_what_is_not_archived_and_lets_it_go_first(tmp_path):
         assert client.server_info().tables["archive"].evicted_unsampled == 2
 
 
-def test_departures_are_those_of_one_server_that_has_an_archive(tmp_path):
-    with server_process(tmp_path) as server:
-        with ReplayClient(server.address) as client, pytest.raises(UnsupportedError, match=r"no \[archive\]"):
-            client.departures()
-        with ReplayClient([server.address, "127.0.0.1:1"]) as client, pytest.raises(InvalidRequestError, match="each"):
-            client.departures()
-
-
-def test_an_archiver_says_that_a_server_has_no_archive(tmp_path):
-    with server_process(tmp_path) as server:
-        said = fails("archive", "run", "--dir", str(tmp_path / "archive"), address=server.address)
-        assert "has no [archive]" in said
+def test_an_archiver_says_which_copies_there_are(tmp_path):
+    one = "[[tables]]\nname = 'a'\n"
+    two = one + "copy_to = 'b'\n[[tables]]\nname = 'c'\ncopy_to = 'd'\n"
+    for text, options, said in (
+        (one, (), "none, so set copy_to"),
+        (two, (), "b, d"),
+        (two, ("--table", "a"), "b, d"),
+    ):
+        with server_process(tmp_path, text) as server:
+            options = ("--dir", str(tmp_path / "archive"), *options)
+            assert said in fails("archive", "run", *options, address=server.address)
 
 
 def test_what_a_killed_archiver_left_unfinished_is_removed_and_what_another_one_writes_stays(tmp_path):
     left = tmp_path / "groups-1-a.parquet.tmp"
     left.write_bytes(b"half")
-    mine = SegmentWriter(tmp_path, FATES, {"key": "str"})
+    mine = SegmentWriter(tmp_path)
     assert remove_unfinished(tmp_path) == 1
-    mine.add([{"key": "1"}])
-    assert (mine.finish(), os.listdir(tmp_path)) == (segments(tmp_path, FATES)[0], [segments(tmp_path, FATES)[0].name])
+    assert (mine.finish(), os.listdir(tmp_path)) == (segments(tmp_path)[0], [segments(tmp_path)[0].name])
 
 
 def test_an_archiver_minds_only_files(tmp_path):
@@ -377,8 +389,8 @@ def test_an_archiver_minds_only_files(tmp_path):
     folder.mkdir()
     for name in ("x.parquet.tmp", "groups-1.parquet"):
         os.mkfifo(folder / name)
-    (folder / "fates-1.parquet").mkdir()
-    with server_process(tmp_path, config(folder)) as server, ReplayClient(server.address) as client:
+    (folder / "groups-2.parquet").mkdir()
+    with server_process(tmp_path, config()) as server, ReplayClient(server.address) as client:
         process = archiver(server.address, folder, "--segment-seconds", "0.2")
         keys = insert_some(client, 3)
         until(lambda: waits(client) == 0, "it is not archived")
@@ -395,13 +407,12 @@ def test_a_group_is_archived_without_the_columns_that_cannot_be_written(tmp_path
             name,
             (kind, lambda group, right=right, wrong=wrong: wrong if group.prompt_id == "p1" else right(group)),
         )
-    queue = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8})
-    archive = ArchiveSection(dir=tmp_path / "archive")
-    with ReplayServer(tables=[queue], port=0, archive=archive) as server, ReplayClient(server.address) as client:
+    folder = tmp_path / "archive"
+    with ReplayServer(tables=[QUEUE], port=0) as server, ReplayClient(server.address) as client:
         keys = insert_some(client, 7)
-        Archiver(client, archive.dir, ArchiverConfig(), say=lambda _: None).run(lambda: True)
+        Archiver(client, folder, ArchiverConfig(), say=lambda _: None).run(lambda: True)
         assert waits(client) == 0
-    rows = list(Archive(archive.dir).groups(Wanted(), payloads=True))
+    rows = list(Archive(folder).groups(Wanted(), payloads=True))
     assert [int(row["key"]) for row in rows] == keys
     assert [row["reward_mean"] for row in rows] == [0.5, None, 0.5, 0.5, 0.5, 0.5, None]
     odd = rows[1]
@@ -415,27 +426,3 @@ def test_a_group_is_archived_without_the_columns_that_cannot_be_written(tmp_path
     [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "2 items lack columns that could not be written" in said
     assert f"the first is {keys[1]} without group_size, finish_reasons, reward_mean: " in said
-
-
-def test_an_archiver_whose_server_dies_early_ends_too(tmp_path):
-    folder, address = tmp_path / "archive", f"127.0.0.1:{free_port()}"
-    text = config(folder)
-    with server_process(tmp_path, text.replace("run = false", ""), address=address) as server:
-        until(lambda: archivers_of(folder), "no archiver")
-        server.kill()
-    # It finds a server at the address of its own, and must not stay with it.
-    with server_process(tmp_path, text, address=address):
-        until(lambda: not archivers_of(folder), "the archiver stays")
-
-
-def archivers_of(folder: Path) -> list[str]:
-    """The processes that archive into this folder."""
-    lines = [read(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
-    return [line for line in lines if "archive" in line.split("\0") and str(folder) in line]
-
-
-def read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:  # it has ended
-        return ""

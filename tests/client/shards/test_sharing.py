@@ -16,7 +16,7 @@ from replay_protos.labels import labels_of
 from replay_server import TableConfig
 from replay_server.tables.balance import ValueRows
 from replay_server.tables.table import SampleRequest, Table
-from tests.factories import remove_rows
+from tests.factories import insert_rows, remove_rows
 
 SIZES = (8, 64, 128, 192, 256)
 """Items of each shard. The heavy ones are on the first ones."""
@@ -25,11 +25,9 @@ Z_LIMIT = 5.0
 
 def make_table(sampler: str, seed: int, priorities: dict[int, float], **options) -> Table:
     config = TableConfig(name="t", sampler=sampler, seed=seed, **options)
-    table = Table(config, time.monotonic, remove_rows)
-    keys, values = list(priorities), np.array(list(priorities.values()))
-    ones = np.ones(len(keys), dtype=np.int64)
-    if keys:
-        table.insert(keys, values, ones * 0, ones)
+    table = Table(config, time.monotonic, remove_rows, lambda keys: None)
+    if priorities:
+        insert_rows(table, priorities)
     return table
 
 
@@ -157,8 +155,7 @@ def test_aged_weights_of_two_tables_compare_whatever_their_newest_items_are():
     for versions in ([4], [4, 100]):
         table = make_table(sampler, 0, {})  # type: ignore[arg-type]
         table.set_policy_version(100)
-        keys, ones = list(range(1, len(versions) + 1)), np.ones(len(versions))
-        table.insert(keys, ones, np.array(versions), np.ones(len(versions), dtype=np.int64))
+        insert_rows(table, dict.fromkeys(range(1, len(versions) + 1), 1.0), versions)
         tables.append(table)
     old, both = (message(table, SampleRequest(1, 1)) for table in tables)
     assert old.total == pytest.approx(2.0**-48)
@@ -184,9 +181,7 @@ SPREAD = [{"math": 4}, {"math": 30, "code": 25}, {"law": 3, "code": 1}]
 def make_balanced(items: dict[str, int], first_key: int, sampler: str, **options) -> Table:
     labels = [labels_of([], {"environment": value}) for value, n in items.items() for _ in range(n)]
     table = make_table(sampler, first_key, {}, balance={"tag": "environment", "weights": WEIGHTS}, **options)
-    keys = list(range(first_key, first_key + len(labels)))
-    ones = np.ones(len(keys), dtype=np.int64)
-    table.insert(keys, 1.0 + np.array(keys) % 5, ones * 0, ones, labels)
+    insert_rows(table, {key: 1.0 + key % 5 for key in range(first_key, first_key + len(labels))}, labels=labels)
     return table
 
 
@@ -206,8 +201,7 @@ def together(sampler: str) -> Table:
     """The items of all shards in one table, under the same keys and with the same priorities."""
     whole = make_table(sampler, 7, {}, balance={"tag": "environment", "weights": WEIGHTS})
     for key, value in VALUE.items():
-        one = np.ones(1, dtype=np.int64)
-        whole.insert([key], np.array([1.0 + key % 5]), one * 0, one, [labels_of([], {"environment": value})])
+        insert_rows(whole, {key: 1.0 + key % 5}, labels=[labels_of([], {"environment": value})])
     return whole
 
 

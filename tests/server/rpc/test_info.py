@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from replay_server.rpc.info import table_info
+from replay_server.rpc.info import MANY, quantiles_of, table_info
 from replay_server.tables.config import TableConfig
-from replay_server.tables.meters import MANY, quantiles
-from tests.factories import remove_rows, replay_buffer
+from tests.factories import insert_rows, remove_rows, replay_buffer
 
 
 @pytest.fixture
@@ -16,23 +15,16 @@ def rng():
 
 def test_up_to_many_values_every_quantile_is_exact(rng):
     values = rng.permutation(np.arange(MANY, dtype=np.float64))
-    assert quantiles(values) == pytest.approx(
-        {
-            "min": 0,
-            "p10": 0.1 * (MANY - 1),
-            "p50": 0.5 * (MANY - 1),
-            "p90": 0.9 * (MANY - 1),
-            "max": MANY - 1,
-            "mean": (MANY - 1) / 2,
-        }
-    )
+    found = quantiles_of(values)
+    assert (found.min, found.max, found.mean) == (0, MANY - 1, (MANY - 1) / 2)
+    assert [found.p10, found.p50, found.p90] == pytest.approx([share * (MANY - 1) for share in (0.1, 0.5, 0.9)])
 
 
 def test_of_more_values_the_extremes_and_the_mean_are_exact_and_the_rest_is_near(rng):
     values = rng.lognormal(sigma=3.0, size=200_000)
-    found = quantiles(values)
-    assert (found["min"], found["max"], found["mean"]) == (values.min(), values.max(), pytest.approx(values.mean()))
-    for share, estimate in ((0.1, found["p10"]), (0.5, found["p50"]), (0.9, found["p90"])):
+    found = quantiles_of(values)
+    assert (found.min, found.max, found.mean) == (values.min(), values.max(), pytest.approx(values.mean()))
+    for share, estimate in ((0.1, found.p10), (0.5, found.p50), (0.9, found.p90)):
         assert (values < estimate).mean() == pytest.approx(share, abs=0.04)  # seven standard deviations
 
 
@@ -41,7 +33,7 @@ def test_what_was_deleted_is_in_no_figure_of_the_table(rng):
     table = buffer.tables["pool"]
     keys = list(range(1, 50_001))
     table.on_leave = remove_rows
-    table.insert(keys, np.arange(1.0, 50_001), np.arange(50_000), np.ones(50_000, dtype=np.int64))
+    insert_rows(table, {key: float(key) for key in keys}, np.arange(50_000))
     table.delete([key for key in keys if key % 5 or key < 10_000 or key > 40_000])
     priority = table_info(buffer, table).priority
     assert table.size == 6001
@@ -53,7 +45,7 @@ def test_the_limiter_says_where_it_stands_in_its_window(rng):
     buffer = replay_buffer([TableConfig(name="pool", rate_limiter=limiter)], lambda: 0.0)
     table = buffer.tables["pool"]
     table.on_leave = remove_rows
-    table.insert([1, 2, 3, 4], np.ones(4), np.zeros(4), np.ones(4, dtype=np.int64))
+    insert_rows(table, dict.fromkeys([1, 2, 3, 4], 1.0))
     said = table_info(buffer, table).limiter
     assert (said.samples_per_insert, said.min_size, said.min_diff, said.max_diff) == (2.0, 3, 2.0, 10.0)
     assert (said.difference, said.size) == (8.0, 4)

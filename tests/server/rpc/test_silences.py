@@ -11,10 +11,9 @@ import pytest
 from replay_server.config import MAX_CLIENTS, MAX_NAME
 from replay_server.rpc.clients import Clients, Side
 from replay_server.rpc.info import FIRST_STEPS, LONG_WAIT, long_wait, silences
-from replay_server.tables.config import AdmissionConfig, ArchiveConfig, TableConfig
+from replay_server.tables.config import AdmissionConfig, TableConfig, with_named
 from replay_server.tables.extensions.admission import Admission
-from replay_server.tables.items import InsertBatch
-from replay_server.tables.table import SampleRequest
+from replay_server.tables.table import InsertBatch, SampleRequest
 from tests.factories import replay_buffer
 
 
@@ -34,12 +33,11 @@ class Run:
         names=("train:1", "gen:1"),
         steps=0,
         seconds=30.0,
-        archive=None,
     ) -> None:
         self.now = 1000.0
         self.trainer, self.generator = names
-        configs = [TableConfig(**table) for table in tables]
-        self.buffer = replay_buffer(configs, lambda: self.now, admission=admission, archive=archive)
+        configs = with_named(None, [TableConfig(**table) for table in tables])
+        self.buffer = replay_buffer(configs, lambda: self.now, admission=admission)
         self.clients = Clients(lambda: self.now)
         self.version = self.key = 0
         for _ in range(steps):
@@ -80,7 +78,7 @@ class Run:
 
 
 def test_an_archiver_that_waits_for_groups_hides_nobody_who_is_gone():
-    run = Run(archive=ArchiveConfig(), steps=6, seconds=31.0)
+    run = Run(tables=[{"name": "rollouts", "copy_to": "archive"}], steps=6, seconds=31.0)
     run.buffer.take(run.buffer.sample("archive", SampleRequest(48, 48)).result()[0])
     waiting = run.buffer.sample("archive", SampleRequest(1, 1))
     run.now += 200.0

@@ -31,7 +31,8 @@ from replay_server.storage.memory import read_payloads
 from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
-from replay_server.tables.items import DamagedPayloads, InsertBatch
+from replay_server.tables.items import DamagedPayloads
+from replay_server.tables.table import InsertBatch
 from tests.factories import replay_buffer
 
 TABLES = [TableConfig(name="a", sampler="prioritized"), TableConfig(name="b", max_times_sampled=2)]

@@ -37,7 +37,7 @@ def churn(directory: Path, order: str, live: int, turnovers: int, least: int, mo
                     gone = rng.choice(list(sizes))
                 case _:
                     gone = max(sizes, key=sizes.__getitem__)
-            storage.delete([gone], [sizes[gone]])
+            storage.delete([gone])
             total -= sizes.pop(gone)
         storage.commit(Delta(), storage.begin_commit())
         storage.end_commit(None)

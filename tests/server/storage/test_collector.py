@@ -7,8 +7,7 @@ import numpy as np
 from replay_server.storage.records import State, pack_items, unpack_items
 from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.config import TableConfig
-from replay_server.tables.items import InsertBatch
-from replay_server.tables.table import SampleRequest
+from replay_server.tables.table import InsertBatch, SampleRequest
 from tests.factories import replay_buffer
 
 

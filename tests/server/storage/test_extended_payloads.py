@@ -95,7 +95,8 @@ class InMemory(RuleBasedStateMachine):
     @rule(key=keys)
     def delete(self, key):
         if key in self.now:
-            self.storage.delete([key], [len(self.now.pop(key))])
+            self.now.pop(key)
+            self.storage.delete([key])
 
     @rule(asked=st.lists(st.tuples(keys, picks), max_size=4, unique_by=lambda pair: pair[0]))
     def read(self, asked):
@@ -110,10 +111,6 @@ class InMemory(RuleBasedStateMachine):
         if there:
             found = self.storage.get(list(there), [len(payload) for payload in there.values()])
             assert [b"".join(payload) for payload in found] == list(there.values())
-
-    def teardown(self):
-        if hasattr(self, "storage"):
-            self.storage.close()
 
 
 class OnDisk(InMemory):
@@ -201,7 +198,8 @@ class OnDisk(InMemory):
             self.begin_commit()
             self.end_commit()
             assert self.storage.unwritten == 0
-        super().teardown()
+        if hasattr(self, "storage"):
+            self.storage.close()
         if hasattr(self, "now"):
             assert entries(Path(self.folder.name)) == 0
         if hasattr(self, "folder"):

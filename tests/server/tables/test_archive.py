@@ -1,4 +1,4 @@
-"""The table `archive`: what joins it, what goes first, and that all else happens as if it were not there."""
+"""Copies for an archive: what joins them, what goes first, and that all else happens as if they were not there."""
 
 import math
 
@@ -12,17 +12,15 @@ from replay_server.errors import Refused
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import (
     AdmissionConfig,
-    ArchiveConfig,
     RateLimiterConfig,
     SelectorConfig,
     TableConfig,
-    archived_table,
+    admitted_table,
+    with_named,
 )
-from replay_server.tables.extensions import archive
 from replay_server.tables.extensions.admission import Admission
-from replay_server.tables.extensions.archive import Archiving, DepartureLog
-from replay_server.tables.items import InsertBatch
-from replay_server.tables.table import SampleRequest
+from replay_server.tables.extensions.forwarding import Copying
+from replay_server.tables.table import InsertBatch, SampleRequest
 from tests.factories import replay_buffer
 
 QUEUE = TableConfig(name="rollouts", rate_limiter=RateLimiterConfig(type="queue", max_size=4), forward_to="replay")
@@ -35,8 +33,13 @@ POOL = TableConfig(
 )
 
 
-def make_buffer(*tables: TableConfig, archive: ArchiveConfig | None = ArchiveConfig(), **options) -> ReplayBuffer:  # noqa: B008
-    return replay_buffer(tables or (QUEUE, POOL), lambda: 100.0, archive=archive, **options)
+def make_buffer(*tables: TableConfig, archive: dict | None = {}, **options) -> ReplayBuffer:  # noqa: B006  # not changed
+    """`archive`: what the table of copies is told; None: the queue copies nothing."""
+    queue, *others = tables or (QUEUE, POOL)
+    if archive is not None:
+        queue = queue.model_copy(update={"copy_to": "archive"})
+        others += [TableConfig(name="archive", **archive)] if archive else []
+    return replay_buffer(with_named(None, (queue, *others)), lambda: 100.0, **options)
 
 
 def insert(buffer: ReplayBuffer, key: int, *tables: str, nbytes: int = 10, version: int = 0, permits: int = 0):
@@ -54,7 +57,7 @@ def held(buffer: ReplayBuffer, table: str = "archive") -> list[int]:
     return columns.key[columns.used()].tolist()
 
 
-def test_what_enters_the_archived_table_joins_the_archive_and_nothing_else_does():
+def test_what_enters_the_copied_table_joins_the_archive_and_nothing_else_does():
     buffer = make_buffer()
     insert(buffer, 1)
     insert(buffer, 2, "replay")
@@ -71,14 +74,14 @@ def test_what_enters_the_archived_table_joins_the_archive_and_nothing_else_does(
 
 @pytest.mark.parametrize("tables", [("rollouts", "archive"), ("archive",), ("replay", "archive")])
 def test_a_client_that_names_the_archive_puts_no_second_row_there(tables):
-    buffer = make_buffer(archive=ArchiveConfig(max_size=2))
+    buffer = make_buffer(archive={"max_size": 2})
     with pytest.raises(Refused, match=r"item 1 names 'archive', which items of 'rollouts' join: leave it out"):
         insert(buffer, 1, *tables)
     for key in (1, 2, 3):  # as if nobody had tried
         assert insert(buffer, key) == (1, None)
     assert held(buffer) == [2, 3]
     buffer.reset()
-    assert (buffer.items, buffer.bytes) == ({}, 0)
+    assert (buffer.items, buffer.items.bytes) == ({}, 0)
 
 
 def test_a_sample_of_the_archive_is_served_by_the_insert_that_it_waits_for():
@@ -91,12 +94,12 @@ def test_a_sample_of_the_archive_is_served_by_the_insert_that_it_waits_for():
 
 
 def test_a_full_archive_lets_the_oldest_go_and_counts_them():
-    buffer = make_buffer(archive=ArchiveConfig(max_size=2), admission=None)
+    buffer = make_buffer(archive={"max_size": 2})
     for key in (1, 2, 3):
         insert(buffer, key)
     assert held(buffer) == [2, 3]
     assert held(buffer, "rollouts") == [1, 2, 3]
-    assert Archiving.of(buffer).table.counters.evicted_unsampled == 1
+    assert buffer.tables["archive"].counters.evicted_unsampled == 1
 
 
 def test_a_server_that_is_full_lets_go_first_what_only_the_archive_has():
@@ -127,7 +130,7 @@ def test_when_memory_is_short_the_archive_drops_what_nothing_else_holds():
         insert(buffer, key)
     batch, _ = draw(buffer, 1)
     buffer.delete("rollouts", [1, 2])
-    Archiving.of(buffer).free_all()
+    Copying.of(buffer).free(math.inf)
     assert (held(buffer), sorted(buffer.items)) == ([3], [1, 3])
     buffer.take(batch)
 
@@ -161,7 +164,7 @@ def test_a_later_column_goes_into_the_archive_too_and_is_refused_when_only_the_a
     _, batch = draw(buffer, 1)
     assert batch.sizes.tolist() == [15]
     buffer.delete("rollouts", [1])
-    assert buffer.extend(1, ["other"], (b"later",)).missing
+    assert buffer.extend(1, ["other"], (b"later",)) is None
 
 
 # ------------------------------------------------------------------------------------------------ transparency
@@ -183,7 +186,7 @@ OPERATION = st.one_of(
 class Side:
     """One of two buffers that are told the same. What it answers is what clients, trainers and generators see."""
 
-    def __init__(self, archive: ArchiveConfig | None, max_bytes: int | None) -> None:
+    def __init__(self, archive: dict | None, max_bytes: int | None) -> None:
         admission = AdmissionConfig(groups_per_step=2, max_staleness=1)
         self.buffer = make_buffer(archive=archive, max_bytes=max_bytes, admission=admission)
         self.batches: list[int] = []
@@ -223,7 +226,7 @@ class Side:
             buffer.set_policy_version(buffer.policy.version + 1, "")
         elif name == "reset":
             return buffer.reset(given[0])
-        elif name == "archiver" and Archiving.of(buffer) is not None:
+        elif name == "archiver" and Copying.of(buffer) is not None:
             self._archive(given[0])
         return None
 
@@ -252,7 +255,7 @@ class Side:
 @given(operations=st.lists(OPERATION, max_size=40))
 def test_with_an_archive_everything_else_happens_as_without(max_bytes, operations):
     """Under a bound of bytes the archiver draws nothing here: what it has in its hands counts as any reader's does."""
-    plain, archiving = Side(None, max_bytes), Side(ArchiveConfig(max_size=5), max_bytes)
+    plain, archiving = Side(None, max_bytes), Side({"max_size": 5}, max_bytes)
     for number, operation in enumerate(operations, start=1):
         if max_bytes is not None and operation[0] == "archiver" and operation[1] == "draw":
             continue
@@ -260,102 +263,66 @@ def test_with_an_archive_everything_else_happens_as_without(max_bytes, operation
         assert archiving.seen() == plain.seen()
 
 
-# ------------------------------------------------------------------------------------------------ departures
+# ------------------------------------------------------------------------------------------------ rollback
 
 
-def reasons(buffer: ReplayBuffer) -> list[tuple[str, str, list[int]]]:
-    return [(each.table, each.reason, list(each.keys)) for each in Archiving.of(buffer).departures.read(0, 100)[0]]
-
-
-def test_each_departure_names_its_table_and_its_reason_and_the_archive_has_none():
-    buffer = make_buffer()
+def test_a_rollback_spares_the_archive():
+    buffer = make_buffer(QUEUE.model_copy(update={"keep_consumed": 2}), POOL)
+    buffer.set_policy_version(0, "", state="s0")
     insert(buffer, 1)
-    buffer.take(draw(buffer, 1)[0])
     buffer.take(draw(buffer, 1, "rollouts")[0])
-    for key in (2, 3, 4):
-        insert(buffer, key, "replay")
-    insert(buffer, 5)
-    buffer.delete("rollouts", [5])
     buffer.set_policy_version(1, "")
-    insert(buffer, 6, "replay", version=1)
-    insert(buffer, 7, "replay", version=1)
-    buffer.set_policy_version(3, "")
-    buffer.reset("replay")
-    assert reasons(buffer) == [
-        ("rollouts", "consumed", [1]),
-        ("replay", "evicted", [1]),
-        ("rollouts", "deleted", [5]),
-        ("replay", "evicted", [2]),
-        ("replay", "evicted", [3]),
-        ("replay", "stale", [4]),
-        ("replay", "reset", [6, 7]),
-    ]
-    assert [each.policy_version for each in Archiving.of(buffer).departures.read(0, 100)[0]] == [0, 0, 0, 1, 1, 3, 3]
+    insert(buffer, 2, version=1)
+    buffer.set_policy_version(0, "", rollback=True, state="s0")
+    assert (held(buffer, "rollouts"), held(buffer)) == ([1], [1, 2])
+    assert buffer.tables["archive"].counters.inserts == 2
 
 
-def test_without_an_archive_nobody_records_departures():
-    assert Archiving.of(make_buffer(archive=None)) is None
-
-
-def test_departures_stay_until_they_are_confirmed_and_beyond_the_bound_the_oldest_are_counted(monkeypatch):
-    departures = DepartureLog(lambda: 10**9)
-    for keys in ([1, 2], [3], [4, 5]):
-        departures.add("t", "evicted", 0, keys)
-    first, following = departures.read(0, 3)
-    assert [list(each.keys) for each in first] == [[1, 2], [3]]
-    assert [list(each.keys) for each in departures.read(0, 3)[0]] == [[1, 2], [3]]
-    rest, following = departures.read(following, 1)
-    assert [list(each.keys) for each in rest] == [[4, 5]]
-    assert departures.read(following, 3) == ([], following)
-    monkeypatch.setattr(archive, "MAX_DEPARTED", 3)
-    for keys in ([6, 7], [8, 9]):
-        departures.add("t", "evicted", 0, keys)
-    assert ([list(each.keys) for each in departures.read(0, 9)[0]], departures.lost) == ([[8, 9]], 2)
+def test_the_archive_goes_before_what_is_kept_for_a_rollback():
+    buffer = make_buffer(QUEUE.model_copy(update={"keep_consumed": 1}), POOL, max_bytes=30)
+    buffer.set_policy_version(0, "", state="s0")
+    insert(buffer, 1, "rollouts")
+    buffer.delete("rollouts", [1])
+    insert(buffer, 2)
+    buffer.take(draw(buffer, 1, "rollouts")[0])
+    buffer.delete("replay", [2])
+    for key in (3, 4):
+        insert(buffer, key)
+    assert held(buffer) == [2, 3, 4]
+    assert list(buffer.tables["rollouts"].columns.retained) == [2]
 
 
 # ------------------------------------------------------------------------------------------------ configuration
 
 
-@pytest.mark.parametrize(
-    ("given_table", "admission", "tables", "archived"),
-    [
-        (None, None, (QUEUE, POOL), "rollouts"),
-        ("replay", None, (QUEUE, POOL), "replay"),
-        (None, AdmissionConfig(table="replay", groups_per_step=1, max_staleness=0), (QUEUE, POOL), "replay"),
-        (None, None, (POOL,), "replay"),
-        (None, None, (POOL, POOL.model_copy(update={"name": "other"})), None),
-        ("nothing", None, (QUEUE, POOL), None),
-    ],
-    ids=["the queue", "the named", "the admitted", "the only", "two pools", "unknown"],
-)
-def test_the_archived_table_is_the_named_one_or_the_one_that_it_can_only_be(given_table, admission, tables, archived):
-    archive = ArchiveConfig(table=given_table)
-    if archived is not None:
-        assert archived_table(archive, admission, tables) == archived
-    else:
-        with pytest.raises(ValueError, match=r"\[archive\].*table"):
-            archived_table(archive, admission, tables)
+def test_copies_are_declared_by_their_name_alone_or_with_what_a_user_says_of_them():
+    queue = QUEUE.model_copy(update={"copy_to": "archive"})
+    assert [table.name for table in Config(tables=(queue, POOL)).tables] == ["rollouts", "replay", "archive"]
+    told = TableConfig(name="archive", max_size=7, requires=["value"])
+    made = Config(tables=(told, queue, POOL)).tables[0]
+    assert (made.name, made.max_size, made.max_bytes, made.requires) == ("archive", 7, 2 << 30, ("value",))
+    assert (made.sampler.type, made.remover.type, made.max_times_sampled) == ("fifo", "fifo", 1)
 
 
-def make_config(archive: dict, **server) -> Config:
-    return Config(server=server, archive={"dir": "archive"} | archive, tables=(QUEUE, POOL))
+def test_copies_are_not_what_is_trained_on():
+    pool = POOL.model_copy(update={"copy_to": "archive"})
+    tables = with_named(None, (pool,))
+    assert admitted_table(AdmissionConfig(groups_per_step=1, max_staleness=0), tables) == "replay"
 
 
 @pytest.mark.parametrize(
-    ("archive", "server", "said"),
+    ("tables", "said"),
     [
-        ({"table": "nothing"}, {}, "there is no such table; tables: rollouts, replay"),
-        ({"max_bytes": "1MiB"}, {}, r"max_bytes = 1048576 has no room for the largest item"),
-        ({"segment_bytes": "8MiB"}, {"max_bytes": "10MiB"}, "segment_bytes = 8388608 is over half of"),
-        ({"segment_seconds": 0}, {}, "archive.segment_seconds: Input should be greater than 0"),
+        ([{"name": "a", "copy_to": "a"}], "table 'a' cannot forward or copy to itself"),
+        ([{"name": "a", "copy_to": "c"}, {"name": "b", "copy_to": "c"}], "copy_to = 'c' stands at two tables"),
+        (
+            [{"name": "a", "copy_to": "c"}, {"name": "c", "max_times_sampled": 2}],
+            "table 'c' is of copies of 'a': leave",
+        ),
+        ([{"name": "a", "copy_to": "c"}, {"name": "c", "copy_to": "d"}], "table 'c' is of copies of 'a': leave"),
     ],
-    ids=["table", "too small", "segments too large", "no time"],
+    ids=["itself", "two sources", "drawn twice", "copies of copies"],
 )
-def test_a_mistake_in_the_section_is_named_with_its_remedy(archive, server, said):
+def test_a_mistake_about_copies_is_named_with_its_remedy(tables, said):
     with pytest.raises(ValueError, match=said):
-        make_config(archive, **server)
-
-
-def test_the_name_of_the_declared_table_is_taken():
-    with pytest.raises(ValueError, match=r"\[archive\] declares the table 'archive'"):
-        Config(archive={"dir": "archive"}, tables=(QUEUE, POOL, TableConfig(name="archive")))
+        Config(tables=tables)

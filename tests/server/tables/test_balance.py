@@ -14,9 +14,8 @@ from replay_server import TableConfig
 from replay_server.errors import Code, Refused
 from replay_server.tables.balance import ValueRows, choose
 from replay_server.tables.columns import MAX_BALANCED
-from replay_server.tables.items import InsertBatch
-from replay_server.tables.table import SampleRequest, Table
-from tests.factories import remove_rows, replay_buffer
+from replay_server.tables.table import InsertBatch, SampleRequest, Table
+from tests.factories import insert_rows, remove_rows, replay_buffer
 
 Z_LIMIT = 5.0
 """Standard deviations of a count that is nearly normal: chance goes beyond once in 1.7 million times."""
@@ -49,8 +48,7 @@ class Pool(Table):
     def add(self, values: list[str | int | None], priorities) -> list[int]:
         keys = [len(self.tags) + 1 + row for row in range(len(values))]
         self.tags.update(zip(keys, values, strict=True))
-        zeros = np.zeros(len(keys), dtype=np.int64)
-        self.insert(keys, np.asarray(priorities, dtype=np.float64), zeros, zeros + 1, self.labels_of_keys(keys))
+        insert_rows(self, dict(zip(keys, priorities, strict=True)), labels=self.labels_of_keys(keys))
         return keys
 
     def drawn(self, n: int, **request) -> list[int]:
@@ -172,8 +170,7 @@ def test_to_exclude_an_item_that_waits_excludes_no_other():
     pool = Pool(requires=["teacher"])
 
     def add(key: int, columns: list[str]) -> None:
-        zeros = np.zeros(1, dtype=np.int64)
-        pool.insert([key], np.ones(1), zeros, zeros + 1, [labels_of(columns, {"environment": "math"})])
+        insert_rows(pool, {key: 1.0}, labels=[labels_of(columns, {"environment": "math"})])
 
     add(1, ["teacher"])
     pool.delete([1])
@@ -225,8 +222,7 @@ def test_ages_count_within_a_value_and_after_the_version_moved():
         pool.set_policy_version(version)
         keys = [version + 1, version + 2]
         pool.tags |= {keys[0]: "math", keys[1]: "code"}
-        sizes = np.ones(2, dtype=np.int64)
-        pool.insert(keys, np.ones(2), np.full(2, version), sizes, pool.labels_of_keys(keys))
+        insert_rows(pool, dict.fromkeys(keys, 1.0), version, pool.labels_of_keys(keys))
     pool.set_policy_version(2)  # a rollback: items of version 3 count as those of 2
     batch = pool.draw(SampleRequest(4, 4), 4)
     found = dict(zip(batch.keys.tolist(), batch.probabilities.tolist(), strict=True))

@@ -12,8 +12,7 @@ from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.memory import MemoryStorage, read_payloads
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
-from replay_server.tables.items import InsertBatch
-from replay_server.tables.table import SampleRequest
+from replay_server.tables.table import InsertBatch, SampleRequest
 from tests.factories import replay_buffer
 
 
@@ -36,7 +35,10 @@ def buffer_with(storage=None, **config) -> ReplayBuffer:
 
 @pytest.fixture(params=["memory", "disk"])
 def storage(request, tmp_path):
-    storage = MemoryStorage() if request.param == "memory" else LmdbStorage(tmp_path)
+    if request.param == "memory":
+        yield MemoryStorage()
+        return
+    storage = LmdbStorage(tmp_path)
     yield storage
     storage.close()
 
@@ -78,10 +80,10 @@ def test_rows_that_wait_are_evicted_and_grow_stale_as_others_do():
     insert(buffer, 1, 2, 3, 4, 5)
     table = buffer.table("pool")
     assert (table.size, table.counters.evicted, table.waiting.count) == (4, 1, 4)
-    assert buffer.extend(1, ["value"], (b"x",)).missing
+    assert buffer.extend(1, ["value"], (b"x",)) is None
     buffer.set_policy_version(3, "")
     assert (table.size, table.counters.stale, table.waiting.count) == (0, 4, 0)
-    assert buffer.bytes == 0
+    assert buffer.items.bytes == 0
 
 
 def test_a_row_waits_until_the_last_of_its_columns_has_come():
@@ -117,7 +119,7 @@ def test_labels_count_for_bounds_as_they_take_memory_and_not_as_payload(bound):
         buffer.extend(10, names[10], (b"x",))
     buffer.give_back(batch_id)
     buffer.reset()
-    assert (buffer.bytes, buffer.table("pool").bytes) == (0, 0)
+    assert (buffer.items.bytes, buffer.table("pool").bytes) == (0, 0)
 
 
 def test_an_item_has_a_bounded_number_of_columns():

@@ -15,8 +15,7 @@ from replay_server.storage.state import ChangeCollector
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.extensions.admission import Admission
-from replay_server.tables.items import InsertBatch
-from replay_server.tables.table import SampleRequest
+from replay_server.tables.table import InsertBatch, SampleRequest
 from tests.factories import replay_buffer
 from tests.server.storage.damage import commit
 
@@ -86,7 +85,7 @@ def test_a_large_removal_is_whole_at_once_and_cleared_away_in_slices(settings, c
         assert table.columns.key[table.columns.used()].tolist() == there
         assert len(buffer.items) == left + max(0, ROWS - left - (SLICES - slices) * IN_A_SLICE)
         buffer.clear_slice()
-    assert buffer.bytes == left
+    assert buffer.items.bytes == left
 
 
 @pytest.mark.parametrize(("settings", "change", "left"), REMOVALS)

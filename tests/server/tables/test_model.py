@@ -25,8 +25,7 @@ from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.extensions.admission import Admission, PendingPermits
 from replay_server.tables.extensions.extension import PolicyChange
 from replay_server.tables.extensions.history import History
-from replay_server.tables.items import InsertBatch
-from replay_server.tables.table import SampleRequest
+from replay_server.tables.table import InsertBatch, SampleRequest
 from tests.factories import replay_buffer, slots_of
 from tests.server.tables.reference import Reference
 from tests.server.tables.reference_table import Insert, RefTable, Waiting, labels_for
@@ -55,7 +54,7 @@ def everything_of(buffer):
     lines = [(list(each.inserts), list(each.samples)) for each in buffer.lines.values()]
     extensions = [(each.state_dict(0.0), set(each.marked)) for each in buffer.extensions]
     items = {key: replace(item) for key, item in buffer.items.items()}
-    return tables, lines, extensions, items, buffer.bytes, len(buffer.items.leaving), vars(buffer.policy)
+    return tables, lines, extensions, items, buffer.items.bytes, len(buffer.items.leaving), vars(buffer.policy)
 
 
 def columns_of(rows: list[Insert]) -> InsertBatch:
@@ -129,9 +128,9 @@ class ModelMachine(RuleBasedStateMachine):
         """Logs what the table does, in the order in which it does it."""
         insert, evict, draw = table.insert, table.evict, table.draw
 
-        def logged_insert(keys, priorities, versions, sizes, labels=None):
-            self.log.append(("insert", table.name, list(keys)))
-            insert(keys, priorities, versions, sizes, labels)
+        def logged_insert(batch, priorities):
+            self.log.append(("insert", table.name, list(batch.keys)))
+            insert(batch, priorities)
 
         def logged_evict(n=1):
             columns, ranks = table.columns, {}
@@ -243,7 +242,7 @@ class ModelMachine(RuleBasedStateMachine):
         expected = self.model.extend(key, names, segment)
         result, code = self.refused(self.buffer.extend, key, names, (segment[:2], segment[2:]))
         if code is None:
-            assert expected == ("missing" if result.missing else list(result.present) or "")
+            assert expected == ("missing" if result is None else list(result) or "")
         else:
             assert code is expected
         self.follow()
@@ -593,8 +592,8 @@ class ModelMachine(RuleBasedStateMachine):
         sizes = [item.nbytes for item in model.items.values()]
         payloads = read_payloads(buffer.storage, list(model.items), sizes)
         assert [b"".join(payload) for payload in payloads] == [item.payload for item in model.items.values()]
-        assert buffer.bytes == model.bytes + sum(buffer.items[key].cost for key in gone)
-        assert buffer.bytes <= buffer.items.max_bytes
+        assert buffer.items.bytes == model.bytes + sum(buffer.items[key].cost for key in gone)
+        assert buffer.items.bytes <= buffer.items.max_bytes
         assert set(self.hands) == set(model.hands) == set(buffer.outstanding.by_id)
 
     @invariant()
@@ -609,7 +608,7 @@ class ModelMachine(RuleBasedStateMachine):
             ):
                 assert list(line) == [self.pendings[waiting] for waiting in expected]
                 assert (len(line), bool(line)) == (len(expected), bool(expected))
-                assert line.blocked.blocked == bool(expected), f"{name}: blocked is not what it says"
+                assert (line.blocked.since is not None) == bool(expected), f"{name}: blocked is not what it says"
             for place, waiting in enumerate(reference.inserting):
                 why = self.buffer.why_waiting(self.pendings[waiting])
                 own = self.model.blocked(waiting)
@@ -664,7 +663,7 @@ class ModelMachine(RuleBasedStateMachine):
         while self.buffer.items.leaving:
             self.buffer.clear_slice()
         assert self.buffer.items == {}
-        assert self.buffer.bytes == 0
+        assert self.buffer.items.bytes == 0
         self.nothing_is_stored()
         assert self.buffer.outstanding.by_id == {}
         assert all(table.outstanding == 0 for table in self.buffer.tables.values())

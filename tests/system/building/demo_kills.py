@@ -37,11 +37,6 @@ LEASE = 10.0
 """Seconds after which the permits and the groups of a dead generator come back; an engine takes longer to load."""
 PATIENCE = 300.0
 _COUNT = struct.Struct("<q")
-ARCHIVE = """
-[archive]
-dir = "{dir}"
-segment_seconds = 1.0
-"""
 
 
 def count_tokens(path: Path) -> None:
@@ -99,7 +94,8 @@ def kill_in_demo(warm: Path, out: Path, kills: int, every: float, building: bool
     replay = [sys.executable, "-m", "replay_cli"]
     # Otherwise generators soon wait for the permits of dead ones without `building`, and a kill finds nothing to take.
     admission = f"max_staleness = 2\npermit_ttl = {LEASE}"
-    config = DEMO.server_config.replace("max_staleness = 2", admission, 1) + ARCHIVE.format(dir=out / "archive")
+    config = DEMO.server_config.replace("max_staleness = 2", admission, 1)
+    config = config.replace('name = "rollouts"', 'name = "rollouts"\ncopy_to = "archive"', 1)
     generator = ["--engine", "vllm", "--model", str(warm / "model"), "--prompts", str(warm / "prompts.jsonl")]
     generator += ["--reward", DEMO.reward, "--priority", DEMO.priority, "--max-tokens", str(DEMO.max_tokens)]
     generator += ["--group-size", str(GROUP_SIZE), "--wait-for-policy"]
@@ -124,6 +120,7 @@ def kill_in_demo(warm: Path, out: Path, kills: int, every: float, building: bool
         server = run("server", [*replay, "serve", "--config", str(out / "replay.toml"), "--address", "127.0.0.1:0"])
         until(lambda: "listening on " in server.log.read_text(), "the server does not listen", PATIENCE)
         address = server.log.read_text().split("listening on ")[1].split()[0]
+        run("archiver", [*replay, "--address", address, "archive", "run", "--dir", str(out / "archive")])
         trainer = ["--address", address, "train", "--model", str(warm / "warm"), "--config", str(out / "train.toml")]
         run("trainer", [*replay, *trainer, "--output-dir", str(out / "train"), "--max-steps", "1000000", "--quiet"])
         with ReplayClient(address, timeout=PATIENCE) as client:
