@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,6 +225,27 @@ def model_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
         tokens = sorted(each for each in tokenizer.get_vocab().items() if each[1] < size)
         facts["tokenizer"] = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
     return facts
+
+
+def end_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Tokens that end a completion, from the tokenizer and the model's generation settings."""
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    listed = configured if isinstance(configured, list) else [configured]
+    return {token for token in (*listed, tokenizer.eos_token_id) if token is not None}
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Inside, transformers draws none: it would draw one for each file, over the display of the run."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def why_other_model(clients: Iterable[ClientInfo], ours: Mapping[str, Any]) -> str:

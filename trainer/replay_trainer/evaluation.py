@@ -17,6 +17,7 @@ from replay_client.errors import DeadlineExceededError
 from replay_client.waits import beat
 from replay_generator.prompts import Prompt
 from replay_generator.rewards import Rewards, Scorer
+from replay_generator.weights import end_ids
 from replay_trainer.background import through_restarts
 from replay_trainer.callbacks import Run
 from replay_trainer.metrics import GroupFacts, Metrics, describe_groups
@@ -104,7 +105,7 @@ class PromptEvaluation:
         # Of each module: gradient checkpointing puts single layers into training mode.
         modes = {module: module.training for module in model.modules()}
         model.eval()
-        ends = _stop_tokens(model, tokenizer)
+        ends = end_ids(model, tokenizer)
         try:
             for start in range(0, len(prompts), self.batch_size):
                 beat()
@@ -138,10 +139,3 @@ class PromptEvaluation:
         )
         completions: list[list[int]] = generated_BT[:, longest:].tolist()
         return completions
-
-
-def _stop_tokens(model: Any, tokenizer: Any) -> set[int]:
-    """The tokens that end a completion."""
-    configured = model.generation_config.eos_token_id
-    listed = configured if isinstance(configured, list) else [configured]
-    return {token for token in (*listed, tokenizer.eos_token_id) if token is not None}

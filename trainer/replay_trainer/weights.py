@@ -33,8 +33,8 @@ import torch
 import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers.utils import logging
 
+from replay_generator.weights import no_progress_bars
 from replay_trainer.ranks import gather_full
 
 
@@ -139,7 +139,7 @@ def publish_weights(
     unfinished = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # what a killed run left
     unfinished.mkdir(parents=True)
-    with _no_progress_bar():
+    with no_progress_bars():
         # save_pretrained takes tensors out of the dict that it gets.
         model.save_pretrained(unfinished, state_dict=None if weights is None else dict(weights))
     if tokenizer is not None:
@@ -215,7 +215,7 @@ def version_of(folder: Path) -> int:
 
 def load_weights(folder: Path, model: Any) -> dict[str, Any]:
     """The state dict of a published folder, for a model like `model`."""
-    with _no_progress_bar():
+    with no_progress_bars():
         saved_model = type(model).from_pretrained(folder, dtype=model.dtype, local_files_only=True)
     weights: dict[str, Any] = saved_model.state_dict()
     return weights
@@ -278,18 +278,6 @@ def _files(folder: Path) -> dict[str, int]:
 
 def _are_there(folder: Path, files: dict[str, int]) -> bool:
     return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Without this, transformers draws a progress bar for each file, over the display of the run."""
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
 
 
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -73,7 +73,7 @@ class ContinuousBatch:
         self,
         model: Any,
         *,
-        end_ids: Sequence[int],
+        end_ids: Iterable[int],
         max_length: int,
         max_rows: int,
         seed: int | None,

@@ -6,20 +6,19 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 from replay_client.columns.kept import kept_fields
 from replay_client.waits import ENGINE_STOP
 from replay_generator.engines import Completion, EngineError, OnFinished, SamplingConfig
 from replay_generator.engines.continuous_batch import ContinuousBatch, Request, Row, routers_of
-from replay_generator.weights import check_base, holds_adapter, read_adapter
+from replay_generator.weights import check_base, end_ids, holds_adapter, no_progress_bars, read_adapter
 
 _T = TypeVar("_T")
 
@@ -78,7 +77,7 @@ class TransformersEngine:
         self._batch = ContinuousBatch(
             self._model,
             routing=routing,
-            end_ids=_end_ids(self._model, self.tokenizer),
+            end_ids=end_ids(self._model, self.tokenizer),
             max_length=self.max_length,
             max_rows=max_concurrent_completions,
             seed=seed,
@@ -203,7 +202,7 @@ class TransformersEngine:
         )
 
     def _load(self, path: str) -> Any:
-        with _no_progress_bars():
+        with no_progress_bars():
             # Published weights are data: run no code that comes with them.
             model = AutoModelForCausalLM.from_pretrained(path, dtype=self._dtype, trust_remote_code=False)
         return model.to(self._device).eval()
@@ -241,21 +240,3 @@ def _tell(future: asyncio.Future[Any], call: Callable[..., None], *arguments: An
     """Make a call on the event loop of a future, unless its caller no longer waits."""
     with suppress(RuntimeError):  # the loop has been closed
         future.get_loop().call_soon_threadsafe(lambda: None if future.done() else call(*arguments))
-
-
-def _end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end a completion, from the tokenizer and the model's generation settings."""
-    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
-    configured = configured if isinstance(configured, list) else [configured]
-    return sorted({token for token in [*configured, tokenizer.eos_token_id] if token is not None})
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
