@@ -172,7 +172,7 @@ MAX_CODE = {
     "replay_server/tables": (3_407, 35_195),
     "replay_server/storage": (1_534, 15_837),
     "replay_server/rpc": (2_146, 20_682),
-    "replay_client": (5_323, 49_682),
+    "replay_client": (5_322, 49_678),
     "replay_generator": (4_662, 42_308),
     "replay_dashboard": (1_835, 20_664),
     "replay_cli": (2_989, 28_359),

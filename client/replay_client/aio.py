@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from replay_client import tracing
-from replay_client.access import TLS, Access, joined_addresses
+from replay_client.access import TLS, Access, joined_addresses, split_addresses
 from replay_client.columns.encoding import Buffer
 from replay_client.connection import DEFAULT, Timeout, check_timeout, seconds_of
 from replay_client.errors import InvalidRequestError
 from replay_client.frames import Item, check_extension
 from replay_client.keeping import AsyncKeeper, OnLost
-from replay_client.one_server import servers_of
+from replay_client.one_server import OneServer
 from replay_client.records import (
     CheckpointInfo,
     ExtendResult,
@@ -40,13 +40,44 @@ from replay_client.records import (
 )
 from replay_client.requests import KeySequence, column, message_of, once, priorities_message, shortened, tag_filters
 from replay_client.rollout import RolloutGroup
-from replay_client.sampling import AsyncSampler, OnLease, ignore
+from replay_client.sampling import AsyncSampler, OnLease, SingleBatches, ignore
 from replay_client.waits import Deadline
 from replay_client.writer import AsyncWriter, Pipeline
 from replay_protos import replay_pb2 as pb
 
+if TYPE_CHECKING:
+    from replay_client.shards.fleet import Fleet
+    from replay_client.shards.placing import Placement
+    from replay_client.shards.policy import PermitOffice, PolicyBoard
+    from replay_client.shards.sampling import Drawer
+
 WRITER_BYTES = 256 << 20
 """The default of `max_bytes`: payload bytes that a writer may have in flight."""
+
+
+class Servers(NamedTuple):
+    """What answers the methods of a client, by what they are about."""
+
+    fleet: OneServer | Fleet
+    placement: OneServer | Placement
+    draws: SingleBatches | Drawer
+    board: OneServer | PolicyBoard
+    permits: OneServer | PermitOffice
+
+
+def servers_of(access: Access, timeout: float | None) -> Servers:
+    """The servers at the address of `access`. Raises ValueError for one that cannot be used."""
+    if len(split_addresses(access.address)) == 1:
+        one = OneServer(access, timeout)
+        return Servers(one, one, SingleBatches(one.connection), one, one)
+    # A client of one server needs none of this.
+    from replay_client.shards.fleet import Fleet
+    from replay_client.shards.placing import Placement
+    from replay_client.shards.policy import PermitOffice, PolicyBoard
+    from replay_client.shards.sampling import Drawer
+
+    fleet = Fleet(access, timeout)
+    return Servers(fleet, Placement(fleet), Drawer(fleet), PolicyBoard(fleet), PermitOffice(fleet))
 
 
 @tracing.spans

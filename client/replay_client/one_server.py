@@ -1,18 +1,18 @@
 """OneServer: the server of a client of one. Nothing is shared out: each request goes straight to it.
 
 It stands where a client of several has a Fleet, a Placement, a PolicyBoard and a PermitOffice, and has their methods.
-`servers_of` chooses between the two, once.
+`aio.servers_of` chooses between the two, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from replay_client.access import Access, split_addresses
+from replay_client.access import Access
 from replay_client.connection import Connection, watch_policy
 from replay_client.errors import GONE, DeadlineExceededError
 from replay_client.frames import Item, unchanged_row
@@ -26,41 +26,9 @@ from replay_client.records import (
     policy_of,
 )
 from replay_client.requests import once
-from replay_client.sampling import SingleBatches
 from replay_protos import replay_pb2 as pb
 
-if TYPE_CHECKING:
-    from replay_client.shards.fleet import Fleet
-    from replay_client.shards.placing import Placement
-    from replay_client.shards.policy import PermitOffice, PolicyBoard
-    from replay_client.shards.sampling import Drawer
-
 T = TypeVar("T")
-
-
-class Servers(NamedTuple):
-    """What answers the methods of a client, by what they are about."""
-
-    fleet: OneServer | Fleet
-    placement: OneServer | Placement
-    draws: SingleBatches | Drawer
-    board: OneServer | PolicyBoard
-    permits: OneServer | PermitOffice
-
-
-def servers_of(access: Access, timeout: float | None) -> Servers:
-    """The servers at the address of `access`. Raises ValueError for one that cannot be used."""
-    if len(split_addresses(access.address)) == 1:
-        one = OneServer(access, timeout)
-        return Servers(one, one, SingleBatches(one.connection), one, one)
-    # A client of one server needs none of this.
-    from replay_client.shards.fleet import Fleet
-    from replay_client.shards.placing import Placement
-    from replay_client.shards.policy import PermitOffice, PolicyBoard
-    from replay_client.shards.sampling import Drawer
-
-    fleet = Fleet(access, timeout)
-    return Servers(fleet, Placement(fleet), Drawer(fleet), PolicyBoard(fleet), PermitOffice(fleet))
 
 
 class OneServer:
