@@ -323,7 +323,7 @@ def _fed_from(info: ServerInfo, names: Sequence[str]) -> list[str]:
     tables = list(names)
     for name in tables:
         target = json.loads(info.tables[name].config)["forward_to"] if name in info.tables else None
-        tables += [target] if target not in (None, *tables) else []
+        tables += [str(target)] if target not in (None, *tables) else []
     return tables
 
 
