@@ -174,7 +174,7 @@ MAX_CODE = {
     "replay_server/rpc": (2_146, 20_682),
     "replay_client": (5_322, 49_678),
     "replay_generator": (4_662, 42_308),
-    "replay_dashboard": (1_835, 20_664),
+    "replay_dashboard": (1_835, 20_657),
     "replay_cli": (2_989, 28_359),
     "replay_trainer": (4_061, 39_395),
     "replay_adapters": (2_345, 24_067),

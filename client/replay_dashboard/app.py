@@ -119,10 +119,10 @@ class Dashboard:
             "answers": self._answers(),
         }
 
-    def _answers(self) -> dict[str, Any] | None:
-        """The best and the worst answer of the newest group that has answers of different rewards."""
+    def _answers(self) -> Any:
+        """The best and the worst answer of the newest group whose rewards differ; None: there is none."""
         for _, item in self.catalog.newest:
-            return dict(self._cached(("answers", item.key, self.text.source), partial(answers_of, item, self.text)))
+            return self._cached(("answers", item.key, self.text.source), partial(answers_of, item, self.text))
         return None
 
     def _cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:

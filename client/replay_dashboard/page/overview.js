@@ -146,7 +146,7 @@ function waitOf(verb, wait, share = 0) {
   if (!wait.count) return share > 0.005 ? h("p", { class: "quiet" },
     `${verb === "insert" ? "Inserts" : "Samples"} waited ${percent(share)} of the last minute; none waits now.`) : null;
   return h("div", { class: `waiting ${waitTone(wait)}` }, h("b", null, `${wait.count} ${wait.count === 1 ? "waits" : "wait"} to ${verb}, for ${duration(wait.seconds)}: `),
-    visible(wait.reason.replace(/ \([^()]*\)/, "")), why(h("p", null, visible(wait.reason))));
+    visible(wait.reason.replace(/ \(.*\)/, "")), why(h("p", null, visible(wait.reason))));
 }
 
 // Where the limiter stands: sampling needs difference - n >= min_diff, inserting difference + n * spi <= max_diff.
