@@ -108,7 +108,7 @@ def test_the_lease_of_a_dead_reader_ends_after_a_restart_too(tmp_path):
     config = f'server.data_dir = "{tmp_path}/data"\n{CONFIG}'
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         keys = insert(client, 1)
-        with client.sampler("queue", batch_size=1, prefetch=0, lease=5.0) as sampler:
+        with client.sampler("queue", batch_size=1, prefetch=0, lease=2.0) as sampler:
             next(sampler)
         server.kill()
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
