@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
 
 import numpy as np
 
@@ -82,15 +81,15 @@ class ItemMethods:
         if request.page and not (request.page.isascii() and request.page.isdecimal() and len(request.page) < 19):
             raise invalid(f"page {request.page[:40]!r} is not one that this server gave out")
         current, columns = self.buffer.policy.version, table.columns
-        slots, bounds = columns.used(), cast(Any, request)
+        slots, given = columns.used(), {field.name: value for field, value in request.ListFields()}
         for least, most, values in (
             ("min_priority", "max_priority", columns.priority),
             ("min_staleness", "max_staleness", current - columns.policy_version),
         ):
-            if bounds.HasField(least):
-                slots = slots[values[slots] >= getattr(bounds, least)]
-            if bounds.HasField(most):
-                slots = slots[values[slots] <= getattr(bounds, most)]
+            if least in given:
+                slots = slots[values[slots] >= given[least]]
+            if most in given:
+                slots = slots[values[slots] <= given[most]]
         if order_by == "age":  # the newest item is that of the least age
             slots = slots if request.descending else slots[::-1]
         else:  # of equal items the older comes first

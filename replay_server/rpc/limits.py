@@ -157,15 +157,11 @@ class OpenCalls:
         for task in self._endless:
             task.cancel()
 
-    @property
-    def count(self) -> int:
-        return self.open.total()
-
     @contextmanager
     def counted(self, method: str, endless: bool) -> Iterator[None]:
         """Counts the current task as one more open call. Raises Refused if `max_calls` are open, or it has to end."""
-        if self.count >= self._limits.max_calls:
-            raise busy(f"{self.count} calls are open, which is as many as this server takes (max_calls); try later")
+        if (count := self.open.total()) >= self._limits.max_calls:
+            raise busy(f"{count} calls are open, which is as many as this server takes (max_calls); try later")
         self.open[method] += 1
         task = asyncio.current_task()
         assert task is not None

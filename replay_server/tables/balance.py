@@ -22,7 +22,7 @@ Items without the tag are one value together, the empty one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -48,12 +48,12 @@ class Balanced(Selector):
     """Chooses a value, then a slot by one selector for each value. O(values) for a draw, beside those selectors."""
 
     def __init__(
-        self, columns: Columns, tag: str, weight: Callable[[str], float], build: Callable[[RowFacts], Selector]
+        self, columns: Columns, tag: str, weights: Mapping[str, float], build: Callable[[RowFacts], Selector]
     ) -> None:
-        """`weight` says that of a value, and `build` makes its selector over the facts of its items."""
+        """`weights` of values, 1 where one has none. `build` makes a selector over the facts of its items."""
         self._columns = columns
         self.tag = columns.tags[tag]
-        self._weight = weight
+        self._weight_of = weights
         self._build = build
         self._parts: dict[int, _Part] = {}
         """By code: the values that have an item here."""
@@ -81,7 +81,7 @@ class Balanced(Selector):
         while code >= self._left.size:
             self._left = np.concatenate([self._left, np.zeros_like(self._left)])
             self._weights = np.concatenate([self._weights, np.zeros_like(self._weights)])
-        self._weights[code] = self._weight(self.tag.values[code])
+        self._weights[code] = self._weight_of.get(self.tag.values[code], 1.0)
         part = self._parts[code] = _Part(self._columns.current_version, self._build)
         return part
 

@@ -175,10 +175,6 @@ class BalanceConfig(Model):
     An integer is named by its digits. The empty name `""` is that of items without the tag, which are one value
     together. Where a value has no item that can be drawn, its share goes to the others."""
 
-    def weight(self, value: str) -> float:
-        """The weight of a value, as text."""
-        return self.weights.get(value, 1.0)
-
 
 class TableConfig(Model):
     """One table.

@@ -46,9 +46,6 @@ class OutstandingBatches:
         self.taken: Remembered[None] = Remembered("taken", MAX_TAKEN, watchers)
         self.given_back: Remembered[None] = Remembered("given back", MAX_GIVEN_BACK, watchers)
 
-    def __len__(self) -> int:
-        return len(self.by_id)
-
     def draw(self, table: Table, request: SampleRequest, n: int) -> tuple[int, SampleBatch]:
         """Draws n rows, which `table.why_no_sample` allows. Returns the id of the batch, and the batch."""
         batch = table.draw(request, n)

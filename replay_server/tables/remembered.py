@@ -121,9 +121,6 @@ class Scopes:
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
 
-    def __contains__(self, scope: str) -> bool:
-        return scope in self._keys
-
     def given(self, scope: str) -> Set[int]:
         """The keys given out under `scope`."""
         return self._keys.get(scope, _NO_KEYS)

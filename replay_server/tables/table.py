@@ -198,7 +198,7 @@ class Table:
         self.balanced: Balanced | None = None
         """The sampler, where the table balances."""
         if config.balance is not None:
-            self.balanced = Balanced(columns, config.balance.tag, config.balance.weight, config.sampler.build)
+            self.balanced = Balanced(columns, config.balance.tag, config.balance.weights, config.sampler.build)
         self.sampler = self.remover = self.balanced or config.sampler.build(columns)
         # A queue removes in the order in which it samples: then one selector does both. But only the remover holds rows
         # that wait, and only the sampler balances.

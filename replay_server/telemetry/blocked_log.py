@@ -36,10 +36,8 @@ class BlockedLog:
             since = line.still_since
             logged = self._logged.get(name)
             if logged is not None and since != logged:
-                if line.moved_at > logged:
-                    log.info("%s moves again after %.0f s", name, now - logged)
-                else:
-                    log.info("%s: nothing waits any more after %.0f s", name, now - logged)
+                became = "moves again" if line.moved_at > logged else "has nothing that waits any more"
+                log.info("%s %s after %.0f s", name, became, now - logged)
                 del self._logged[name]
                 logged = None
             # A line without a head is between two attempts of its client.

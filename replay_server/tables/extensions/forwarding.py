@@ -75,9 +75,6 @@ class Copying(Extension):
         self._alone: dict[int, None] = {}
         """Keys that only copies held when they were last released, in this order."""
 
-    def concerns(self, table: TableConfig) -> bool:
-        return table.copy_to is not None
-
     def why_not(self, insert: InsertBatch) -> Refused | None:
         for source, copies in self._copies.items():
             if (name := copies.name) in insert.priorities:  # a key has one row in a table

@@ -359,8 +359,8 @@ def test_a_checkpoint_that_nobody_waits_for_any_more_is_not_begun(tmp_path, monk
             with ReplayClient(client.address) as impatient:
                 for n in range(5):
                     pool.submit(impatient.checkpoint, f"waits-{n}")
-                until(lambda: open_calls.count == 6)
-            until(lambda: open_calls.count == 1)  # the server has seen that nobody waits
+                until(lambda: open_calls.open.total() == 6)
+            until(lambda: open_calls.open.total() == 1)  # the server has seen that nobody waits
             go_on.set()
             assert first.result() == "first"
         client.checkpoint("last")
