@@ -97,7 +97,9 @@ def train(
             callbacks.append(StepSpans())
         with ReplayClient.from_env(timeout_of(context, None), **access) as client:
             with loading(model):
-                loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+                # In bfloat16 a step of 1e-6 rounds to nothing. The base of an adapter takes no step.
+                loaded = AutoModelForCausalLM.from_pretrained(model, dtype="float32" if lora is None else "auto")
+                tokenizer = AutoTokenizer.from_pretrained(model)
                 if lora is not None:
                     loaded = _with_adapter(loaded, lora, training.seed)
             trainer = GRPOTrainer(loaded, client, training, tokenizer, callbacks, evaluate=evaluation)

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import models
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from examples.demo.task import make_tokenizer
 from replay_client import AsyncReplayClient, ReplayClient
@@ -25,6 +26,8 @@ from replay_generator import GeneratorConfig, RolloutGenerator
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import Config
 from replay_trainer import TableEvaluation
+from replay_trainer.weights import published
+from tests.commands import run_replay
 from tests.docs.blocks import ROOT, write_files
 from tests.generator.factories import ScriptedEngine, make_prompts
 from tests.trainer.factories import lines_of, make_group, make_model, make_trainer
@@ -212,3 +215,20 @@ def test_evaluation_from_a_table_takes_no_permits_out_of_trainings_budget(tmp_pa
     assert sum(line.get("eval/groups") or 0 for line in steps) > 0
     bound = (config.admission.max_staleness + STEPS + 1) * config.admission.groups_per_step
     assert STEPS * config.admission.groups_per_step <= admission.accepted + admission.running <= bound
+
+
+def test_replay_train_holds_bfloat16_models_in_float32_so_that_small_steps_count(tmp_path, client):
+    model = make_model(vocabulary=len(make_tokenizer())).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    for _ in range(FRESH):
+        client.insert(make_group(rewards=[1.0, 0.0]), {"rollouts": 1.0})
+    options = ["--learning-rate", "1e-6", "--groups-per-step", str(FRESH), "--max-steps", "1", "--quiet"]
+    folders = ["--model", str(tmp_path / "base"), "--output-dir", str(tmp_path / "run")]
+    done = run_replay("train", *folders, *options, address=client.address)
+    assert done.returncode == 0, done.stderr
+    trained = AutoModelForCausalLM.from_pretrained(published(tmp_path / "run")[-1])
+    assert trained.dtype == torch.float32
+    weights = zip(trained.parameters(), model.parameters(), strict=True)
+    moved = [(after - before.float()).abs().max().item() for after, before in weights]
+    assert 0 < max(moved) < 1e-5
