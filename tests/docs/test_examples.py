@@ -11,12 +11,10 @@ from collections import Counter
 import pytest
 import typer.main
 
-from examples.demo.task import make_tokenizer
 from replay_cli.app import app
 from replay_server import Config
 from replay_trainer.config import GRPOConfig
 from tests.docs.blocks import PAGES, ROOT, blocks, write_files
-from tests.trainer.factories import make_model
 
 ALONE = {
     *("docs/tutorial.md", "docs/tutorial-agent.md", "docs/how-to/trl.md", "docs/how-to/frameworks.md"),
@@ -48,15 +46,6 @@ def test_the_examples_of_a_page_run_and_print_what_it_says(page, capsys, tmp_pat
         for name, end in (("client", "close"), ("server", "stop")):
             getattr(names.get(name), end, lambda: None)()
     assert capsys.readouterr().out == "".join(block.text for block in blocks(page) if block.language == "text")
-
-
-def test_the_page_of_your_own_model_saves_it_in_float32(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make_model().bfloat16().save_pretrained("MODEL")
-    make_tokenizer().save_pretrained("MODEL")
-    (text,) = [block.text for block in blocks(ROOT / "docs/how-to/own-model.md") if block.title == "float32.py"]
-    exec(text, {})
-    assert str(make_model().from_pretrained("base").dtype) == "torch.float32"
 
 
 def test_the_configurations_in_the_pages_can_be_loaded():
