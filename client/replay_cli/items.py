@@ -8,29 +8,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from replay_cli.connection import Key, MaybeKeys, TableName, TagTexts, ask, connect, parse_tags
 from replay_cli.options import option, taking
-from replay_cli.output import AsJson, Yes, confirm, console, fail, misuse, plain_table, print_json, tell
-from replay_protos.state import Document, plain
+from replay_cli.output import AsJson, Yes, confirm, console, fail, misuse, need, plain_table, print_json, tell
+from replay_protos.state import Document
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from replay_client import ReplayClient, RolloutGroup
+    from replay_client import ReplayClient
     from replay_client.records import ItemInfo, Membership, StoredItem
-    from replay_dashboard.turns import TurnSpan
+    from replay_dashboard.group import TokenText
 
 _ITEMS_PER_PAGE = 1000
 _KEYS_PER_CALL = 10_000
-_HEAD = 64
-"""Bytes that are shown of a payload that is not a rollout group."""
-_ARRAYS = {"ids", "logprobs", "loss_mask", "token_advantages"}
-"""What the document of a group has for each token."""
 _FEW = 16
 """Tokens that are shown of a text without a tokenizer."""
 _MOST_TURNS = 64
@@ -72,7 +68,7 @@ def items(
     with connect(context) as client:
         found = ask(lambda: client.list_items(table, limit=limit, page=page, **wanted))
     if as_json:
-        documents = [item_document(item) for item in found.items]
+        documents = [info_document(item) for item in found.items]
         facts = {"table": table, "matching": found.matching, "next_page": found.next_page or None}
         print_json(facts | {"items": documents})
         return
@@ -151,7 +147,7 @@ def all_items(
             return
 
 
-def item_document(item: ItemInfo) -> Document:
+def info_document(item: ItemInfo) -> Document:
     """The key is a string, as in every document."""
     labels = {"tags": item.tags, "columns": sorted(item.labels.columns)}
     facts = vars(item) | {"key": str(item.key), "bytes": item.nbytes} | labels
@@ -162,21 +158,17 @@ def _tag_words(tags: Mapping[str, str | int]) -> str:
     return ", ".join(f"{name}={value}" for name, value in tags.items())
 
 
-class Decoder(Protocol):
-    def decode(self, token_ids: list[int]) -> str: ...
-
-
 def show(
     context: typer.Context,
     key: Key,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder of the model or tokenizer, to show prompt and completions as text.")
+        Path | None, typer.Option(help="Folder with a tokenizer.json, to show prompt and completions as text.")
     ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Also print the arrays.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print one item: prompt and completions, rewards, advantages, lengths, log-probabilities, age, and its tables."""
-    from replay_dashboard.group import dump, item_facts
+    from replay_dashboard.group import item_document
     from replay_generator.stored_prompts import document_of
 
     with connect(context) as client:
@@ -186,110 +178,34 @@ def show(
             f"this server holds no item {key}: it was consumed, evicted, dropped or deleted, or never inserted; "
             f"`replay items TABLE` lists keys"
         )
-    item = found[0]
-    decoder = None if tokenizer is None else load_tokenizer(tokenizer)
-    try:
-        group, problem = item.group, ""
-    except ValueError as error:
-        group, problem = None, str(error)
-    stored = None if group is not None else document_of(item.payload)
+    text = load_tokenizer(tokenizer)
+    document, stored = item_document(found[0], text, whole=True), document_of(found[0].payload)
+    group = document["group"]
     if as_json:
-        document = item_facts(item) | {"group": None}
-        if stored is not None:
-            document |= stored
-        elif group is None:
-            document["problem"] = problem
-            document["head"] = bytes(item.payload[:_HEAD]).hex()
-        else:
-            document["group"] = group_document(group, decoder)
-            if not tokens:
-                _drop_arrays(document["group"])
-        print_json(document)
+        if group is not None and not tokens:
+            for part in (group["prompt"], *(each["window"] for each in group["completions"])):
+                del part["ids"], part["arrays"]
+        print_json(document | (stored or {}))
         return
+    lines: list[str | Text] = [*_item_lines(found[0])]
+    if group is not None:
+        lines += _group_lines(group, text, tokens)
+    elif stored is not None:
+        lines.append(json.dumps(stored, ensure_ascii=False, indent=2, default=str))
+    else:
+        lines += [f"payload: {document['problem']}", *document["head"]]
     out = console()
-    for line in _item_lines(item):
+    for line in lines:
         out.print(line, soft_wrap=True)
-    if stored is not None:
-        out.print(json.dumps(stored, ensure_ascii=False, indent=2, default=str), soft_wrap=True, markup=False)
-        return
-    if group is None:
-        out.print(f"payload: {problem}", soft_wrap=True)
-        out.print(*dump(item.payload[:_HEAD]), sep="\n")
-        return
-    for text in _group_lines(group, decoder, tokens):
-        out.print(text, soft_wrap=True)
 
 
-def load_tokenizer(path: Path) -> Decoder:
-    if not path.is_dir():
-        fail(f"--tokenizer: there is no folder {path}")
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        fail("--tokenizer needs the package transformers: pip install transformers")
-    try:
-        loaded: Decoder = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        fail(f"--tokenizer: {path}: {str(error).splitlines()[0]}")
-    return loaded
+def load_tokenizer(path: Path | None) -> TokenText:
+    """The tokenizer of a folder; None: one without text."""
+    from replay_dashboard.group import TokenText
 
-
-def group_document(group: RolloutGroup, decoder: Decoder | None) -> Document:
-    """The group with the ids of all texts, and with the texts if there is a decoder. A completion is one sequence."""
-    from replay_dashboard.group import completion_facts, extra_facts
-    from replay_dashboard.turns import turns_of
-
-    return {
-        "prompt_id": group.prompt_id,
-        "policy_version": int(group.policy_version),
-        "policy_version_end": None if group.policy_version_end is None else int(group.policy_version_end),
-        "sampling": plain(group.sampling),
-        "meta": plain(group.meta),
-        "extras": {name: extra_facts(group, name) for name in group.extras},
-        "prompt": _part(group.prompt_ids.tolist(), decoder),
-        "completions": [
-            _completion(group, facts, span, decoder) | _turns(group, turns, whole, decoder)
-            for facts, span, turns, whole in zip(
-                completion_facts(group), group.sampled_spans(), turns_of(group), group.sequence_spans(), strict=True
-            )
-        ],
-    }
-
-
-def _turns(group: RolloutGroup, turns: Sequence[TurnSpan], whole: slice, decoder: Decoder | None) -> Document:
-    """The turns of the sequence that stands in `whole`, with their texts. Nothing where it has none."""
-    ids = group.completion_ids[whole]
-    parts = [turn.document() | _part(ids[turn.start : turn.stop].tolist(), decoder) for turn in turns]
-    return {"turns": parts} if parts else {}
-
-
-def _part(ids: list[int], decoder: Decoder | None) -> Document:
-    """A prompt, a context or what the policy wrote."""
-    part: Document = {"tokens": len(ids)}
-    return part | ({} if decoder is None else {"text": decoder.decode(ids)}) | {"ids": ids}
-
-
-def _completion(group: RolloutGroup, completion: Document, span: slice, decoder: Decoder | None) -> Document:
-    """The facts of a sequence with its tokens, which stand in `span`."""
-    if group.context_lengths is not None:
-        before = slice(span.start - int(completion["context_tokens"]), span.start)
-        completion["context"] = _part(group.completion_ids[before].tolist(), decoder)
-    completion |= _part(group.completion_ids[span].tolist(), decoder)
-    completion["logprobs"] = group.rollout_logprobs[span].tolist()
-    if group.loss_mask is not None:
-        completion["loss_mask"] = group.loss_mask[span].tolist()
-    if group.token_advantages is not None:
-        completion["token_advantages"] = group.token_advantages[span].tolist()
-    return completion
-
-
-def _drop_arrays(group: Document) -> None:
-    """Takes what has a value for each token out of the document of a group."""
-    contexts = [each["context"] for each in group["completions"] if "context" in each]
-    turns = [turn for each in group["completions"] for turn in each.get("turns", ())]
-    for part in (group["prompt"], *group["completions"], *contexts, *turns):
-        for name in _ARRAYS & part.keys():
-            del part[name]
+    if path is not None:
+        need("--tokenizer", "dashboard", "tokenizers")
+    return ask(lambda: TokenText(path))
 
 
 def _effective(held: Membership) -> str:
@@ -312,91 +228,92 @@ def _item_lines(item: StoredItem) -> list[str]:
     ]
 
 
-def _group_lines(group: RolloutGroup, decoder: Decoder | None, tokens: bool) -> list[Text]:
+def _group_lines(group: Document, text: TokenText, tokens: bool) -> list[str | Text]:
     from rich.text import Text
 
-    from replay_dashboard.units import byte_size
+    from replay_dashboard.units import byte_size, counted
 
-    document = group_document(group, decoder)
-    named = f" {group.prompt_id!r}" if group.prompt_id else ""
-    ended = "" if group.policy_version_end is None else f", ended with version {group.policy_version_end}"
-    several = group.sequence_counts is not None
-    rollouts = f"rollouts in {group.num_sequences} sequences" if several else "completions"
-    lines = [Text(f"group of {group.group_size} {rollouts}, {_tokens(group.num_tokens)}{ended}")]
-    roles = [turn["role"] for each in document["completions"] for turn in each.get("turns", ())]
+    sequences, rewards = group["completions"], group["rewards"]
+    several = len(sequences) > len(rewards)
+    rollouts = f"rollouts in {len(sequences)} sequences" if several else "completions"
+    ended = "" if group["policy_version_end"] is None else f", ended with version {group['policy_version_end']}"
+    total = counted(sum(each["window"]["total"] for each in sequences), "token")
+    lines: list[str | Text] = [f"group of {len(rewards)} {rollouts}, {total}{ended}"]
+    roles = [turn["role"] for each in sequences for turn in each["turns"]]
     told = {"turns"} if any(role is not None for role in roles) else set()
     for name in ("sampling", "meta"):
         # The roles stand with the texts below.
-        if facts := ", ".join(f"{field} {value}" for field, value in document[name].items() if field not in told):
-            lines.append(Text(f"{name}: {facts}"))
-    for name, facts in document["extras"].items():
-        axis = "" if facts["axis"] == "group" else f", axis {facts['axis']}"
+        if facts := ", ".join(f"{field} {value}" for field, value in group[name].items() if field not in told):
+            lines.append(f"{name}: {facts}")
+    for extra in group["extras"]:
+        axis = "" if extra["axis"] == "group" else f", axis {extra['axis']}"
         lines.append(
-            Text(f"extras.{name}: {facts['dtype']} {tuple(facts['shape'])}, {byte_size(facts['bytes'])}{axis}")
+            f"extras.{extra['name']}: {extra['dtype']} {tuple(extra['shape'])}, {byte_size(extra['bytes'])}{axis}"
         )
+    named, prompt = f" {group['prompt_id']!r}" if group["prompt_id"] else "", group["prompt"]
     lines += [
-        Text(),
-        Text(f"prompt{named}: {_tokens(document['prompt']['tokens'])}", style="bold"),
-        _words(document["prompt"]),
+        "",
+        Text(f"prompt{named}: {counted(prompt['total'], 'token')}", style="bold"),
+        _words(prompt["ids"], text),
     ]
-    if tokens:
-        lines.append(Text(f"ids {document['prompt']['ids']}"))
-    for completion in document["completions"]:
-        mean = completion["mean_logprob"]
-        place = f"completion {completion['index']}"
+    lines += _arrays(prompt) if tokens else []
+    for each in sequences:
+        mean, place = each["mean_logprob"], f"completion {each['index']}"
         if several:
-            place = f"rollout {completion['rollout']}, sequence {completion['part'] + 1} of {completion['parts']}"
+            place = f"rollout {each['rollout']}, sequence {each['part'] + 1} of {each['parts']}"
         parts = [
-            f"{place}: {_tokens(completion['tokens'])}",
-            f"reward {completion['reward']:g}",
-            f"advantage {completion['advantage']:+.3g}",
+            f"{place}: {counted(each['tokens'], 'token')}",
+            f"reward {each['reward']:g}",
+            f"advantage {each['advantage']:+.3g}",
             "log-probabilities unknown" if mean is None else f"mean log-prob {mean:.3f}",
         ]
-        if mean is not None and completion["unknown_logprobs"]:
-            parts.append(f"{completion['unknown_logprobs']} log-probs unknown")
-        if completion["masked_tokens"]:
-            parts.append(f"{_tokens(completion['masked_tokens'])} masked")
-        if completion["finish_reason"] is not None:
-            parts.append(f"ended by {completion['finish_reason']}")
-        lines += [Text(), Text("  ".join(parts), style="bold")]
-        lines += _turn_lines(completion) if "turns" in completion else [_words(completion)]
-        if tokens:
-            lines += [Text(f"{name} {_array(completion[name])}") for name in completion if name in _ARRAYS]
+        if mean is not None and each["unknown_logprobs"]:
+            parts.append(f"{each['unknown_logprobs']} log-probs unknown")
+        if each["masked_tokens"]:
+            parts.append(f"{counted(each['masked_tokens'], 'token')} masked")
+        if each["finish_reason"] is not None:
+            parts.append(f"ended by {each['finish_reason']}")
+        lines += ["", Text("  ".join(parts), style="bold")]
+        lines += _turn_lines(each, text) if each["turns"] else [_words(each["window"]["ids"], text)]
+        lines += _arrays(each["window"]) if tokens else []
     return lines
 
 
-def _turn_lines(completion: Document) -> list[Text]:
+def _turn_lines(sequence: Document, text: TokenText) -> list[str | Text]:
     """What each side wrote in a sequence, and whether it is trained on."""
     from rich.text import Text
 
-    lines = []
-    for turn in completion["turns"][:_MOST_TURNS]:
-        role, trained, count = turn["role"], turn["trained"], turn["tokens"]
-        if role is None and turn["stop"] <= completion["context_tokens"]:
+    from replay_dashboard.units import counted
+
+    lines: list[str | Text] = []
+    for turn in sequence["turns"][:_MOST_TURNS]:
+        role, trained, ids = turn["role"], turn["trained"], sequence["window"]["ids"][turn["start"] : turn["stop"]]
+        if role is None and turn["stop"] <= sequence["context_tokens"]:
             role = "own context"
-        said = "trained on" if trained == count else f"{trained} trained on" if trained else "not trained on"
-        parts = [*([] if role is None else [role]), _tokens(count), *([said] if count else [])]
-        lines += [Text(f"[{', '.join(parts)}]", style="bold" if trained else "dim"), _words(turn)]
-    if left := completion["turns"][_MOST_TURNS:]:
+        said = "trained on" if trained == len(ids) else f"{trained} trained on" if trained else "not trained on"
+        parts = [*([] if role is None else [role]), counted(len(ids), "token"), *([said] if ids else [])]
+        lines += [Text(f"[{', '.join(parts)}]", style="bold" if trained else "dim"), _words(ids, text)]
+    if left := sequence["turns"][_MOST_TURNS:]:
         lines.append(Text(f"[and {len(left)} more turns; --json has them all]", style="dim"))
     return lines
 
 
-def _words(part: Document) -> Text:
-    """The text of a prompt or completion or, without a tokenizer, its first tokens."""
+def _words(ids: Sequence[int], text: TokenText) -> str | Text:
+    """The text of these tokens or, without a tokenizer, the first ones."""
     from rich.text import Text
 
-    if "text" in part:
-        return Text(part["text"])
-    if not (ids := part["ids"]):
+    if text.source:
+        return text.text(ids)
+    if not ids:
         return Text("(empty)", style="dim")
     more = f" and {len(ids) - _FEW} more" if len(ids) > _FEW else ""
     return Text(f"tokens {' '.join(map(str, ids[:_FEW]))}{more}; --tokenizer PATH shows the text", style="dim")
 
 
-def _tokens(count: int) -> str:
-    return f"{count} token" if count == 1 else f"{count} tokens"
-
-
-def _array(values: list[Any]) -> str:
-    return " ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
+def _arrays(window: Document) -> list[str]:
+    """A line for the ids of a text, and one for each of its arrays."""
+    lines = [f"ids {' '.join(map(str, window['ids']))}"]
+    for name, array in window["arrays"].items():
+        numbers = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in array.tolist())
+        lines.append(f"{name} {' '.join(numbers)}")
+    return lines

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replay_cli.connection import TableName, TagTexts, ask, complete_table, connect, parse_tags, reach
-from replay_cli.items import all_items, item_document, load_tokenizer
+from replay_cli.items import all_items, info_document, load_tokenizer
 from replay_cli.options import Commands
 from replay_cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, tell
 from replay_protos.state import document, plain
@@ -62,7 +62,7 @@ WhichRows = Annotated[
     RowKind, typer.Option(help="A row for each item, or one for each sequence of its group, with the tokens.")
 ]
 TokenizerFolder = Annotated[
-    Path | None, typer.Option(help="Folder of the model or tokenizer: adds prompt and completions as text.")
+    Path | None, typer.Option(help="Folder with a tokenizer.json: adds prompt and completions as text.")
 ]
 WithPayloads = Annotated[
     bool, typer.Option("--payloads/--no-payloads", help="Write the bytes of the items, which `import` needs.")
@@ -134,7 +134,7 @@ def export(
 
     format_of(file)
     tags = parse_tags(tag)
-    form = Form(rows is RowKind.SEQUENCES, None if tokenizer is None else load_tokenizer(tokenizer), payloads)
+    form = Form(rows is RowKind.SEQUENCES, load_tokenizer(tokenizer), payloads)
     with connect(context, 60.0) as client:
         found = _rows(client, all_items(client, table, tags, limit), table, form)
         count = ask(lambda: write_rows(file, form.columns(), found))
@@ -252,7 +252,7 @@ def _rows(client: ReplayClient, items: Iterator[ItemInfo], table: str, form: For
         stored = {item.key: item for item in client.get([info.key for info in infos])}
         for info in infos:
             if (item := stored.get(info.key)) is not None:
-                yield from form.rows(item_document(info) | {"table": table}, item.payload)
+                yield from form.rows(info_document(info) | {"table": table}, item.payload)
 
 
 def _check(row: Row) -> None:
@@ -362,12 +362,16 @@ def _put_together(parts: Mapping[tuple[int, int], tuple[int, Row]]) -> Row:
     """
     from replay_cli.archive.rows import SEQUENCE_COLUMNS, sequence_rows
     from replay_client import RolloutGroup
+    from replay_dashboard.group import TokenText
 
     rows = [row for _, row in parts.values()]
     whole = next((row for row in rows if row.get("payload") is not None), rows[0])
     if whole.get("payload") is None:
         return whole
-    expected = {(row["rollout"], row["sequence"]): row for row in sequence_rows(RolloutGroup.decode(_bytes_of(whole)))}
+    expected = {
+        (row["rollout"], row["sequence"]): row
+        for row in sequence_rows(RolloutGroup.decode(_bytes_of(whole)), TokenText())
+    }
     for place, (number, row) in parts.items():
         for name, kind in SEQUENCE_COLUMNS.items():
             if name not in row or place not in expected:

@@ -82,9 +82,12 @@ class TokenText:
         return pieces[start - first :]
 
 
-def item_facts(item: StoredItem) -> dict[str, Any]:
-    """Returns the columns that the server keeps of an item, as JSON."""
-    return {
+def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dict[str, Any]:
+    """The item as JSON, with its group: the first tokens of each sequence or, with `whole`, all of them.
+
+    If the payload is not a group, the document has the reason (`problem`) and the first bytes (`head`) instead.
+    """
+    document = {
         "key": str(item.key),
         "bytes": len(item.payload),
         "age": item.age,
@@ -93,15 +96,8 @@ def item_facts(item: StoredItem) -> dict[str, Any]:
         "tags": item.tags,
         "columns": sorted(item.labels.columns),
         "tables": {name: vars(held) for name, held in item.tables.items()},
+        "group": None,
     }
-
-
-def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dict[str, Any]:
-    """The item as JSON, with its group: the first tokens of each sequence or, with `whole`, all of them.
-
-    If the payload is not a group, the document has the reason (`problem`) and the first bytes (`head`) instead.
-    """
-    document = item_facts(item) | {"group": None}
     try:
         group = item.group
     except ValueError as error:
@@ -109,8 +105,7 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
             lines = json.dumps(stored, ensure_ascii=False, indent=1, default=str).splitlines()
             what = "a prompt, of which a group is to be made" if "mark" not in stored else "how far prompts are loaded"
             return document | {"problem": what, "head": [line[:500] for line in lines[:100]]}
-        return document | {"problem": str(error)[:500], "head": dump(item.payload[:HEAD])}
-    extras = group.extras.items()
+        return document | {"problem": str(error)[:500], "head": _dump(item.payload[:HEAD])}
     first = group.num_tokens if whole else max(64, min(1024, FIRST_TOKENS // group.num_sequences))
     turns_S = turns_of(group)
     most = None if whole else max(8, min(256, MOST_TURNS // group.num_sequences))
@@ -124,7 +119,7 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
             "sampling": group.sampling,
             "meta": {name: value for name, value in group.meta.items() if not (told and name == "turns")},
             "rewards": group.rewards,
-            "extras": [extra_facts(group, name) | {"name": name, "head": _head(array)} for name, array in extras],
+            "extras": [_extra(group, name) for name in group.extras],
             "masked": _masked(group),
             "per_token": list(per_token(group)),
             "prompt": window(group, -1, 0, group.prompt_ids.size if whole else 2048, text, whole),
@@ -152,7 +147,7 @@ def answers_of(item: StoredItem, text: TokenText) -> dict[str, Any]:
     return document
 
 
-def dump(head: bytes | memoryview) -> list[str]:
+def _dump(head: bytes | memoryview) -> list[str]:
     """Lines of 16 bytes: as hexadecimal numbers, and as characters."""
     rows = [bytes(head[at : at + 16]) for at in range(0, len(head), 16)]
     return [f"{row.hex(' '):48} {''.join(chr(b) if 32 <= b < 127 else '.' for b in row)}" for row in rows]
@@ -191,11 +186,11 @@ def completion_facts(group: RolloutGroup) -> list[dict[str, Any]]:
     return found
 
 
-def extra_facts(group: RolloutGroup, name: str) -> dict[str, Any]:
-    """Dtype, shape, bytes and axis of an array among the extras."""
+def _extra(group: RolloutGroup, name: str) -> dict[str, Any]:
+    """Dtype, shape, bytes, axis and first values of an array among the extras; of complex numbers the real parts."""
     array = group.extras[name]
-    facts = {"dtype": str(array.dtype), "shape": list(array.shape), "bytes": array.nbytes}
-    return facts | {"axis": group.axes.get(name, "group")}
+    facts = {"name": name, "dtype": str(array.dtype), "shape": list(array.shape), "bytes": array.nbytes}
+    return facts | {"axis": group.axes.get(name, "group"), "head": _numbers(array.reshape(-1)[:8]).real}
 
 
 def window(
@@ -244,11 +239,6 @@ def per_token(group: RolloutGroup) -> dict[str, npt.NDArray[Any]]:
 def _numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The values in a dtype that JSON has numbers for."""
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
-
-
-def _head(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The first values; of complex numbers the real parts."""
-    return _numbers(array.reshape(-1)[:8]).real
 
 
 def _masked(group: RolloutGroup) -> bool:

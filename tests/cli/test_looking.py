@@ -163,10 +163,11 @@ def test_show_gives_text_rewards_and_log_probabilities_of_a_group(client, replay
         assert words in shown.stdout
     data = document(replay("show", str(key), "--tokens", "--json"))
     first, _, last = data["group"]["completions"]
-    assert first["ids"] == group.completion_ids[:2].tolist()
-    assert (first["logprobs"], first["mean_logprob"]) == ([-0.5, -1.5], -1.0)
-    assert (last["logprobs"], last["mean_logprob"], last["unknown_logprobs"]) == ([None], None, 1)
-    assert data["group"]["prompt"] == {"tokens": 6, "ids": ids}
+    assert first["window"]["ids"] == group.completion_ids[:2].tolist()
+    assert (first["window"]["arrays"], first["mean_logprob"]) == ({"logprob": [-0.5, -1.5]}, -1.0)
+    assert (last["window"]["arrays"], last["mean_logprob"], last["unknown_logprobs"]) == ({"logprob": [None]}, None, 1)
+    assert data["group"]["prompt"] == {"total": 6, "ids": ids, "text": "", "arrays": {}}
+    assert f"\nids {group.completion_ids[2]}\nlogprob nan\n" in replay("show", str(key), "--tokens").stdout
 
 
 def test_show_prints_a_prompt_of_a_table_of_prompts_and_the_mark_behind_it(client, replay):
@@ -198,10 +199,11 @@ def test_show_names_the_rollout_of_each_sequence_and_the_axis_of_each_extra(clie
     ):
         assert words in shown
     data = document(replay("show", str(key), "--tokens", "--json"))["group"]
-    assert data["extras"]["experts"] == {"dtype": "uint8", "shape": [8, 2], "bytes": 16, "axis": "whole"}
+    experts = {"name": "experts", "dtype": "uint8", "shape": [8, 2], "bytes": 16, "axis": "whole", "head": [0] * 8}
+    assert data["extras"][0] == experts
     places = [(each["rollout"], each["part"], each["parts"]) for each in data["completions"]]
     assert places == [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
-    assert data["completions"][2]["token_advantages"] == [2, 2]
+    assert data["completions"][2]["window"]["arrays"]["token_advantages"] == [0, 2, 2]
 
 
 def test_show_tells_the_context_of_a_completion_from_what_the_policy_wrote(client, replay, tmp_path):
@@ -220,8 +222,9 @@ def test_show_tells_the_context_of_a_completion_from_what_the_policy_wrote(clien
     assert "completion 1: 2 tokens  reward 0  advantage -1  mean log-prob -2.000  1 log-probs unknown\n" in shown
     assert "[own context, 3 tokens, not trained on]\n23=\n[2 tokens, trained on]\n24\n" in shown
     last = document(replay("show", str(key), "--tokens", "--json"))["group"]["completions"][1]
-    assert last["context"] == {"tokens": 3, "ids": group.completion_ids[3:6].tolist()}
-    assert (last["ids"], last["logprobs"]) == (group.completion_ids[6:].tolist(), [-2.0, None])
+    assert (last["context_tokens"], last["tokens"], last["window"]["total"]) == (3, 2, 5)
+    assert last["window"]["ids"] == group.completion_ids[3:].tolist()
+    assert last["window"]["arrays"]["logprob"][3:] == [-2.0, None]
 
 
 def test_show_tells_who_wrote_each_turn_and_what_is_trained_on(client, replay, tmp_path):
@@ -243,15 +246,14 @@ def test_show_tells_who_wrote_each_turn_and_what_is_trained_on(client, replay, t
         "[assistant, 1 token, trained on]\n+\n[assistant, 0 tokens]\n"
     ) in shown
     assert "meta: worker a\n" in shown
-    document_of_group = document(replay("show", str(key), "--json"))["group"]
+    document_of_group = document(replay("show", str(key), "--json", "--tokenizer", str(tmp_path)))["group"]
     (completion,) = document_of_group["completions"]
     assert completion["turns"][:2] == [
-        {"role": "assistant", "start": 0, "stop": 3, "trained": 2, "tokens": 3},
-        {"role": "tool", "start": 3, "stop": 5, "trained": 0, "tokens": 2},
+        {"role": "assistant", "start": 0, "stop": 3, "trained": 2},
+        {"role": "tool", "start": 3, "stop": 5, "trained": 0},
     ]
     assert document_of_group["meta"] == {"turns": turns, "worker": "a"}
-    whole = document(replay("show", str(key), "--json", "--tokens"))["group"]["completions"][0]
-    assert whole["turns"][1]["ids"] == ids[1]
+    assert completion["window"] == {"total": 6, "text": "1+2=3+"}
     plain = client.insert(make_group(), {"replay": 1.0})
     assert "trained on" not in replay("show", str(plain)).stdout
     many = make_group(lengths=(80,), loss_mask=[token % 2 == 0 for token in range(80)])
@@ -268,7 +270,7 @@ def test_show_of_other_bytes_says_so_and_sends_no_control_characters_to_the_term
     assert "not a rollout group" in shown.stdout
     assert "1b 5b 33 31 6d 72 65 64 00" in shown.stdout
     data = document(replay("show", str(key), "--json"))
-    assert (data["group"], data["bytes"], data["head"][:6]) == (None, 180, "1b5b33")
+    assert (data["group"], data["bytes"], data["head"][0][:8]) == (None, 180, "1b 5b 33")
     group_key = client.insert(make_group(prompt_id="\x1b]0;title\x07"), {"replay": 1.0})
     assert "\x1b" not in replay("show", str(group_key)).stdout
 

@@ -98,7 +98,7 @@ def export_archive(
     from replay_dashboard.units import counted
 
     format_of(file)
-    form = Form(rows is RowKind.SEQUENCES, None if tokenizer is None else load_tokenizer(tokenizer), payloads)
+    form = Form(rows is RowKind.SEQUENCES, load_tokenizer(tokenizer), payloads)
     groups = _groups(folder, which, [*ITEM_COLUMNS, "payload"])
     found = (written for row in groups for written in form.rows(row, row["payload"]))
     count = _read(lambda: write_rows(file, form.columns(), found))

@@ -12,6 +12,8 @@ from typing import Any
 
 from replay_client.columns import Buffer
 from replay_client.rollout import RolloutGroup
+from replay_dashboard.group import TokenText, completion_facts
+from replay_dashboard.turns import turns_of
 
 Row = dict[str, Any]
 
@@ -89,8 +91,8 @@ class Form:
 
     sequences: bool
     """The export writes a row for each sequence of a group; if False, a row for each item."""
-    decoder: Any
-    """None: no texts."""
+    text: TokenText
+    """Without a tokenizer: no texts."""
     payloads: bool
     items: int = field(default=0, init=False)
     """Items that this export has written so far."""
@@ -101,28 +103,26 @@ class Form:
             kinds, texts = ITEM_COLUMNS | SEQUENCE_COLUMNS, SEQUENCE_TEXTS
         else:
             kinds, texts = ITEM_COLUMNS | {name: kind for name, (kind, _) in GROUP_COLUMNS.items()}, TEXT_COLUMNS
-        return kinds | ({} if self.decoder is None else texts) | ({PAYLOAD: "bytes"} if self.payloads else {})
+        return kinds | (texts if self.text.source else {}) | ({PAYLOAD: "bytes"} if self.payloads else {})
 
     def rows(self, facts: Row, payload: Buffer) -> Iterator[Row]:
         """The rows of an item. `facts`: what the server says of it."""
         self.items += 1
         group, columns = group_of(payload), self.columns()
         if self.sequences:
-            found = [{}] if group is None else sequence_rows(group, self.decoder)
+            found = [{}] if group is None else sequence_rows(group, self.text)
         else:
             found = [{} if group is None else {name: of(group) for name, (_, of) in GROUP_COLUMNS.items()}]
-            if group is not None and self.decoder is not None:
-                found[0] |= _texts(group, self.decoder)
+            if group is not None and self.text.source:
+                found[0] |= _texts(group, self.text)
         for number, row in enumerate(found):
             if self.payloads and not number:
                 row[PAYLOAD] = bytes(payload)
             yield dict.fromkeys(columns) | {name: facts[name] for name in ITEM_COLUMNS} | row
 
 
-def sequence_rows(group: RolloutGroup, decoder: Any = None) -> list[Row]:
-    """The columns of each sequence of a group, by SEQUENCE_COLUMNS, and its texts if there is a decoder."""
-    from replay_dashboard.turns import turns_of
-
+def sequence_rows(group: RolloutGroup, text: TokenText) -> list[Row]:
+    """The columns of each sequence of a group, by SEQUENCE_COLUMNS, and its texts if there is a tokenizer."""
     shared, trained_T, rows = group.prompt_ids.size, group.trained_mask, list[Row]()
     places = ((rollout, part) for rollout, parts in enumerate(counts_of(group)) for part in range(parts))
     prompts, spans, counts = group.prompts(), group.sampled_spans(), counts_of(group)
@@ -148,8 +148,8 @@ def sequence_rows(group: RolloutGroup, decoder: Any = None) -> list[Row]:
             "sampling": group.sampling,
             "meta": meta,
         }
-        if decoder is not None:
-            row |= {name: decoder.decode(row[f"{name}_ids"].tolist()) for name in ("prompt", "context", "completion")}
+        if text.source:
+            row |= {name: text.text(row[f"{name}_ids"].tolist()) for name in ("prompt", "context", "completion")}
         rows.append(row)
     return rows
 
@@ -162,12 +162,12 @@ def group_of(payload: Buffer) -> RolloutGroup | None:
         return None
 
 
-def _texts(group: RolloutGroup, decoder: Any) -> Row:
+def _texts(group: RolloutGroup, text: TokenText) -> Row:
     shared = group.prompt_ids.size
     return {
-        "prompt": decoder.decode(group.prompt_ids.tolist()),
-        "contexts": [decoder.decode(ids[shared:].tolist()) for ids in group.prompts()],
-        "completions": [decoder.decode(group.completion_ids[span].tolist()) for span in group.sampled_spans()],
+        "prompt": text.text(group.prompt_ids.tolist()),
+        "contexts": [text.text(ids[shared:].tolist()) for ids in group.prompts()],
+        "completions": [text.text(group.completion_ids[span].tolist()) for span in group.sampled_spans()],
     }
 
 
@@ -178,6 +178,4 @@ def counts_of(group: RolloutGroup) -> list[int]:
 
 def _mean_logprobs(group: RolloutGroup) -> list[float | None]:
     """The mean of the known log-probabilities of each sequence; null where none is known."""
-    from replay_dashboard.group import completion_facts
-
     return [facts["mean_logprob"] for facts in completion_facts(group)]

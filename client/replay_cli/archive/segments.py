@@ -19,8 +19,9 @@ from typing import Any
 
 from replay_cli.archive.files import schema_of, table_of
 from replay_cli.archive.rows import Form, Row
+from replay_dashboard.group import TokenText
 
-GROUP_ROWS = Form(sequences=False, decoder=None, payloads=True)
+GROUP_ROWS = Form(sequences=False, text=TokenText(), payloads=True)
 GROUP_COLUMNS = GROUP_ROWS.columns() | {"inserted_at": "float"}
 """`inserted_at` in seconds since the epoch."""
 _UNWRITABLE = (ValueError, TypeError, OverflowError, NotImplementedError)
