@@ -175,13 +175,13 @@ MAX_CODE = {
     "replay_client": (5_322, 49_678),
     "replay_generator": (4_662, 42_308),
     "replay_dashboard": (1_831, 20_599),
-    "replay_cli": (2_930, 27_763),
+    "replay_cli": (2_872, 27_137),
     "replay_trainer": (4_061, 39_395),
     "replay_adapters": (2_345, 24_067),
     "examples": (657, 6_073),
     "experiments": (4_219, 45_142),
     "benchmarks": (2_322, 21_590),
-    "tests": (38_786, 424_628),
+    "tests": (38_752, 424_219),
 }
 """Lines and tokens of code of each part (`tests/count.py`). A commit that cuts lowers them; no other changes them."""
 MAX_P95 = {

@@ -1,11 +1,10 @@
 """`replay checkpoint`, `replay table export` and `import`: copies of a whole server, and of the items of a table.
 
 A file of items is JSON lines or, with the package pyarrow, parquet. Its columns are plain, for a notebook; the bytes of
-the items are a column too, so that another server gets back exactly what there was. A row is one item or, with `--rows
-sequences`, one sequence of a group, as data sets have them: then the first row of each group has its bytes, and the
-others have none. Such rows may come in any order. `import` waits until it has all of a group, and inserts it then.
+the items are a column too, so that another server gets back exactly what there was. With `--rows sequences` a row is
+one sequence of a group, as data sets have them, and has no bytes.
 
-`import` also takes such rows from others, who have neither keys nor bytes (replay_cli/data_rows.py).
+`import` also takes rows of data sets, which have neither keys nor bytes (replay_cli/data_rows.py).
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ import typer
 from replay_cli.connection import TableName, TagTexts, ask, complete_table, connect, parse_tags, reach
 from replay_cli.items import all_items, info_document, load_tokenizer
 from replay_cli.options import Commands
-from replay_cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, tell
-from replay_protos.state import document, plain
+from replay_cli.output import AsJson, console, misuse, need, plain_table, print_json, tell
+from replay_protos.state import document
 
 if TYPE_CHECKING:
     from replay_cli.archive.rows import Form, Row
@@ -65,7 +64,11 @@ TokenizerFolder = Annotated[
     Path | None, typer.Option(help="Folder with a tokenizer.json: adds prompt and completions as text.")
 ]
 WithPayloads = Annotated[
-    bool, typer.Option("--payloads/--no-payloads", help="Write the bytes of the items, which `import` needs.")
+    bool,
+    typer.Option(
+        "--payloads/--no-payloads",
+        help="Write the bytes of the items, which `import` needs. Rows of sequences have none.",
+    ),
 ]
 
 
@@ -152,18 +155,13 @@ def import_items(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Insert the items of files, under their keys. Items that are there stay.
-
-    Status 1 if rows of a group are missing. Such a group is not inserted.
-    """
+    """Insert the items of files, under their keys. Items that are there stay."""
     for file in files:
         format_of(file)
     done = Imported()
     with connect(context, 60.0) as client:
         ask(lambda: _insert_all(client, files, table, done))
     tell(as_json, {"files": [str(file) for file in files]} | done.document(), done.words(files))
-    if done.incomplete:
-        fail(done.incomplete)
 
 
 @dataclass
@@ -175,8 +173,6 @@ class Imported:
     """They were there before."""
     gone: int = 0
     """They are not there after their insert."""
-    incomplete: str = ""
-    """Which groups lack rows; empty: none."""
 
     def document(self) -> dict[str, Any]:
         return {"items": self.inserted, "present": self.present, "gone": self.gone}
@@ -199,7 +195,7 @@ def _insert_all(client: ReplayClient, files: Sequence[Path], table: str | None, 
     priorities = _priorities_of_all(files) if len(files) > 1 and table is None else {}
     seen: set[str] = set()
     for file in files:
-        rows = _whole_items(file, table, done)
+        rows = _items_of(file, table)
         while some := list(islice(rows, _PAYLOADS_PER_CALL)):
             # A second file with the same items has nothing new.
             fresh = [(number, row) for number, row in some if len(files) == 1 or str(row.get("key")) not in seen]
@@ -255,21 +251,38 @@ def _rows(client: ReplayClient, items: Iterator[ItemInfo], table: str, form: For
                 yield from form.rows(info_document(info) | {"table": table}, item.payload)
 
 
-def _check(row: Row) -> None:
-    """Raises ValueError for a row that `export` did not write."""
+def _items_of(path: Path, table: str | None) -> Iterator[tuple[int, Row]]:
+    """The rows of a file, each an item, with their numbers. Rows of a data set become groups.
+
+    `table`: where the groups go whose rows name none. Raises ValueError that names file and row.
+    """
+    from replay_cli.archive.files import read_rows
+    from replay_cli.data_rows import items_of
+
+    try:
+        for number, row in items_of(enumerate(read_rows(path), start=1), table):
+            _check(number, row)
+            yield number, row
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith(str(path)) else f"{path}, {error}") from None
+
+
+def _check(number: int, row: Row) -> None:
+    """Raises ValueError for a row that `export` did not write, or not for `import`."""
     missing = [name for name in ("key", "table", "priority", "policy_version", "payload") if row.get(name) is None]
     if missing:
-        remedy = "; export it with payloads" if missing == ["payload"] else ""
-        raise ValueError(f"there is no {', '.join(missing)}{remedy}")
+        remedy = "; export it with payloads, a row for each item" if missing == ["payload"] else ""
+        raise ValueError(f"row {number}: there is no {', '.join(missing)}{remedy}")
     if not (str(row["key"]).isascii() and str(row["key"]).isdecimal() and int(row["key"]) < 1 << 64):
-        raise ValueError(f"key is {row['key']!r:.80}, not a whole number below 2^64")
+        raise ValueError(f"row {number}: key is {row['key']!r:.80}, not a whole number below 2^64")
 
 
 def _insert(client: ReplayClient, row: Row, priorities: Mapping[str, float]) -> None:
     """Inserts the item of a row into these tables, under its own key."""
     from replay_client import RolloutGroup
 
-    payload, tags = _bytes_of(row), row.get("tags")
+    payload, tags = row["payload"], row.get("tags")
+    payload = base64.b64decode(payload) if isinstance(payload, str) else payload
     item: RolloutGroup | bytes = payload
     # A group tells the server the names of its columns, which tables may require. What is none goes back as it was.
     with suppress(ValueError):
@@ -286,103 +299,6 @@ def _insert(client: ReplayClient, row: Row, priorities: Mapping[str, float]) -> 
 def _bytes_of(row: Row) -> bytes:
     payload: bytes | str = row["payload"]
     return base64.b64decode(payload) if isinstance(payload, str) else payload
-
-
-# ------------------------------------------------------------------------------------------------ sequences
-
-
-def _whole_items(path: Path, table: str | None, done: Imported) -> Iterator[tuple[int, Row]]:
-    """A row for each item of a file, with its number. What has a row for each sequence is put together by its key.
-
-    Rows of a data set become groups; `table` is where those go whose rows name none. Raises ValueError that names file
-    and row. Groups that lack rows are left out, and `done` says so.
-    """
-    from replay_cli.archive.files import read_rows
-    from replay_cli.data_rows import items_of
-
-    waiting: dict[str, dict[tuple[int, int], tuple[int, Row]]] = {}
-    rows = _named(path, items_of(enumerate(read_rows(path), start=1), table))
-    for number, row in rows:
-        try:
-            if row.get("rollouts") is None or row.get("key") is None:
-                _check(row)
-                yield number, row
-                continue
-            parts = waiting.setdefault(str(row["key"]), {})
-            parts[_number(row, "rollout"), _number(row, "sequence")] = number, row
-            if len(parts) >= _number(row, "rollouts") and not _lacks(parts):
-                whole = _put_together(waiting.pop(str(row["key"])))
-                _check(whole)
-                yield number, whole
-        except ValueError as error:
-            raise ValueError(f"{path}, row {number}: {error}") from None
-    if waiting and not done.incomplete:
-        key, parts = next(iter(waiting.items()))
-        others = f", and so are {len(waiting) - 1} more" if len(waiting) > 1 else ""
-        done.incomplete = (
-            f"{path}: item {key} is incomplete, without {_lacks(parts)}{others}: nothing of it was inserted; keep all "
-            f"rows of an item together, or export it again"
-        )
-
-
-def _named(path: Path, rows: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
-    """The rows. A ValueError that names a row names the file too."""
-    try:
-        yield from rows
-    except ValueError as error:
-        raise ValueError(str(error) if str(error).startswith(str(path)) else f"{path}, {error}") from None
-
-
-def _number(row: Row, name: str) -> int:
-    value = row.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(
-            f"{name} is {value!r:.80}, not a number from 0: `replay table export --rows sequences` writes it"
-        )
-    return value
-
-
-def _lacks(parts: Mapping[tuple[int, int], tuple[int, Row]]) -> str:
-    """The first sequence of a group that is not among `parts`, in words; empty: all are there."""
-    sizes = {rollout: _number(row, "sequences") for (rollout, _), (_, row) in parts.items()}
-    (_, first) = next(iter(parts.values()))
-    for rollout in range(_number(first, "rollouts")):
-        if rollout not in sizes:
-            return f"rollout {rollout}"
-        for sequence in range(sizes[rollout]):
-            if (rollout, sequence) not in parts:
-                return f"sequence {sequence} of rollout {rollout}"
-    return ""
-
-
-def _put_together(parts: Mapping[tuple[int, int], tuple[int, Row]]) -> Row:
-    """The row of the whole item. Its bytes are in one of the rows, and the columns of all rows have to agree with them.
-
-    Raises ValueError for a column that was changed: `import` would insert the item without the change.
-    """
-    from replay_cli.archive.rows import SEQUENCE_COLUMNS, sequence_rows
-    from replay_client import RolloutGroup
-    from replay_dashboard.group import TokenText
-
-    rows = [row for _, row in parts.values()]
-    whole = next((row for row in rows if row.get("payload") is not None), rows[0])
-    if whole.get("payload") is None:
-        return whole
-    expected = {
-        (row["rollout"], row["sequence"]): row
-        for row in sequence_rows(RolloutGroup.decode(_bytes_of(whole)), TokenText())
-    }
-    for place, (number, row) in parts.items():
-        for name, kind in SEQUENCE_COLUMNS.items():
-            if name not in row or place not in expected:
-                continue
-            given = json.loads(row[name]) if kind == "json" and isinstance(row[name], str) else row[name]
-            if plain(given) != (stored := plain(expected[place][name])):  # NaN, an unknown number, is none in both
-                raise ValueError(
-                    f"{name} of sequence {place[1]} of rollout {place[0]} is {row[name]!r:.60} in row {number}, and "
-                    f"{stored!r:.60} in the payload, which is what `import` inserts: change groups in Python"
-                )
-    return whole
 
 
 # ------------------------------------------------------------------------------------------------ files

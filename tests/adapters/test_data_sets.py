@@ -76,7 +76,7 @@ def test_an_exported_pool_is_a_data_set_that_trl_trains_on_and_an_imported_one_g
         assert texts.train_dataset[4]["input_ids"] == [12, 7, 1]  # with the token that ends a text
         assert texts.train_dataset[4]["labels"] == [-100, 7, 1]
 
-        others = names["rows"].remove_columns(["key", "payload", "table", "priority"])
+        others = names["rows"].remove_columns(["key", "table", "priority"])
         others.to_parquet("others.parquet")
         client.reset("replay")
         for said in (

@@ -77,7 +77,7 @@ def test_a_tokenizer_adds_texts_and_payloads_may_be_left_out(replay, client, tmp
     assert (row["prompt"], row["contexts"], row["completions"]) == ("1+1=", ["", ""], ["2", "2"])
     assert "payload" not in row
     said = fails("table", "import", str(file), address=client.address)
-    assert said == f"replay: {file}, row 1: there is no payload; export it with payloads\n"
+    assert said == f"replay: {file}, row 1: there is no payload; export it with payloads, a row for each item\n"
 
 
 def test_a_large_table_is_read_in_parts(replay, client, tmp_path):
@@ -236,9 +236,7 @@ def write_rows(path, rows) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("replay.jsonl", marks=pytest.mark.long), "replay.parquet"])
-def test_a_row_a_sequence_has_what_data_sets_have_and_comes_back_bit_by_bit_in_any_order(
-    replay, client, tmp_path, name
-):
+def test_a_row_a_sequence_has_what_data_sets_have(replay, client, tmp_path, name):
     keys = insert_agents(client, folder=tmp_path / "tokenizer")
     file = tmp_path / name
     made = replay(
@@ -277,9 +275,16 @@ def test_a_row_a_sequence_has_what_data_sets_have_and_comes_back_bit_by_bit_in_a
         ]
     ]
     assert all(value is None or math.isnan(value) for value in rows[4]["logprobs"])
-    assert [row["payload"] is None for row in rows] == [False, True, True, True, False, True, True, False]
+    assert "payload" not in second
+    said = fails("table", "import", str(file), address=client.address)
+    assert said == f"replay: {file}, row 1: there is no payload; export it with payloads, a row for each item\n"
 
-    write_rows(file, rows[::-1])
+
+@pytest.mark.parametrize("name", [pytest.param("replay.jsonl", marks=pytest.mark.long), "replay.parquet"])
+def test_groups_and_other_bytes_come_back_bit_by_bit(replay, client, tmp_path, name):
+    keys, file = insert_agents(client), tmp_path / name
+    made = replay("table", "export", "replay", str(file))
+    assert made.stdout == f"3 items of replay written to {file}\n", made.stderr
     with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
         imported = run_replay("table", "import", str(file), address=target.address)
         assert imported.stdout == f"3 items of {file} inserted\n", imported.stderr
@@ -291,69 +296,25 @@ def test_a_row_a_sequence_has_what_data_sets_have_and_comes_back_bit_by_bit_in_a
             assert mine.tables["replay"].priority == theirs.tables["replay"].priority
 
 
-def lose(*places):
-    return lambda rows: [row for row in rows if (row["rollout"], row["sequence"]) not in places]
-
-
-@pytest.mark.parametrize(
-    ("lost", "words"),
-    [
-        pytest.param(lose((0, 1)), "without sequence 1 of rollout 0", id="a sequence"),
-        pytest.param(lose((1, 0), (1, 1)), "without rollout 1", id="a rollout"),
-        pytest.param(lose((0, 0)), "without sequence 0 of rollout 0", id="the one with the payload"),
-    ],
-)
-def test_a_group_that_lacks_rows_is_named_and_the_others_are_inserted(replay, client, tmp_path, lost, words):
-    keys = insert_agents(client)
-    file = tmp_path / "x.jsonl"
-    assert replay("table", "export", "replay", str(file), "--rows", "sequences").returncode == 0
-    rows = read_rows(file)
-    write_rows(file, lost(rows[:4]) + rows[4:])
-    with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
-        said = run_replay("table", "import", str(file), address=target.address)
-        assert (said.returncode, said.stdout) == (1, f"2 items of {file} inserted\n")
-        remedy = "nothing of it was inserted; keep all rows of an item together, or export it again"
-        assert said.stderr == f"replay: {file}: item {keys[0]} is incomplete, {words}: {remedy}\n"
-        assert {item.key for item in there.list_items("replay")} == set(keys[1:])
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"reward": 0.5}, "reward of sequence 0 of rollout 0 is 0.5 in row 1, and 0.1"),
-        ({"completion_ids": [1]}, "completion_ids of sequence 0 of rollout 0 is [1] in row 1, and [5]"),
-        ({"completion_ids": [5.5]}, "completion_ids of sequence 0 of rollout 0 is [5.5] in row 1, and [5]"),
-        ({"logprobs": ["x"]}, "logprobs of sequence 0 of rollout 0 is ['x'] in row 1, and [-1.0]"),
-        ({"logprobs": [None]}, "logprobs of sequence 0 of rollout 0 is [None] in row 1, and [-1.0]"),
-        ({"meta": {"a": 1}}, "meta of sequence 0 of rollout 0 is {'a': 1} in row 1, and {}"),
-        ({"rollout": 1.5}, "rollout is 1.5, not a number from 0: `replay table export --rows sequences` writes it"),
-        ({"sequences": None}, "sequences is None, not a number from 0"),
-        ({"payload": "AAAA"}, "not a rollout group: 3 bytes"),
         ({"key": "x"}, "key is 'x', not a whole number below 2^64"),
+        ({"priority": None}, "there is no priority"),
+        ({"payload": None}, "there is no payload; export it with payloads, a row for each item"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_row_that_was_changed_is_refused_and_nothing_of_its_group_is_inserted(
-    replay, client, tmp_path, change, words
-):
+def test_a_row_that_is_no_item_is_refused(replay, client, tmp_path, change, words):
     client.insert(make_group(rewards=[0.1]), {"replay": 1.0})
     file = tmp_path / "x.jsonl"
-    assert replay("table", "export", "replay", str(file), "--rows", "sequences").returncode == 0
+    assert replay("table", "export", "replay", str(file)).returncode == 0
     write_rows(file, [row | change for row in read_rows(file)])
     with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
         said = fails("table", "import", str(file), address=target.address)
         assert said.startswith(f"replay: {file}, row 1: ")
         assert words in said
         assert there.server_info().items == 0
-
-
-def test_rows_of_sequences_without_payloads_are_for_reading_alone(replay, client, tmp_path):
-    insert_agents(client)
-    file = tmp_path / "x.jsonl"
-    assert replay("table", "export", "replay", str(file), "--rows", "sequences", "--no-payloads").returncode == 0
-    assert "payload" not in read_rows(file)[0]
-    said = fails("table", "import", str(file), address=client.address)
-    assert said == f"replay: {file}, row 4: there is no payload; export it with payloads\n"
 
 
 # ------------------------------------------------------------------------------------------------ several files
@@ -366,13 +327,13 @@ def test_an_item_of_two_tables_comes_back_into_both_from_the_files_of_both(repla
     ]
     files = [tmp_path / "rollouts.jsonl", tmp_path / "replay.parquet"]
     for file in files:
-        assert replay("table", "export", file.stem, str(file), "--rows", "sequences").returncode == 0
+        assert replay("table", "export", file.stem, str(file)).returncode == 0
     tables = [TableConfig(name="rollouts"), TableConfig(name="replay")]
     with ReplayServer(tables=tables, port=0) as target, ReplayClient(target.address) as there:
         assert run_replay("table", "import", str(files[0]), address=target.address).returncode == 0
         said = fails("table", "import", str(files[1]), address=target.address)
         assert said == (
-            f"replay: {files[1]}, row 3: item {keys[0]} is there, in rollouts, and cannot join replay: delete it and "
+            f"replay: {files[1]}, row 1: item {keys[0]} is there, in rollouts, and cannot join replay: delete it and "
             f"give the files of all its tables to one `replay table import`\n"
         )
     with ReplayServer(tables=tables, port=0) as target, ReplayClient(target.address) as there:

@@ -92,7 +92,7 @@ def export_archive(
     payloads: WithPayloads = True,
     as_json: AsJson = False,
 ) -> None:
-    """Write groups of an archive into a file that `replay table import` takes, in the rows of `replay table export`."""
+    """Write groups of an archive into a file, in the rows of `replay table export`."""
     from replay_cli.archive.files import write_rows
     from replay_cli.archive.rows import ITEM_COLUMNS, Form
     from replay_dashboard.units import counted

@@ -94,6 +94,7 @@ class Form:
     text: TokenText
     """Without a tokenizer: no texts."""
     payloads: bool
+    """The rows of items have their bytes."""
     items: int = field(default=0, init=False)
     """Items that this export has written so far."""
 
@@ -103,7 +104,8 @@ class Form:
             kinds, texts = ITEM_COLUMNS | SEQUENCE_COLUMNS, SEQUENCE_TEXTS
         else:
             kinds, texts = ITEM_COLUMNS | {name: kind for name, (kind, _) in GROUP_COLUMNS.items()}, TEXT_COLUMNS
-        return kinds | (texts if self.text.source else {}) | ({PAYLOAD: "bytes"} if self.payloads else {})
+        kinds |= texts if self.text.source else {}
+        return kinds | ({PAYLOAD: "bytes"} if self.payloads and not self.sequences else {})
 
     def rows(self, facts: Row, payload: Buffer) -> Iterator[Row]:
         """The rows of an item. `facts`: what the server says of it."""
@@ -115,10 +117,11 @@ class Form:
             found = [{} if group is None else {name: of(group) for name, (_, of) in GROUP_COLUMNS.items()}]
             if group is not None and self.text.source:
                 found[0] |= _texts(group, self.text)
-        for number, row in enumerate(found):
-            if self.payloads and not number:
-                row[PAYLOAD] = bytes(payload)
-            yield dict.fromkeys(columns) | {name: facts[name] for name in ITEM_COLUMNS} | row
+        known = {name: facts[name] for name in ITEM_COLUMNS}
+        if PAYLOAD in columns:
+            known[PAYLOAD] = bytes(payload)
+        for row in found:
+            yield dict.fromkeys(columns) | known | row
 
 
 def sequence_rows(group: RolloutGroup, text: TokenText) -> list[Row]:
