@@ -175,7 +175,7 @@ MAX_CODE = {
     "replay_client": (5_322, 49_678),
     "replay_generator": (4_662, 42_308),
     "replay_dashboard": (1_831, 20_599),
-    "replay_cli": (2_872, 27_137),
+    "replay_cli": (2_847, 27_013),
     "replay_trainer": (4_061, 39_395),
     "replay_adapters": (2_345, 24_067),
     "examples": (657, 6_073),

@@ -131,19 +131,24 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write the items of a table into a file. They stay in the table, and do not count as sampled."""
-    from replay_cli.archive.files import write_rows
     from replay_cli.archive.rows import Form
-    from replay_dashboard.units import counted
 
-    format_of(file)
     tags = parse_tags(tag)
     form = Form(rows is RowKind.SEQUENCES, load_tokenizer(tokenizer), payloads)
     with connect(context, 60.0) as client:
-        found = _rows(client, all_items(client, table, tags, limit), table, form)
-        count = ask(lambda: write_rows(file, form.columns(), found))
-    more = f", in {counted(count, 'row')}" if rows is RowKind.SEQUENCES else ""
-    written = {"table": table, "file": str(file), "items": form.items, "rows": count}
-    tell(as_json, written, f"{counted(form.items, 'item')} of {table} written to {file}{more}")
+        write(file, form, _rows(client, all_items(client, table, tags, limit), table, form), {"table": table}, as_json)
+
+
+def write(file: Path, form: Form, rows: Iterator[Row], origin: dict[str, str], as_json: bool) -> None:
+    """Writes an export, and prints how much it has. `origin`: what the rows are of, by the name that JSON gives it."""
+    from replay_cli.archive.files import write_rows
+    from replay_dashboard.units import counted
+
+    format_of(file)
+    count = ask(lambda: write_rows(file, form.columns(), rows))
+    more = f", in {counted(count, 'row')}" if form.sequences else ""
+    words = f"{counted(form.items, 'item')} of {', '.join(origin.values())} written to {file}{more}"
+    tell(as_json, origin | {"file": str(file), "items": form.items, "rows": count}, words)
 
 
 def import_items(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_cli.connection import parse_tags
+from replay_cli.connection import ask, parse_tags
 from replay_cli.items import load_tokenizer
-from replay_cli.keep import RowKind, TokenizerFolder, WhichRows, WithPayloads, format_of
+from replay_cli.keep import RowKind, TokenizerFolder, WhichRows, WithPayloads, write
 from replay_cli.options import option, taking
 from replay_cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, say
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from replay_cli.archive.reading import Wanted
     from replay_cli.archive.rows import Row
 
-R = TypeVar("R")
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the archive: --dir of `replay archive run`.")]
 _STEPS = "steps.jsonl of the trainer: says what it trained on."
 _WHICH = (
@@ -46,7 +45,7 @@ def list_groups(
 ) -> None:
     """List the groups of an archive, and what became of each."""
     found = _groups(folder, which, [*_SHOWN, "inserted_at"])
-    rows = _read(lambda: list(islice(found, limit)))
+    rows = ask(lambda: list(islice(found, limit)))
     if as_json:
         print_json(rows)
         return
@@ -63,13 +62,15 @@ def show_step(
     from replay_cli.archive.fates import read_steps
     from replay_dashboard.units import counted
 
-    step = _read(lambda: next((step for step in read_steps(steps) if step.number == number), None))
-    if step is None:
+    uses = ask(lambda: next((uses for step, uses in read_steps(steps) if step == number), None))
+    if uses is None:
         fail(f"{steps} has no step {number}")
-    keys = [str(use.facts["key"]) for uses in step.uses.values() for use in uses]
+    keys = [use.key for use in uses]
     groups_of_step = _groups(folder, {"steps": steps, "key": keys}, _SHOWN) if keys else iter(())
-    found = _read(lambda: {row["key"]: row for row in groups_of_step})
-    document = {kind: [_used(use, found) for use in uses] for kind, uses in step.uses.items()}
+    found = ask(lambda: {row["key"]: row for row in groups_of_step})
+    document: dict[str, list[Row]] = {"trained": [], "left_out": [], "put_aside": []}
+    for use in uses:
+        document[use.fate.replace("-", "_")].append(_used(use, found))
     if as_json:
         print_json({"step": number} | document)
         return
@@ -93,20 +94,12 @@ def export_archive(
     as_json: AsJson = False,
 ) -> None:
     """Write groups of an archive into a file, in the rows of `replay table export`."""
-    from replay_cli.archive.files import write_rows
     from replay_cli.archive.rows import ITEM_COLUMNS, Form
-    from replay_dashboard.units import counted
 
-    format_of(file)
     form = Form(rows is RowKind.SEQUENCES, load_tokenizer(tokenizer), payloads)
     groups = _groups(folder, which, [*ITEM_COLUMNS, "payload"])
     found = (written for row in groups for written in form.rows(row, row["payload"]))
-    count = _read(lambda: write_rows(file, form.columns(), found))
-    if as_json:
-        print_json({"folder": str(folder), "file": str(file), "items": form.items, "rows": count})
-    else:
-        more = f", in {counted(count, 'row')}" if rows is RowKind.SEQUENCES else ""
-        say(f"{counted(form.items, 'item')} of {folder} written to {file}{more}")
+    write(file, form, found, {"folder": str(folder)}, as_json)
 
 
 def _groups(folder: Path, which: Mapping[str, Any], columns: Sequence[str]) -> Iterator[Row]:
@@ -119,7 +112,7 @@ def _groups(folder: Path, which: Mapping[str, Any], columns: Sequence[str]) -> I
     if fate is not None and fate not in FATES:
         misuse(f"--fate {fate!r} is none of {', '.join(FATES)}")
     wanted, archive = _wanted(which), Archive(folder)
-    fates = _read(lambda: Fates(which.get("steps")))
+    fates = ask(lambda: Fates(which.get("steps")))
     for row in archive.groups(wanted, columns, payloads="payload" in columns):
         became = fates.of(row["key"])
         if fate in (None, became):
@@ -154,10 +147,9 @@ def _tags(row: Row) -> dict[str, Any]:
 
 def _used(use: Use, found: dict[str, Row]) -> Row:
     """A group of a step: what the trainer said of it, and what the archive has."""
-    key = str(use.facts["key"])
-    row = found.get(key, {})
+    row = found.get(use.key, {})
     said = {name: value for name, value in use.facts.items() if name not in ("key", "table")}
-    return row | said | {"key": key, "archived": bool(row)}
+    return row | said | {"key": use.key, "archived": bool(row)}
 
 
 def _print_groups(rows: list[Row]) -> None:
@@ -181,11 +173,3 @@ def _print_groups(rows: list[Row]) -> None:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _read(question: Callable[[], R]) -> R:
-    """The answer of the archive. An error ends the command with one line."""
-    try:
-        return question()
-    except (ValueError, OSError) as error:
-        fail(error)
