@@ -286,7 +286,7 @@ async def test_a_server_without_the_table_is_named_with_the_remedy(building, wan
 
 
 async def test_over_shards_a_group_stays_where_its_permit_came_from():
-    with serving() as one, serving() as other:
+    with serving(groups=2) as one, serving(groups=2) as other:  # of the run
         async with generating(f"{one},{other}", Hook(*range(SIZE)), max_groups=2, prompts=None) as (_, client, task):
             await task
             assert await counts(client) == (2, 0, 0)
