@@ -125,7 +125,7 @@ def delete(
         parts = [chosen[start : start + _KEYS_PER_CALL] for start in range(0, len(chosen), _KEYS_PER_CALL)]
         results = [ask(partial(client.delete, table, part)) for part in parts]
     deleted = sum(result.applied for result in results)
-    # What has left since a list by tags was made, has left.
+    # An item that was listed by its tags and has left the table meanwhile is not missing to anybody.
     missing = [] if tags else [key for result in results for key in result.missing]
     tell(as_json, {"deleted": deleted, "missing": [str(key) for key in missing]}, f"{deleted} deleted from {table}")
     if missing:

@@ -50,7 +50,7 @@ def option(name: str, text: str, kind: Any = str, default: Any = None, *flags: s
 
 def options_of(kind: type, panel: str, *names: str) -> Options:
     """An option for each of these fields of a class of settings. `panel`: their group in the help."""
-    declared = kind.__pydantic_fields__  # type: ignore[attr-defined]
+    declared = kind.__pydantic_fields__  # type: ignore[attr-defined]  # pydantic adds it to its dataclasses
     options = []
     for name in names:
         clause = re.split(r"\.(?:\s|$)|;| \(", " ".join(declared[name].description.split()))[0]

@@ -109,7 +109,7 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 
 
 def tell(as_json: bool, found: object, words: str, *, indent: int | None = 2) -> None:
-    """What a command has done: the document for programs, or the words for people."""
+    """Prints what a command has done: `found` as JSON for programs, or `words` for people."""
     if as_json:
         print_json(found, indent=indent)
     else:

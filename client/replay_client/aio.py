@@ -56,7 +56,7 @@ WRITER_BYTES = 256 << 20
 
 
 class Servers(NamedTuple):
-    """What answers the methods of a client, by what they are about."""
+    """The objects to which a client hands its calls, one for each subject: items, draws, the policy, permits."""
 
     fleet: OneServer | Fleet
     placement: OneServer | Placement

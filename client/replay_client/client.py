@@ -57,7 +57,7 @@ def handing_out(
 
 
 class _Blocking(Generic[A]):
-    """What a blocking client hands out, for `with`: the same for asyncio, and the thread whose event loop runs it."""
+    """A writer, sampler or keeper of a blocking client, for `with`. It calls the asyncio one on its thread."""
 
     def __init__(self, thread: LoopThread, aio: A) -> None:
         self._thread = thread

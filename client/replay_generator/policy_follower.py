@@ -205,7 +205,7 @@ class PolicyFollower:
         await self._give_up()
 
     def _too_old(self, version: int) -> bool:
-        """Whether `Table.too_stale` of the server will refuse a group that begins with this version."""
+        """Whether the server will refuse a group that begins with this version (its `Table.too_stale`)."""
         return self._max_staleness is not None and self.newest_version - version > self._max_staleness
 
     async def _give_up(self) -> None:

@@ -205,7 +205,7 @@ class PromptsTable(PromptSupply):
     # -------------------------------------------------------------------------------------------------- for both
 
     def _faults(self, config: Mapping[str, Any]) -> Iterator[str]:
-        """What makes a table with this configuration unfit."""
+        """Lists the settings of a table that make it unfit for prompts, in words."""
         sampler, times, limiter = config["sampler"]["type"], config["max_times_sampled"], config["rate_limiter"]
         room = LEAST_ROOM if self._times else len(self._rows) + 2
         if sampler != self._sampler:

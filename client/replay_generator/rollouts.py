@@ -93,7 +93,7 @@ class RolloutSequence:
         self.policy_versions: list[int] = []
         """For each token, the version that drew it. A given one has that of the token before it, or -1."""
         self.drawn: list[tuple[int, Mapping[str, npt.NDArray[Any]], Mapping[str, str]]] = []
-        """Of each completion that has extras: the place of its first token, the extras, and their axes."""
+        """An entry for each completion that has extras: the index of its first token, the extras, and their axes."""
         self.turns: list[Turn] = []
         self.finish_reason = ""
         """Of the last completion; "": there was none."""
@@ -428,8 +428,8 @@ def _columns(sequences: Sequence[RolloutSequence]) -> dict[str, tuple[str, list[
 
 
 def _row(sequence: RolloutSequence, name: str, axis: str, like: npt.NDArray[Any]) -> Any:
-    """What a sequence has under this name, as `group_from_rows` takes it. Tokens whose completion has none get 0, or an
-    empty set."""
+    """The values of a sequence under this name, in the form that `group_from_rows` takes. A token whose completion has
+    no value gets 0, or an empty set."""
     # Of a whole sequence the engine has read all from the first token on; else a row begins behind the head.
     head, size = sequence.head, len(sequence.token_ids)
     drawn = [(start - head, extras) for start, extras, _ in sequence.drawn if name in extras]

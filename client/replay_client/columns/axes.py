@@ -37,7 +37,7 @@ def checked_columns(extras: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
     for name, values in extras.items():
         try:
             columns[name] = array = np.asarray(values)
-        # What a tensor on a GPU, in bfloat16, or in a graph says.
+        # numpy raises these for a tensor on a GPU, in bfloat16, or in a graph.
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"extras[{name!r}] is no array of numpy: {error}; of a tensor take x.detach().cpu().numpy(), of one in "
