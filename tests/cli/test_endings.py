@@ -28,7 +28,6 @@ def silent() -> Iterator[socket.socket]:
 
 
 SIGINT, SIGTERM = (signal.SIGINT, 130), (signal.SIGTERM, 143)
-both_signals = pytest.mark.parametrize(("number", "status"), [SIGINT, SIGTERM])
 
 
 @pytest.mark.parametrize(
@@ -249,13 +248,6 @@ def check_end(process: Running, number: int, status: int) -> str:
     psutil.wait_procs(children, timeout=60)
     assert not any(child.is_running() for child in children)
     return complained
-
-
-@both_signals
-def test_a_signal_ends_the_page_as_soon_as_it_has_said_its_address(tmp_path, number, status):
-    page = started("--address", "127.0.0.1:1", "dashboard", "--port", "0", "--no-browser", folder=tmp_path)
-    assert page.stdout.readline().startswith("dashboard at ")
-    check_end(page, number, status)
 
 
 def test_a_signal_ends_the_demo_while_it_prepares(tmp_path):

@@ -1,6 +1,5 @@
 """The client against a real server: inserting, sampling, waiting, and what goes wrong."""
 
-import json
 import re
 import signal
 import subprocess
@@ -66,15 +65,6 @@ def test_a_group_comes_out_as_it_went_in_with_where_it_comes_from(client):
     assert 0 <= info.age < 10
 
 
-def test_a_sampled_group_moves_on_to_the_replay_table_without_a_copy(client):
-    key = client.insert(make_group(), {"rollouts": 0.7})
-    client.sample("rollouts", 1)
-    (item,) = client.get([key, 12345])
-    assert set(item.tables) == {"replay"}
-    assert item.tables["replay"].priority == 0.7
-    assert item.group == make_group()
-
-
 @pytest.mark.usefixtures("transport")
 def test_items_come_without_their_payloads_if_nobody_wants_them(client):
     key = client.insert(make_group(), {"rollouts": 0.7, "plain": 0.5}, tags={"level": 3})
@@ -94,17 +84,6 @@ def test_payloads_of_any_size_keep_their_bytes(client, nbytes):
     assert [bytes(sample.payload) for sample in client.sample("plain", 2)] == [payload] * 2
     with client.sampler("plain", batch_size=2) as sampler:
         assert [bytes(sample.payload) for sample in next(sampler)] == [payload] * 2
-
-
-@pytest.mark.usefixtures("transport")
-def test_small_and_large_items_mix_in_one_stream_in_order(client):
-    sizes = [10, 2_500_000, 0, 700, 1_100_000, 5]
-    payloads = [np.random.default_rng(n).bytes(n) for n in sizes]
-    with client.writer() as writer:
-        keys = [writer.insert(payload, {"plain": 1.0}) for payload in payloads]
-    samples = client.sample("plain", len(sizes))
-    assert [sample.info.key for sample in samples] == keys
-    assert [bytes(sample.payload) for sample in samples] == payloads
 
 
 @pytest.mark.usefixtures("transport")
@@ -316,28 +295,6 @@ def test_update_delete_list_and_reset(client):
     assert size(client, "plain") == 0
 
 
-def test_limits_can_change_while_the_server_runs(client):
-    for n in range(4):
-        client.insert(b"x", {"replay": float(n + 1)})
-    info = client.update_table("replay", max_size=2)
-    assert json.loads(info.config)["max_size"] == 2
-    assert [item.priority for item in client.list_items("replay", order_by="priority").items] == [3.0, 4.0]
-    with pytest.raises(InvalidRequestError, match="max_size"):
-        client.update_table("replay", max_size=-1)
-    with pytest.raises(InvalidRequestError, match="no_such_field"):
-        client.update_table("replay", no_such_field=1)
-
-
-def test_a_scope_is_shared_by_all_clients(client, server):
-    for n in range(4):
-        client.insert(bytes([n]), {"replay": 1.0})
-    with ReplayClient(server.address) as other:
-        mine = {sample.info.key for sample in client.sample("replay", 2, scope="step-1")}
-        theirs = {sample.info.key for sample in other.sample("replay", 2, scope="step-1")}
-    assert not mine & theirs
-    assert client.sample("replay", 2, scope="step-2", exclude=mine)[0].info.key in theirs
-
-
 def test_leased_samples_go_back_unless_they_are_acknowledged_in_time(client):
     keys = [client.insert(bytes([n]), {"rollouts": 1.0}) for n in range(3)]
     kept, returned, expired = (client.sample("rollouts", 1, lease=seconds) for seconds in (60.0, 60.0, 0.2))
@@ -349,13 +306,6 @@ def test_leased_samples_go_back_unless_they_are_acknowledged_in_time(client):
     assert client.acknowledge(expired).missing == (expired[0].info.lease,)
     info = client.server_info().tables
     assert (info["rollouts"].samples, info["rollouts"].reserved, info["replay"].size) == (3, 0, 3)
-
-
-def test_inserting_a_key_twice_stores_it_once(client):
-    key = client.insert(b"x", {"plain": 1.0})
-    assert client.insert(b"x", {"plain": 1.0}, key=key) == key
-    assert size(client, "plain") == 1
-    assert client.server_info().tables["plain"].duplicates == 1
 
 
 def test_watching_the_policy_sees_the_current_one_and_every_change(client, server):
@@ -379,14 +329,6 @@ def test_permits_pace_generators_over_the_wire():
         client.acquire_permits(1)
         info = client.server_info().admission
         assert (info.accepted, info.running, info.expired) == (1, 1, 0)
-
-
-def test_a_permit_that_nobody_uses_goes_back_at_the_end_of_its_life():
-    admission = AdmissionConfig(groups_per_step=1, max_staleness=0, permit_ttl=0.2)
-    with ReplayServer(tables=TABLES, port=0, admission=admission) as server, ReplayClient(server.address) as client:
-        for before in range(3):  # there is only one
-            client.acquire_permits(1, timeout=60.0)
-            assert client.server_info().admission.expired >= before
 
 
 def test_without_admission_asking_for_permits_says_so(client):
@@ -485,14 +427,6 @@ async def test_a_closed_asyncio_client_says_so(server):
         await client.insert(b"x", {"plain": 1.0})
 
 
-def test_a_closed_client_says_so(server):
-    client = ReplayClient(server.address)
-    client.close()
-    client.close()
-    with pytest.raises(ServerClosedError):
-        client.policy()
-
-
 def test_no_server_gives_a_clear_error_in_time():
     with ReplayClient("127.0.0.1:1", timeout=0.3) as client:
         with pytest.raises(ServerUnavailableError, match=r"no replay server answers at 127\.0\.0\.1:1"):
@@ -515,11 +449,6 @@ def test_stopping_the_server_ends_every_wait_with_a_clear_error(server):
         server.stop()
         thread.join(timeout=60)
         assert outcome == ["the server is shutting down"]
-
-
-def test_a_port_in_use_is_an_error(server):
-    with pytest.raises(OSError, match="in use"):
-        ReplayServer(tables=TABLES, port=int(server.address.rpartition(":")[2])).start()
 
 
 ONE_LOOP_AFTER_ANOTHER = """

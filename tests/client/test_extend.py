@@ -17,8 +17,8 @@ from replay_client.errors import (
     TableFullError,
 )
 from replay_protos import replay_pb2 as pb
-from replay_server import CheckpointsSection, Config, ReplayServer, ServerSection, TableConfig
-from tests.factories import make_group, server_process, until
+from replay_server import Config, ReplayServer, ServerSection, TableConfig
+from tests.factories import make_group, until
 from tests.server.rpc.calls import connection
 
 QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 6}, requires=["teacher_logprobs"])
@@ -109,44 +109,6 @@ def test_a_column_that_is_there_stays_as_it_was(client):
     np.testing.assert_array_equal(sample.group.extras["ref"], np.zeros(2))
     np.testing.assert_array_equal(sample.group.extras["value"], np.ones(3))
     assert sample.group.axes == {}
-
-
-def test_of_teachers_that_write_one_column_at_once_the_first_wins(client):
-    key = client.insert(make_group(), {"plain": 1.0})
-    results: dict[int, ExtendResult] = {}
-
-    def teach(number: int) -> None:
-        results[number] = client.extend(key, {"value": np.full(3, number)})
-
-    teachers = [threading.Thread(target=teach, args=(number,)) for number in range(8)]
-    for teacher in teachers:
-        teacher.start()
-    for teacher in teachers:
-        teacher.join()
-    (winner,) = [number for number, result in results.items() if result.added]
-    assert all(result == ExtendResult(present=("value",)) for number, result in results.items() if number != winner)
-    assert client.sample("plain", 1)[0].group.extras["value"].tolist() == [winner] * 3
-
-
-def test_an_item_that_is_gone_is_missing(client):
-    deleted, consumed = (client.insert(make_group(), {table: 1.0}) for table in ("plain", "teachers"))
-    client.delete("plain", [deleted])
-    client.sample("teachers", 1)
-    for key in (deleted, consumed, 12345):
-        assert client.extend(key, LOGPROBS) == ExtendResult(missing=True)
-    assert client.server_info().bytes == 0
-
-
-def test_a_batch_stays_as_it_was_drawn_and_the_next_one_has_the_column(client):
-    key = client.insert(make_group(), {"teachers": 1.0})
-    drawn = client.sample("teachers", 1, lease=60.0)
-    assert client.extend(key, LOGPROBS).added == ("teacher_logprobs",)
-    assert drawn[0].group.extras == {}
-    client.acknowledge(drawn, give_back=True)
-    info, (stored,) = client.server_info().tables["teachers"], client.get([key])
-    (again,) = client.sample("teachers", 1)
-    assert (again.info.key, list(again.group.extras)) == (key, ["teacher_logprobs"])
-    assert info.bytes == len(again.payload) + stored.labels.nbytes
 
 
 @pytest.mark.usefixtures("transport")
@@ -248,44 +210,6 @@ def test_rows_that_wait_fill_a_queue_so_that_generators_stop(client):
     client.insert(make_group(), {"queue": 1.0})
 
 
-def test_rows_that_wait_do_not_count_for_the_least_size(client):
-    keys = [
-        client.insert(make_group(extras={"value": np.zeros(3)} if n < 2 else {}), {"enough": 1.0}) for n in range(4)
-    ]
-    reason = "items there: 2, wanted: 3 (size 4 - 2 wait for value, which leaves 2 < min_size 3)"
-    with pytest.raises(DeadlineExceededError, match=re.escape(reason)):
-        client.sample("enough", 1, timeout=0.1)
-    client.extend(keys[3], {"value": np.zeros(3)})
-    assert keys_of(client.sample("enough", 3)) == [keys[0], keys[1], keys[3]]
-
-
-def test_rows_that_wait_are_there_for_whoever_looks(memory_client):
-    client = memory_client
-    first, second, third = (client.insert(make_group(), {"queue": 1.0}) for _ in range(3))
-    assert client.update_priorities("queue", {first: 7.0}).applied == 1
-    assert client.get([first])[0].tables["queue"].priority == 7.0
-    assert client.delete("queue", [second]).applied == 1
-    info = client.server_info().tables["queue"]
-    assert (info.size, info.waiting_rows) == (2, 2)
-    assert info.bytes == sum(len(item.payload) for item in client.get([first, third]))
-    assert client.extend(second, LOGPROBS).missing
-    assert client.reset("queue") == 2
-    info = client.server_info().tables["queue"]
-    assert (info.size, info.waiting_rows, len(info.lacking)) == (0, 0, 0)
-
-
-def test_an_item_that_is_forwarded_waits_in_a_table_that_requires_columns(client):
-    lacking, whole = (
-        client.insert(make_group(), {"first": 1.0}),
-        client.insert(make_group(extras=LOGPROBS), {"first": 1.0}),
-    )
-    client.sample("first", 2)
-    assert client.server_info().tables["later"].waiting_rows == 1
-    assert keys_of(client.sample("later", 1)) == [whole]
-    client.extend(lacking, LOGPROBS)
-    assert sorted(keys_of(client.sample("later", 2))) == sorted([lacking, whole])
-
-
 def test_what_a_table_requires_can_change_while_it_runs(client):
     lacking = client.insert(make_group(), {"plain": 1.0})
     whole = client.insert(make_group(extras={"value": np.zeros(3)}), {"plain": 1.0})
@@ -304,49 +228,6 @@ def test_what_a_table_requires_can_change_while_it_runs(client):
 
 
 # ------------------------------------------------------------------------------------------------ what survives
-
-CONFIG = """
-server.data_dir = "{folder}/data"
-tables = [
-    {{ name = "queue", rate_limiter = {{ type = "queue", max_size = 100 }}, requires = ["teacher_logprobs"] }},
-    {{ name = "plain", sampler = "fifo" }},
-]
-"""
-
-
-def test_columns_and_rows_that_wait_outlive_a_kill(tmp_path):
-    large = np.random.default_rng(1).integers(0, 255, size=700_000, dtype=np.uint8)
-    with server_process(tmp_path, CONFIG.format(folder=tmp_path)) as server, ReplayClient(server.address) as client:
-        keys = [client.insert(make_group(), {"queue": 1.0, "plain": 1.0}) for _ in range(4)]
-        client.extend(keys[2], {"large": large})
-        client.extend(keys[2], LOGPROBS, axes=TOKEN)
-        client.extend(keys[1], {"value": np.arange(3)})
-    with server_process(tmp_path, CONFIG.format(folder=tmp_path)) as server, ReplayClient(server.address) as client:
-        info = client.server_info()
-        assert (info.tables["queue"].size, info.tables["queue"].waiting_rows, info.damaged) == (4, 3, 0)
-        (sample,) = client.sample("queue", 1)
-        assert sample.info.key == keys[2]
-        np.testing.assert_array_equal(sample.group.extras["large"], large)
-        assert client.extend(keys[1], LOGPROBS | {"value": np.zeros(3)}) == ExtendResult(
-            ("teacher_logprobs",), ("value",)
-        )
-        (sample,) = client.sample("queue", 1)
-        assert (sample.info.key, sample.group.extras["value"].tolist()) == (keys[1], [0, 1, 2])
-
-
-def test_a_checkpoint_has_the_columns_that_arrived_before_it(tmp_path):
-    folder = CheckpointsSection(dir=tmp_path / "checkpoints")
-    with server_with(tmp_path / "one", checkpoints=folder) as server, ReplayClient(server.address) as client:
-        keys = [client.insert(make_group(), {"queue": 1.0}) for _ in range(3)]
-        client.extend(keys[1], LOGPROBS)
-        client.checkpoint()
-        (found,) = client.checkpoints(verify=True)
-        assert (found.intact, found.items) == (True, 3)
-    restored = server_with(tmp_path / "two", checkpoints=folder).restore("latest")
-    with restored as server, ReplayClient(server.address) as client:
-        assert client.server_info().tables["queue"].waiting_rows == 2
-        (sample,) = client.sample("queue", 1)
-        assert (sample.info.key, list(sample.group.extras)) == (keys[1], ["teacher_logprobs"])
 
 
 # ------------------------------------------------------------------------------------------------ the wire
@@ -384,21 +265,6 @@ def test_a_message_that_misdescribes_a_segment_changes_nothing(memory_client, fi
         assert client.get([key])[0].payload == before
         assert not stub.Insert(pb.InsertRequest(**good)).unchanged
     assert client.get([key])[0].labels.columns == {"x"}
-
-
-def test_a_retry_of_a_segment_gets_its_first_answer_and_a_number_belongs_to_one(memory_client):
-    client = memory_client
-    key = client.insert(make_group(), {"plain": 1.0})
-    fields = {"keys": [key], "extend": True, "payload_sizes": [3], "payloads": b"abc"}
-    with connection(client.address) as stub:
-        segment = pb.InsertRequest(columns=[pb.Columns(names=["x"])], requests=[77], **fields)
-        for _ in range(3):
-            assert list(stub.Insert(segment).unchanged) == []
-        assert stub.Insert(pb.InsertRequest(columns=[pb.Columns(names=["x"])], **fields)).unchanged[0].present == ["x"]
-        other = pb.InsertRequest(columns=[pb.Columns(names=["y"])], requests=[77], **fields)
-        (error,) = stub.Insert(other).errors
-        assert "request 77 was another request before" in error.message
-    assert client.server_info().tables["plain"].extensions == 1
 
 
 def test_a_server_that_drains_takes_segments_of_the_items_that_it_has(server):

@@ -1,6 +1,5 @@
 """Clients and forks: a client in a forked process works or says at once why not, and never hangs."""
 
-import asyncio
 import multiprocessing
 import pickle
 import subprocess
@@ -67,27 +66,6 @@ def test_a_client_refuses_to_work_after_a_fork(address):
     with ReplayClient(address) as client:
         client.policy()
         process = context.Process(target=use, args=(client, words))
-        process.start()
-        assert "before a fork" in words.get()
-        process.join()
-
-
-def use_in_a_loop(client: AsyncReplayClient, words) -> None:
-    asyncio._set_running_loop(None)  # the child inherits it from the test
-    try:
-        asyncio.run(client.policy(timeout=5))
-        words.put("it worked")
-    except RuntimeError as error:
-        words.put(str(error))
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-async def test_an_asyncio_client_refuses_to_work_after_a_fork(address):
-    context = multiprocessing.get_context("fork")
-    words = context.SimpleQueue()
-    async with AsyncReplayClient(address) as client:
-        await client.policy()
-        process = context.Process(target=use_in_a_loop, args=(client, words))
         process.start()
         assert "before a fork" in words.get()
         process.join()

@@ -17,8 +17,6 @@ from replay_client import AsyncReplayClient, ReplayClient, group_from_rows
 from replay_dashboard import app as dashboard_app
 from replay_dashboard import live
 from replay_dashboard.app import Settings
-from replay_generator.prompts import Prompt
-from replay_generator.stored_prompts import LoadMark, StoredPrompt
 from replay_server import ReplayServer, TableConfig
 from tests.dashboard.conftest import serving, until
 from tests.dashboard.load import make_tokenizer
@@ -200,23 +198,6 @@ def test_lists_filter_sort_and_count(pool, url):
     histogram = asked(url, "/api/groups?table=pool&bound=priority:10:19")["histograms"]["priority"]
     assert (sum(histogram["all"]), sum(histogram["matching"])) == (42, 10)
     assert asked(url, "/api/groups?table=nothing")["rows"] == []
-
-
-def test_tags_are_listed_searched_and_shown_with_their_group(pool, url):
-    keys = [
-        pool.insert(make_group(), {"pool": 1.0}, tags=tags)
-        for tags in ({"environment": "math", "level": 3}, {"environment": "code"}, None)
-    ]
-    until(lambda: asked(url, "/api/groups?table=pool")["read"] == 3)
-    found = {row["key"]: row["tags"] for row in asked(url, "/api/groups?table=pool")["rows"]}
-    assert found == {
-        str(keys[0]): ["environment=math", "level=3"],
-        str(keys[1]): ["environment=code"],
-        str(keys[2]): [],
-    }
-    (row,) = asked(url, "/api/groups?table=pool&prompt=environment%3Dmath")["rows"]
-    assert row["key"] == str(keys[0])
-    assert asked(url, f"/api/groups/{keys[0]}")["tags"] == {"environment": "math", "level": 3}
 
 
 def test_a_list_is_filtered_by_tags_as_the_command_line_does_and_counts_their_values(pool, url):
@@ -403,35 +384,6 @@ def test_the_tokenizer_of_the_published_weights_is_found(pool, url, tmp_path):
     assert row["prompt"] == "Ada has 3 apples"
     assert asked(url, "/api/groups?table=pool&text=ADA+HAS")["matching"] == 1
     assert asked(url, "/api/prompts")["rows"][0]["groups"] == 1  # read twice, counted once
-
-
-def test_prompts_of_a_table_are_there_before_anybody_has_made_groups_of_them():
-    tables = [TableConfig(name="pool"), TableConfig(name="prompts", sampler="max_heap")]
-    with (
-        ReplayServer(tables=tables, port=0) as server,
-        ReplayClient(server.address) as pool,
-        serving(Settings({"address": server.address})) as url,
-    ):
-        prompts = [Prompt.of({"prompt": f"{number}+1=", "prompt_id": f"p{number}"}) for number in range(3)]
-        for number, prompt in enumerate(prompts):
-            stored = StoredPrompt(prompt, 0, number)
-            pool.insert(stored.encode(), {"prompts": 0.25 - 0.1 * number}, tags=stored.item_tags())
-        key = pool.insert(LoadMark(1, 0, 5, "", 2, 3).encode(), {"prompts": 0.0}, tags={"prompts": "epoch 2, 3 of 5"})
-        pool.insert(make_group(prompt_id="p2"), {"pool": 1.0})
-        pool.sample("prompts", 1, timeout=10)  # p0, which is drawn by its priority once
-        until(lambda: asked(url, "/api/prompts")["total"] == 3 and asked(url, "/api/groups?table=pool")["read"] == 1)
-        until(lambda: asked(url, "/api/prompts?sort=priority&descending=1")["rows"][0]["held"]["drawn"])
-        found = asked(url, "/api/prompts?sort=priority&descending=1")
-        assert found["tables"] == [{"name": "prompts", "loaded": "epoch 2, 3 of 5", "waiting": 3}]
-        assert [(row["prompt"], row["text"], row["groups"]) for row in found["rows"]] == [
-            ("p0", "0+1=", 0),
-            ("p1", "1+1=", 0),
-            ("p2", "2+1=", 1),
-        ]
-        assert found["rows"][0]["held"] == {"drawn": 1, "priority": 0.25}
-        item = asked(url, f"/api/groups/{key}")
-        assert item["problem"] == "how far prompts are loaded"
-        assert '  "position": 3' in item["head"]
 
 
 def test_numbers_that_json_does_not_have_are_null(pool, url):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -366,22 +364,6 @@ def test_the_remedy_for_staleness_depends_on_the_admission():
     assert "use [admission]" in remedy()
     assert "set [admission] max_staleness (2) to at most that of this table (1)" in remedy(admission=admission())
     assert "every generator asks for permits" in remedy(admission=admission(max_staleness=1))
-
-
-def test_each_table_is_parsed_once_however_many_there_are(monkeypatch):
-    parsed: Counter[str] = Counter()
-    loads = diagnosis.json.loads
-
-    def counted(text: str) -> Any:
-        config = loads(text)
-        parsed[config["name"]] += 1
-        return config
-
-    monkeypatch.setattr(diagnosis.json, "loads", counted)
-    info = server(*(table(f"t{i}", QUEUE, inserts=0) for i in range(300)))
-    assert len(list(diagnose(replace(info, max_bytes=0), VERSION, NOW))) > 300
-    assert set(parsed.values()) == {1}
-    assert len(parsed) == 300
 
 
 # ---------------------------------------------------------------------------------------- what the parts say

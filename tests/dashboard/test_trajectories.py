@@ -147,22 +147,6 @@ def test_without_roles_the_parts_of_the_mask_are_shown(opened, tmp_path):
         assert tab.locator(".turn, .rollout, .strip-of-turns").count() == 0
 
 
-def test_a_long_agent_is_cut_and_loads_the_rest_of_its_turns(opened, tmp_path):
-    turns = [[["prompt", 2], *([role, 3] for _ in range(400) for role in ("assistant", "tool"))]]
-    mask = [token % 6 < 3 for token in range(2400)]
-    with page_of(tmp_path) as (client, url, _):
-        key = client.insert(make_group(lengths=(2400,), loss_mask=mask, meta={"turns": turns}), {"pool": 1.0})
-        tab = opened(url).go(f"group/{key}")
-        tab.wait_for_selector(".turn .t")
-        # 256 of 800 turns come with the group. What follows them is one part, as far as its tokens are there.
-        assert (tab.locator(".turn").count(), tab.locator(".completion .t").count()) == (257, 1024)
-        assert "544 further parts" in texts(tab, ".turn")[-1]
-        tab.click("text=Show the rest: 1,376 tokens")
-        until(lambda: tab.locator(".completion .t").count() == 2400)
-        assert tab.locator(".turn").count() == 257
-        assert tab.locator(".completion .t.off").count() == 1200
-
-
 def test_hostile_roles_and_tags_stay_text(opened, tmp_path):
     with page_of(tmp_path) as (client, url, tokenizer):
         tags = {HOSTILE[2][:60]: HOSTILE[0], "bidi": HOSTILE[3]}

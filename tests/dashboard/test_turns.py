@@ -13,7 +13,7 @@ from replay_dashboard.turns import turns_of
 from replay_generator import Rollout, RolloutSequence
 from replay_generator.engines import Completion
 from replay_generator.rollouts import group_of_rollouts
-from tests.factories import make_group, make_sequences
+from tests.factories import make_group
 
 
 def wrote(*token_ids: int, loss_mask: list[bool] | None = None) -> Completion:
@@ -95,9 +95,3 @@ RUNS = [(None, 0, 2, 2), (None, 2, 3, 0), (None, 3, 4, 1)]
 def test_without_turns_that_fit_the_parts_are_those_of_the_mask(told, spans):
     meta = {} if told is None else {"turns": told}
     assert spans_of(make_group(lengths=(4,), loss_mask=[1, 1, 0, 1], meta=meta)) == [spans]
-
-
-def test_a_group_without_masks_contexts_and_roles_has_no_parts():
-    assert spans_of(make_group()) == [[], [], []]
-    assert spans_of(make_sequences()) == [[(None, 0, 1, 1)], [(None, 0, 2, 2)], [(None, 0, 1, 0), (None, 1, 3, 2)]]
-    assert spans_of(make_group(lengths=(0, 1), loss_mask=[False])) == [[], [(None, 0, 1, 0)]]

@@ -3,7 +3,6 @@
 test_model.py compares the counts with the reference, for operations in any order.
 """
 
-import threading
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,12 +10,12 @@ import pytest
 
 from replay_cli.screen import permits
 from replay_client import ReplayClient
-from replay_client.errors import DeadlineExceededError, InvalidRequestError, LeaseEndedError
+from replay_client.errors import DeadlineExceededError, InvalidRequestError
 from replay_dashboard.diagnosis import Level, diagnose
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import Config
 from replay_server.tables.config import AdmissionConfig
-from tests.factories import make_group, until
+from tests.factories import make_group
 
 ADMISSION = AdmissionConfig(groups_per_step=2, max_staleness=0, building="building")
 TABLES = [
@@ -56,67 +55,6 @@ def counts(client):
     return info.accepted, info.running, info.building
 
 
-def closed(client, key, drawn):
-    client.insert(make_group(), {"rollouts": 1.0}, closes=drawn)
-
-
-def closed_elsewhere(client, key, drawn):
-    client.insert(make_group(), {"pool": 1.0}, closes=drawn)
-
-
-def acknowledged(client, key, drawn):
-    client.acknowledge(drawn)
-
-
-def deleted(client, key, drawn):
-    client.acknowledge(drawn, give_back=True)
-    client.delete("building", [key])
-
-
-def reset(client, key, drawn):
-    client.reset("building")
-    client.acknowledge(drawn, give_back=True)
-
-
-def too_old(client, key, drawn):
-    client.acknowledge(drawn, give_back=True)
-    client.set_policy_version(4)
-    client.set_policy_version(0, rollback=True)
-
-
-def given_back(client, key, drawn):
-    client.acknowledge(drawn, give_back=True)
-
-
-def rolled_back(client, key, drawn):
-    client.set_policy_version(0, rollback=True)
-
-
-@pytest.mark.parametrize(
-    ("leaves", "accepted", "building"),
-    [
-        (closed, 1, 0),
-        (closed_elsewhere, 0, 0),
-        (acknowledged, 0, 0),
-        (deleted, 0, 0),
-        (reset, 0, 0),
-        (too_old, 0, 0),
-        (given_back, 0, 1),
-        (rolled_back, 0, 1),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_group_holds_its_permit_until_it_leaves_and_is_accepted_only_if_it_was_closed(
-    client, leaves, accepted, building
-):
-    key, drawn = open_group(client)
-    assert counts(client) == (0, 1, 1)
-    assert client.extend(key, {"rollout/0": np.frombuffer(b"abc", np.uint8)}).added  # a reserved row can be extended
-    leaves(client, key, drawn)
-    assert counts(client) == (accepted, building, building)
-    assert client.server_info().admission.capacity == 2 - accepted - building
-
-
 def test_what_is_appended_while_a_reader_has_the_group_is_there_for_the_next_one(client):
     key, drawn = open_group(client)
     client.extend(key, {"rollout/1": np.frombuffer(b"abc", np.uint8)})
@@ -125,38 +63,6 @@ def test_what_is_appended_while_a_reader_has_the_group_is_there_for_the_next_one
     assert bytes(again.payload).startswith(b"what another generator needs")
     assert b"abc" in bytes(again.payload)
     assert client.extend(key, {"rollout/1": np.frombuffer(b"def", np.uint8)}).present == ("rollout/1",)
-
-
-def test_a_group_that_two_generators_have_finished_is_inserted_once(client):
-    _, first = open_group(client)
-    client.acknowledge(first, give_back=True)
-    second = client.sample("building", lease=600.0)
-    with pytest.raises(LeaseEndedError):
-        closed(client, 0, first)
-    closed(client, 0, second)
-    with pytest.raises(LeaseEndedError):
-        closed(client, 0, first)
-    assert counts(client) == (1, 0, 0)
-
-
-def test_an_end_of_a_group_lets_a_generator_go_on_that_waits_for_a_permit(client):
-    _, drawn = open_group(client)
-    open_group(client)
-    granted = []
-    waiting = threading.Thread(target=lambda: granted.append(client.acquire_permits(1, timeout=60.0)))
-    waiting.start()
-    until(lambda: client.server_info().admission.acquiring.count)
-    client.acknowledge(drawn)
-    waiting.join(60.0)
-    assert granted
-    client.release_permits(granted[0])
-
-
-def test_an_accepted_group_that_was_closed_counts_until_it_is_used_or_gone(client):
-    _, drawn = open_group(client)
-    key = client.insert(make_group(), {"rollouts": 1.0}, closes=drawn)
-    client.delete("rollouts", [key])
-    assert counts(client) == (0, 0, 0)
 
 
 def test_a_group_under_construction_is_in_no_other_table(client):

@@ -95,16 +95,6 @@ def test_the_age_of_every_item_is_kept_over(tmp_path, durable):
         assert drawn_probabilities(client) == pytest.approx(shares(before))
 
 
-def test_a_reset_forgets_items_and_not_the_policy_version():
-    with serving() as client:
-        client.set_policy_version(1000)
-        insert_three(client)
-        client.reset("pool")
-        old = client.insert(b"x", {"pool": 1.0}, policy_version=996)
-        new = client.insert(b"x", {"pool": 1.0}, policy_version=1000)
-        assert drawn_probabilities(client) == pytest.approx({old: 1 / 3, new: 2 / 3})
-
-
 def test_a_forwarded_item_ages_from_the_version_it_was_made_by():
     tables = (
         TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 10}, forward_to="pool"),

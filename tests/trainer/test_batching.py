@@ -23,9 +23,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from replay_client import group_from_rows
 from replay_client.rollout import RolloutGroup
-from replay_trainer import correct, logprobs
+from replay_trainer import logprobs
 from replay_trainer.batching import micro_batches, packed_input, padded_input, to_batch
 from replay_trainer.logprobs import LogprobModel, Route, chosen_logprobs
 from tests.factories import make_group
@@ -88,78 +87,6 @@ def logprobs_one_by_one(model: Any, group: RolloutGroup) -> list[torch.Tensor]:
         predicted = logits.log_softmax(-1)[len(group.prompt_ids) - 1 : -1]
         rows.append(torch.tensor([row[token] for row, token in zip(predicted, completion.tolist(), strict=True)]))
     return rows
-
-
-CONTEXTS = [
-    group_from_rows(
-        prompts=[[3, 4, 5], [3, 4, 5, 6, 7], [3, 4, 5, 9]],
-        completions=[[8, 9], [10], []],
-        logprobs=[[-0.1, -0.2], [np.nan], []],
-        rewards=[1, 0, 0],
-        advantages=[1, -1, 0],
-    ),
-    group_from_rows(  # nothing in common
-        prompts=[[11, 3], [12]],
-        completions=[[4], [5, 6]],
-        logprobs=[[-0.1], [-0.2, -0.3]],
-        loss_masks=[[True], [False, True]],
-        rewards=[1, 0],
-        advantages=[1, -1],
-    ),
-]
-
-
-def test_the_context_of_a_row_is_read_by_the_model_and_left_out_of_the_mask():
-    batch = to_batch(CONTEXTS)
-    assert batch.completion_ids_BT.tolist() == [[8, 9, 0], [6, 7, 10], [9, 0, 0], [11, 3, 4], [12, 5, 6]]
-    assert batch.mask_BT.int().tolist() == [[1, 1, 0], [0, 0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 1]]
-    moments = correct(torch.zeros(5, 3), batch.rollout_logprobs_BT, batch.mask_BT).metrics
-    assert moments["nan_fraction"] == pytest.approx(1 / 5)  # one sampled token of five, and no token of a context
-
-
-@pytest.mark.parametrize("route", ["packed", "padded", "logits"])
-def test_rows_with_contexts_have_the_log_probabilities_of_rows_with_prompts_of_their_own(route):
-    model = LogprobModel(make_model())
-    model.route = route
-    found_BT, _ = model(batch := to_batch(CONTEXTS))
-    expected = []
-    for group in CONTEXTS:
-        for prompt, span in zip(group.prompts(), group.sampled_spans(), strict=True):
-            alone = make_group(prompt=prompt.tolist(), completions=[group.completion_ids[span].tolist()])
-            mask = torch.from_numpy(group.trained_mask[span])
-            expected.append(logprobs_one_by_one(model.model, alone)[0][mask])
-    torch.testing.assert_close(found_BT[batch.mask_BT], torch.cat(expected), atol=1e-5, rtol=1e-5)
-
-
-def test_every_completion_is_a_row_and_every_prompt_comes_once():
-    batch = to_batch(RAGGED)
-    assert batch.prompt_ids_UP.tolist() == [[3, 4, 5, 6, 7], [14, 0, 0, 0, 0]]
-    assert batch.completion_ids_BT.tolist() == [
-        [8, 9, 0, 0, 0],
-        [0, 0, 0, 0, 0],
-        [10, 11, 12, 13, 0],
-        [3, 0, 0, 0, 0],
-        [4, 5, 6, 7, 8],
-    ]
-    assert batch.mask_BT.int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [0, 0, 0, 0, 0],
-        [1, 1, 0, 1, 0],
-        [1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 1],
-    ]
-    np.testing.assert_allclose(batch.rollout_logprobs_BT[2].numpy(), np.float32([np.nan, -0.4, -0.5, -0.6, 0]))
-    assert batch.group_B.tolist() == [0, 0, 0, 1, 1]
-    assert batch.temperature_B.tolist() == pytest.approx([1.0, 1.0, 1.0, 0.7, 0.7])
-    np.testing.assert_array_equal(batch.advantages_B.numpy(), np.concatenate([g.advantages for g in RAGGED]))
-
-
-def test_a_packed_row_has_each_prompt_once_and_no_padding():
-    inputs = packed_input(to_batch(RAGGED))
-    # The last token of a completion predicts nothing.
-    assert inputs.input_ids_RS.tolist() == [[3, 4, 5, 6, 7, 8, 10, 11, 12, 14, 4, 5, 6, 7]]
-    assert inputs.position_ids_RS.tolist() == [[0, 1, 2, 3, 4, 5, 5, 6, 7, 0, 1, 2, 3, 4]]
-    assert inputs.predicts_N.tolist() == [4, 4, 6, 8, 9, 9, 10, 11, 12, 13]
 
 
 ROUTES: list[Route] = ["packed", "padded", "logits"]

@@ -23,7 +23,6 @@ from replay_trainer.logprobs import LogprobModel
 from replay_trainer.weights import probe_tokens, publish_weights, published, saved
 from tests.factories import make_group
 from tests.trainer.factories import (
-    NEAR,
     FakeClient,
     Killed,
     OnlineClient,
@@ -58,50 +57,6 @@ def test_training_raises_the_reward(tmp_path):
     assert sum(line["replay/groups_replaced"] for line in lines_of(tmp_path)) > 0
     # Rewards and log-probabilities of fresh groups are on policy; what was replaced is not.
     assert lines_of(tmp_path)[0]["correction/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
-
-
-BYPASS = CorrectionConfig(objective="bypass", off_policy_mask_threshold=0.1)
-REINFORCE = CorrectionConfig(objective="bypass_reinforce", batch_normalize=True, dppo_mask_low=0.01)
-UPDATES: dict[str, dict[str, Any]] = {
-    "dapo": {"loss_type": "dapo"},
-    "grpo": {"loss_type": "grpo", "num_iterations": 2},
-    "gspo with kl": {"loss_type": "gspo", "beta": 0.1, "num_iterations": 2},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 3.0},
-    "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 8},
-    "bnpo": {"loss_type": "bnpo", "scale_rewards": "batch"},
-    "batch_normalize": {"correction": CorrectionConfig(level="sequence", batch_normalize=True)},
-    "bypass": {"correction": BYPASS, "num_iterations": 2},
-    "bypass_reinforce": {"correction": REINFORCE, "num_iterations": 2},
-    "padded": {"packing": False},
-}
-
-
-@pytest.mark.parametrize("options", UPDATES.values(), ids=UPDATES)
-def test_micro_batches_make_no_difference(tmp_path, options):
-    trained = []
-    for size in (1, 20, 1000):
-        trainer = make_trainer(
-            FakeClient(make_batches(2)),
-            tmp_path / str(size),
-            max_tokens_per_micro_batch=size,
-            max_steps=2,
-            learning_rate=0.1,
-            **options,
-        )
-        # With plain gradient descent the weights show the gradient; AdamW's would show little but its sign.
-        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
-        trainer.train()
-        trained.append((trainer.model, lines_of(tmp_path / str(size))[-1]))
-    for model, metrics in trained[1:]:
-        assert_same_weights(model, trained[0][0], **NEAR)
-        for name, value in metrics.items():
-            if value is None:
-                assert trained[0][1][name] is None
-            elif not name.startswith("time/") and name != "train/tokens_per_second":
-                assert value == pytest.approx(trained[0][1][name], rel=1e-3, abs=1e-5), name
-    assert any(
-        not torch.equal(p, q) for p, q in zip(trained[0][0].parameters(), make_model().parameters(), strict=True)
-    )
 
 
 def test_the_old_policy_is_the_one_before_the_first_update_of_the_step(tmp_path):
@@ -384,23 +339,6 @@ def test_a_server_that_admits_less_than_a_step_takes_is_refused(tmp_path, rule, 
     assert not list(tmp_path.iterdir())
     client.admitted = admitted + 1
     make_trainer(client, tmp_path, **options).train()
-
-
-def test_a_share_of_each_step_comes_from_the_pool(tmp_path):
-    pool = [make_sample(make_group(rewards=[0.0, 1.0]), key=500 + i, age=2.0) for i in range(9)]
-    options = {"max_steps": 3, "groups_per_step": 6, "replay_share": 0.5, "replay_start_step": 1}
-    client = FakeClient(mixed_batches(4), pool)
-    client.admitted = 3  # permits count fresh groups alone
-    trainer = make_trainer(client, tmp_path, **options)
-    assert (trainer.fresh_per_rank, trainer.replayed_per_rank) == (3, 3)
-    trainer.train()
-    first, *others = lines_of(tmp_path)
-    assert (first["train/groups"], first["replay/groups_added"], first["replay/groups_replaced"]) == (3, 0, 0)
-    for line in others:
-        assert (line["fresh/groups"], line["train/groups"]) == (3, 6)
-        assert (line["replay/groups_replaced"], line["replay/groups_added"]) == (2, 3)
-        assert line["replay/age_mean"] == 2.0
-        assert line["train/zero_variance_fraction"] == 0
 
 
 @pytest.mark.parametrize(("share", "fresh"), [(0.25, 3), (0.5, 2), (0.9, 1), (0.0, 4)])

@@ -101,13 +101,6 @@ def test_a_group_is_as_long_as_the_model_and_the_configuration_let_it(model, mos
     assert bool(words) == bool(reason)
 
 
-def test_groups_that_are_too_long_leave_the_step(tmp_path):
-    batches = make_batches(2)
-    batches[1][1] = make_sample(LONG, key=77)
-    make_trainer(FakeClient(batches), tmp_path, max_steps=2, max_group_tokens=40, groups_per_step=3).train()
-    assert [line["train/groups_skipped"] for line in lines_of(tmp_path)] == [0, 1]
-
-
 def test_extras_that_are_inputs_of_the_model_are_named_once(tmp_path, caplog):
     class Seeing(Qwen2ForCausalLM):
         def forward(self, input_ids: Any = None, pixel_values: Any = None, **others: Any) -> Any:

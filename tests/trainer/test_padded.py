@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay_client import RolloutGroup, group_from_rows
+from replay_client import RolloutGroup
 from replay_trainer import LossConfig, PaddedBatch, correct, from_padded, policy_loss, to_padded
 from replay_trainer.batching import to_batch
 from replay_trainer.logprobs import LogprobModel
@@ -136,25 +136,6 @@ def test_tensors_from_elsewhere_become_groups_that_the_server_takes():
     assert group.loss_mask.tolist() == [True, False, True]
     assert (group.policy_version, group.sampling) == (3, {"temperature": 1.0, "top_p": 1.0})
     assert RolloutGroup.decode(group.encode()) == group
-
-
-def test_a_row_with_a_context_has_it_in_its_prompt_and_comes_back():
-    group = group_from_rows(
-        prompts=[[3, 4, 5], [3, 4], [3]],
-        completions=[[6, 7], [8], []],
-        logprobs=[[-1.0, math.nan], [-2.0], []],
-        loss_masks=[[True, False], [True], []],
-        rewards=[1.0, 0.0, 0.0],
-        advantages=[1.0, -0.5, -0.5],
-        sampling={"temperature": 1.0},
-    )
-    assert group.context_lengths is not None
-    padded = to_padded([group])
-    assert padded.prompt_ids_BP.tolist() == [[3, 4, 5], [0, 3, 4], [0, 0, 3]]
-    assert padded.completion_ids_BT.tolist() == [[6, 7], [8, 0], [0, 0]]
-    assert padded.completion_mask_BT.int().tolist() == [[1, 1], [1, 0], [0, 0]]
-    assert padded.loss_mask_BT.int().tolist() == [[1, 0], [1, 0], [0, 0]]
-    assert from_padded(padded) == [group]
 
 
 @pytest.mark.parametrize(

@@ -246,13 +246,6 @@ def test_a_share_comes_on_top_of_dynamic_sampling():
     assert keys(source.next(1).samples) == [0, 2, 100, 101]
 
 
-def test_groups_that_drifted_leave_the_step_and_are_counted():
-    taken = shared(FakeClient(pool=make_pool(9)), 2, [MIXED, ALL_WRONG]).next(1).without([1, 3]).counting(drifted=2)
-    assert keys(taken.samples) == [0, 101]
-    assert taken.replaced == [1]
-    assert taken.counts["groups_drifted"] == 2
-
-
 def test_the_drift_of_a_group_is_the_mean_log_ratio_of_its_known_tokens():
     groups = [
         make_group(completions=[[5], [6, 7]], logprobs=[-1.0, -2.0, math.nan]),

@@ -199,21 +199,6 @@ def test_probabilities_are_those_of_one_table(client):
         assert sample.info.table_size == 20
 
 
-def test_the_shares_of_shards_are_those_of_one_table_while_every_draw_tells_the_next_its_weights(service):
-    """Two shards hold a quarter of the weight each, the third one holds half. Chi-square with 2 degrees of freedom."""
-    for address, priority in zip(service.addresses, (1.0, 1.0, 2.0), strict=True):
-        with ReplayClient(address) as one:
-            for _ in range(10):
-                one.insert(b"", {"pool": priority})
-    counts = dict.fromkeys(service.addresses, 0)
-    with connected(service.addresses) as client:
-        for _ in range(300):
-            for sample in client.sample("pool", 4, distinct=False):
-                counts[sample.info.shard] += 1
-    expected = dict(zip(service.addresses, (300.0, 300.0, 600.0), strict=True))
-    assert sum((counts[name] - number) ** 2 / number for name, number in expected.items()) < 30.0  # 1 in 3 * 10^6
-
-
 @pytest.mark.parametrize("prefetch", [None, 0, 2], ids=["single batches", "sampler", "sampler that draws ahead"])
 def test_an_item_with_nearly_all_of_the_weight_is_in_every_batch_once(client, prefetch):
     weight = 1e11  # another item comes first once in 10^9 draws

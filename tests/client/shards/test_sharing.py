@@ -205,16 +205,6 @@ def together(sampler: str) -> Table:
     return whole
 
 
-@pytest.mark.parametrize("sampler", ["uniform", "prioritized", "fifo", "max_heap"])
-@pytest.mark.parametrize(("rows", "distinct"), [(1, True), (9, False)], ids=["one row", "repeats"])
-def test_the_shares_of_values_are_those_of_their_weights(sampler, rows, distinct):
-    merged = Merged(spread(sampler), rows, distinct, seed=3)
-    draws = 1_000 if rows == 1 else 6_000
-    counts = Counter(VALUE[key] for _ in range(draws // rows) for key in merged.draw())
-    done, total = draws // rows * rows, sum(WEIGHTS.values())
-    assert z_score(counts, {value: done * weight / total for value, weight in WEIGHTS.items()}) < Z_LIMIT
-
-
 @pytest.mark.parametrize("sampler", ["uniform", "prioritized"])
 @pytest.mark.parametrize("rows", [3, 12])
 def test_items_of_a_balanced_table_are_drawn_as_often_as_from_one_table(sampler, rows):
@@ -239,16 +229,6 @@ def test_probabilities_of_a_balanced_table_are_those_of_one_table(sampler):
         assert sum(probability > 0 for probability in over_shards.probabilities.values()) == 5
         single = {key: probability for key, probability in single.items() if probability}
     assert {key: over_shards.probabilities[key] for key in single} == pytest.approx(single)
-
-
-def test_an_order_holds_within_each_value_of_each_shard():
-    keys = Merged(spread("fifo"), 40, True, seed=1).draw()
-    assert len(keys) == 40
-    for shard, items in enumerate(SPREAD):
-        for value in items:
-            drawn = [key for key in keys if key // 100 == shard and VALUE[key] == value]
-            there = sorted(key for key, of in VALUE.items() if key // 100 == shard and of == value)
-            assert drawn == there[: len(drawn)]
 
 
 def test_a_shard_whose_rate_limiter_allows_nothing_gives_nothing_and_its_values_go_to_the_others():

@@ -19,7 +19,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
-from replay_server.rpc.auth import ROLES, Role, Tokens
+from replay_server.rpc.auth import ROLES, Role
 from tests.certificates import make_certificate
 from tests.commands import fails, run_replay
 from tests.factories import make_group, server_process, until
@@ -280,16 +280,6 @@ def test_a_file_of_tokens_that_cannot_be_used_is_named_and_not_shown(tmp_path, t
     with pytest.raises(ValueError, match=str(path)) as caught:
         ReplayServer(tables=TABLES, port=0, security=SecuritySection(tokens_file=path))
     assert "secr" not in str(caught.value)
-
-
-def test_tokens_may_stand_in_one_line_and_are_found_whichever_comes_first():
-    tokens = Tokens("read-only:aaaaaaaaaaaaaaaa admin:bbbbbbbbbbbbbbbb\n\n# read-write:cccccccccccccccc", "test")
-    assert tokens.role_of("aaaaaaaaaaaaaaaa") is Role.READ_ONLY
-    assert tokens.role_of("bbbbbbbbbbbbbbbb") is Role.ADMIN
-    assert tokens.role_of("cccccccccccccccc") is None
-    assert tokens.role_of("") is None
-    assert tokens.role_of("ünïcode") is None
-    assert "aaaa" not in repr(vars(tokens))
 
 
 def test_nothing_that_a_read_only_token_may_call_changes_anything(tokens_file):

@@ -298,29 +298,6 @@ async def decisions(shared: limits.Backend, message: Frame) -> AsyncIterator[ins
         await asyncio.gather(running, return_exceptions=True)
 
 
-def test_a_message_of_very_many_rows_that_enter_one_by_one_lets_others_run_in_between():
-    rows, turns = 2_000, 0
-    one_by_one = TableConfig(name="plain", max_size=100, remover="min_heap")  # who is evicted depends on the row before
-    shared = limits.Backend(replay_buffer([one_by_one], time.monotonic), LimitsSection(), None)
-
-    message = Frame(pb.InsertRequest(keys=range(1, rows + 1), targets=[pb.InsertTarget(table="plain")]), [])
-
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0)
-            turns += 1
-
-    async def insert() -> int:
-        running = asyncio.create_task(others())
-        inserted = [len(decided) async for decided in decisions(shared, message)]
-        running.cancel()
-        return sum(inserted)
-
-    assert asyncio.run(insert()) == rows
-    assert turns >= rows // inserting.ROWS_PER_YIELD
-
-
 # ------------------------------------------------------------------------------------------------ on the way out
 
 

@@ -470,16 +470,6 @@ def test_a_client_that_vanishes_leaves_everything_as_it_was(server, client, wher
     client.insert(b"next", {"queue": 1.0})
 
 
-def test_a_lease_of_a_client_that_was_killed_ends_with_its_time(server, client):
-    client.insert(b"x", {"large": 1.0}, key=77)
-    before = facts(client)
-    with hanging(server.address, "leased", "kill") as kill:
-        kill()
-        until(lambda: facts(client) == before, "the lease must end")
-    assert client.server_info().tables["large"].reserved == 0
-    assert client.sample("large", 1)[0].info.key == 77
-
-
 async def test_a_cancelled_task_leaves_nothing(server):
     async with AsyncReplayClient(server.address, timeout=60.0) as client:
         for delay in (0.0, 0.001, 0.003, 0.01, 0.03):
@@ -515,18 +505,3 @@ def test_a_sampler_that_runs_out_of_time_loses_nothing_that_comes_just_then(clie
     until(lambda: "in hand" not in held(client))
     got += [item.key for item in client.list_items("queue").items]
     assert sorted(got) == sorted(sent)
-
-
-@pytest.mark.parametrize(
-    ("priority", "version"), [("high", 0), (1.0, 2**70)], ids=["a priority that is a word", "a version of 71 bits"]
-)
-def test_a_writer_that_is_given_nonsense_says_so_and_does_not_hang(client, priority, version):
-    writer = client.writer(max_in_flight=2, timeout=2.0)
-
-    def use() -> None:
-        for _ in range(4):
-            writer.insert(b"x", {"plain": priority}, policy_version=version)
-        writer.flush(timeout=2.0)
-
-    with pytest.raises((TypeError, ValueError, ReplayError)):
-        use()

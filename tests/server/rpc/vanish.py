@@ -58,9 +58,6 @@ def begin(stub: ReplayStub, where: str, requests: Requests) -> Any:
             next(call)
         case "permits":
             return stub.AcquirePermits.future(pb.AcquirePermitsRequest(count=200))
-        case "leased":
-            call = stub.Sample(pb.SampleRequest(table="large", num_samples=1, lease=2.0))
-            list(call)
         case _:
             lease = 60.0 if where == "mid response with lease" else 0.0
             call = stub.Sample(pb.SampleRequest(table="large", num_samples=1, lease=lease))

@@ -5,10 +5,8 @@ import os
 import random
 import subprocess
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -381,19 +379,6 @@ def test_verifying_for_many_keeps_no_checkpoint_and_no_list_waiting(tmp_path, mo
             assert all(entry.intact for future in verified for entry in future.result())
 
 
-def test_the_newest_checkpoint_stays_the_newest_when_the_clock_is_set_back(tmp_path, monkeypatch):
-    with serving(tmp_path, keep=2) as client:
-        names = [client.checkpoint()]
-        clock = SimpleNamespace(**vars(time) | {"time": lambda: time.time() - 3600})
-        monkeypatch.setattr(checkpointer, "time", clock)
-        for n in range(4):
-            client.insert(bytes([n]), {"pool": 1.0})
-            names.append(client.checkpoint())
-        assert [entry.name for entry in client.checkpoints()] == [names[-1], names[-2]]
-    with serving(tmp_path, restore="latest") as client:
-        assert client.server_info().items == 4
-
-
 def test_a_checkpoint_of_another_version_is_refused_in_words_that_say_what_to_do(tmp_path, monkeypatch):
     folder = tmp_path / "checkpoints"
     with serving(tmp_path) as client, monkeypatch.context() as patch:
@@ -410,13 +395,3 @@ def test_a_checkpoint_of_another_version_is_refused_in_words_that_say_what_to_do
         assert "damaged" not in problem
     with pytest.raises(ValueError, match="was written by a development version"), serving(tmp_path, restore="latest"):
         pass
-
-
-def test_empty_payloads_between_small_ones_come_back_as_they_were(tmp_path):
-    payloads = {key: bytes([key % 256]) * (0 if key % 3 else key % 7) for key in range(1, 200)}
-    with serving(tmp_path) as client:
-        for key, payload in payloads.items():
-            client.insert(payload, {"pool": 1.0}, key=key)
-        client.checkpoint("all")
-    with serving(tmp_path, durable=True, restore="all") as client:
-        assert {item.key: bytes(item.payload) for item in client.get(payloads)} == payloads

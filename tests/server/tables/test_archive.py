@@ -102,28 +102,6 @@ def test_a_full_archive_lets_the_oldest_go_and_counts_them():
     assert buffer.tables["archive"].counters.evicted_unsampled == 1
 
 
-def test_a_server_that_is_full_lets_go_first_what_only_the_archive_has():
-    buffer = make_buffer(QUEUE.model_copy(update={"when_full": "block"}), POOL, max_bytes=40)
-    for key in (1, 2, 3, 4):
-        insert(buffer, key)
-    buffer.take(draw(buffer, 2, "rollouts")[0])  # they go to `replay`
-    _, waiting = insert(buffer, 5)
-    assert waiting is not None
-    buffer.delete("replay", [1, 2])
-    assert waiting.done
-    assert held(buffer, "rollouts") == [3, 4, 5]
-    assert held(buffer) == [2, 3, 4, 5]
-
-
-def test_an_insert_finds_room_though_the_archive_has_all_that_it_evicts():
-    buffer = make_buffer(max_bytes=20)
-    for key in (1, 2):
-        insert(buffer, key)
-    buffer.take(draw(buffer, 2, "rollouts")[0])
-    insert(buffer, 3, "replay")
-    assert (held(buffer, "replay"), held(buffer)) == ([2, 3], [2])
-
-
 def test_when_memory_is_short_the_archive_drops_what_nothing_else_holds():
     buffer = make_buffer()
     for key in (1, 2, 3):
@@ -144,17 +122,6 @@ def test_what_the_archiver_gives_back_may_go_again():
     for key in (2, 3):
         assert insert(buffer, key) == (1, None)
     assert held(buffer) == [2, 3]
-
-
-def test_a_permit_comes_back_though_the_archive_still_has_the_group():
-    buffer = make_buffer(admission=AdmissionConfig(groups_per_step=1, max_staleness=0))
-    permits = Admission.of(buffer).acquire(1, math.inf, 7)
-    assert permits.done
-    insert(buffer, 1, permits=7)
-    assert Admission.of(buffer).capacity == 0
-    buffer.delete("rollouts", [1])
-    assert Admission.of(buffer).capacity == 1
-    assert held(buffer) == [1]
 
 
 def test_a_later_column_goes_into_the_archive_too_and_is_refused_when_only_the_archive_has_the_item():

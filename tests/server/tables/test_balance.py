@@ -207,15 +207,6 @@ def test_a_batch_of_everything_has_each_item_once(sampler):
     assert sorted(pool.drawn(375)) == sorted(pool.tags)
 
 
-def test_a_row_that_is_given_back_counts_for_its_value_again():
-    pool = Pool(max_times_sampled=1).fill(math=2, code=2)
-    batch = pool.draw(SampleRequest(4, 4), 4)
-    assert pool.available(SampleRequest(4, 1)) == 0
-    pool.fill(law=1)
-    pool.give_back(batch)
-    assert Counter(pool.tags[key] for key in pool.drawn(5)) == {"math": 2, "code": 2, "law": 1}
-
-
 def test_ages_count_within_a_value_and_after_the_version_moved():
     pool = Pool(sampler={"type": "prioritized", "half_life": 1.0})
     for version in (0, 3):

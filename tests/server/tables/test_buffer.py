@@ -117,14 +117,6 @@ def test_a_sample_that_can_never_be_there_is_refused_at_once(sample, words):
     assert words in refusal(Bench(queue(size=4), table("small", max_size=3)).sample, **sample).message
 
 
-def test_an_item_that_is_too_old_or_of_a_bad_priority_for_one_of_its_tables_enters_none():
-    bench = Bench(table("a"), table("b", max_staleness=0))
-    assert refusal(bench.insert, a=1.0, b=math.nan).code is Code.INVALID_ARGUMENT
-    bench.buffer.set_policy_version(1, "")
-    assert "lags 1 behind the current 1" in refusal(bench.insert, version=0, a=1.0, b=1.0).message
-    assert (bench.keys("a"), bench.keys("b"), len(bench.buffer.items)) == ([], [], 0)
-
-
 # ------------------------------------------------------------------------------------------------ what it does
 
 
@@ -196,31 +188,6 @@ def test_a_rollback_grants_no_permit_by_the_bound_of_the_version_that_it_undoes(
     assert (bench.keys(), waiting.done, Admission.of(bench.buffer).capacity) == ([], False, 4)
 
 
-@pytest.mark.parametrize(
-    ("remover", "priorities", "left"),
-    [
-        ("fifo", [3.0, 2.0, 1.0, 0.5], [2.0, 1.0, 0.5]),
-        ("lifo", [3.0, 2.0, 1.0, 9.0], [3.0, 2.0, 1.0]),
-        ("min_heap", [3.0, 2.0, 1.0, 0.5], [3.0, 2.0, 1.0]),
-        ("min_heap", [3.0, 2.0, 1.0, 1.5], [3.0, 2.0, 1.5]),
-        ("min_heap", [3.0, 2.0, 1.0, 1.0], [3.0, 2.0, 1.0]),
-        ("max_heap", [3.0, 2.0, 1.0, 9.0], [3.0, 2.0, 1.0]),
-        ("prioritized", [0.0, 0.0, 0.0, 5.0], [0.0, 0.0, 0.0]),
-    ],
-)
-def test_a_remover_chooses_among_the_old_items_and_the_new_one(remover, priorities, left):
-    bench = Bench(table(remover=remover, max_size=3))
-    keys = [bench.insert(priority=priority) for priority in priorities]
-    columns = bench.table().columns
-    assert columns.priority[columns.used()].tolist() == left
-    assert len(bench.buffer.items) == 3
-    counts = bench.table().counts()
-    at_once = keys[-1] not in bench.buffer.items
-    assert (counts["inserts"], counts["evicted"], counts["evicted_on_arrival"]) == (4, 1, int(at_once))
-    assert bench.insert(priority=7.0, key=keys[-1]) == keys[-1]  # a retry changes nothing, wherever the item is
-    assert columns.priority[columns.used()].tolist() == left
-
-
 def test_a_uniform_remover_takes_the_new_item_as_often_as_any_other():
     bench = Bench(table(remover="uniform", max_size=3))
     for _ in range(4003):
@@ -237,37 +204,6 @@ def test_a_row_that_waited_and_leaves_at_once_is_reported_too():
     bench.take(1)
     assert waiting.done
     assert waiting.insert.evicted == [(3, "t")]
-
-
-def evict_two(buffer):
-    buffer.update_table("t", {"max_size": 2})
-    buffer.update_table("t", {"max_size": 100})
-
-
-LEAVE = {
-    "evicted": evict_two,
-    "deleted": lambda buffer: buffer.delete("t", [1, 2]),
-    "damaged": lambda buffer: buffer.discard([1, 2]),
-    "stale": lambda buffer: buffer.set_policy_version(1, ""),
-}
-RATIO = {"type": "sample_to_insert_ratio", "samples_per_insert": 1.0, "min_size": 1, "error_buffer": [-9.0, 4.0]}
-QUEUE, STACK = ({"type": kind, "max_size": 4} for kind in ("queue", "stack"))
-
-
-@pytest.mark.parametrize(
-    ("limiter", "leave", "there"),
-    [(limiter, way, 4) for limiter in (QUEUE, STACK) for way in LEAVE] + [(RATIO, way, 2) for way in list(LEAVE)[:3]],
-)
-def test_what_leaves_unsampled_gives_its_place_in_a_queue_back_and_leaves_a_ratio_as_it_is(limiter, leave, there):
-    bench = Bench(table(rate_limiter=limiter, max_staleness=0))
-    for version in (0, 0, 1, 1):
-        bench.insert(version=version)
-    waiting = bench.insert(version=1)
-    LEAVE[leave](bench.buffer)
-    assert waiting.done == (there == 4)
-    while isinstance(bench.insert(version=1), int):
-        pass
-    assert len(bench.keys()) == there
 
 
 def test_a_key_that_comes_again_for_other_tables_is_refused_and_not_acknowledged():
@@ -296,13 +232,3 @@ def test_a_forwarded_item_may_be_the_worst_of_its_pool_and_leave_at_once():
     assert list(bench.buffer.items) == best
     assert bench.table("pool").counters.evicted_on_arrival == 1
     assert worst not in bench.buffer.items
-
-
-def test_a_retry_of_an_insert_that_waits_is_taken_once():
-    bench = Bench(queue(size=1))
-    bench.insert()
-    lost, retry = bench.insert(key=9), bench.insert(key=9)
-    assert bench.take(1) == [1]
-    assert lost.done
-    assert retry.done
-    assert bench.keys() == [9]

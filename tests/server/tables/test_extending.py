@@ -75,28 +75,6 @@ def test_no_sampler_gives_a_row_that_waits_after_anything_that_happens_to_it(sam
     assert sorted(batch.keys.tolist()) == [1, 2, 3, 5, 7]
 
 
-def test_rows_that_wait_are_evicted_and_grow_stale_as_others_do():
-    buffer = buffer_with(requires=["value"], max_size=4, max_staleness=2)
-    insert(buffer, 1, 2, 3, 4, 5)
-    table = buffer.table("pool")
-    assert (table.size, table.counters.evicted, table.waiting.count) == (4, 1, 4)
-    assert buffer.extend(1, ["value"], (b"x",)) is None
-    buffer.set_policy_version(3, "")
-    assert (table.size, table.counters.stale, table.waiting.count) == (0, 4, 0)
-    assert buffer.items.bytes == 0
-
-
-def test_a_row_waits_until_the_last_of_its_columns_has_come():
-    buffer = buffer_with(requires=["value", "teacher"])
-    insert(buffer, 1)
-    pending = buffer.sample("pool", SampleRequest(1, 1))
-    assert buffer.table("pool").waiting.lacking() == {"value": 1, "teacher": 1}
-    buffer.extend(1, ["teacher", "other"], (b"x",))
-    assert (pending.done, buffer.table("pool").waiting.words()) == (False, "1 wait for value")
-    buffer.extend(1, ["value"], (b"y",))
-    assert pending.result()[1].sizes.tolist() == [12]
-
-
 def test_a_segment_without_a_name_is_refused():
     buffer = buffer_with()
     insert(buffer, 1)

@@ -13,9 +13,8 @@ from replay_server import ReplayServer
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.state import ChangeCollector
 from replay_server.tables.buffer import ReplayBuffer
-from replay_server.tables.config import AdmissionConfig, TableConfig
-from replay_server.tables.extensions.admission import Admission
-from replay_server.tables.table import InsertBatch, SampleRequest
+from replay_server.tables.config import TableConfig
+from replay_server.tables.table import InsertBatch
 from tests.factories import replay_buffer
 from tests.server.storage.damage import commit
 
@@ -62,15 +61,6 @@ def insert(buffer, keys, tables=("t",), permits: int = 0, nbytes: int = 1) -> ob
     return None
 
 
-def clear_all(buffer: ReplayBuffer) -> int:
-    """How many slices there were."""
-    slices = 0
-    while buffer.items.leaving:
-        buffer.clear_slice()
-        slices += 1
-    return slices
-
-
 @pytest.mark.parametrize("sampler", ["fifo", "lifo", "uniform", "prioritized", "min_heap"])
 @pytest.mark.parametrize(("settings", "change", "left"), REMOVALS)
 def test_a_large_removal_is_whole_at_once_and_cleared_away_in_slices(settings, change, left, sampler):
@@ -88,45 +78,6 @@ def test_a_large_removal_is_whole_at_once_and_cleared_away_in_slices(settings, c
     assert buffer.items.bytes == left
 
 
-@pytest.mark.parametrize(("settings", "change", "left"), REMOVALS)
-def test_what_came_between_two_slices_is_not_cleared_away_with_them(settings, change, left):
-    buffer = filled(settings=settings)
-    change(buffer)
-    buffer.set_policy_version(0, "", rollback=True)
-    buffer.update_table("t", {"max_size": 100})
-    for key in range(101, 131):
-        buffer.clear_slice()
-        assert insert(buffer, [key]) is None
-    assert buffer.tables["t"].size == left + 30
-    assert len(buffer.items) == left + 30
-
-
-def test_an_item_of_two_tables_stays_in_the_other_one():
-    buffer = filled(tables=("t", "other"))
-    buffer.reset("t")
-    assert not any(buffer.items.gone(key) for key in range(1, ROWS + 1))
-    assert clear_all(buffer) == SLICES
-    assert (buffer.tables["t"].size, buffer.tables["other"].size, len(buffer.items)) == (0, ROWS, ROWS)
-    buffer.reset()
-    buffer.reset()  # two such changes at once
-    assert clear_all(buffer) == SLICES
-    assert buffer.items == {}
-
-
-def test_an_item_that_is_not_cleared_away_yet_can_be_forwarded_to_its_table_again():
-    configs = [TableConfig(name="t", forward_to="kept"), TableConfig(name="kept")]
-    buffer = replay_buffer(configs, lambda: 0.0, rows_per_slice=IN_A_SLICE)
-    insert(buffer, range(1, ROWS + 1), ("t", "kept"))
-    buffer.reset("kept")
-    batch, _ = buffer.sample("t", SampleRequest(ROWS, ROWS)).result()
-    buffer.take(batch)
-    clear_all(buffer)
-    assert (buffer.tables["kept"].size, len(buffer.items)) == (ROWS, ROWS)
-    buffer.reset()
-    clear_all(buffer)
-    assert buffer.items == {}
-
-
 @pytest.mark.parametrize("when_full", ["evict", "block"])
 def test_an_insert_that_lacks_bytes_clears_away_as_much_as_it_needs(when_full):
     buffer = filled(settings={"when_full": when_full}, max_bytes=ROWS)
@@ -134,38 +85,6 @@ def test_an_insert_that_lacks_bytes_clears_away_as_much_as_it_needs(when_full):
     assert insert(buffer, [100]) is None
     assert len(buffer.items.leaving) == SLICES - 1
     assert buffer.tables["t"].size == 1
-
-
-def test_an_insert_that_waits_for_bytes_enters_when_their_slice_is_cleared_away():
-    buffer = filled(settings={"when_full": "block"}, max_bytes=ROWS)
-    pending = insert(buffer, [100])
-    assert pending is not None
-    buffer.delete("t", list(range(1, ROWS)))
-    assert pending.done
-    assert 100 in buffer.tables["t"]
-
-
-def test_an_insert_into_another_table_that_waits_for_bytes_enters_at_once():
-    configs = [TableConfig(name="t"), TableConfig(name="other", when_full="block")]
-    buffer = replay_buffer(configs, lambda: 0.0, rows_per_slice=IN_A_SLICE, max_bytes=ROWS)
-    insert(buffer, range(1, ROWS + 1))
-    pending = insert(buffer, [100], ("other",))
-    assert pending is not None
-    buffer.reset("t")
-    assert pending.done
-    assert 100 in buffer.tables["other"]
-
-
-def test_permits_of_removed_groups_are_free_at_once():
-    admission = AdmissionConfig(table="t", groups_per_step=ROWS, max_staleness=0)
-    buffer = filled(0, admission=admission)
-    grant = Admission.of(buffer).acquire(ROWS, 1.0)
-    insert(buffer, range(1, ROWS + 1), permits=grant.result().id)
-    assert (Admission.of(buffer).accepted, Admission.of(buffer).capacity) == (ROWS, 0)
-    buffer.reset("t")
-    assert (Admission.of(buffer).accepted, Admission.of(buffer).capacity) == (0, ROWS)
-    clear_all(buffer)
-    assert (Admission.of(buffer).accepted, buffer.items) == (0, {})
 
 
 def test_a_kill_between_two_slices_leaves_the_whole_change_and_no_payload(tmp_path):
