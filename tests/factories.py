@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
@@ -358,6 +358,22 @@ def slots_of(columns: Columns) -> dict[int, int]:
     """The slot of each key that is here."""
     slots = columns.occupied()
     return dict(zip(columns.key[slots].tolist(), slots.tolist(), strict=True))
+
+
+def rows_of(
+    keys: Iterable[int],
+    priorities: Mapping[str, float],
+    *,
+    version: int = 0,
+    payload: bytes = b"x",
+    permits: int = 0,
+    labels: Any = None,
+) -> InsertBatch:
+    """Rows that differ in nothing but their keys. `priorities`: by the name of the table."""
+    keys = list(keys)
+    n = len(keys)
+    by_table = {name: np.full(n, priority, np.float64) for name, priority in priorities.items()}
+    return InsertBatch(keys, by_table, np.full(n, version), np.full(n, len(payload)), [(payload,)] * n, permits, labels)
 
 
 def insert_rows(table: Table, priorities: Mapping[int, float], versions: Any = 0, labels: Any = None) -> None:

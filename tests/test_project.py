@@ -181,7 +181,7 @@ MAX_CODE = {
     "examples": (657, 6_073),
     "experiments": (4_219, 45_142),
     "benchmarks": (2_322, 21_590),
-    "tests": (37_837, 412_895),
+    "tests": (37_533, 408_933),
 }
 """Lines and tokens of code of each part (`tests/count.py`). A commit that cuts lowers them; no other changes them."""
 MAX_P95 = {

@@ -13,7 +13,7 @@ from examples.demo.task import make_tokenizer
 from replay_client import ReplayClient, group_from_rows
 from replay_server import ReplayServer, TableConfig
 from tests.commands import fails, run_replay
-from tests.factories import make_group, make_sequences
+from tests.factories import make_group
 
 
 @pytest.fixture
@@ -122,15 +122,6 @@ def test_a_file_that_cannot_be_read_is_named(server, tmp_path, name, content, wo
     assert said.startswith(f"replay: {tmp_path}/{words}")
 
 
-def test_numbers_that_json_does_not_have_become_null(replay, client, tmp_path):
-    group = make_group(rewards=[0.0, 0.0])
-    group.rollout_logprobs[:] = math.nan
-    client.insert(group, {"replay": 1.0})
-    file = tmp_path / "x.jsonl"
-    replay("table", "export", "replay", str(file))
-    assert read_rows(file)[0]["mean_logprobs"] == [None, None]
-
-
 @pytest.mark.parametrize("name", [pytest.param("replay.jsonl", marks=pytest.mark.long), "replay.parquet"])
 def test_the_context_of_a_completion_stands_apart_from_what_the_policy_wrote(replay, client, tmp_path, name):
     tokenizer = make_tokenizer()
@@ -142,39 +133,13 @@ def test_the_context_of_a_completion_stands_apart_from_what_the_policy_wrote(rep
         rewards=[1, 0],
         advantages=[1, -1],
     )
-    key = client.insert(group, {"replay": 1.0})
+    client.insert(group, {"replay": 1.0})
     file = tmp_path / name
     made = replay("table", "export", "replay", str(file), "--tokenizer", str(tmp_path / "tokenizer"))
     assert made.returncode == 0, made.stderr
     (row,) = read_rows(file)
     assert (row["prompt"], row["contexts"], row["completions"]) == ("1+", ["1=", "23="], ["2", "24"])
     assert (row["context_tokens"], row["completion_tokens"], row["mean_logprobs"]) == ([2, 3], [1, 2], [-1.0, -2.0])
-    with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
-        run_replay("table", "import", str(file), address=target.address)
-        assert there.get([key])[0].group == group
-
-
-@pytest.mark.parametrize("name", ["replay.jsonl", "replay.parquet"])
-def test_rollouts_of_several_sequences_are_imported_with_their_tags_and_columns(replay, client, tmp_path, name):
-    group = make_sequences(extras={"values": np.arange(6, dtype=np.float32)}, axes={"values": "token"})
-    tags = {"environment": "math", "level": 3, "7": "7"}
-    key = client.insert(group, {"replay": 1.0}, tags=tags)
-    raw = client.insert(b"no group", {"replay": 0.5}, tags={"environment": "code"})
-    file = tmp_path / name
-    made = replay("table", "export", "replay", str(file))
-    assert made.returncode == 0, made.stderr
-    row = read_rows(file)[0]
-    assert (row["group_size"], row["sequence_counts"], row["rewards"]) == (2, [2, 1], [1.0, 0.0])
-    assert (row["completion_tokens"], row["context_tokens"]) == ([1, 2, 2], [0, 0, 1])
-    assert (json.loads(row["tags"]) if name.endswith("parquet") else row["tags"]) == tags
-    with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
-        imported = run_replay("table", "import", str(file), address=target.address)
-        assert imported.returncode == 0, imported.stderr
-        for mine, theirs in zip(client.get([key, raw]), there.get([key, raw]), strict=True):
-            assert bytes(mine.payload) == bytes(theirs.payload)
-            assert mine.labels == theirs.labels
-        assert there.get([key])[0].group == group
-        assert there.get([key])[0].labels.columns == {"values"}
 
 
 def test_tags_that_no_item_can_have_are_refused_by_file_and_row(replay, client, tmp_path):
@@ -285,6 +250,7 @@ def test_groups_and_other_bytes_come_back_bit_by_bit(replay, client, tmp_path, n
     keys, file = insert_agents(client), tmp_path / name
     made = replay("table", "export", "replay", str(file))
     assert made.stdout == f"3 items of replay written to {file}\n", made.stderr
+    assert [row["sequence_counts"] for row in read_rows(file)] == [[2, 2], [1, 1, 1], None]
     with ReplayServer(tables=[TableConfig(name="replay")], port=0) as target, ReplayClient(target.address) as there:
         imported = run_replay("table", "import", str(file), address=target.address)
         assert imported.stdout == f"3 items of {file} inserted\n", imported.stderr

@@ -420,18 +420,6 @@ async def test_new_weights_are_loaded_while_nothing_is_generated_and_groups_say_
     assert set(versions[2:]) == {5}
 
 
-async def test_at_once_weights_are_loaded_while_groups_are_generated(tmp_path):
-    client, engine = RecordingClient(), ScriptedEngine(hold=asyncio.Event())
-    generator = make_generator(client, engine, reload="at_once", max_groups=2)
-    task = await running(generator)
-    await async_until(lambda: engine.generating == 2)
-    await client.publish(1, fake_weights(tmp_path / "step-1"))
-    await async_until(lambda: generator.stats["policy_version"] == 1)
-    assert engine.generating_at_load == [2]
-    engine.let_go()
-    await task
-
-
 async def test_a_group_that_spans_versions_says_the_version_of_every_token():
     class Spanning(ScriptedEngine):
         async def generate(self, prompt_ids: Any, sampling: SamplingConfig, n: int, *_: Any) -> list[Completion]:

@@ -27,7 +27,6 @@ from tests.generator.factories import ScriptedEngine, make_prompts
 
 TABLES = [
     TableConfig(name="rollouts", sampler="fifo", max_staleness=2),
-    TableConfig(name="small", sampler="fifo", max_size=2, when_full="reject"),
     TableConfig(name="large", sampler="fifo", max_size=1000, when_full="reject"),
 ]
 
@@ -264,34 +263,6 @@ async def test_the_bound_of_a_table_counts_as_it_is_now(monkeypatch):
             engine.let_go()
             await task
     assert generator.stats["groups"] == 1
-
-
-async def test_a_held_generator_finds_out_that_its_groups_are_taken_again(monkeypatch):
-    monkeypatch.setattr("replay_generator.server.SECONDS_PER_LOOK", 0.05)
-    with serving() as server:
-        async with generating(server.address, ScriptedEngine()) as (generator, client, _):
-            await async_until(lambda: generator.stats["groups"] > 3)
-            await client.set_policy_version(9)
-            await async_until(lambda: generator.stats["stale_seconds"] and not generator.stats["groups_under_way"])
-            inserted = generator.stats["groups"]
-            await client.update_table("rollouts", max_staleness=20)
-            await async_until(lambda: generator.stats["groups"] > inserted + 10)
-
-
-async def test_a_table_that_refuses_groups_gets_them_when_it_has_room():
-    with serving() as server:
-        async with generating(server.address, ScriptedEngine(), tables=("small",), max_groups=4) as (
-            generator,
-            client,
-            task,
-        ):
-            # The answer to one that was refused may come before that to one that was taken.
-            await async_until(lambda: generator.stats["full_refused"] and generator.stats["groups"] == 2)
-            assert not task.done()
-            for sample in await client.sample("small", 2):
-                await client.delete("small", [sample.info.key])
-            await task
-            assert generator.stats["groups"] == 4
 
 
 async def test_a_busy_server_is_waited_for_and_nothing_is_dropped(caplog, monkeypatch):

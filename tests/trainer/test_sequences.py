@@ -16,10 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay_client import ReplayClient, RolloutGroup
-from replay_client.scoring import group_priority
-from replay_server import ReplayServer
-from replay_server.config import DEFAULT_TABLES
+from replay_client import RolloutGroup
 from replay_trainer import GRPOConfig, LossConfig, correct, from_padded, policy_loss, to_padded
 from replay_trainer.batching import to_batch
 from replay_trainer.correction import CorrectionConfig, Rejection
@@ -119,8 +116,11 @@ def test_rollouts_in_pieces_have_the_loss_and_the_gradient_of_rollouts_in_one_se
         assert_same_gradient(gradient_of(pieces, tmp_path, max_tokens_per_micro_batch=size, **options), whole)
 
 
-def by_hand(groups: Sequence[RolloutGroup], loss_type: str) -> tuple[torch.Tensor, Any]:
-    """The loss of rollouts, sequence by sequence, and its gradient: plain torch, and nothing of the trainer."""
+def by_hand(groups: Sequence[RolloutGroup], loss_type: str, teacher: str = "") -> tuple[torch.Tensor, Any]:
+    """The loss of rollouts, sequence by sequence, and its gradient: plain torch, and nothing of the trainer.
+
+    `teacher`: a column of log-probabilities, which judge the tokens with a weight of 0.5.
+    """
     model, old_model, losses = make_model(), make_model(seed=2), []
     for group in groups:
         advantages_T = group.token_advantages
@@ -136,6 +136,8 @@ def by_hand(groups: Sequence[RolloutGroup], loss_type: str) -> tuple[torch.Tenso
                     if advantages_T is None
                     else advantages_T[span]
                 )
+                if teacher:  # the reverse KL, token by token
+                    A = A + 0.5 * (group.extras[teacher][span] - old.detach().numpy())
                 known = map(torch.tensor, (group.rollout_logprobs[span], A))
                 parts.append(torch.stack([now, old.detach(), *known])[:, trained])
             now, old, rollout_logprobs, A = torch.cat(parts, dim=1)
@@ -259,21 +261,6 @@ def test_the_context_of_a_later_sequence_needs_no_log_probability(tmp_path):
     assert (line["train/tokens"], line["correction/nan_fraction"]) == (5, 0.0)
 
 
-def test_token_advantages_take_the_place_of_the_others(tmp_path):
-    plain = make_group(rewards=[1.0, 1.0], completions=[[5, 6, 7], [8, 9]], logprobs=-2.5)
-    by_token = make_group(
-        rewards=[1.0, 1.0],
-        completions=[[5, 6, 7], [8, 9]],
-        logprobs=-2.5,
-        token_advantages=[1.0, 1.0, 1.0, -0.5, -0.5],
-    )
-    expected = make_group(rewards=[1.0, 1.0], completions=[[5, 6, 7], [8, 9]], logprobs=-2.5)
-    expected.advantages = np.array([1.0, -0.5], np.float32)
-    mixed = gradient_of([by_token, FLAT[1]], tmp_path)
-    assert_same_gradient(mixed, gradient_of([expected, FLAT[1]], tmp_path))
-    assert not torch.allclose(mixed[0]["lm_head.weight"], gradient_of([plain, FLAT[1]], tmp_path)[0]["lm_head.weight"])
-
-
 @pytest.mark.parametrize("scale", [None, "group", "batch"])
 def test_a_group_with_token_advantages_trains_although_its_rewards_are_equal(tmp_path, scale):
     group = make_group(rewards=[1.0, 1.0], completions=[[5, 6], [7]], logprobs=-2.5, token_advantages=[1.0, -1.0, 0.5])
@@ -281,28 +268,6 @@ def test_a_group_with_token_advantages_trains_although_its_rewards_are_equal(tmp
     model, (line,) = sgd_run(client, tmp_path, groups_per_step=1, scale_rewards=scale)
     assert (line["replay/groups_replaced"], line["train/zero_variance_fraction"], line["train/tokens"]) == (0, 0.0, 3)
     assert not torch.equal(model.lm_head.weight, make_model().lm_head.weight)
-
-
-def test_a_step_from_a_real_server_is_the_same_in_pieces_and_in_one_sequence(tmp_path):
-    models, lines = [], []
-    for way, cuts in {"whole": None, "every turn alone": WAYS["every turn alone"]}.items():
-        groups = FLAT if cuts is None else list(map(in_pieces, FLAT, cuts))
-        with ReplayServer(DEFAULT_TABLES, port=0) as server, ReplayClient(server.address) as client:
-            keys = [
-                client.insert(group, {"rollouts": group_priority(group.rewards, group.advantages)}) for group in groups
-            ]
-            model, line = sgd_run(client, tmp_path / way, loss_type="gspo", sample_timeout=20.0)
-            # Forwarded to the pool, and a rollout of several sequences is one of its group there too.
-            assert {each.key for each in client.list_items("replay")} == {*keys}
-            assert [item.group for item in client.get(keys)] == groups
-        models.append(model)
-        lines.append(line[0])
-    assert_same_weights(models[1], models[0], **NEAR)
-    assert [(line["train/groups"], line["train/rows"], line["train/sequences"]) for line in lines] == [
-        (2, 5, 5),
-        (2, 5, 14),
-    ]
-    assert not torch.equal(models[0].lm_head.weight, make_model().lm_head.weight)
 
 
 def test_padded_rows_join_to_rollouts_for_losses_and_corrections(tmp_path):

@@ -142,16 +142,6 @@ def test_batches_take_each_item_of_all_shards_once(client):
     assert (info.size, info.samples, info.consumed) == (0, MANY, MANY)
 
 
-def test_a_batch_comes_when_all_shards_together_have_enough(client):
-    insert_many(client, "queue", 5)
-    samples = []
-    waiting = threading.Thread(target=lambda: samples.extend(client.sample("queue", 6)))
-    waiting.start()
-    insert_many(client, "queue", 1)
-    waiting.join(timeout=PATIENCE)
-    assert len(samples) == 6
-
-
 def test_order_is_kept_within_each_shard(client):
     keys = insert_many(client, "queue", 40)
     shard_of = {item.key: sample for item in client.get(keys) for sample in [item]}

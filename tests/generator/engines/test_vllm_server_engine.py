@@ -26,7 +26,7 @@ from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from tests.docs.blocks import ROOT, blocks
 from tests.factories import PATIENCE, async_until
-from tests.generator.engines.vllm_rollouts import TOOL, group_of, tool_group, two_turns
+from tests.generator.engines.vllm_rollouts import group_of, two_turns
 from tests.generator.engines.vllm_servers import (
     CHUNKED,
     NEVER,
@@ -169,15 +169,6 @@ class TestRealServers:
             cuts = [n for n in range(len(before) + 1) if (before[:n] < 1e-4).all() and (after[n:] < 1e-4).all()]
             assert cuts
 
-    async def test_every_turn_of_a_rollout_has_the_logprobs_of_the_whole_sequence_before_it(
-        self, fresh, model, make_engine
-    ):
-        sampling = SamplingConfig(temperature=0.8, max_tokens=12)
-        group = await group_of(make_engine(*fresh), two_turns(sampling), PROMPT, sampling, 8)
-        check_group(group, sampling, model)
-        for span, ids in zip(group.sequence_spans(), group.completions(), strict=True):
-            assert ids[~group.trained_mask[span]].tolist() == TOOL
-
     async def test_a_turn_after_new_weights_has_their_version_and_logprobs(self, fresh, versions, make_engine):
         engine = make_engine(fresh[0])
         await engine.load_weights(str(versions[0]), 1)
@@ -186,41 +177,6 @@ class TestRealServers:
         group = await group_of(engine, hook, PROMPT, sampling, 8)
         assert (group.policy_version, group.policy_version_end) == (1, 2)
         check_group(group, sampling, {1: versions[0], 2: versions[1]})
-
-    async def test_new_weights_in_the_middle_of_a_turn_change_it_in_one_place(self, fresh, versions, make_engine):
-        engine = make_engine(fresh[0])
-        await engine.load_weights(str(versions[0]), 1)
-        sampling, (old, new) = SamplingConfig(max_tokens=48), versions[:2]
-        for attempt in range(40):
-            loading: list[asyncio.Task[None]] = []
-
-            async def later(new: Path = new, attempt: int = attempt) -> None:
-                await asyncio.sleep(0.02 * 1.15**attempt)  # how long a turn takes depends on the machine
-                await engine.load_weights(str(new), attempt + 2)
-
-            async def load(loading: list[asyncio.Task[None]] = loading, later: Any = later) -> None:
-                """Begins to load, and lets the second turn begin."""
-                loading.append(asyncio.create_task(later()))
-
-            group = await group_of(engine, two_turns(SamplingConfig(max_tokens=4), load, 8), PROMPT, sampling, 8)
-            await asyncio.gather(*loading)
-            if group.policy_version_end is not None:
-                break
-            old, new = new, old
-        assert group.policy_version_end is not None
-        for span, ids in zip(group.sequence_spans(), group.completions(), strict=True):
-            trained, logprobs = group.trained_mask[span], group.rollout_logprobs[span]
-            assert np.isnan(logprobs[~trained]).all()
-            by_weights = [np.array(recomputed(each, PROMPT, ids.tolist(), sampling)) for each in (old, new)]
-            before, after = (~trained | (np.abs(logprobs - each) < 1e-4) for each in by_weights)
-            # 0.32 does not say where the weights changed. There is one place, and no token is of neither.
-            assert [n for n in range(ids.size + 1) if before[:n].all() and after[n:].all()]
-
-    async def test_the_tool_loop_gives_the_answers_of_tools_and_the_logprobs_of_what_follows_them(
-        self, fresh, model, make_engine, monkeypatch
-    ):
-        sampling = SamplingConfig(temperature=2.0, max_tokens=24)
-        check_group(await tool_group(make_engine(*fresh), monkeypatch, sampling, 64), sampling, model)
 
     async def test_several_servers_share_the_requests_and_all_get_the_new_weights(
         self, fresh, versions, asked, make_engine
@@ -234,14 +190,6 @@ class TestRealServers:
         for completion in completions:
             check_completion(completion, PROMPT, sampling, versions[0])
         assert len({tuple(completion.token_ids) for completion in completions}) > 8  # each has a seed of its own
-
-    async def test_more_long_prompts_at_a_time_than_a_batch_of_the_server_holds_are_completed(self, fresh, make_engine):
-        engine = make_engine(fresh[0])
-        sampling = SamplingConfig(max_tokens=2)
-        prompts = [[3 + number % 5, *[4 + number % 7] * 55] for number in range(8)]
-        groups = await asyncio.gather(*(engine.generate(prompt, sampling, 4) for prompt in prompts))
-        assert [len(group) for group in groups] == [4] * 8  # 1,792 tokens of prompts; a batch holds 1,024
-        assert engine.servers_lost == 0
 
     async def test_of_several_generators_one_reloads(self, fresh, versions, asked, make_engine):
         engines = [make_engine(fresh[0]) for _ in range(3)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from replay_server.config import MAX_CLIENTS, MAX_NAME
@@ -13,8 +12,8 @@ from replay_server.rpc.clients import Clients, Side
 from replay_server.rpc.info import FIRST_STEPS, LONG_WAIT, long_wait, silences
 from replay_server.tables.config import AdmissionConfig, TableConfig, with_named
 from replay_server.tables.extensions.admission import Admission
-from replay_server.tables.table import InsertBatch, SampleRequest
-from tests.factories import replay_buffer
+from replay_server.tables.table import SampleRequest
+from tests.factories import replay_buffer, rows_of
 
 
 def context(name: str) -> SimpleNamespace:
@@ -46,14 +45,7 @@ class Run:
     def insert(self, table="rollouts", name=None):
         self.key += 1
         with self.clients.calling(context(self.generator if name is None else name), Side.GENERATOR):
-            batch = InsertBatch(
-                keys=[self.key],
-                payloads=[b"x"],
-                sizes=np.ones(1, dtype=np.int64),
-                policy_versions=np.array([self.version]),
-                priorities={table: np.ones(1)},
-            )
-            self.buffer.insert(batch)
+            self.buffer.insert(rows_of([self.key], {table: 1.0}, version=self.version))
 
     def sample(self, table="rollouts"):
         with self.clients.calling(context(self.trainer), Side.TRAINER):

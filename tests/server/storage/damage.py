@@ -32,8 +32,7 @@ from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
 from replay_server.tables.items import DamagedPayloads
-from replay_server.tables.table import InsertBatch
-from tests.factories import replay_buffer
+from tests.factories import replay_buffer, rows_of
 
 TABLES = [TableConfig(name="a", sampler="prioritized"), TableConfig(name="b", max_times_sampled=2)]
 
@@ -69,8 +68,8 @@ def commit(storage: LmdbStorage, collector: ChangeCollector) -> None:
 def insert(buffer: ReplayBuffer, keys: list[int]) -> None:
     for key in keys:
         data = payload_of(key)
-        tables = {"a": np.array([1.0 + key])} | ({"b": np.array([2.0])} if key % 2 else {})
-        buffer.insert(InsertBatch([key], tables, np.array([3]), np.array([len(data)]), [(data,)]))
+        tables = {"a": 1.0 + key} | ({"b": 2.0} if key % 2 else {})
+        buffer.insert(rows_of([key], tables, version=3, payload=data))
 
 
 def fill(directory: Path) -> dict[int, object]:

@@ -2,13 +2,11 @@
 
 import time
 
-import numpy as np
-
 from replay_server.storage.records import State, pack_items, unpack_items
 from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.config import TableConfig
-from replay_server.tables.table import InsertBatch, SampleRequest
-from tests.factories import replay_buffer
+from replay_server.tables.table import SampleRequest
+from tests.factories import replay_buffer, rows_of
 
 
 def test_what_could_not_be_written_comes_again():
@@ -16,9 +14,7 @@ def test_what_could_not_be_written_comes_again():
     buffer = replay_buffer(tables, time.monotonic)
     collector = ChangeCollector(buffer)
     buffer.watchers.append(collector)
-    buffer.insert(
-        InsertBatch([7, 8], {"a": np.ones(2)}, np.zeros(2, np.int64), np.ones(2, np.int64), [(b"x",), (b"y",)])
-    )
+    buffer.insert(rows_of([7, 8], {"a": 1.0}))
     batch, _ = buffer.sample("a", SampleRequest(1, 1, scope="step-1")).result()
     buffer.take(batch)
     collector.not_written(collector.collect())
@@ -27,7 +23,7 @@ def test_what_could_not_be_written_comes_again():
     assert not collector.collect()
     state = State({name: record for name, record in delta.named_records().items() if record is not None}, delta.items)
     again = replay_buffer(tables, time.monotonic)
-    again.storage.put([7, 8], [(b"x",), (b"y",)])
+    again.storage.put([7, 8], [(b"x",)] * 2)
     restore(again, state)
     assert again.tables["a"].scopes.given("step-1") == buffer.tables["a"].scopes.given("step-1") != set()
     assert again.tables["a"].counters == buffer.tables["a"].counters
@@ -39,16 +35,11 @@ def test_an_item_that_was_forwarded_and_that_only_a_batch_holds_has_no_record():
     buffer = replay_buffer([TableConfig(name="a", forward_to="b"), TableConfig(name="b", max_size=1)], time.monotonic)
     collector = ChangeCollector(buffer)
     buffer.watchers.append(collector)
-
-    def insert(key, table):
-        row = InsertBatch([key], {table: np.ones(1)}, np.zeros(1, np.int64), np.ones(1, np.int64), [(b"x",)])
-        assert buffer.insert(row) == (1, None)
-
-    insert(7, "a")
+    buffer.insert(rows_of([7], {"a": 1.0}))
     taken, _ = buffer.sample("a", SampleRequest(1, 1)).result()
     buffer.take(taken)
     buffer.sample("a", SampleRequest(1, 1)).result()  # in hand to the end
-    insert(8, "b")
+    buffer.insert(rows_of([8], {"b": 1.0}))
     collector.written(collector.collect())
     buffer.delete("a", [7])
     assert buffer.items[7].forwarded == ("a",)
@@ -61,16 +52,10 @@ def test_what_a_restart_finds_damaged_gives_its_place_in_a_queue_back():
     buffer = replay_buffer(tables, time.monotonic)
     collector = ChangeCollector(buffer)
     buffer.watchers.append(collector)
-
-    def insert(buffer, *keys):
-        n = len(keys)
-        rows = InsertBatch(keys, {"a": np.ones(n)}, np.zeros(n, np.int64), np.ones(n, np.int64), [(b"x",)] * n)
-        return buffer.insert(rows)[0]
-
-    assert insert(buffer, 7, 8) == 2
+    buffer.insert(rows_of([7, 8], {"a": 1.0}))
     delta = collector.collect()
     second = unpack_items([8], [dict(pack_items(delta.items))[8]])
     state = State(delta.named_records(), second)
     again = replay_buffer(tables, time.monotonic)
     restore(again, state)
-    assert (insert(again, 9), insert(again, 10)) == (1, 0)
+    assert [again.insert(rows_of([key], {"a": 1.0}))[0] for key in (9, 10)] == [1, 0]

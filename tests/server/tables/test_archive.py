@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,8 +19,8 @@ from replay_server.tables.config import (
 )
 from replay_server.tables.extensions.admission import Admission
 from replay_server.tables.extensions.forwarding import Copying
-from replay_server.tables.table import InsertBatch, SampleRequest
-from tests.factories import replay_buffer
+from replay_server.tables.table import SampleRequest
+from tests.factories import replay_buffer, rows_of
 
 QUEUE = TableConfig(name="rollouts", rate_limiter=RateLimiterConfig(type="queue", max_size=4), forward_to="replay")
 POOL = TableConfig(
@@ -43,9 +42,9 @@ def make_buffer(*tables: TableConfig, archive: dict | None = {}, **options) -> R
 
 
 def insert(buffer: ReplayBuffer, key: int, *tables: str, nbytes: int = 10, version: int = 0, permits: int = 0):
-    priorities = {name: np.array([float(key)]) for name in tables or ("rollouts",)}
-    batch = InsertBatch([key], priorities, np.array([version]), np.array([nbytes]), [(b"x" * nbytes,)], permits)
-    return buffer.insert(batch, math.inf)
+    priorities = dict.fromkeys(tables or ("rollouts",), key)
+    row = rows_of([key], priorities, version=version, payload=b"x" * nbytes, permits=permits)
+    return buffer.insert(row, math.inf)
 
 
 def draw(buffer: ReplayBuffer, n: int, table: str = "archive"):

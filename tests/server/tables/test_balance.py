@@ -14,8 +14,8 @@ from replay_server import TableConfig
 from replay_server.errors import Code, Refused
 from replay_server.tables.balance import ValueRows, choose
 from replay_server.tables.columns import MAX_BALANCED
-from replay_server.tables.table import InsertBatch, SampleRequest, Table
-from tests.factories import insert_rows, remove_rows, replay_buffer
+from replay_server.tables.table import SampleRequest, Table
+from tests.factories import insert_rows, remove_rows, replay_buffer, rows_of
 
 Z_LIMIT = 5.0
 """Standard deviations of a count that is nearly normal: chance goes beyond once in 1.7 million times."""
@@ -349,18 +349,8 @@ def test_an_item_with_one_value_more_than_can_be_balanced_is_refused_alone_and_i
     buffer = replay_buffer([balanced, TableConfig(name="other", forward_to="pool")], lambda: 0.0)
 
     def insert(keys: range, table: str = "pool") -> int:
-        ones = np.ones(len(keys))
         labels = [labels_of([], {"prompt": key}) for key in keys]
-        batch = InsertBatch(
-            list(keys),
-            {table: ones},
-            np.zeros(len(keys), int),
-            np.ones(len(keys), int),
-            [(b"x",)] * len(keys),
-            0,
-            labels,
-        )
-        return buffer.insert(batch)[0]
+        return buffer.insert(rows_of(keys, {table: 1.0}, labels=labels))[0]
 
     full = range(1, MAX_BALANCED)  # items without the tag are one value more
     assert insert(full) == len(full)
@@ -382,10 +372,7 @@ def test_a_table_with_too_many_values_cannot_begin_to_balance_them():
     buffer = replay_buffer([TableConfig(name="pool")], lambda: 0.0)
     n = MAX_BALANCED
     labels = [labels_of([], {"prompt": key}) for key in range(n)]
-    batch = InsertBatch(
-        list(range(1, n + 1)), {"pool": np.ones(n)}, np.zeros(n, int), np.ones(n, int), [(b"x",)] * n, 0, labels
-    )
-    buffer.insert(batch)
+    buffer.insert(rows_of(range(1, n + 1), {"pool": 1.0}, labels=labels))
     with pytest.raises(Refused, match=f"its items have {n + 1} values of the tag 'prompt', and at most {n} can be"):
         buffer.update_table("pool", {"balance": {"tag": "prompt"}})
     assert buffer.tables["pool"].config.balance is None

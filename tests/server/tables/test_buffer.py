@@ -5,14 +5,13 @@ What operations mean is stated in reference.py, and compared with it by test_mod
 
 import math
 
-import numpy as np
 import pytest
 
 from replay_server.errors import Code, Refused
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.extensions.admission import Admission
-from replay_server.tables.table import InsertBatch, SampleRequest
-from tests.factories import replay_buffer
+from replay_server.tables.table import SampleRequest
+from tests.factories import replay_buffer, rows_of
 
 
 class Bench:
@@ -36,9 +35,8 @@ class Bench:
     ):
         self.next_key += 1
         key = self.next_key if key is None else key
-        priorities = {name: np.array([value]) for name, value in (tables or {table: priority}).items()}
-        insert = InsertBatch([key], priorities, np.array([version]), np.array([nbytes]), [(b"x" * nbytes,)], permits)
-        taken, pending = self.buffer.insert(insert, self.now + wait)
+        row = rows_of([key], tables or {table: priority}, version=version, payload=b"x" * nbytes, permits=permits)
+        taken, pending = self.buffer.insert(row, self.now + wait)
         assert taken == (pending is None)
         return key if pending is None else pending
 

@@ -14,8 +14,7 @@ from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.state import ChangeCollector
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
-from replay_server.tables.table import InsertBatch
-from tests.factories import replay_buffer
+from tests.factories import replay_buffer, rows_of
 from tests.server.storage.damage import commit
 
 ROWS = 25
@@ -31,40 +30,20 @@ REMOVALS = [
 ]
 
 
-def filled(
-    n: int = ROWS, *, tables=("t",), permits: int = 0, nbytes: int = 1, settings=None, **options
-) -> ReplayBuffer:
-    """A buffer with the items 1 to n, all of them in each of the tables."""
-    configs = [TableConfig(name=name, **(settings or {})) for name in tables]
-    buffer = replay_buffer(configs, lambda: 0.0, rows_per_slice=IN_A_SLICE, **options)
-    insert(buffer, range(1, n + 1), tables, permits, nbytes)
+def empty(*, settings=None, **options) -> ReplayBuffer:
+    return replay_buffer([TableConfig(name="t", **(settings or {}))], lambda: 0.0, rows_per_slice=IN_A_SLICE, **options)
+
+
+def fill(buffer: ReplayBuffer) -> ReplayBuffer:
+    """With the items 1 to ROWS."""
+    assert buffer.insert(rows_of(range(1, ROWS + 1), {"t": 1.0})) == (ROWS, None)
     return buffer
-
-
-def insert(buffer, keys, tables=("t",), permits: int = 0, nbytes: int = 1) -> object:
-    """None, or what waits."""
-    n = len(keys)
-    rows = InsertBatch(
-        list(keys),
-        {name: np.ones(n) for name in tables},
-        np.zeros(n, np.int64),
-        np.full(n, nbytes),
-        [(b"x" * nbytes,)] * n,
-        permits,
-    )
-    at = 0
-    while at < n:
-        inserted, pending = buffer.insert(rows[at:])
-        if pending is not None:
-            return pending
-        at += inserted
-    return None
 
 
 @pytest.mark.parametrize("sampler", ["fifo", "lifo", "uniform", "prioritized", "min_heap"])
 @pytest.mark.parametrize(("settings", "change", "left"), REMOVALS)
 def test_a_large_removal_is_whole_at_once_and_cleared_away_in_slices(settings, change, left, sampler):
-    buffer = filled(settings={"sampler": sampler, **settings})
+    buffer = fill(empty(settings={"sampler": sampler, **settings}))
     change(buffer)
     table = buffer.tables["t"]
     for slices in range(SLICES, -1, -1):
@@ -80,20 +59,20 @@ def test_a_large_removal_is_whole_at_once_and_cleared_away_in_slices(settings, c
 
 @pytest.mark.parametrize("when_full", ["evict", "block"])
 def test_an_insert_that_lacks_bytes_clears_away_as_much_as_it_needs(when_full):
-    buffer = filled(settings={"when_full": when_full}, max_bytes=ROWS)
+    buffer = fill(empty(settings={"when_full": when_full}, max_bytes=ROWS))
     buffer.reset("t")
-    assert insert(buffer, [100]) is None
+    assert buffer.insert(rows_of([100], {"t": 1.0})) == (1, None)
     assert len(buffer.items.leaving) == SLICES - 1
     assert buffer.tables["t"].size == 1
 
 
 def test_a_kill_between_two_slices_leaves_the_whole_change_and_no_payload(tmp_path):
     storage = LmdbStorage(tmp_path)
-    buffer = filled(0, storage=storage)
+    buffer = empty(storage=storage)
     collector = ChangeCollector(buffer)
     buffer.watchers.append(collector)
 
-    insert(buffer, range(1, ROWS + 1))
+    fill(buffer)
     commit(storage, collector)
     buffer.update_table("t", {"max_size": 1})
     buffer.clear_slice()
@@ -136,7 +115,7 @@ async def test_another_table_is_served_while_a_large_removal_is_cleared_away():
 
 def test_what_changes_between_two_slices_of_a_commit_is_in_it_as_it_is_at_the_end(monkeypatch):
     monkeypatch.setattr("replay_server.storage.state.ITEMS_PER_SLICE", IN_A_SLICE)
-    buffer = filled()
+    buffer = fill(empty())
     collector = ChangeCollector(buffer)
     buffer.watchers.append(collector)
     keys = np.arange(1, ROWS + 1, dtype=np.uint64)

@@ -19,12 +19,11 @@ from replay_server import ReplayServer, TableConfig
 from replay_trainer import GRPOTrainer
 from replay_trainer.batching import to_batch
 from replay_trainer.config import Teacher
-from replay_trainer.correction import PRESETS
 from replay_trainer.groups import ModelLimits, why_unusable
 from replay_trainer.losses import distillation_advantages
 from tests.factories import make_group
 from tests.trainer.factories import FakeClient, lines_of, make_model, make_sample, make_trainer
-from tests.trainer.test_sequences import agents, gradient_of
+from tests.trainer.test_sequences import agents, by_hand, gradient_of
 
 COLUMN = "teacher_logprobs"
 TEACHER = Teacher(COLUMN, 0.5)
@@ -38,29 +37,6 @@ def taught(group: RolloutGroup, values: Any = None, axis: str | None = "token") 
     return replace(group, extras={COLUMN: values}, axes={} if axis is None else {COLUMN: axis})
 
 
-def by_hand(groups: Sequence[RolloutGroup], loss_type: str) -> tuple[torch.Tensor, Any]:
-    """The loss of a policy that a teacher also judges, sequence by sequence, and its gradient."""
-    model, old_model, losses = make_model(), make_model(seed=2), []
-    for group in groups:
-        for rollout in range(group.group_size):
-            parts = []
-            for sequence in np.flatnonzero(group.sequence_rollouts == rollout):
-                span = group.sequence_spans()[sequence]
-                ids, trained = torch.tensor([*group.prompt_ids, *group.completion_ids[span]]), group.trained_mask[span]
-                logits = [each(ids[None]).logits[0, -1 - len(trained) : -1] for each in (model, old_model)]
-                now, old = (each.log_softmax(-1).gather(-1, ids[-len(trained) :, None])[:, 0] for each in logits)
-                given = group.token_advantages
-                A = torch.tensor(np.full(len(trained), group.advantages[rollout]) if given is None else given[span])
-                A = A + 0.5 * (torch.tensor(group.extras[COLUMN][span]) - old)  # the reverse KL, token by token
-                parts.append(torch.stack([now, old.detach(), A.detach()])[:, trained])
-            now, old, A = torch.cat(parts, dim=1)
-            c = ((now - old).mean() if loss_type == "gspo" else now - old).exp()
-            losses.append(-torch.minimum(c * A, c.clamp(0.8, 1.2) * A))
-    loss = torch.cat(losses).mean() if loss_type == "dapo" else torch.stack([each.mean() for each in losses]).mean()
-    gradient = torch.autograd.grad(loss, list(model.parameters()))
-    return loss, dict(zip(dict(model.named_parameters()), gradient, strict=True))
-
-
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("size", [1, 14, 1000], ids=["a row at a time", "some rows", "all rows at once"])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "gspo"])
@@ -71,11 +47,10 @@ def test_the_step_of_a_student_is_that_of_a_loop(tmp_path, loss_type, size, pack
         tmp_path,
         loss_type=loss_type,
         teacher_weight=0.5,
-        correction=PRESETS["off"](),
         packing=packing,
         max_tokens_per_micro_batch=size,
     )
-    loss, expected = by_hand(groups, loss_type)
+    loss, expected = by_hand(groups, loss_type, COLUMN)
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
     torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-4)
 
