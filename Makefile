@@ -1,7 +1,7 @@
 # `make demo` and `make test` are all a newcomer needs: both set up their own environment first.
 #
 #   ENGINE=transformers make demo      without vLLM
-#   make demo DEMO_ARGS="--max-steps 50"   arguments of `replay demo`; "--task tools" trains with a tool, in two turns
+#   make demo DEMO_ARGS="--max-steps 50"   arguments of `python -m examples.demo`; "--task tools" trains with a tool, in two turns
 #   TORCH_INDEX=... make demo          where torch for CPUs comes from: the address of PyTorch's own index of CPU builds
 
 PYTHON ?= python3
@@ -45,7 +45,7 @@ RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --pytho
   setup setup-dev setup-real clean
 
 demo: setup
-	$(BIN)/replay demo --engine $(ENGINE) $(DEMO_ARGS)
+	$(BIN)/python -m examples.demo --engine $(ENGINE) $(DEMO_ARGS)
 
 # A pretrained model, SmolLM2-135M, learns sums of two terms: about a quarter of an hour on two cores.
 demo-real: setup-real

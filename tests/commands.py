@@ -106,7 +106,7 @@ class Running:
         cwd: Path | None = None,
         quick: bool = False,
     ) -> None:
-        needs_torch = not {"train", "generate", "demo"}.isdisjoint(arguments)
+        needs_torch = not {"train", "generate"}.isdisjoint(arguments)
         message = json.dumps([arguments, dict(os.environ if env is None else env), str(cwd or os.getcwd()), quick])
         self.args = arguments
         self.returncode: int | None = None

@@ -22,7 +22,7 @@ from replay_cli.options import Commands, taking
 from replay_cli.output import complain, say
 from replay_cli.servers import serve, shards
 from replay_cli.tables import dashboard, tables, top
-from replay_cli.train import demo, train
+from replay_cli.train import train
 
 app = Commands(
     "A replay server for GRPO: rollout groups in rate-limited priority tables.",
@@ -39,7 +39,7 @@ table.add(import_items, name="import")
 app.add(serve, tables, top, dashboard, items, show, doctor)
 for name, group in {"policy": policy, "table": table, "checkpoint": checkpoint}.items():
     app.add_typer(group, name=name)
-app.add(demo, generate, train)
+app.add(generate, train)
 for name, group in {"archive": archive, "shards": shards}.items():
     app.add_typer(group, name=name)
 

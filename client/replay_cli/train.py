@@ -1,4 +1,4 @@
-"""`replay train`: the trainer as a process; and `replay demo`: a tiny run, with all its processes."""
+"""`replay train`: the trainer as a process."""
 
 from __future__ import annotations
 
@@ -174,42 +174,3 @@ def _sum_up(output_dir: Path) -> None:
             say(line)
     if folders := published(output_dir):
         say(f"weights             {folders[-1].resolve()}")
-
-
-def demo(
-    max_steps: Annotated[int | None, typer.Option(help="Training steps. [150, tools 50, compared 60]")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the model, the data and the training.")] = 0,
-    engine: Annotated[str, typer.Option(help="vllm or transformers.")] = "vllm",
-    output_dir: Annotated[Path, typer.Option(help="Folder for the files of the run.")] = Path("runs/demo"),
-    task: Annotated[
-        str, typer.Option(help="sums: to add. tools: to multiply by calling a calculator, in two turns.")
-    ] = "sums",
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Train twice on as many generated groups, without the pool and with it.")
-    ] = False,
-) -> None:
-    """Train a tiny model to add, or to use a tool, with server, generator and trainer as processes."""
-    # matplotlib draws the picture at the end: better to know now that it is missing.
-    need("replay demo", "demo", "torch", "transformers", "matplotlib")
-    if engine == "vllm":
-        need("--engine vllm", "vllm", "vllm")
-    try:
-        from examples.demo.run import COMPARED_STEPS, TASKS, DemoError, run
-        from examples.demo.run import compare as run_both
-    except ModuleNotFoundError as error:
-        fail(f"replay demo is of a clone of the repository, not of a wheel: run `make demo` there ({error})")
-
-    if (variant := TASKS.get(task)) is None:
-        fail(f"--task must be {' or '.join(TASKS)}, not {task!r}")
-    if compare and variant is not TASKS["sums"]:
-        fail(f"--compare has a task of its own: leave out --task {task}")
-    try:
-        if compare:
-            run_both(output_dir, COMPARED_STEPS if max_steps is None else max_steps, seed, engine)
-        else:
-            run(output_dir, variant.steps if max_steps is None else max_steps, seed, engine, variant=variant)
-    except DemoError as error:
-        fail(error)
-    except KeyboardInterrupt:
-        complain("stopped; all processes of the demo have ended")
-        raise

@@ -3,7 +3,7 @@
     python -m examples.demo.prepare FOLDER [SEED [TARGET [TASK]]]
 
 It makes prompts.jsonl, train.toml, model/, warm/, and last of all ready. A folder that is ready stays as it is.
-`replay demo` does the same, but lets the engine load while the model warms up.
+`python -m examples.demo` does the same, but lets the engine load while the model warms up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`replay demo`: server, generator and trainer as processes, one live display, and a summary at the end.
+"""The demo: server, generator and trainer as processes, one live display, and a summary at the end.
 
 task.py make ──▶ model/ ──▶ replay generate (loads its engine while the model warms up)
                    └──▶ task.py warm-up ──▶ warm/ ──▶ replay train ──▶ version 0, 1, 2, ... ──▶ the generator reloads

@@ -163,9 +163,6 @@ def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess[str
     ("module", "command", "extra"),
     [
         ("torch", "train --model m --output-dir o", "trainer"),
-        ("torch", "demo", "demo"),
-        ("matplotlib", "demo", "demo"),
-        ("vllm", "demo", "vllm"),
         ("uvicorn", "dashboard", "dashboard"),
         ("torch", "generate --model m --prompts PROMPTS --reward exact_match --engine transformers", "trainer"),
         ("vllm", "generate --model m --prompts PROMPTS --reward exact_match", "vllm"),
@@ -248,12 +245,6 @@ def check_end(process: Running, number: int, status: int) -> str:
     psutil.wait_procs(children, timeout=60)
     assert not any(child.is_running() for child in children)
     return complained
-
-
-def test_a_signal_ends_the_demo_while_it_prepares(tmp_path):
-    demo = started("demo", "--engine", "transformers", "--output-dir", "run", folder=tmp_path)
-    until(lambda: (tmp_path / "run").exists())
-    assert "stopped; all processes of the demo have ended" in check_end(demo, signal.SIGTERM, 143)
 
 
 def test_a_signal_ends_a_trainer_that_waits_for_groups(tmp_path):

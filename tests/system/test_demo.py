@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from examples.demo import tools
+from examples.demo.__main__ import main
 from examples.demo.task import make_tokenizer, padded
-from replay_cli.app import app
 from replay_generator import RolloutPolicy, Task
 from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.rewards import exact_match
@@ -116,22 +116,27 @@ def test_the_demo_with_a_tool_trains_on_two_turns_and_counts_the_calls(tmp_path)
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--task", "chess"), "--task must be sums or tools, not 'chess'"),
+        (("--task", "chess"), "argument --task: invalid choice: 'chess' (choose from"),
         (("--task", "tools", "--compare"), "--compare has a task of its own: leave out --task tools"),
     ],
     ids=["unknown", "compared"],
 )
-def test_a_task_that_the_demo_does_not_have_is_refused(options, says, capsys):
+def test_a_task_that_the_demo_does_not_have_is_refused(options, says, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["demo", *options])
     with pytest.raises(SystemExit):  # in this process, which has torch already
-        app(["demo", "--engine", "transformers", *options])
+        main()
     assert says in capsys.readouterr().err
 
 
-def test_an_installation_without_the_clone_says_where_the_demo_is(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "examples.demo.run", None)
-    with pytest.raises(SystemExit):
-        app(["demo", "--engine", "transformers"])
-    assert "replay demo is of a clone of the repository" in capsys.readouterr().err
+def test_a_signal_ends_the_demo_while_it_prepares(tmp_path):
+    command = [sys.executable, "-m", "examples.demo", "--engine", "transformers", "--output-dir", str(tmp_path / "run")]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until(lambda: (tmp_path / "run").exists())
+    running = psutil.Process(demo.pid).children(recursive=True)
+    demo.send_signal(signal.SIGTERM)
+    assert "stopped; all processes of the demo have ended" in demo.communicate(timeout=120)[1]
+    assert demo.returncode == 1
+    assert not any(process.is_running() for process in running)
 
 
 @pytest.mark.long

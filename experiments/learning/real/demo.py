@@ -2,7 +2,7 @@
 
     python -m experiments.learning.real.demo --steps 40 --out runs/demo-real
 
-The processes, the display and the files are those of `replay demo`. Three things are of the experiment: the model, the
+The processes, the display and the files are those of the demo. Three things are of the experiment: the model, the
 task (`two_terms` of gym.py), and the settings, which are those of the arm `small50-opsm`. So its curve lies beside the
 published curves of the arms, which took turns between engine and trainer where this one runs both at a time.
 """

@@ -1,0 +1,42 @@
+"""`python -m examples.demo`, which `make demo` runs: trains a tiny model to add, or to use a tool, in a few minutes."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+import matplotlib  # noqa: F401, better to know now that it is missing than when it draws the picture at the end
+
+from examples.demo.run import COMPARED_STEPS, TASKS, DemoError, compare, run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
+    parser.add_argument("--max-steps", type=int, help="training steps (150, tools 50, compared 60)")
+    parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the training")
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "transformers"])
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/demo"), help="folder for the files of the run")
+    parser.add_argument(
+        "--task", default="sums", choices=TASKS, help="tools: to multiply with a calculator, in two turns"
+    )
+    parser.add_argument("--compare", action="store_true", help="train on as many groups without the pool and with it")
+    given = parser.parse_args()
+    variant = TASKS[given.task]
+    if given.compare and given.task != parser.get_default("task"):
+        parser.error(f"--compare has a task of its own: leave out --task {given.task}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all processes of the demo, as Ctrl-C does
+    try:
+        if given.compare:
+            compare(given.output_dir, given.max_steps or COMPARED_STEPS, given.seed, given.engine)
+        else:
+            run(given.output_dir, given.max_steps or variant.steps, given.seed, given.engine, variant=variant)
+    except DemoError as error:
+        sys.exit(f"demo: {error}")
+    except KeyboardInterrupt:
+        sys.exit("demo: stopped; all processes of the demo have ended")
+
+
+if __name__ == "__main__":
+    main()
