@@ -16,14 +16,13 @@ import typer
 
 from replay_cli.connection import access_of, parse_tags, timeout_of
 from replay_cli.options import (
+    Settings,
     in_flags,
     in_panel,
     json_or_word,
     option,
     options_of,
     pairs,
-    settings_given,
-    settings_options,
     taking,
     typed,
 )
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 _data = partial(in_panel, "Data")
 _of_engine = partial(in_panel, "Engine")
-_SETTINGS = settings_options("generate", GeneratorConfig, SamplingConfig, without=("sampling", "seed"))
+SETTINGS = Settings(GeneratorConfig, SamplingConfig, without=("sampling", "seed"))
 _SAMPLING = options_of(SamplingConfig, "Sampling", "temperature", "top_p", "top_k", "min_p", "max_tokens")
 _PROMPTS = options_of(GeneratorConfig, "Data", "prompts_table")
 _IN_GROUPS: dict[str, Any] = {"rich_help_panel": "Groups"}
@@ -63,7 +62,7 @@ _STALENESS = (
 )
 
 
-@taking(_SETTINGS, _PROMPTS, _SAMPLING, _GROUPS, _STALENESS)
+@taking(SETTINGS.options, _PROMPTS, _SAMPLING, _GROUPS, _STALENESS)
 def generate(
     source: dict[str, Any],
     of_prompts: dict[str, Any],
@@ -113,7 +112,7 @@ def generate(
     check_model(model)
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
     groups["tags"] = parse_tags(groups["tags"]) or None
-    given = settings_given(context, source, of_prompts, sampling, groups, staleness)
+    given = SETTINGS.given(context, source, of_prompts, sampling, groups, staleness)
     if source["recipe"] is not None:
         show_recipe(source["recipe"], "generate", given)
     try:

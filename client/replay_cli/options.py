@@ -14,6 +14,7 @@ import re
 import tomllib
 import types
 import typing
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -30,8 +31,8 @@ R = TypeVar("R")
 Options = Sequence[inspect.Parameter]
 HELP_WIDTH = 100
 """Columns of the help, where the terminal has them."""
-_FILE, _RECIPE = "replay.file", "replay.recipe"
-"""Places in the `meta` of a context."""
+_FILE = "replay.file"
+"""Where the `meta` of a context has the settings of the file."""
 
 
 def option(name: str, text: str, kind: Any = str, default: Any = None, *flags: str, **typers: Any) -> inspect.Parameter:
@@ -119,23 +120,37 @@ def in_flags(message: str, names: Collection[str]) -> str:
 ABOUT_RECIPE = f"Begin with settings that belong together: {' or '.join(RECIPES)}. [none]"
 
 
-class _Source:
-    """--config, --set and --recipe of a command whose settings have the names `fields`."""
+class Settings:
+    """The settings of a command, which come from --config, --set, --recipe, and options of their own."""
 
-    def __init__(self, command: str, fields: Collection[str]) -> None:
-        self._command, self._fields = command, fields
-
-    def options(self) -> Options:
+    def __init__(self, *kinds: type, also: Collection[str] = (), without: Collection[str] = ()) -> None:
+        """A file has the fields of these classes but those in `without`, the command's options, and sections `also`."""
+        self._fields = {field.name for kind in kinds for field in fields(kind)} | {*also} - {*without}
         about = "TOML file with these options and all other settings."
         more = "Another setting as in the file; repeatable."
-        flags: Any = ("--config", "-c")
-        return (
-            option("config", about, Path, None, *flags, callback=self.read_file, is_eager=True),
-            option("set", more, list[str], metavar="NAME=VALUE", callback=self.check),
-            option("recipe", ABOUT_RECIPE, callback=self.read_recipe, is_eager=True),
+        self.options: Options = (
+            option("config", about, Path, None, "--config", "-c", callback=self._read_file, is_eager=True),
+            option("set", more, list[str], metavar="NAME=VALUE"),
+            option("recipe", ABOUT_RECIPE),
         )
 
-    def read_file(self, context: typer.Context, path: Path | None) -> Path | None:
+    def given(self, context: typer.Context, source: Mapping[str, Any], *values: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings by name: of the recipe, of the file in their place, and of the command line.
+
+        `source` has the values of `options`, and `values` those of other groups.
+        """
+        from replay_server.config import changed
+
+        said = {name: json_or_word(value) for name, value in pairs("--set", source["set"], self._fields).items()}
+        for given in values:
+            said |= {name: value for name, value in given.items() if value is not None}
+        try:
+            recipe = recipe_of(source["recipe"])[str(context.info_name)] if source["recipe"] is not None else {}
+        except ValueError as error:
+            misuse(error)
+        return changed(recipe, context.meta.get(_FILE, {})) | said
+
+    def _read_file(self, context: typer.Context, path: Path | None) -> Path | None:
         """Keeps the settings of the file, and makes its other values the defaults of the command's options."""
         if path is None:
             return None
@@ -156,41 +171,6 @@ class _Source:
             if name not in self._fields
         }
         return path
-
-    def read_recipe(self, context: typer.Context, name: str | None) -> str | None:
-        """Keeps the settings of the recipe."""
-        if name is not None:
-            try:
-                context.meta[_RECIPE] = recipe_of(name)[self._command]
-            except ValueError as error:
-                raise typer.BadParameter(str(error)) from error
-        return name
-
-    def check(self, given: list[str] | None) -> list[str] | None:
-        pairs("--set", given, self._fields)
-        return given
-
-
-def settings_options(command: str, *kinds: type, also: Collection[str] = (), without: Collection[str] = ()) -> Options:
-    """--config, --set and --recipe of a command with these classes of settings; `settings_given` has what they say.
-
-    The file has the names of their fields but those in `without`, of the command's options, and of the sections `also`.
-    """
-    names = {field.name for kind in kinds for field in fields(kind)} | {*also}
-    return _Source(command, names - {*without}).options()
-
-
-def settings_given(context: typer.Context, source: Mapping[str, Any], *values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings by name: of the recipe, of the file in their place, and of the command line.
-
-    `source` has the values of `settings_options`, and `values` those of other groups.
-    """
-    from replay_server.config import changed
-
-    said: dict[str, Any] = {name: json_or_word(value) for name, value in pairs("--set", source["set"]).items()}
-    for given in values:
-        said |= {name: value for name, value in given.items() if value is not None}
-    return changed(context.meta.get(_RECIPE, {}), context.meta.get(_FILE, {})) | said
 
 
 def pairs(what: str, texts: Sequence[str] | None, known: Collection[str] = ()) -> dict[str, str]:
@@ -229,32 +209,29 @@ def _as_option(value: Any, *, multiple: bool) -> Any:
 # ------------------------------------------------------------------------------------------------ help
 
 
-def _write_groups(command: Any, context: Any, formatter: Any) -> None:
-    """The options in groups: those without a `rich_help_panel` first."""
-    groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-    for parameter in command.get_params(context):
-        if (record := parameter.get_help_record(context)) is not None:
-            usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
-            groups.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
-    for heading, records in groups.items():
-        if records:
-            with formatter.section(heading):
-                formatter.write_dl(records)
+class _InGroups:
+    """A command whose help has its options in groups: those without a `rich_help_panel` first."""
+
+    def format_options(self: Any, ctx: Any, formatter: Any) -> None:
+        groups: defaultdict[str, list[Any]] = defaultdict(list, {"Arguments": [], "Options": []})
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                usual = f"{parameter.param_type_name.title()}s"
+                groups[getattr(parameter, "rich_help_panel", None) or usual].append(record)
+        for heading, records in groups.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+        if isinstance(self, TyperGroup):
+            self.format_commands(ctx, formatter)
 
 
-class _Command(TyperCommand):
-    """A command whose help has its options in groups."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_groups(self, ctx, formatter)
+class _Command(_InGroups, TyperCommand):
+    """One command."""
 
 
-class _CommandGroup(TyperGroup):
-    """The same of a group of commands."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_groups(self, ctx, formatter)
-        self.format_commands(ctx, formatter)
+class _CommandGroup(_InGroups, TyperGroup):
+    """A group of commands."""
 
 
 class Commands(typer.Typer):

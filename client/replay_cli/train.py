@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replay_cli.connection import access_of, timeout_of
-from replay_cli.options import in_flags, in_panel, options_of, settings_given, settings_options, taking, typed
+from replay_cli.options import Settings, in_flags, in_panel, options_of, taking, typed
 from replay_cli.output import complain, fail, in_words, need, say
 from replay_cli.process import LogFormat, LogFormatOption, check_model, loading, log_to_stderr, set_up_tracing
 from replay_cli.recipes import show_recipe
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EVAL_EVERY = 10
 """Steps between evaluations with --eval-prompts, unless the configuration has eval_every."""
 _evaluating = partial(in_panel, "Evaluation")
-_SETTINGS = settings_options("train", GRPOConfig, also=("lora",))
+SETTINGS = Settings(GRPOConfig, also=("lora",))
 _DATA = options_of(GRPOConfig, "Data", "rollouts_table", "replay_table", "groups_per_step")
 _REPLAY = options_of(GRPOConfig, "Replay", "zero_variance", "replay_share")
 _LEARNING = options_of(
@@ -34,7 +34,7 @@ _MEMORY = options_of(GRPOConfig, "Memory", "max_tokens_per_micro_batch", "bf16",
 _OUTPUT = options_of(GRPOConfig, "Output", "resume", "save_every", "weights_dir")
 
 
-@taking(_SETTINGS, _DATA, _LEARNING, _REPLAY, _MEMORY, _OUTPUT)
+@taking(SETTINGS.options, _DATA, _LEARNING, _REPLAY, _MEMORY, _OUTPUT)
 def train(
     source: dict[str, Any],
     data: dict[str, Any],
@@ -61,7 +61,7 @@ def train(
     need("replay train", "trainer", "torch", "transformers", "safetensors")
     check_model(model)
     given = {"output_dir": output_dir, "progress": False if quiet else None}
-    options = settings_given(context, source, given, data, learning, replay, memory, output)
+    options = SETTINGS.given(context, source, given, data, learning, replay, memory, output)
     lora = options.pop("lora", None)
     if eval_prompts is not None:
         options.setdefault("eval_every", EVAL_EVERY)

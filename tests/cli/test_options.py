@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import typer
 
+from replay_cli import generate, train
 from replay_cli.app import app
-from replay_cli.options import HELP_WIDTH, settings_given
+from replay_cli.options import HELP_WIDTH
 from replay_generator import GeneratorConfig
 from replay_generator.engines import SamplingConfig
 from replay_trainer import GRPOConfig
@@ -91,7 +92,7 @@ def test_a_setting_comes_from_the_command_line_else_from_the_file_else_from_the_
     for words in (("--config", str(path), *given), (*given, "--config", str(path))):
         context = COMMANDS["replay generate"].make_context("generate", ["--model", "m", *words])
         said = {name: context.params[name] for name in ("priority", "tables") if context.params[name]}
-        found = settings_given(context, context.params, said)
+        found = generate.SETTINGS.given(context, context.params, said)
         assert (found.get("priority"), found.get("tables") and list(found["tables"])) == (priority, tables)
 
 
@@ -103,7 +104,7 @@ def test_a_file_of_train_has_the_fields_of_the_trainer_the_options_of_the_comman
     words = ["--output-dir", "o", "--config", str(path), "--recipe", "replay", "--set", "prefetch=2"]
     context = COMMANDS["replay train"].make_context("train", words)
     assert (context.params["model"], context.params["eval_max_tokens"]) == ("m", 7)
-    found = settings_given(context, context.params)
+    found = train.SETTINGS.given(context, context.params)
     assert (found["learning_rate"], found["prefetch"], found["lora"]) == (1e-5, 2, {"r": 8})
     assert (found["correction"]["clip_max"], found["correction"]["clip_min"]) == (3.0, 1.0)
 
