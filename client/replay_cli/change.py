@@ -9,7 +9,7 @@ import typer
 
 from replay_cli.connection import TableName, ask, complete_table, connect
 from replay_cli.options import Commands, json_or_word, pairs
-from replay_cli.output import AsJson, Yes, confirm, fail, misuse, tell
+from replay_cli.output import AsJson, Yes, confirm, misuse, tell
 from replay_protos import replay_pb2 as pb
 from replay_protos.state import Document, document
 
@@ -41,7 +41,6 @@ def update(
     wanted = {name: json_or_word(value) for name, value in pairs("update", changes, TableConfig.model_fields).items()}
     with connect(context) as client:
         info = ask(lambda: client.server_info(tables=[table]).tables[table])
-        _check(table, wanted)
         if loss := _losses(info, wanted):
             confirm(f"{table} {loss}: items may be dropped. Go on?", yes)
         after = ask(lambda: client.update_table(table, **wanted))
@@ -70,23 +69,6 @@ def reset(
     tell(as_json, {"removed": removed}, f"{counted(removed, 'item')} removed from {table or 'all tables'}")
 
 
-def _check(table: str, wanted: Document) -> None:
-    """Ends the command if the server will refuse a value, before anybody is asked to accept a loss.
-
-    Only what is wrong with a single field: whether it fits the other fields, the server knows.
-    """
-    from pydantic import ValidationError
-
-    from replay_protos.settings import explain
-    from replay_server import TableConfig
-
-    try:
-        TableConfig.model_validate({"name": table} | wanted)
-    except ValidationError as error:
-        if any(problem["loc"] for problem in error.errors()):
-            fail(f"table {table!r}: {explain(error)}")
-
-
 def _losses(info: TableInfo, wanted: Document) -> str:
     """In words, what the table holds beyond a new bound; empty: nothing."""
     amounts = {
@@ -96,7 +78,7 @@ def _losses(info: TableInfo, wanted: Document) -> str:
     }
     for name, (amount, unit) in amounts.items():
         limit = _number(wanted.get(name))
-        if limit is not None and limit < amount:
+        if limit is not None and 0 <= limit < amount:  # below 0 the server refuses it
             return f"holds {amount:.0f} {unit}, more than {name} {limit:.0f}"
     uses = _number(wanted.get("max_times_sampled"))
     before = json.loads(info.config)["max_times_sampled"]

@@ -41,7 +41,7 @@ def test_update_changes_fields_and_says_from_what_to_what(client, replay):
         ("table update replay max_sise=3", 2, "there is no 'max_sise'; did you mean 'max_size'?"),
         ("table update replay max_size", 2, "max_size"),
         ("table update replay max_size=-1", 1, "max_size: Input should be greater than or equal to 1, not -1"),
-        ("table update replay max_bytes=0", 1, "max_bytes: Input should be greater than or equal to 1, not 0"),
+        ("table update replay max_bytes=0 --yes", 1, "max_bytes: Input should be greater than or equal to 1, not 0"),
         (
             "table update replay max_staleness=-3",
             1,
