@@ -27,7 +27,7 @@ from replay_cli.options import (
     typed,
 )
 from replay_cli.output import fail, in_words, need, tell
-from replay_cli.process import LogFormat, LogFormatOption, check_model, loading, log_to_stderr, set_up_tracing
+from replay_cli.process import LogFormat, check_model, loading, log_to_stderr, set_up_tracing
 from replay_cli.recipes import show_recipe
 from replay_generator.config import GeneratorConfig
 from replay_generator.engines import SamplingConfig
@@ -92,7 +92,7 @@ def generate(
         bool, in_panel("Groups", "Do not insert groups without variance.", "--drop-zero-variance")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON lines, once a second.")] = False,
-    log_format: LogFormatOption = LogFormat.TEXT,
+    log_format: LogFormat = "text",
 ) -> None:
     """Complete prompts with the newest policy, score the completions and insert the groups. It ends when the server is
     away for 30 s, unless --timeout says how long.

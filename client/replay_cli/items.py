@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -33,14 +32,7 @@ _MOST_TURNS = 64
 """Turns of a sequence that are printed for people. JSON has them all."""
 
 
-class Order(StrEnum):
-    AGE = "age"
-    PRIORITY = "priority"
-    POLICY_VERSION = "policy_version"
-    TIMES_SAMPLED = "times_sampled"
-    SIZE = "size"
-
-
+Order = Literal["age", "priority", "policy_version", "times_sampled", "size"]
 _BOUNDS = (
     option("min_priority", "Only items of at least this priority.", float),
     option("max_priority", "Only items of at most this priority.", float),
@@ -54,7 +46,7 @@ def items(
     bounds: dict[str, Any],
     context: typer.Context,
     table: TableName,
-    order_by: Annotated[Order, typer.Option(help="Sort the items by this, the lowest first.")] = Order.AGE,
+    order_by: Annotated[Order, typer.Option(help="Sort the items by this, the lowest first.")] = "age",
     descending: Annotated[bool, typer.Option("--descending", "-d", help="Sort the highest first.")] = False,
     tag: TagTexts = None,
     limit: Annotated[int, typer.Option(min=1, help="Most items on a page.")] = 20,
@@ -64,7 +56,7 @@ def items(
     """List the items of a table, one page at a time."""
     from replay_dashboard.units import counted
 
-    wanted = {"order_by": order_by.value, "descending": descending, "tags": parse_tags(tag), **bounds}
+    wanted = {"order_by": order_by, "descending": descending, "tags": parse_tags(tag), **bounds}
     with connect(context) as client:
         found = ask(lambda: client.list_items(table, limit=limit, page=page, **wanted))
     if as_json:

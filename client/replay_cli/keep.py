@@ -15,10 +15,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -48,17 +47,9 @@ _LONG = 600.0
 """Seconds in which the server writes or reads a checkpoint."""
 
 
-class RowKind(StrEnum):
-    """What a row of a file holds."""
-
-    GROUPS = "groups"
-    """An item; of a group, one row with lists."""
-    SEQUENCES = "sequences"
-    """One sequence of a group, with its tokens."""
-
-
 WhichRows = Annotated[
-    RowKind, typer.Option(help="A row for each item, or one for each sequence of its group, with the tokens.")
+    Literal["groups", "sequences"],
+    typer.Option(help="A row for each item, or one for each sequence of its group, with the tokens."),
 ]
 TokenizerFolder = Annotated[
     Path | None, typer.Option(help="Folder with a tokenizer.json: adds prompt and completions as text.")
@@ -126,7 +117,7 @@ def export(
     tokenizer: TokenizerFolder = None,
     payloads: WithPayloads = True,
     tag: TagTexts = None,
-    rows: WhichRows = RowKind.GROUPS,
+    rows: WhichRows = "groups",
     limit: Annotated[int | None, typer.Option(min=1, help="Only this many items, the oldest first. [all]")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -134,7 +125,7 @@ def export(
     from replay_cli.archive.rows import Form
 
     tags = parse_tags(tag)
-    form = Form(rows is RowKind.SEQUENCES, load_tokenizer(tokenizer), payloads)
+    form = Form(rows == "sequences", load_tokenizer(tokenizer), payloads)
     with connect(context, 60.0) as client:
         write(file, form, _rows(client, all_items(client, table, tags, limit), table, form), {"table": table}, as_json)
 
@@ -299,11 +290,6 @@ def _insert(client: ReplayClient, row: Row, priorities: Mapping[str, float]) -> 
         policy_version=int(row["policy_version"]),
         tags=json.loads(tags) if isinstance(tags, str) else tags,
     )
-
-
-def _bytes_of(row: Row) -> bytes:
-    payload: bytes | str = row["payload"]
-    return base64.b64decode(payload) if isinstance(payload, str) else payload
 
 
 # ------------------------------------------------------------------------------------------------ files

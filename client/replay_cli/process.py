@@ -9,21 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from replay_cli.output import fail, misuse
 
-
-class LogFormat(StrEnum):
-    TEXT = "text"
-    JSON = "json"
-
-
-LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="Format of log lines: text or json.")]
+LogFormat = Annotated[Literal["text", "json"], typer.Option("--log-format", help="Format of log lines: text or json.")]
 
 
 class JsonFormatter(logging.Formatter):
@@ -42,14 +35,12 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def log_to_stderr(level: str, form: LogFormat = LogFormat.TEXT) -> None:
+def log_to_stderr(level: str, form: str = "text") -> None:
     if level.upper() not in logging.getLevelNamesMapping():
         misuse(f"--log-level must be debug, info, warning or error, not {level!r}")
     handler = logging.StreamHandler()
     handler.setFormatter(
-        JsonFormatter()
-        if form is LogFormat.JSON
-        else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        JsonFormatter() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     )
     logging.basicConfig(level=level.upper(), handlers=[handler])
 

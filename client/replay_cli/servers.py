@@ -16,7 +16,7 @@ import typer
 from replay_cli.connection import access_of, ask
 from replay_cli.options import ABOUT_RECIPE, Commands, option, taking
 from replay_cli.output import AsJson, Yes, confirm, console, fail, misuse, plain_table, print_json, say
-from replay_cli.process import LogFormat, LogFormatOption, log_to_stderr, set_up_tracing
+from replay_cli.process import LogFormat, log_to_stderr, set_up_tracing
 from replay_cli.recipes import recipe_of, show_recipe
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def serve(
         bool, typer.Option("--replace", help="With --restore: move the contents of data_dir aside instead of failing.")
     ] = False,
     log_level: Annotated[str, typer.Option(help="Log from this level on: debug, info, warning or error.")] = "info",
-    log_format: LogFormatOption = LogFormat.TEXT,
+    log_format: LogFormat = "text",
 ) -> None:
     """Run the server until SIGTERM or Ctrl-C. Without --config it has a queue `rollouts` and a pool `replay`."""
     from pydantic import ValidationError

@@ -14,7 +14,7 @@ import typer
 from replay_cli.connection import access_of, timeout_of
 from replay_cli.options import Settings, in_flags, in_panel, options_of, taking, typed
 from replay_cli.output import complain, fail, in_words, need, say
-from replay_cli.process import LogFormat, LogFormatOption, check_model, loading, log_to_stderr, set_up_tracing
+from replay_cli.process import LogFormat, check_model, loading, log_to_stderr, set_up_tracing
 from replay_cli.recipes import show_recipe
 from replay_trainer.config import GRPOConfig
 
@@ -49,7 +49,7 @@ def train(
     eval_reward: Annotated[list[str] | None, _evaluating("As --reward there; repeatable. [exact_match]")] = None,
     eval_max_tokens: Annotated[int, _evaluating("Most tokens of these completions.", min=1)] = 256,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress and no summary.")] = False,
-    log_format: LogFormatOption = LogFormat.TEXT,
+    log_format: LogFormat = "text",
 ) -> None:
     """Train a causal language model on the groups of the server, and publish each version.
 

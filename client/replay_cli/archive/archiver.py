@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,19 +46,6 @@ MOST_SILENCE = 600.0
 """Seconds without an answer of the server, after which nobody needs its archiver any more."""
 
 
-@dataclass(frozen=True)
-class ArchiverConfig:
-    """When a segment is finished, and for how long the archiver may be silent."""
-
-    segment_bytes: int = 64 << 20
-    """Payload bytes after which a segment is finished; at most a quarter of what the server may hold, for it holds them
-    meanwhile."""
-    segment_seconds: float = 60.0
-    """Seconds after which it is finished, though it is smaller."""
-    lease: float = 60.0
-    """Seconds after which the items of a killed archiver come back to the table."""
-
-
 @dataclass
 class OpenSegment:
     """A segment that is being written, and the samples in it that are not acknowledged."""
@@ -75,11 +61,25 @@ class Archiver:
     """Archives one table. Raises ValueError if it is none of copies, or `folder` is no folder."""
 
     def __init__(
-        self, client: ReplayClient, folder: Path, config: ArchiverConfig, say: Callable[[str], None], table: str = ""
+        self,
+        client: ReplayClient,
+        folder: Path,
+        say: Callable[[str], None],
+        *,
+        table: str = "",
+        segment_bytes: int = 64 << 20,
+        segment_seconds: float = 60.0,
+        lease: float = 60.0,
     ) -> None:
-        """`say` gets a line for each finished segment. `table`: that of the copies; "": the only one of the server."""
+        """`say` gets a line for each finished segment. `table`: that of the copies; "": the only one of the server.
+
+        A segment is finished after so many bytes of payloads, at most a quarter of what the server may hold, for it
+        holds them meanwhile; or after so many seconds. `lease`: seconds after which the items of a killed archiver come
+        back to the table.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        self._client, self._folder, self._config, self._say = client, folder, config, say
+        self._client, self._folder, self._say = client, folder, say
+        self._segment_seconds, self._lease = segment_seconds, lease
         info = client.server_info()
         sources = {json.loads(each.config)["copy_to"]: name for name, each in info.tables.items()}
         copies = [name for name in sources if name is not None and table in ("", name)]
@@ -88,7 +88,7 @@ class Archiver:
             raise ValueError(f"which table has the copies to archive? Those of the server at {client.address}: {names}")
         [self._table] = copies
         self._source = sources[self._table]
-        self._most_bytes = min(config.segment_bytes, info.max_bytes // 4 or config.segment_bytes)
+        self._most_bytes = min(segment_bytes, info.max_bytes // 4 or segment_bytes)
         self._open: OpenSegment | None = None
         self._rows = 1
         """The number of rows that the next draw asks for."""
@@ -102,7 +102,7 @@ class Archiver:
         TableNotFoundError if there are no copies any more.
         """
         waits, answered = WaitLog("the archiver"), time.monotonic()
-        with self._client.keep([], self._config.lease, lambda lost: None) as keeper:
+        with self._client.keep([], self._lease, lambda lost: None) as keeper:
             try:
                 while not ends():
                     try:
@@ -131,14 +131,12 @@ class Archiver:
         """
         samples: list[Sample] = []
         with suppress(DeadlineExceededError):
-            samples = self._client.sample(
-                self._table, self._rows, min_samples=1, timeout=seconds, lease=self._config.lease
-            )
+            samples = self._client.sample(self._table, self._rows, min_samples=1, timeout=seconds, lease=self._lease)
         if samples:
             keeper.add(samples)
             self._write(samples)
         if (segment := self._open) is not None and (
-            segment.nbytes >= self._most_bytes or time.monotonic() - segment.begun >= self._config.segment_seconds
+            segment.nbytes >= self._most_bytes or time.monotonic() - segment.begun >= self._segment_seconds
         ):
             self._finish(keeper)
         return len(samples)
@@ -192,8 +190,3 @@ class Archiver:
             self._client.acknowledge(segment.samples, give_back=True, timeout=1.0)
         except ReplayError:
             log.info("the server does not answer: the items come back when their lease ends")
-
-
-def be_modest() -> None:
-    """Lets every other process of the machine go first."""
-    os.nice(19)

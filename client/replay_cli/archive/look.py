@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
 from itertools import islice
+from operator import and_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_cli.connection import ask, parse_tags
+from replay_cli.connection import ask, parse_key, parse_tags
 from replay_cli.items import load_tokenizer
-from replay_cli.keep import RowKind, TokenizerFolder, WhichRows, WithPayloads, write
+from replay_cli.keep import TokenizerFolder, WhichRows, WithPayloads, write
 from replay_cli.options import option, taking
 from replay_cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, say
 
 if TYPE_CHECKING:
     from replay_cli.archive.fates import Use
-    from replay_cli.archive.reading import Wanted
     from replay_cli.archive.rows import Row
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the archive: --dir of `replay archive run`.")]
 _STEPS = "steps.jsonl of the trainer: says what it trained on."
 _WHICH = (
     option("steps", _STEPS, Path),
-    option("key", "Only this item. May be repeated.", list[str]),
+    option("key", "Only this item. May be repeated.", list[int], parser=parse_key, metavar="KEY"),
     option("prompt", "Only groups with this prompt_id."),
     option("version", "Only groups of this policy version, or of a range such as 40..50."),
     option("tag", "NAME=VALUE: only items with this tag. May be repeated.", list[str]),
@@ -88,7 +88,7 @@ def export_archive(
     which: dict[str, Any],
     folder: Folder,
     file: Annotated[Path, typer.Option("--out", help="Its name ends with .jsonl or .parquet.")],
-    rows: WhichRows = RowKind.GROUPS,
+    rows: WhichRows = "groups",
     tokenizer: TokenizerFolder = None,
     payloads: WithPayloads = True,
     as_json: AsJson = False,
@@ -96,53 +96,47 @@ def export_archive(
     """Write groups of an archive into a file, in the rows of `replay table export`."""
     from replay_cli.archive.rows import ITEM_COLUMNS, Form
 
-    form = Form(rows is RowKind.SEQUENCES, load_tokenizer(tokenizer), payloads)
+    form = Form(rows == "sequences", load_tokenizer(tokenizer), payloads)
     groups = _groups(folder, which, [*ITEM_COLUMNS, "payload"])
     found = (written for row in groups for written in form.rows(row, row["payload"]))
     write(file, form, found, {"folder": str(folder)}, as_json)
 
 
-def _groups(folder: Path, which: Mapping[str, Any], columns: Sequence[str]) -> Iterator[Row]:
+def _groups(folder: Path, which: Mapping[str, Any], columns: Iterable[str]) -> Iterator[Row]:
     """The groups that `which` names, with their `fate`, and in `said` all that is known of it."""
     need("an archive", "parquet", "pyarrow")
     from replay_cli.archive.fates import FATES, Fates
-    from replay_cli.archive.reading import Archive
+    from replay_cli.archive.reading import read_groups
 
     fate = which.get("fate")
     if fate is not None and fate not in FATES:
         misuse(f"--fate {fate!r} is none of {', '.join(FATES)}")
-    wanted, archive = _wanted(which), Archive(folder)
+    where, tags = _where(which), parse_tags(which.get("tag"))
     fates = ask(lambda: Fates(which.get("steps")))
-    for row in archive.groups(wanted, columns, payloads="payload" in columns):
+    for row in read_groups(folder, columns, where, tags):
         became = fates.of(row["key"])
         if fate in (None, became):
-            yield row | {"tags": _tags(row), "fate": became, "said": fates.words(row["key"])}
+            yield row | {"fate": became, "said": fates.words(row["key"])}
 
 
-def _wanted(which: Mapping[str, Any]) -> Wanted:
-    from replay_cli.archive.reading import Wanted
+def _where(which: Mapping[str, Any]) -> Any:
+    """The conditions on columns for pyarrow; None: there are none."""
+    from pyarrow.compute import field
 
-    version, keys = which.get("version") or "", which.get("key") or ()
-    least, dots, most = version.partition("..")
-    if not dots:
-        most = least
-    if not all(end == "" or (end.isascii() and end.isdecimal()) for end in (least, most)):
-        misuse(f"--version {version!r} is not a policy version, nor a range such as 40..50")
-    for key in keys:
-        if not (key.isascii() and key.isdecimal()):
-            misuse(f"--key {key!r} is not a key: a whole number")
-    return Wanted(
-        keys=tuple(keys),
-        prompt_id=which.get("prompt"),
-        least_version=int(least) if least else None,
-        most_version=int(most) if most else None,
-        tags=parse_tags(which.get("tag")),
-    )
-
-
-def _tags(row: Row) -> dict[str, Any]:
-    tags = row["tags"]
-    return (json.loads(tags) if isinstance(tags, str) else tags) or {}
+    conditions = []
+    if keys := which.get("key"):
+        conditions.append(field("key").isin(list(map(str, keys))))
+    if (prompt := which.get("prompt")) is not None:
+        conditions.append(field("prompt_id") == prompt)
+    if version := which.get("version"):
+        least, dots, most = version.partition("..")
+        if not all(end == "" or (end.isascii() and end.isdecimal()) for end in (least, most)):
+            misuse(f"--version {version!r} is not a policy version, nor a range such as 40..50")
+        if least:
+            conditions.append(field("policy_version") >= int(least))
+        if most or not dots:
+            conditions.append(field("policy_version") <= int(most or least))
+    return reduce(and_, conditions) if conditions else None
 
 
 def _used(use: Use, found: dict[str, Row]) -> Row:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from replay_cli.archive import archiver as archiving
-from replay_cli.archive.archiver import Archiver, ArchiverConfig
-from replay_cli.archive.reading import Archive, Wanted
+from replay_cli.archive.archiver import Archiver
+from replay_cli.archive.reading import read_groups
 from replay_cli.archive.rows import GROUP_COLUMNS as group_columns
 from replay_cli.archive.segments import SegmentWriter, remove_unfinished, segments
 from replay_client import ReplayClient, RolloutGroup
@@ -89,7 +89,7 @@ def end(process: subprocess.Popen[str], number: signal.Signals = signal.SIGTERM)
 
 
 def archived(folder: Path) -> list[int]:
-    return [int(row["key"]) for row in Archive(folder).groups(Wanted(), ["key"])]
+    return [int(row["key"]) for row in read_groups(folder, ["key"])]
 
 
 def insert_some(client: ReplayClient, n: int, **fields) -> list[int]:
@@ -321,7 +321,7 @@ def test_a_server_that_comes_back_is_archived_on_and_one_that_stays_away_ends_it
     def archive() -> None:
         with ReplayClient(address, timeout=2.0) as client:
             try:
-                Archiver(client, folder, ArchiverConfig(segment_seconds=0.1), print).run(lambda: False)
+                Archiver(client, folder, print, segment_seconds=0.1).run(lambda: False)
             except ServerUnavailableError as error:
                 failures.append(error)
 
@@ -410,9 +410,9 @@ def test_a_group_is_archived_without_the_columns_that_cannot_be_written(tmp_path
     folder = tmp_path / "archive"
     with ReplayServer(tables=[QUEUE], port=0) as server, ReplayClient(server.address) as client:
         keys = insert_some(client, 7)
-        Archiver(client, folder, ArchiverConfig(), say=lambda _: None).run(lambda: True)
+        Archiver(client, folder, lambda _: None).run(lambda: True)
         assert waits(client) == 0
-    rows = list(Archive(folder).groups(Wanted(), payloads=True))
+    rows = list(read_groups(folder))
     assert [int(row["key"]) for row in rows] == keys
     assert [row["reward_mean"] for row in rows] == [0.5, None, 0.5, 0.5, 0.5, 0.5, None]
     odd = rows[1]
