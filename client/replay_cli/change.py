@@ -41,7 +41,7 @@ def update(
     wanted = {name: json_or_word(value) for name, value in pairs("update", changes, TableConfig.model_fields).items()}
     with connect(context) as client:
         info = ask(lambda: client.server_info(tables=[table]).tables[table])
-        if loss := _losses(info, wanted):
+        if loss := ask(lambda: _losses(info, wanted)):
             confirm(f"{table} {loss}: items may be dropped. Go on?", yes)
         after = ask(lambda: client.update_table(table, **wanted))
     old, new = json.loads(info.config), json.loads(after.config)
@@ -70,32 +70,22 @@ def reset(
 
 
 def _losses(info: TableInfo, wanted: Document) -> str:
-    """In words, what the table holds beyond a new bound; empty: nothing."""
+    """In words, what the table holds beyond a new bound; empty: nothing. Raises ValueError for what is no size."""
+    from replay_server.tables.config import parse_bytes
+
     amounts = {
         "max_size": (info.size, "items"),
         "max_bytes": (info.bytes, "bytes"),
         "max_staleness": (info.staleness.max if info.size else 0, "versions of staleness"),
     }
     for name, (amount, unit) in amounts.items():
-        limit = _number(wanted.get(name))
-        if limit is not None and 0 <= limit < amount:  # below 0 the server refuses it
+        limit = parse_bytes(wanted.get(name))
+        if isinstance(limit, int | float) and 0 <= limit < amount:  # what no bound can be, the server refuses
             return f"holds {amount:.0f} {unit}, more than {name} {limit:.0f}"
-    uses = _number(wanted.get("max_times_sampled"))
-    before = json.loads(info.config)["max_times_sampled"]
-    if uses and info.size and (not before or uses < before):
-        return f"may hold items that were sampled {uses:.0f} times"
+    uses, before = wanted.get("max_times_sampled"), json.loads(info.config)["max_times_sampled"]
+    if isinstance(uses, int) and uses and info.size and (not before or uses < before):
+        return f"may hold items that were sampled {uses} times"
     return ""
-
-
-def _number(value: object) -> float | None:
-    """A count or a size as a number. None if it is neither; the server refuses it."""
-    from replay_server.tables.config import parse_bytes
-
-    try:
-        number = parse_bytes(value)
-    except ValueError:
-        return None
-    return number if isinstance(number, int | float) else None
 
 
 @policy.callback(invoke_without_command=True)

@@ -33,11 +33,6 @@ NEEDED = ("prompt_ids", "completion_ids", "reward")
 """Columns without which a row is no sequence."""
 
 
-def is_data_row(row: Row) -> bool:
-    """Whether the row is one of a data set: it has tokens of a sequence, and neither key nor bytes of an item."""
-    return row.get("key") is None and row.get("payload") is None and row.get("completion_ids") is not None
-
-
 def items_of(rows: Iterable[Numbered], table: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows of items as `replay table import` takes them, each with the number of its last row. Others stay as they are.
 
@@ -112,8 +107,9 @@ def group_of(rows: Sequence[Row]) -> RolloutGroup:
 
 
 def _identity(row: Row) -> tuple[Any, ...] | None:
-    """What the rows of one group have in common; None: the row is not one of a data set."""
-    if not is_data_row(row):
+    """What the rows of one group have in common. None: the row is none of a data set, which has tokens of a sequence,
+    and neither key nor bytes of an item."""
+    if row.get("key") is not None or row.get("payload") is not None or row.get("completion_ids") is None:
         return None
     name = row.get("prompt_id")
     return ("", *(row.get("prompt_ids") or ())) if name is None else (name,)

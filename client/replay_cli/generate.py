@@ -42,33 +42,24 @@ if TYPE_CHECKING:
 _data = partial(in_panel, "Data")
 _of_engine = partial(in_panel, "Engine")
 SETTINGS = Settings(GeneratorConfig, SamplingConfig, without=("sampling", "seed"))
-_SAMPLING = options_of(SamplingConfig, "Sampling", "temperature", "top_p", "top_k", "min_p", "max_tokens")
-_PROMPTS = options_of(GeneratorConfig, "Data", "prompts_table")
 _IN_GROUPS: dict[str, Any] = {"rich_help_panel": "Groups"}
-_GROUPS = (
+_ABOUT_MOST = "Groups at the same time; 0: as many as permits. [16]"
+_FIELDS = (
+    *options_of(GeneratorConfig, "Data", "prompts_table"),
+    *options_of(SamplingConfig, "Sampling", "temperature", "top_p", "max_tokens"),
     *options_of(GeneratorConfig, "Groups", "group_size", "min_rollouts", "max_groups", "priority"),
     option("tables", "Table to insert into; repeatable. [rollouts]", list[str], None, "--table", **_IN_GROUPS),
     option("tags", "NAME=VALUE, a tag of each group; repeatable.", list[str], None, "--tag", **_IN_GROUPS),
     *options_of(GeneratorConfig, "Groups", "building", "metrics_path"),
-)
-_STALENESS = (
-    option(
-        "max_concurrent_groups",
-        "Groups at the same time; 0: as many as permits. [16]",
-        int,
-        rich_help_panel="Staleness",
-    ),
+    option("max_concurrent_groups", _ABOUT_MOST, int, rich_help_panel="Staleness"),
     *options_of(GeneratorConfig, "Staleness", "reload", "wait_for_policy", "weights_root"),
 )
 
 
-@taking(SETTINGS.options, _PROMPTS, _SAMPLING, _GROUPS, _STALENESS)
+@taking(SETTINGS.options, _FIELDS)
 def generate(
     source: dict[str, Any],
-    of_prompts: dict[str, Any],
-    sampling: dict[str, Any],
-    groups: dict[str, Any],
-    staleness: dict[str, Any],
+    chosen: dict[str, Any],
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     prompts: Annotated[str | None, _data("JSON lines, a folder of `datasets`, or a data set on the hub.")] = None,
@@ -111,8 +102,8 @@ def generate(
     set_up_tracing("replay-generator")
     check_model(model)
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
-    groups["tags"] = parse_tags(groups["tags"]) or None
-    given = SETTINGS.given(context, source, of_prompts, sampling, groups, staleness)
+    chosen["tags"] = parse_tags(chosen["tags"]) or None
+    given = SETTINGS.given(context, source, chosen)
     if source["recipe"] is not None:
         show_recipe(source["recipe"], "generate", given)
     try:

@@ -60,9 +60,8 @@ def items(
     with connect(context) as client:
         found = ask(lambda: client.list_items(table, limit=limit, page=page, **wanted))
     if as_json:
-        documents = [info_document(item) for item in found.items]
         facts = {"table": table, "matching": found.matching, "next_page": found.next_page or None}
-        print_json(facts | {"items": documents})
+        print_json(facts | {"items": list(map(info_document, found.items))})
         return
     out = console()
     if found.items:
@@ -124,19 +123,13 @@ def delete(
         fail(f"not in {table}: {', '.join(map(str, missing))}")
 
 
-def all_items(
-    client: ReplayClient, table: str, tags: Mapping[str, str], limit: int | None = None
-) -> Iterator[ItemInfo]:
-    """The items of a table that have these tags, the oldest first, page by page; with `limit` at most so many."""
-    left = _ITEMS_PER_PAGE if limit is None else limit
-    page = ""
-    while left > 0:
-        found = client.list_items(table, limit=min(_ITEMS_PER_PAGE, left), descending=True, page=page, tags=tags)
+def all_items(client: ReplayClient, table: str, tags: Mapping[str, str]) -> Iterator[ItemInfo]:
+    """The items of a table that have these tags, the oldest first, page by page."""
+    page, more = "", True
+    while more:
+        found = client.list_items(table, limit=_ITEMS_PER_PAGE, descending=True, page=page, tags=tags)
         yield from found.items
-        left -= 0 if limit is None else len(found)
-        page = found.next_page
-        if not page:
-            return
+        page, more = found.next_page, bool(found.next_page)
 
 
 def info_document(item: ItemInfo) -> Document:

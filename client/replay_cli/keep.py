@@ -127,7 +127,13 @@ def export(
     tags = parse_tags(tag)
     form = Form(rows == "sequences", load_tokenizer(tokenizer), payloads)
     with connect(context, 60.0) as client:
-        write(file, form, _rows(client, all_items(client, table, tags, limit), table, form), {"table": table}, as_json)
+        write(
+            file,
+            form,
+            _rows(client, islice(all_items(client, table, tags), limit), table, form),
+            {"table": table},
+            as_json,
+        )
 
 
 def write(file: Path, form: Form, rows: Iterator[Row], origin: dict[str, str], as_json: bool) -> None:
@@ -135,7 +141,7 @@ def write(file: Path, form: Form, rows: Iterator[Row], origin: dict[str, str], a
     from replay_cli.archive.files import write_rows
     from replay_dashboard.units import counted
 
-    format_of(file)
+    check_name(file)
     count = ask(lambda: write_rows(file, form.columns(), rows))
     more = f", in {counted(count, 'row')}" if form.sequences else ""
     words = f"{counted(form.items, 'item')} of {', '.join(origin.values())} written to {file}{more}"
@@ -153,7 +159,7 @@ def import_items(
 ) -> None:
     """Insert the items of files, under their keys. Items that are there stay."""
     for file in files:
-        format_of(file)
+        check_name(file)
     done = Imported()
     with connect(context, 60.0) as client:
         ask(lambda: _insert_all(client, files, table, done))
@@ -295,11 +301,9 @@ def _insert(client: ReplayClient, row: Row, priorities: Mapping[str, float]) -> 
 # ------------------------------------------------------------------------------------------------ files
 
 
-def format_of(path: Path) -> str:
-    """`jsonl` or `parquet`, by the end of the file's name."""
-    if path.suffix in (".jsonl", ".json"):
-        return "jsonl"
+def check_name(path: Path) -> None:
+    """Ends the command unless the end of the name is that of a kind of files that can be written and read."""
     if path.suffix == ".parquet":
         need("a .parquet file", "parquet", "pyarrow")
-        return "parquet"
-    misuse(f"{path}: the name of the file must end with .jsonl or .parquet")
+    elif path.suffix not in (".jsonl", ".json"):
+        misuse(f"{path}: the name of the file must end with .jsonl or .parquet")

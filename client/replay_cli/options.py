@@ -54,7 +54,7 @@ def options_of(kind: type, panel: str, *names: str) -> Options:
     declared = kind.__pydantic_fields__  # type: ignore[attr-defined]  # pydantic adds it to its dataclasses
     options = []
     for name in names:
-        clause = re.split(r"\.(?:\s|$)|;| \(", " ".join(declared[name].description.split()))[0]
+        clause = re.split(r"\.(?:\s|$)|;| \(", " ".join(declared[name].description.split()))[0].rstrip(":")
         default = "" if declared[name].default is None else f" [{_shown(declared[name].default)}]"
         plain, flag = _type_of(declared[name].annotation), name.replace("_", "-")
         flags = (f"--{flag}",) if plain is bool else ()
@@ -134,16 +134,15 @@ class Settings:
             option("recipe", ABOUT_RECIPE),
         )
 
-    def given(self, context: typer.Context, source: Mapping[str, Any], *values: Mapping[str, Any]) -> dict[str, Any]:
+    def given(self, context: typer.Context, source: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
         """The settings by name: of the recipe, of the file in their place, and of the command line.
 
-        `source` has the values of `options`, and `values` those of other groups.
+        `source` has the values of `options`, and `chosen` those of settings that have an option of their own.
         """
         from replay_server.config import changed
 
         said = {name: json_or_word(value) for name, value in pairs("--set", source["set"], self._fields).items()}
-        for given in values:
-            said |= {name: value for name, value in given.items() if value is not None}
+        said |= {name: value for name, value in chosen.items() if value is not None}
         try:
             recipe = recipe_of(source["recipe"])[str(context.info_name)] if source["recipe"] is not None else {}
         except ValueError as error:

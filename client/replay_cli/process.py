@@ -14,9 +14,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from replay_cli.output import fail, misuse
+from replay_cli.output import fail
 
 LogFormat = Annotated[Literal["text", "json"], typer.Option("--log-format", help="Format of log lines: text or json.")]
+
+
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    typer.Option("--log-level", case_sensitive=False, help="Log from this level on."),
+]
 
 
 class JsonFormatter(logging.Formatter):
@@ -36,8 +42,6 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: str, form: str = "text") -> None:
-    if level.upper() not in logging.getLevelNamesMapping():
-        misuse(f"--log-level must be debug, info, warning or error, not {level!r}")
     handler = logging.StreamHandler()
     handler.setFormatter(
         JsonFormatter() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")

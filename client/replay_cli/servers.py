@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 import signal
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,7 @@ import typer
 from replay_cli.connection import access_of, ask
 from replay_cli.options import ABOUT_RECIPE, Commands, option, taking
 from replay_cli.output import AsJson, Yes, confirm, console, fail, misuse, plain_table, print_json, say
-from replay_cli.process import LogFormat, log_to_stderr, set_up_tracing
+from replay_cli.process import LogFormat, LogLevel, log_to_stderr, set_up_tracing
 from replay_cli.recipes import recipe_of, show_recipe
 
 if TYPE_CHECKING:
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
     from replay_server.config import Config
     from replay_server.shards import ShardStatus
 
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", help="TOML file with the configuration of a server.")
+]
+
 
 def serve(
     context: typer.Context,
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="TOML file with the configuration of the server.")
-    ] = None,
+    config: ConfigFile = None,
     recipe: Annotated[str | None, typer.Option(help=ABOUT_RECIPE)] = None,
     address: Annotated[
         str | None,
@@ -49,7 +52,7 @@ def serve(
     replace: Annotated[
         bool, typer.Option("--replace", help="With --restore: move the contents of data_dir aside instead of failing.")
     ] = False,
-    log_level: Annotated[str, typer.Option(help="Log from this level on: debug, info, warning or error.")] = "info",
+    log_level: LogLevel = "info",
     log_format: LogFormat = "text",
 ) -> None:
     """Run the server until SIGTERM or Ctrl-C. Without --config it has a queue `rollouts` and a pool `replay`."""
@@ -58,18 +61,14 @@ def serve(
     from replay_protos import event_loop
     from replay_protos.settings import explain
     from replay_server import ReplayServer
-    from replay_server.config import DEFAULT_TABLES, Config, ServerSection
+    from replay_server.config import ServerSection
 
     if access_of(context)["address"] is not None:
         misuse("a server listens on the --address after the command: `replay serve --address HOST:PORT`")
     log_to_stderr(log_level, log_format)
     set_up_tracing("replay-server")
     try:
-        base = None if recipe is None else recipe_of(recipe)["serve"]
-        if config is None:
-            loaded = Config.model_validate(base or {"tables": DEFAULT_TABLES})
-        else:
-            loaded = Config.load(config, base)
+        loaded = _load(config, None if recipe is None else recipe_of(recipe)["serve"])
         if recipe is not None:
             show_recipe(recipe, "serve", loaded.model_dump(mode="json"))
         given = {"address": address, "metrics_address": metrics_address}
@@ -90,6 +89,15 @@ def serve(
         fail(explain(error))
     except (ValueError, OSError) as error:
         fail(error)
+
+
+def _load(path: Path | None, recipe: Mapping[str, Any] | None = None) -> Config:
+    """The configuration in a file; without one, that of the recipe, or the two usual tables."""
+    from replay_server.config import DEFAULT_TABLES, Config
+
+    if path is None:
+        return Config.model_validate(recipe or {"tables": DEFAULT_TABLES})
+    return Config.load(path, recipe)
 
 
 async def _run(server: ReplayServer) -> None:
@@ -143,10 +151,7 @@ def _size(
     each: dict[str, Any],
     context: typer.Context,
     shards: Annotated[int, typer.Option("--shards", "-n", min=1, help="How many servers.")],
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", help="TOML file, as for `replay serve`."),
-    ] = None,
+    config: ConfigFile = None,
     pin: Annotated[
         bool,
         typer.Option("--pin", help="--data-dir is a folder of each node: a shard stays on its node while that lives."),
@@ -158,8 +163,10 @@ def _size(
     as_json: AsJson = False,
 ) -> None:
     """`up` and `resize`, which take the same options."""
-    ray = _ray_of(context)
-    found = _of_ray(str(context.info_name), shards, _load(config), pin=pin, memory=_bytes(memory), **each, **ray)
+    from replay_server.tables.config import parse_bytes
+
+    ray, loaded, reserved = _ray_of(context), ask(lambda: _load(config)), ask(lambda: parse_bytes(memory))
+    found = _of_ray(str(context.info_name), shards, loaded, pin=pin, memory=reserved, **each, **ray)
     _show(found, ray, as_json)
 
 
@@ -200,23 +207,6 @@ def _of_ray(verb: str, *given: Any, **named: Any) -> Any:
         return getattr(service, verb)(*given, **named)
     except service.ShardError as error:
         fail(error)
-
-
-def _load(path: Path | None) -> Config:
-    from replay_server.config import DEFAULT_TABLES, Config
-
-    return ask(lambda: Config(tables=DEFAULT_TABLES) if path is None else Config.load(path))
-
-
-def _bytes(text: str | None) -> int | None:
-    from replay_server.tables.config import parse_bytes
-
-    if text is None:
-        return None
-    try:
-        return int(parse_bytes(text))
-    except ValueError as error:
-        fail(f"--memory: {error}")
 
 
 def _show(found: list[ShardStatus], ray: dict[str, Any], as_json: bool) -> None:

@@ -137,7 +137,9 @@ def dashboard(
         Path | None,
         typer.Option(help="Folder with a tokenizer.json, to show text. Else that of the published weights is used."),
     ] = None,
-    runs: Annotated[Path | None, typer.Option(help="Folder below which metrics.jsonl files of trainers lie.")] = None,
+    runs: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Folder with metrics.jsonl files below it.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on. Other than loopback the page wants a token.")] = (
         "127.0.0.1"
     ),
@@ -160,8 +162,6 @@ def dashboard(
     from replay_dashboard.app import PageServer, Settings
     from replay_protos.transport import is_loopback
 
-    if runs is not None and not runs.is_dir():
-        fail(f"--runs: there is no folder {runs}")
     token = None if is_loopback(host) else secrets.token_urlsafe(32)
     settings = Settings(access_of(context), tokenizer, runs, token, tuple(allow_host or ()), solved_reward)
     try:

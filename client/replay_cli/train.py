@@ -25,23 +25,19 @@ EVAL_EVERY = 10
 """Steps between evaluations with --eval-prompts, unless the configuration has eval_every."""
 _evaluating = partial(in_panel, "Evaluation")
 SETTINGS = Settings(GRPOConfig, also=("lora",))
-_DATA = options_of(GRPOConfig, "Data", "rollouts_table", "replay_table", "groups_per_step")
-_REPLAY = options_of(GRPOConfig, "Replay", "zero_variance", "replay_share")
-_LEARNING = options_of(
-    GRPOConfig, "Learning", "max_steps", "learning_rate", "loss_type", "epsilon", "beta", "scale_rewards", "seed"
+_FIELDS = (
+    *options_of(GRPOConfig, "Learning", "max_steps", "groups_per_step", "learning_rate", "loss_type", "beta"),
+    *options_of(GRPOConfig, "Learning", "scale_rewards", "seed"),
+    *options_of(GRPOConfig, "Replay", "zero_variance", "replay_share"),
+    *options_of(GRPOConfig, "Memory", "max_tokens_per_micro_batch", "bf16", "gradient_checkpointing", "fsdp"),
+    *options_of(GRPOConfig, "Output", "resume", "save_every"),
 )
-_MEMORY = options_of(GRPOConfig, "Memory", "max_tokens_per_micro_batch", "bf16", "gradient_checkpointing", "fsdp")
-_OUTPUT = options_of(GRPOConfig, "Output", "resume", "save_every", "weights_dir")
 
 
-@taking(SETTINGS.options, _DATA, _LEARNING, _REPLAY, _MEMORY, _OUTPUT)
+@taking(SETTINGS.options, _FIELDS)
 def train(
     source: dict[str, Any],
-    data: dict[str, Any],
-    learning: dict[str, Any],
-    replay: dict[str, Any],
-    memory: dict[str, Any],
-    output: dict[str, Any],
+    chosen: dict[str, Any],
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     output_dir: Annotated[Path, typer.Option(help="Folder for weights and metrics.jsonl.")],
@@ -60,8 +56,8 @@ def train(
     tracing = set_up_tracing("replay-trainer")
     need("replay train", "trainer", "torch", "transformers", "safetensors")
     check_model(model)
-    given = {"output_dir": output_dir, "progress": False if quiet else None}
-    options = SETTINGS.given(context, source, given, data, learning, replay, memory, output)
+    chosen |= {"output_dir": output_dir, "progress": False if quiet else None}
+    options = SETTINGS.given(context, source, chosen)
     lora = options.pop("lora", None)
     if eval_prompts is not None:
         options.setdefault("eval_every", EVAL_EVERY)
@@ -75,7 +71,7 @@ def train(
     try:
         training = GRPOConfig(**options)
     except ValueError as error:
-        message = _as_typed(str(error), typed(given | data | learning | replay | memory | output))
+        message = _as_typed(str(error), typed(chosen))
         file = "" if source["config"] is None or message.startswith("--") else f"{source['config']}: "
         fail(f"{file}{message}")
     if (recipe := source["recipe"]) is not None and not quiet and os.environ.get("RANK", "0") == "0":
@@ -87,14 +83,10 @@ def train(
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
-        from replay_trainer import GRPOTrainer
+        from replay_trainer import GRPOTrainer, StepSpans
 
         transformers_logging.disable_progress_bar()
-        callbacks = []
-        if tracing:
-            from replay_trainer import StepSpans
-
-            callbacks.append(StepSpans())
+        callbacks = [StepSpans()] if tracing else []
         with ReplayClient.from_env(timeout_of(context, None), **access) as client:
             with loading(model):
                 # In bfloat16 a step of 1e-6 rounds to nothing. The base of an adapter takes no step.

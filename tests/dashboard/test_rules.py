@@ -332,12 +332,12 @@ def test_beyond_loopback_the_address_holds_a_token():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "problem"),
+    ("arguments", "problem", "status"),
     [
-        (("--tokenizer", "/nothing"), "has no tokenizer.json"),
-        (("--runs", "/nothing"), "there is no folder /nothing"),
-        (("--host", "192.0.2.1"), "cannot listen on 192.0.2.1"),
+        (("--tokenizer", "/nothing"), "has no tokenizer.json", 1),
+        (("--runs", "/nothing"), "'/nothing' does not exist", 2),
+        (("--host", "192.0.2.1"), "cannot listen on 192.0.2.1", 1),
     ],
 )
-def test_options_that_cannot_be_used_end_the_command_with_one_line(arguments, problem):
-    assert problem in fails("dashboard", "--no-browser", "--port", "0", *arguments)
+def test_options_that_cannot_be_used_end_the_command_with_one_line(arguments, problem, status):
+    assert problem in fails("dashboard", "--no-browser", "--port", "0", *arguments, status=status)

@@ -7,7 +7,7 @@ from functools import reduce
 from itertools import islice
 from operator import and_
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -29,7 +29,7 @@ _WHICH = (
     option("prompt", "Only groups with this prompt_id."),
     option("version", "Only groups of this policy version, or of a range such as 40..50."),
     option("tag", "NAME=VALUE: only items with this tag. May be repeated.", list[str]),
-    option("fate", "Only groups that ended so: trained, left-out, put-aside or unknown."),
+    option("fate", "Only groups that ended so.", Literal["trained", "left-out", "put-aside", "unknown"]),
 )
 """Which groups, by what they are and by what became of them."""
 _SHOWN = ("key", "prompt_id", "policy_version", "group_size", "reward_mean", "reward_std", "bytes", "tags", "table")
@@ -45,11 +45,7 @@ def list_groups(
 ) -> None:
     """List the groups of an archive, and what became of each."""
     found = _groups(folder, which, [*_SHOWN, "inserted_at"])
-    rows = ask(lambda: list(islice(found, limit)))
-    if as_json:
-        print_json(rows)
-        return
-    _print_groups(rows)
+    (print_json if as_json else _print_groups)(ask(lambda: list(islice(found, limit))))
 
 
 def show_step(
@@ -105,17 +101,14 @@ def export_archive(
 def _groups(folder: Path, which: Mapping[str, Any], columns: Iterable[str]) -> Iterator[Row]:
     """The groups that `which` names, with their `fate`, and in `said` all that is known of it."""
     need("an archive", "parquet", "pyarrow")
-    from replay_cli.archive.fates import FATES, Fates
+    from replay_cli.archive.fates import Fates
     from replay_cli.archive.reading import read_groups
 
-    fate = which.get("fate")
-    if fate is not None and fate not in FATES:
-        misuse(f"--fate {fate!r} is none of {', '.join(FATES)}")
     where, tags = _where(which), parse_tags(which.get("tag"))
     fates = ask(lambda: Fates(which.get("steps")))
     for row in read_groups(folder, columns, where, tags):
         became = fates.of(row["key"])
-        if fate in (None, became):
+        if which.get("fate") in (None, became):
             yield row | {"fate": became, "said": fates.words(row["key"])}
 
 

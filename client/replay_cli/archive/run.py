@@ -12,8 +12,8 @@ import typer
 
 from replay_cli.connection import ask, connect
 from replay_cli.options import option, taking
-from replay_cli.output import fail, need, say
-from replay_cli.process import LogFormat, log_to_stderr
+from replay_cli.output import need, say
+from replay_cli.process import LogFormat, LogLevel, log_to_stderr
 
 _HOW = (
     option("segment_bytes", "Finish a file after so many bytes of payloads.", int, 64 << 20, min=1),
@@ -28,7 +28,7 @@ def run_archiver(
     how: dict[str, Any],
     context: typer.Context,
     folder: Annotated[Path, typer.Option("--dir", help="Folder of the files. It is made if need be.")],
-    log_level: Annotated[str, typer.Option(help="Log from this level on: debug, info, warning or error.")] = "info",
+    log_level: LogLevel = "info",
     log_format: LogFormat = "text",
 ) -> None:
     """Write what a table copies (copy_to) into Parquet files, until SIGTERM or Ctrl-C.
@@ -46,8 +46,5 @@ def run_archiver(
     with connect(context, 30.0, named=True) as client:
         archiver = ask(lambda: Archiver(client, folder, say, **how))
         say(f"archiving {client.address} into {folder}")
-        try:
-            ask(lambda: archiver.run(ended.is_set))
-            client.leave()
-        except OSError as error:
-            fail(error)
+        ask(lambda: archiver.run(ended.is_set))
+        client.leave()

@@ -298,7 +298,7 @@ def test_one_damaged_file_is_named_and_hides_no_other_file(stored, tmp_path, dam
     ("words", "said"),
     [
         (("list", "{folder}/none"), "is no folder"),
-        (("list", "{folder}", "--fate", "eaten"), "'eaten' is none of trained"),
+        (("list", "{folder}", "--fate", "eaten"), "'eaten' is not one of 'trained'"),
         (("list", "{folder}", "--version", "new"), "'new' is not a policy version"),
         (("list", "{folder}", "--key", "k"), "'k' is not a key"),
         (("step", "{folder}", "9", "--steps", "{steps}"), "has no step 9"),
@@ -310,7 +310,7 @@ def test_one_damaged_file_is_named_and_hides_no_other_file(stored, tmp_path, dam
 def test_a_mistake_is_answered_with_one_line(stored, words, said):
     folder, steps, *_ = stored
     given = [word.format(folder=folder, steps=steps) for word in words]
-    status = 2 if "is none of" in said or "is not a" in said or "end with" in said else 1
+    status = 2 if "is not one of" in said or "is not a" in said or "end with" in said else 1
     assert said in fails("archive", *given, status=status)
 
 
