@@ -16,7 +16,7 @@ import typer
 
 from replay_cli.connection import access_of, parse_tags, timeout_of
 from replay_cli.options import (
-    Settings,
+    CommandSettings,
     in_flags,
     in_panel,
     json_or_word,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _data = partial(in_panel, "Data")
 _of_engine = partial(in_panel, "Engine")
-SETTINGS = Settings(GeneratorConfig, SamplingConfig, without=("sampling", "seed"))
+SETTINGS = CommandSettings(GeneratorConfig, SamplingConfig, without=("sampling", "seed"))
 _IN_GROUPS: dict[str, Any] = {"rich_help_panel": "Groups"}
 _ABOUT_MOST = "Groups at the same time; 0: as many as permits. [16]"
 _FIELDS = (

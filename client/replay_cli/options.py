@@ -120,7 +120,7 @@ def in_flags(message: str, names: Collection[str]) -> str:
 ABOUT_RECIPE = f"Begin with settings that belong together: {' or '.join(RECIPES)}. [none]"
 
 
-class Settings:
+class CommandSettings:
     """The settings of a command, which come from --config, --set, --recipe, and options of their own."""
 
     def __init__(self, *kinds: type, also: Collection[str] = (), without: Collection[str] = ()) -> None:

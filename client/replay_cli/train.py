@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replay_cli.connection import access_of, timeout_of
-from replay_cli.options import Settings, in_flags, in_panel, options_of, taking, typed
+from replay_cli.options import CommandSettings, in_flags, in_panel, options_of, taking, typed
 from replay_cli.output import complain, fail, in_words, need, say
 from replay_cli.process import LogFormat, check_model, loading, log_to_stderr, set_up_tracing
 from replay_cli.recipes import show_recipe
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EVAL_EVERY = 10
 """Steps between evaluations with --eval-prompts, unless the configuration has eval_every."""
 _evaluating = partial(in_panel, "Evaluation")
-SETTINGS = Settings(GRPOConfig, also=("lora",))
+SETTINGS = CommandSettings(GRPOConfig, also=("lora",))
 _FIELDS = (
     *options_of(GRPOConfig, "Learning", "max_steps", "groups_per_step", "learning_rate", "loss_type", "beta"),
     *options_of(GRPOConfig, "Learning", "scale_rewards", "seed"),
