@@ -1,8 +1,8 @@
 """ContinuousBatch: a batch of a transformers model that completions join and leave at any token.
 
-    requests ──prefill──▶ cohort ──merge──▶ cohort ──draw a token of every row──▶ rows that ended leave
-                 ▲                                            │
-                 └──────────── new weights: every row ────────┘
+    waiting ──prefill──▶ cohort ──merge──▶ cohort ──draw a token of every row──▶ rows that ended leave
+       ▲                                                      │
+       └─────────────────── new weights: every row ───────────┘
 
 A cohort is a set of rows over one cache, left-padded. Cohorts merge if their cache is plain keys and values. With any
 other cache (sliding windows, recurrent states) every prefill stays a cohort of its own, which is slower.
@@ -11,7 +11,7 @@ other cache (sliding windows, recurrent states) every prefill stays a cohort of 
 from __future__ import annotations
 
 import inspect
-from collections import deque
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,29 +28,22 @@ from replay_generator.engines import SamplingConfig
 class Row:
     """One completion."""
 
-    request: Request
-    uniforms: list[float]
-    """Random numbers in [0, 1), one for each token that the row may get."""
+    prompt_ids: list[int]
+    sampling: SamplingConfig
+    limit: int
+    """The most tokens that it may get."""
+    uniforms: random.Random
+    """Of this row alone: a number in [0, 1) for each token."""
+    ended: Any
+    """A future for its owner. If any thread cancels it, the row leaves before the next token."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
     kept: list[list[int]] = field(default_factory=list)
-    """For each token, the tokens that it was drawn from; empty: too many. No sets if the request wants none."""
+    """For each token, the tokens that it was drawn from; empty: too many. No sets if its sampling wants none."""
     routed: list[torch.Tensor] = field(default_factory=list)
     """The experts (tokens, layers, K) of all tokens that the model has read, piece by piece; empty if nobody asks."""
     finish_reason: str | None = None
-
-
-@dataclass(eq=False)
-class Request:
-    """One prompt and its completions."""
-
-    prompt_ids: list[int]
-    sampling: SamplingConfig
-    n: int
-    cancelled: bool = False
-    """If set, the rows leave before the next token. Any thread may set it."""
-    rows: list[Row] = field(default_factory=list)
 
 
 @dataclass
@@ -64,9 +57,9 @@ class _Cohort:
 
 
 class ContinuousBatch:
-    """All requests under way. Only one thread may use it at a time.
+    """All completions under way. Only one thread may use it at a time.
 
-    Its methods raise the errors of the model. Then the requests under way are lost.
+    Its methods raise the errors of the model. Then the completions under way are lost: `clear` tells which.
     """
 
     def __init__(
@@ -80,7 +73,7 @@ class ContinuousBatch:
         routing: bool = False,
     ) -> None:
         """`end_ids`: tokens that end a completion. `max_length`: the most tokens of a prompt with a completion.
-        `max_rows`: the most completions at a time; a larger request runs alone. `seed` None draws a new seed.
+        `max_rows`: the most completions at a time; others wait. `seed` None draws a new seed.
         `routing`: note the experts of each token."""
         self._routing = routing
         self._routed: list[torch.Tensor] = []  # of the last forward pass, layer by layer
@@ -88,23 +81,23 @@ class ContinuousBatch:
         self._max_length = max_length
         self._max_rows = max_rows
         self._end_ids = frozenset(end_ids)
-        self._random = torch.Generator()
-        if seed is None:
-            self._random.seed()
-        else:
-            self._random.manual_seed(seed)
-        self._waiting: deque[Request] = deque()
-        self._interrupted: list[Row] = []
+        self._random = random.Random(seed)
+        self._waiting: list[Row] = []
         self._cohorts: list[_Cohort] = []
         self.set_model(model, 0)
 
     @property
     def active(self) -> bool:
-        """Whether a request waits or is under way."""
-        return bool(self._waiting or self._interrupted or self._cohorts)
+        """Whether a row waits or is under way."""
+        return bool(self._waiting or self._cohorts)
 
-    def add(self, request: Request) -> None:
-        self._waiting.append(request)
+    def add(self, prompt_ids: list[int], sampling: SamplingConfig, ended: Iterable[Any]) -> list[Row]:
+        """The rows of a prompt, one for each future of `ended`. They wait for their first token."""
+        limit = min(sampling.max_tokens, self._max_length - len(prompt_ids))
+        seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
+        rows = [Row(prompt_ids, sampling, limit, random.Random(seed + n), each) for n, each in enumerate(ended)]
+        self._waiting += rows
+        return rows
 
     def set_model(self, model: Any, version: int) -> None:
         """Draw from `model` from the next token on. Keys and values of all rows are computed again."""
@@ -115,65 +108,46 @@ class ContinuousBatch:
             self._hooks.pop().remove()
         if self._routing:
             self._hooks += [router.register_forward_hook(self._note_experts) for router in routers_of(model)]
-        self._interrupted += [row for cohort in self._cohorts for row in cohort.rows]
-        self._cohorts = []
+        self._waiting = self.clear()
 
-    def clear(self) -> None:
-        """Drop all requests."""
-        self._waiting.clear()
-        self._interrupted, self._cohorts = [], []
+    def clear(self) -> list[Row]:
+        """Drops all rows, and returns them: first those whose caches are lost."""
+        rows = [*(row for cohort in self._cohorts for row in cohort.rows), *self._waiting]
+        self._waiting, self._cohorts = [], []
+        return rows
 
     def step(self) -> list[Row]:
-        """Draw one token for every row. Returns the rows that have ended with it."""
+        """Draw one token for every row that there is room for. Returns the rows that have ended with it."""
         with torch.inference_mode():
-            self._drop_cancelled()
+            self._waiting = [row for row in self._waiting if not row.ended.done()]
+            self._keep(lambda row: not row.ended.done())
             for cohort in self._cohorts:
                 self._draw(cohort, self._decode(cohort))
-            for sequences in (self._resumed(), self._admitted()):
-                if sequences:
-                    self._prefill(sequences)
+            room = self._max_rows - sum(len(cohort.rows) for cohort in self._cohorts)
+            if admitted := self._waiting[:room]:
+                self._prefill(admitted)
+                del self._waiting[:room]
             ended = [row for cohort in self._cohorts for row in cohort.rows if row.finish_reason]
             self._keep(lambda row: not row.finish_reason)
             self._cohorts = _merged(self._cohorts)
         return ended
 
-    def _drop_cancelled(self) -> None:
-        self._waiting = deque(request for request in self._waiting if not request.cancelled)
-        self._interrupted = [row for row in self._interrupted if not row.request.cancelled]
-        self._keep(lambda row: not row.request.cancelled)
-
-    def _resumed(self) -> list[tuple[list[int], list[Row]]]:
-        """Rows whose cache was dropped, each with all of its tokens."""
-        rows, self._interrupted = self._interrupted, []
-        return [([*row.request.prompt_ids, *row.token_ids], [row]) for row in rows]
-
-    def _admitted(self) -> list[tuple[list[int], list[Row]]]:
-        """The requests that waited longest, as far as there is room: each prompt with its rows."""
-        taken = sum(len(cohort.rows) for cohort in self._cohorts)
-        admitted = []
-        while self._waiting and (taken == 0 or taken + self._waiting[0].n <= self._max_rows):
-            request = self._waiting.popleft()
-            limit = min(request.sampling.max_tokens, self._max_length - len(request.prompt_ids))
-            uniforms = _uniforms(request.n, limit, request.sampling.seed, self._random)
-            request.rows = [Row(request, row) for row in uniforms]
-            taken += request.n
-            admitted.append((request.prompt_ids, request.rows))
-        return admitted
-
-    def _prefill(self, sequences: list[tuple[list[int], list[Row]]]) -> None:
-        """Makes a cohort of all rows. The model reads each sequence once; each of its rows gets a copy of the cache."""
+    def _prefill(self, rows: list[Row]) -> None:
+        """Makes a cohort of these rows. The model reads equal tokens once, and each row gets a copy of their cache."""
+        alike: dict[tuple[int, ...], list[Row]] = {}
+        for row in rows:
+            alike.setdefault((*row.prompt_ids, *row.token_ids), []).append(row)
         device = self._model.device
-        lengths = [len(ids) for ids, _ in sequences]
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
-        ids_BL = pad([torch.tensor(ids, device=device) for ids, _ in sequences])
-        mask_BL = pad([torch.ones(length, dtype=torch.long, device=device) for length in lengths])
+        ids_BL = pad([torch.tensor(ids, device=device) for ids in alike])
+        mask_BL = pad([torch.ones(len(ids), dtype=torch.long, device=device) for ids in alike])
         logits_BV, cache, routed_BL = self._forward(ids_BL, mask_BL, None)
-        for index, (_, rows) in enumerate(sequences):
-            for row in rows:
-                row.routed = [] if routed_BL is None else [routed_BL[index, -lengths[index] :]]
-        source = torch.tensor([index for index, (_, rows) in enumerate(sequences) for _ in rows], device=device)
+        places = [(index, len(ids), row) for index, (ids, same) in enumerate(alike.items()) for row in same]
+        for index, length, row in places:
+            row.routed = [] if routed_BL is None else [routed_BL[index, -length:]]
+        source = torch.tensor([index for index, _, _ in places], device=device)
         cache.reorder_cache(source)
-        cohort = _Cohort([row for _, rows in sequences for row in rows], cache, mask_BL[source])
+        cohort = _Cohort([row for _, _, row in places], cache, mask_BL[source])
         self._draw(cohort, logits_BV[source])
         self._cohorts.append(cohort)
 
@@ -209,12 +183,10 @@ class ContinuousBatch:
     def _draw(self, cohort: _Cohort, logits_RV: torch.Tensor) -> None:
         """Give each row its next token."""
         device = logits_RV.device
-        samplings = [row.request.sampling for row in cohort.rows]
+        samplings = [row.sampling for row in cohort.rows]
         fields = [(each.temperature, each.top_p, each.top_k, each.min_p) for each in samplings]
         logprobs_RV = processed_logprobs(logits_RV, *torch.tensor(fields, device=device).T)
-        uniforms_R = torch.tensor(
-            [row.uniforms[len(row.token_ids)] for row in cohort.rows], dtype=torch.float64, device=device
-        )
+        uniforms_R = torch.tensor([row.uniforms.random() for row in cohort.rows], dtype=torch.float64, device=device)
         tokens_R = _choose(logprobs_RV, uniforms_R)
         chosen_R = logprobs_RV.gather(-1, tokens_R[:, None])[:, 0]
         _note_kept(cohort.rows, logprobs_RV)
@@ -224,7 +196,7 @@ class ContinuousBatch:
             row.policy_versions.append(self._version)
             if token in self._end_ids:
                 row.finish_reason = "stop"
-            elif len(row.token_ids) == len(row.uniforms):
+            elif len(row.token_ids) == row.limit:
                 row.finish_reason = "length"
 
     def _keep(self, wanted: Callable[[Row], bool]) -> None:
@@ -307,13 +279,13 @@ def routers_of(model: Any) -> list[Any]:
 
 def _note_kept(rows: list[Row], logprobs_RV: torch.Tensor) -> None:
     """Gives each row that wants it the set that its next token is drawn from, unless that has too many tokens."""
-    wanting = [index for index, row in enumerate(rows) if row.request.sampling.most_kept]
+    wanting = [index for index, row in enumerate(rows) if row.sampling.most_kept]
     if not wanting:
         return
     kept_WV = logprobs_RV[wanting].isfinite()
     counts: list[int] = kept_WV.sum(-1).tolist()
     for index, count, kept_V in zip(wanting, counts, kept_WV, strict=True):
-        small = count <= rows[index].request.sampling.most_kept
+        small = count <= rows[index].sampling.most_kept
         rows[index].kept.append(kept_V.nonzero()[:, 0].tolist() if small else [])
 
 
@@ -322,10 +294,3 @@ def _choose(logprobs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor
     cumulative = logprobs_RV.double().exp().cumsum(-1)
     target = uniforms_R[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logprobs_RV.shape[-1] - 1)
-
-
-def _uniforms(n: int, steps: int, seed: int | None, shared: torch.Generator) -> list[list[float]]:
-    """Random numbers in [0, 1) for n completions of `steps` tokens; without a seed from `shared`."""
-    generator = shared if seed is None else torch.Generator().manual_seed(seed)
-    numbers: list[list[float]] = torch.rand(n, steps, dtype=torch.float64, generator=generator).tolist()
-    return numbers

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from replay_client.columns.kept import kept_fields
 from replay_client.waits import ENGINE_STOP
 from replay_generator.engines import Completion, EngineError, OnFinished, SamplingConfig
-from replay_generator.engines.continuous_batch import ContinuousBatch, Request, Row, routers_of
+from replay_generator.engines.continuous_batch import ContinuousBatch, Row, routers_of
 from replay_generator.weights import check_base, end_ids, holds_adapter, no_progress_bars, read_adapter
 
 _T = TypeVar("_T")
@@ -82,38 +83,24 @@ class TransformersEngine:
             max_rows=max_concurrent_completions,
             seed=seed,
         )
-        self._calls: dict[Request, tuple[asyncio.Future[None], OnFinished]] = {}
-        """Those under way: a future of each, and who is told of its completions."""
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         """Work to do between two tokens."""
         self._thread: threading.Thread | None = None
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
     ) -> list[Completion]:
-        request = Request([int(token) for token in prompt_ids], sampling, n)
-        all_ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        completions: dict[int, Completion] = {}
+        ids, loop = [int(token) for token in prompt_ids], asyncio.get_running_loop()
+        ended: list[asyncio.Future[Completion]] = [loop.create_future() for _ in range(n)]
 
-        def ended(number: int, completion: Completion) -> None:
-            completions[number] = completion
-            if finished is not None:
-                finished(number, completion)
-            if len(completions) == n:
-                all_ended.set_result(None)
+        def tell(number: int, future: asyncio.Future[Completion]) -> None:
+            if finished is not None and not future.cancelled() and future.exception() is None:
+                finished(number, future.result())
 
-        def add() -> None:
-            if not request.cancelled:
-                self._calls[request] = all_ended, ended
-                self._batch.add(request)
-
-        try:
-            await self._between_tokens(add)
-            await all_ended
-        finally:
-            request.cancelled = True
-            self._calls.pop(request, None)
-        return [completions[number] for number in range(n)]
+        for number, future in enumerate(ended):
+            future.add_done_callback(partial(tell, number))
+        self._order(lambda: self._batch.add(ids, sampling, ended))
+        return await asyncio.gather(*ended)
 
     async def load_weights(self, path: str, version: int) -> None:
         is_adapter = holds_adapter(path)
@@ -149,11 +136,15 @@ class TransformersEngine:
             await asyncio.to_thread(self._thread.join, ENGINE_STOP)
             self._thread = None
 
-    async def _between_tokens(self, work: Callable[[], _T]) -> _T:
+    def _order(self, work: Callable[[], object]) -> None:
+        """Let the thread do some work between two tokens."""
         if self._thread is None:
             # A daemon thread: the program can end without closing the engine.
             self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
             self._thread.start()
+        self._orders.put(work)
+
+    async def _between_tokens(self, work: Callable[[], _T]) -> _T:
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
 
         def order() -> None:
@@ -162,7 +153,7 @@ class TransformersEngine:
             except Exception as error:
                 _tell(result, result.set_exception, error)
 
-        self._orders.put(order)
+        self._order(order)
         return await result
 
     def _run(self) -> None:
@@ -172,19 +163,19 @@ class TransformersEngine:
                 if (order := self._orders.get()) is None:
                     return
                 order()
+            rows: list[Row] = []
             try:
-                for row in self._batch.step():
-                    if (call := self._calls.get(row.request)) is not None:
-                        _tell(*call, row.request.rows.index(row), self._completion(row))
+                rows = self._batch.step()
+                for row in rows:
+                    _tell(row.ended, row.ended.set_result, self._completion(row))
             except Exception as error:
-                self._batch.clear()
-                failure = EngineError(
+                failure = (
                     f"the transformers engine failed: {type(error).__name__}: {error}. What was inserted is safe: "
                     "start the generator again. If memory was short, with a smaller max_concurrent_completions or "
                     "max_length (--engine-arg)"
                 )
-                for all_ended, _ in [*self._calls.values()]:
-                    _tell(all_ended, all_ended.set_exception, failure)
+                for row in [*rows, *self._batch.clear()]:
+                    _tell(row.ended, row.ended.set_exception, EngineError(failure))
 
     def _completion(self, row: Row) -> Completion:
         columns = kept_fields(row.kept)

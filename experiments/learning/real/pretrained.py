@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from experiments.learning.variety import Variety
 from replay_client import ReplayClient, RolloutGroup
 from replay_client.scoring import group_advantages
 from replay_generator.engines import SamplingConfig
-from replay_generator.engines.continuous_batch import ContinuousBatch, Request
+from replay_generator.engines.continuous_batch import ContinuousBatch, Row
 from replay_server import ReplayServer
 
 POINT_COMPLETIONS = 128
@@ -83,12 +84,10 @@ class PretrainedPolicy:
         self, engine: ContinuousBatch, entries: Sequence[dict[str, Any]], group_size: int, version: int
     ) -> list[RolloutGroup]:
         sampling = SamplingConfig(temperature=1.0, max_tokens=self._max_tokens)
-        requests = [Request(self._prompt_ids(entry["question"]), sampling, group_size) for entry in entries]
-        for request in requests:
-            engine.add(request)
+        rows = [engine.add(self._prompt_ids(entry["question"]), sampling, [Future()] * group_size) for entry in entries]
         while engine.active:
             engine.step()
-        return [self._group(entry, request, version) for entry, request in zip(entries, requests, strict=True)]
+        return [self._group(entry, its, version) for entry, its in zip(entries, rows, strict=True)]
 
     def _prompt_ids(self, question: str) -> list[int]:
         chat = [{"role": "user", "content": question}]
@@ -96,14 +95,14 @@ class PretrainedPolicy:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _group(self, entry: dict[str, Any], request: Request, version: int) -> RolloutGroup:
-        texts = [self._tokenizer.decode(row.token_ids, skip_special_tokens=True) for row in request.rows]
+    def _group(self, entry: dict[str, Any], rows: list[Row], version: int) -> RolloutGroup:
+        texts = [self._tokenizer.decode(row.token_ids, skip_special_tokens=True) for row in rows]
         rewards = np.array([self._problems.score(entry, text) for text in texts], dtype=np.float32)
         return RolloutGroup(
-            prompt_ids=np.array(request.prompt_ids, dtype=np.int32),
-            completion_ids=np.concatenate([np.array(row.token_ids, dtype=np.int32) for row in request.rows]),
-            completion_lengths=np.array([len(row.token_ids) for row in request.rows], dtype=np.int32),
-            rollout_logprobs=np.concatenate([np.array(row.logprobs, dtype=np.float32) for row in request.rows]),
+            prompt_ids=np.array(rows[0].prompt_ids, dtype=np.int32),
+            completion_ids=np.concatenate([np.array(row.token_ids, dtype=np.int32) for row in rows]),
+            completion_lengths=np.array([len(row.token_ids) for row in rows], dtype=np.int32),
+            rollout_logprobs=np.concatenate([np.array(row.logprobs, dtype=np.float32) for row in rows]),
             rewards=rewards,
             advantages=group_advantages(rewards),
             policy_version=version,

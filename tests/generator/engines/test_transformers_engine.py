@@ -171,7 +171,7 @@ async def test_a_model_whose_cache_cannot_be_merged_completes_as_exactly(tmp_pat
     await engine.close()
 
 
-async def test_no_more_completions_run_at_a_time_than_allowed_but_a_larger_request_runs_alone(model):
+async def test_no_more_completions_run_at_a_time_than_allowed_and_a_larger_request_runs_in_parts(model):
     engine = TransformersEngine(model, max_concurrent_completions=8)
     answers = await asyncio.gather(*(engine.generate([3], SamplingConfig(max_tokens=8), n) for n in (5, 5, 20, 1)))
     assert [len(completions) for completions in answers] == [5, 5, 20, 1]
