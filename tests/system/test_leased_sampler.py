@@ -133,25 +133,6 @@ async def test_a_stale_batch_is_not_leased_and_one_in_use_may_grow_stale():
             assert (info.size, info.reserved, info.stale, info.consumed) == (0, 0, 1, 2)
 
 
-def test_permits_of_a_leased_batch_count_once_when_it_goes_back_and_the_trainer_starts_again():
-    with (
-        ReplayServer(tables=TABLES, port=0, admission={"groups_per_step": 2, "max_staleness": 1}) as server,
-        ReplayClient(server.address) as client,
-    ):
-        permits = client.acquire_permits(4)
-        for number in range(4):
-            client.insert(payload(number), {"queue": 1.0}, permits=permits)
-        with client.sampler("queue", batch_size=2, prefetch=0, lease=LONG) as sampler:
-            trained, lost = next(sampler), next(sampler)
-        client.acknowledge(trained)
-        client.set_policy_version(1)
-        assert client.server_info().admission.accepted == 4
-        client.set_policy_version(1, rollback=True)  # the trainer was killed in step 2
-        assert client.server_info().admission.accepted == 4
-        client.acknowledge(lost, give_back=True)
-        assert client.server_info().admission.capacity == (1 + 1 + 1) * 2 - 4
-
-
 async def test_a_batch_of_a_broken_stream_is_leased_where_the_server_has_not_noticed_that_yet():
     with ReplayServer(tables=TABLES, port=0) as server, ReplayClient(server.address) as client:
         insert(client, 1)

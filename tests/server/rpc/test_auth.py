@@ -1,6 +1,5 @@
 """Who gets in: tokens and their roles, TLS and mutual TLS, over real sockets, and what those hear who do not."""
 
-import asyncio
 import itertools
 import os
 import struct
@@ -12,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from replay_client import TLS, AsyncReplayClient, ReplayClient
+from replay_client import TLS, ReplayClient
 from replay_client.access import Access
 from replay_client.errors import AuthenticationError, ReplayError, ServerUnavailableError, UnsupportedError
 from replay_protos import replay_pb2 as pb
@@ -551,17 +550,11 @@ def test_a_bad_setting_is_named_and_no_secret_is_shown(tmp_path, environment, co
     assert "se cret" not in str(caught.value)
 
 
-def test_both_clients_are_made_from_the_environment(server, monkeypatch):
+def test_a_client_is_made_from_the_environment(server, monkeypatch):
     monkeypatch.setenv("REPLAY_ADDRESS", server.address)
     monkeypatch.setenv("REPLAY_TOKEN", ADMIN)
     with ReplayClient.from_env(timeout=60.0) as client:
         assert client.policy().version == 0
-
-    async def ask() -> int:
-        async with AsyncReplayClient.from_env(timeout=60.0) as client:
-            return (await client.policy()).version
-
-    assert asyncio.run(ask()) == 0
 
 
 def test_no_representation_shows_the_token():

@@ -58,36 +58,6 @@ def try_insert(client, payload):
 
 
 @OVER_BOTH
-def test_a_restart_brings_back_items_policy_permits_and_counters(tmp_path):
-    admission = AdmissionConfig(groups_per_step=8, max_staleness=1)
-    with serving(tmp_path, admission=admission) as client:
-        keys = [client.insert(bytes([n]) * n, {"queue": 1.0 + n}) for n in range(10)]
-        client.set_policy_version(3, weights="step-3")
-        taken = [sample.info.key for sample in client.sample("queue", 4)]
-        client.update_priorities("pool", {taken[0]: 7.5})
-        lease = client.acquire_permits(5)
-        client.release_permits(lease, 2)
-        before = client.server_info()
-    with serving(tmp_path, admission=admission) as client:
-        after = client.server_info()
-        assert (after.storage, after.commit_error, after.damaged) == ("lmdb", "", 0)
-        assert before.commits > 10
-        assert after.disk_bytes > 0
-        assert keys_in(client, "queue") == sorted(set(keys) - set(taken))
-        assert keys_in(client, "pool") == sorted(taken)
-        assert client.get([keys[9]])[0].payload == bytes([9]) * 9
-        assert (after.policy.version, after.policy.weights) == (3, "step-3")
-        assert after.admission.running == 3
-        for name in ("queue", "pool"):
-            for counter in ("inserts", "samples", "consumed", "size", "bytes", "forwarded"):
-                assert getattr(after.tables[name], counter) == getattr(before.tables[name], counter), (name, counter)
-        assert client.release_permits(lease) == 3
-        duplicate = client.insert(b"again", {"queue": 1.0}, key=taken[0])
-        assert duplicate == taken[0]
-        assert client.server_info().tables["queue"].duplicates == 1
-
-
-@OVER_BOTH
 def test_what_was_in_hand_and_not_taken_is_back_after_a_kill(tmp_path):
     server = ReplayServer(TABLES, port=0, data_dir=tmp_path)
     server.start()

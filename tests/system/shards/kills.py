@@ -10,15 +10,14 @@ acknowledged group is one that the weights are trained on, or is in its queue, a
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
 import random
-import sys
-import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +25,7 @@ from typing import Any, Protocol
 from replay_client import ReplayClient
 from replay_client.scoring import group_priority
 from tests.factories import free_port, make_group, start, until
-from tests.system.harness import Books, Crew, Servers
+from tests.system.harness import Books, Crew, Servers, program
 from tests.system.shards.cluster import RECONNECT, RayCluster
 from tests.trainer.killed_trainer import run as train
 from tests.trainer.killed_trainer import trained
@@ -242,31 +241,23 @@ def kill_heads(kills: int, folder: Path, rng: random.Random) -> tuple[int, list[
         shards.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    for kind in KINDS:
-        parser.add_argument(f"--{kind}", type=int, default=0, help="kills of this kind")
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    arguments = parser.parse_args()
-    rng = random.Random(arguments.seed)
-    kinds = [kind for kind in KINDS[:3] for _ in range(getattr(arguments, kind))]
+def kill_all(folder: Path, seed: int, **kills: int) -> Books:
+    """Kills so many of each kind, a few in each run, and each run in a folder of its own."""
+    books, rng, runs = Books(), random.Random(seed), list[Callable[[Path, random.Random], tuple[int, list[str]]]]()
+    kinds = [kind for kind in KINDS[:3] for _ in range(kills[kind])]
     rng.shuffle(kinds)
-    parts = [kinds[begin : begin + KILLS_OF_A_RUN] for begin in range(0, len(kinds), KILLS_OF_A_RUN)]
-    of_heads = [min(KILLS_OF_A_RUN, arguments.heads - done) for done in range(0, arguments.heads, KILLS_OF_A_RUN)]
-    groups, wrong, done = 0, list[str](), Counter[str]()
-    for part in [*parts, *of_heads]:
-        with tempfile.TemporaryDirectory() as folder:
-            if isinstance(part, int):
-                some, found = kill_heads(part, Path(folder), rng)
-                done["heads"] += part
-            else:
-                some, found = kill_shards_and_trainers(part, Path(folder), rng)
-                done.update(part)
-        groups, wrong = groups + some, wrong + found
-        print(f"kills {dict(done)}: {groups} groups acknowledged, {len(wrong)} violations", flush=True)
-    print(f"seed {arguments.seed}", *wrong, sep="\n  ")
-    sys.exit(bool(wrong))
+    for begin in range(0, len(kinds), KILLS_OF_A_RUN):
+        runs.append(partial(kill_shards_and_trainers, kinds[begin : begin + KILLS_OF_A_RUN]))
+    for done in range(0, kills["heads"], KILLS_OF_A_RUN):
+        runs.append(partial(kill_heads, min(KILLS_OF_A_RUN, kills["heads"] - done)))
+    for number, run in enumerate(runs):
+        (place := folder / f"run-{number}").mkdir()
+        groups, wrong = run(place, rng)
+        books.totals["groups acknowledged"] += groups
+        books.violations += wrong
+    books.totals.update({f"kills of {kind}": count for kind, count in kills.items()})
+    return books
 
 
 if __name__ == "__main__":
-    main()
+    program(kill_all, **dict.fromkeys(KINDS, 0))
