@@ -13,7 +13,7 @@ generator is no case of its own. A permit that came with the opening is the grou
 * A group is worked at under a lease that is renewed all the time. Who lost the lease stops, and may not close it.
 * A rollout is safe once the server has acknowledged it. A name that is there already says that another generator is at
   work: this one stops, and gives the group back, so that the next one sees all that is there. The last rollouts of a
-  group need not be stored, because the group follows at once.
+  group need not be stored if the group follows at once.
 * What leaves without being closed is acknowledged: the item is consumed, and its permit goes back.
 """
 
@@ -24,16 +24,15 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from replay_client import AsyncKeeper, AsyncReplayClient, KeySequence, PermitLease, Sample, SampleInfo, ServerInfo
+from replay_client import AsyncReplayClient, KeySequence, PermitLease, Sample, ServerInfo
 from replay_client.errors import DeadlineExceededError, PayloadTooLargeError, ReplayError
 from replay_client.waits import LAST_WORD
 from replay_generator.config import GeneratorConfig
@@ -41,11 +40,10 @@ from replay_generator.metrics import GeneratorStats
 from replay_generator.openings import ROLLOUT, Opening, encode_rollout, sampled_tokens
 from replay_generator.prompts import PromptError
 from replay_generator.rollouts import Rollout
-from replay_generator.supply import Drawn
+from replay_generator.supply import Answer, Drawn, LeasedItems
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 SECONDS_PER_LOOK = 1.0
 """Between two questions for groups that a dead generator has left, if the first one found none."""
 TOGETHER = 0.1
@@ -73,69 +71,25 @@ class UnderConstruction:
     """The item, under its lease; None: nothing of the group is stored."""
     handed: bool = False
     """Whether another one has finished some of its rollouts."""
-    store: Callable[[dict[int, Rollout]], Awaitable[None]] | None = None
-    """None: nothing is stored."""
     opened: float = field(default_factory=time.monotonic)
-    limit: asyncio.Timeout | None = None
-    """Ends the work at it."""
-    _unstored: dict[int, Rollout] = field(default_factory=dict)
+    played: bool = False
+    """Whether no rollout will follow. Then the insert of the group tells whether another one has closed it."""
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when another one may work at it."""
+    unstored: dict[int, Rollout] = field(default_factory=dict)
     """Finished rollouts that the server does not have, by their numbers."""
-    _storing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _whole: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once all rollouts are finished."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the storing has something to see to."""
 
     @property
     def missing(self) -> list[int]:
         """The numbers of the rollouts that are not finished."""
         return [index for index in range(self.opening.group_size) if index not in self.rollouts]
 
-    async def append(self, index: int, rollout: Rollout) -> None:
-        """Takes a finished rollout, and stores it together with those that end within TOGETHER seconds.
-
-        If the group is whole by then, it is not stored: see `stored_during`. Raises LeaseLostError if another generator
-        works at the group.
-        """
-        self.rollouts[index] = rollout
-        if self.store is None:
-            return
-        self._unstored[index] = rollout
-        if not self.missing:
-            self._whole.set()
-        async with self._storing:
-            if index in self._unstored:  # else the request before has taken it along
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(TOGETHER):
-                        await self._whole.wait()
-            if self.missing:
-                await self._store_finished()
-
-    async def stored_during(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which is to judge or to insert the whole group.
-
-        Stores the last rollouts meanwhile, if it takes longer than TOGETHER seconds. Otherwise no request is made for
-        them, because the group itself follows at once.
-        """
-        if self.store is None:
-            return await work
-        task = asyncio.create_task(work)
-        try:
-            done, _ = await asyncio.wait({task}, timeout=TOGETHER)
-            if not done:
-                await self.flush()
-            return await task
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def flush(self) -> None:
-        """Stores the rollouts that are finished and not stored, at once."""
-        async with self._storing:
-            await self._store_finished()
-
-    async def _store_finished(self) -> None:
-        rollouts, self._unstored = self._unstored, {}
-        if rollouts and self.store is not None:
-            await self.store(rollouts)
+    def append(self, index: int, rollout: Rollout) -> None:
+        """Takes a finished rollout."""
+        self.rollouts[index] = self.unstored[index] = rollout
+        self.changed.set()
 
 
 class Site:
@@ -186,20 +140,19 @@ class BuildingSite(Site):
         client: AsyncReplayClient,
         config: GeneratorConfig,
         stats: GeneratorStats,
-        answer: Callable[..., Awaitable[Any]],
+        answer: Answer,
     ) -> None:
         """`answer` makes an attempt until the server can do it, as `GeneratorServer.answer`."""
         super().__init__()
         assert config.building is not None
         self.table = config.building
         self._client = client
-        self._lease = config.building_lease
         self._timeout = config.insert_timeout
         self._stats = stats
         self._answer = answer
         self._keys = KeySequence()
-        self._held: dict[UnderConstruction, Sample] = {}
-        self._keeper = AsyncKeeper(client.renew, self._lease, self._lose)
+        lease, what = config.building_lease, "groups under construction"
+        self._items = LeasedItems(client, answer, self.table, lease, what, _decoded, _lose, stats)
         self._opened = set[int]()  # keys of groups that this generator has opened and not drawn
         self._looks_at = 0.0  # the moment from which on it looks for groups that others have left
         self._warned = False
@@ -246,82 +199,65 @@ class BuildingSite(Site):
 
         Unless `surely`, it does not ask the server for SECONDS_PER_LOOK after there was none. After `open` ask surely.
         """
-        while surely or time.monotonic() >= self._looks_at:
-            attempt = partial(self._client.sample, self.table, 1, timeout=0.0, lease=self._lease)
-            try:
-                (sample,) = await self._answer(attempt)
-            except DeadlineExceededError:
-                self._looks_at = time.monotonic() + SECONDS_PER_LOOK
-                self._opened.clear()  # other generators have drawn them
-                return None
-            if sample.info.key in self._opened:
-                self._opened.discard(sample.info.key)
-            else:
-                self._looks_at = 0.0  # somebody has left it, and maybe others
-            try:
-                opening, rollouts = Opening.decode(sample.payload)
-            except ValueError as error:
-                logger.warning("item %d of table %r is set aside: %s", sample.info.key, self.table, error)
-                self._stats["set_aside"] += 1
-                await self._end([sample], give_back=False)
-                continue
-            group = UnderConstruction(opening, Drawn(opening.prompt, item=opening.item), rollouts, None, sample)
-            group.handed, group.store = bool(rollouts), partial(self._store, group, sample.info.key)
-            group.opened -= sample.info.age
-            self._held[group] = sample
-            self._keeper.add([sample])
-            if rollouts:
-                self._stats["taken_over"] += 1
-                self._stats["tokens_kept"] += sampled_tokens(rollouts)
-            return group
-        return None
+        if not surely and time.monotonic() < self._looks_at:
+            return None
+        try:
+            sample, group = await self._items.draw(timeout=0.0)
+        except DeadlineExceededError:
+            self._looks_at = time.monotonic() + SECONDS_PER_LOOK
+            self._opened.clear()  # other generators have drawn them
+            return None
+        if sample.info.key in self._opened:
+            self._opened.discard(sample.info.key)
+        else:
+            self._looks_at = 0.0  # somebody has left it, and maybe others
+        if group.handed:
+            self._stats["taken_over"] += 1
+            self._stats["tokens_kept"] += sampled_tokens(group.rollouts)
+        return group
 
     @asynccontextmanager
     async def work(self, group: UnderConstruction) -> AsyncIterator[None]:
+        """Stores meanwhile what is finished. Its failure ends the work."""
         try:
-            async with asyncio.timeout(None) as limit:
-                group.limit = limit
-                if group not in self._held:  # lost before the work began
-                    limit.reschedule(0.0)
+            async with asyncio.TaskGroup() as tasks:
+                storing = tasks.create_task(self._keep_storing(group))
                 yield
-        except TimeoutError:
-            if limit.expired():
-                raise LeaseLostError from None
-            raise
-        finally:
-            group.limit = None
+                storing.cancel()
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0]  # noqa: B904  its cause tells more than the group
 
     def closed(self, group: UnderConstruction) -> None:
-        self._let_go(group)
+        self._items.let_go(_item_of(group))
 
     async def drop(self, group: UnderConstruction) -> None:
         """The group will not be finished by anybody: it leaves, and its permit goes back."""
-        if held := self._let_go(group):
-            await self._end(held, give_back=False)
+        await self._items.end(_item_of(group))
 
     async def let_go_of_all(self) -> None:
-        await self._keeper.close()
-        held, self._held = self._held, {}
-        if held:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORD):
+                groups = [group for _, group in self._items.held.values()]
+                await asyncio.gather(*map(self.store, groups), return_exceptions=True)
+        await self._items.close()
+
+    async def _keep_storing(self, group: UnderConstruction) -> None:
+        """Stores each finished rollout, together with those that end within TOGETHER seconds.
+
+        The last ones are not stored if the group is closed by then. Raises LeaseLostError if another generator may work
+        at the group.
+        """
+        while True:
+            await group.changed.wait()
+            group.changed.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORD):
-                    await asyncio.gather(*(group.flush() for group in held), return_exceptions=True)
-            await self._end([*held.values()], give_back=True)
+                await asyncio.wait_for(group.lost.wait(), TOGETHER)
+                raise LeaseLostError
+            await self.store(group)
 
-    def _lose(self, lost: list[SampleInfo]) -> None:
-        leases = {info.lease for info in lost}
-        for group in [group for group, sample in self._held.items() if sample.info.lease in leases]:
-            self._let_go(group)
-            if group.limit is not None:
-                group.limit.reschedule(0.0)
-
-    def _let_go(self, group: UnderConstruction) -> list[Sample]:
-        """The item of a group that this generator works at no more; none if it did not."""
-        held = [self._held.pop(group)] if group in self._held else []
-        self._keeper.let_go(held)
-        return held
-
-    async def _store(self, group: UnderConstruction, key: int, rollouts: Mapping[int, Rollout]) -> None:
+    async def store(self, group: UnderConstruction) -> None:
+        """Stores the rollouts that are finished and not stored, at once."""
+        rollouts, group.unstored = group.unstored, {}
         columns: dict[str, npt.NDArray[np.uint8]] = {}
         for index, rollout in rollouts.items():
             try:
@@ -337,25 +273,35 @@ class BuildingSite(Site):
                 if column.nbytes <= room or not names:  # what fits alone need not fit with others
                     names.append(name)
                     room -= column.nbytes
-            await self._extend(group, key, {name: columns.pop(name) for name in names})
+            await self._extend(group, {name: columns.pop(name) for name in names})
 
-    async def _extend(self, group: UnderConstruction, key: int, columns: Mapping[str, npt.NDArray[np.uint8]]) -> None:
-        axes = dict.fromkeys(columns, "group")
+    async def _extend(self, group: UnderConstruction, columns: Mapping[str, npt.NDArray[np.uint8]]) -> None:
+        axes, item = dict.fromkeys(columns, "group"), _item_of(group)
         try:
-            result = await self._answer(partial(self._client.extend, key, columns, axes=axes))
+            result = await self._answer(partial(self._client.extend, item[0].info.key, columns, axes=axes))
         except PayloadTooLargeError as error:
             prompt_id = group.opening.prompt.prompt_id
             raise PromptError(f"prompt {prompt_id!r}: a rollout of its group cannot be stored: {error}") from error
-        # The item of a whole group may be missing because our own insert has closed it: the insert tells.
-        if result.present or (result.missing and group.missing):
-            if held := self._let_go(group):
-                self._looks_at = 0.0
-                await self._end(held, give_back=True)
+        if result.present or (result.missing and not group.played):
+            self._looks_at = 0.0
+            await self._items.end(item, give_back=True)
             raise LeaseLostError
         self._stats["rollouts_stored"] += len(result.added)
 
-    async def _end(self, samples: list[Sample], *, give_back: bool) -> None:
-        """Ends leases, if the server can be reached soon."""
-        with contextlib.suppress(ReplayError, TimeoutError):
-            async with asyncio.timeout(LAST_WORD):
-                await self._client.acknowledge(samples, give_back=give_back)
+
+def _item_of(group: UnderConstruction) -> list[Sample]:
+    assert group.sample is not None
+    return [group.sample]
+
+
+def _decoded(sample: Sample) -> UnderConstruction:
+    opening, rollouts = Opening.decode(sample.payload)
+    drawn = Drawn(opening.prompt, item=opening.item)
+    group = UnderConstruction(opening, drawn, rollouts, None, sample, handed=bool(rollouts))
+    group.opened -= sample.info.age
+    return group
+
+
+def _lose(group: UnderConstruction) -> None:
+    group.lost.set()
+    group.changed.set()

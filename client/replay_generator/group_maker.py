@@ -107,8 +107,7 @@ class GroupMaker:
         """The finished group, and the rewards (G,) of each function by name. Writes seconds into `times`.
 
         Only the rollouts that it lacks are played. Raises LeftOut if the group must not be inserted, TooOldToFinish if
-        it would be too old, PromptError if it cannot be scored, LeaseLostError if another generator builds it, and any
-        error of the engine.
+        it would be too old, PromptError if it cannot be scored, and any error of the engine.
         """
         prompt = work.opening.prompt
         times.generate = -time.monotonic()
@@ -118,13 +117,13 @@ class GroupMaker:
                 if why := why_unfit(self._engine, work.opening.prompt_ids):
                     raise self._set_aside(work, f"it has {why}")
                 await self._play_missing(work)
+                work.played = True
         finally:
             times.generate += time.monotonic()
         rollouts = [work.rollouts[index] for index in sorted(work.rollouts)]
         times.reward = -time.monotonic()
         try:
-            scoring = self._scorer.score(prompt.row, [each.text for each in rollouts], rollouts)
-            rewards, by_function = await work.stored_during(scoring)
+            rewards, by_function = await self._scorer.score(prompt.row, [each.text for each in rollouts], rollouts)
         except RewardError as error:
             raise PromptError(f"prompt {prompt.prompt_id!r}: {error}") from error
         by_function |= _metrics_of(rollouts)
@@ -155,7 +154,7 @@ class GroupMaker:
 
         async def finished(index: int, rollout: Rollout) -> None:
             await self._policy.checked()  # others will use it before this generation ends
-            await work.append(index, rollout)
+            work.append(index, rollout)
 
         place = f"{opening.number}" if not work.rollouts else f"{opening.number}/{len(work.rollouts)}"
         sampling = self._seeded(opening.sampling, place)
@@ -163,7 +162,7 @@ class GroupMaker:
             return
         failures = await play(
             *(self._rollout, tasks, self._engine, config.rollout_timeout, self._unanswered, finished),
-            early=work.store is not None or self._rollout is not single_turn,
+            early=work.sample is not None or self._rollout is not single_turn,
             patience=lambda: self._patience(work),
         )
         if late := len(work.missing) - len(failures):

@@ -29,17 +29,17 @@ import json
 import logging
 import secrets
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import numpy.typing as npt
 
-from replay_client import AsyncKeeper, AsyncReplayClient, Sample, SampleInfo, ServerInfo
+from replay_client import AsyncReplayClient, Sample, ServerInfo
 from replay_client.errors import DeadlineExceededError, LeaseEndedError, ReplayError
 from replay_client.scoring import group_learnability
-from replay_client.waits import LAST_WORD, in_daemon_thread
+from replay_client.waits import in_daemon_thread
 from replay_generator.config import GeneratorConfig
 from replay_generator.metrics import GeneratorStats
 from replay_generator.prompts import Prompt, PromptRows, PromptSource, epoch_order
@@ -51,12 +51,9 @@ from replay_generator.stored_prompts import (
     key_of,
     names_of,
 )
-from replay_generator.supply import Drawn, IteratedPrompts, PromptItem, PromptSupply
+from replay_generator.supply import Answer, Drawn, IteratedPrompts, LeasedItems, PromptItem, PromptSupply
 
 logger = logging.getLogger(__name__)
-
-Answer = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
-"""Makes a call of the client, again while the server is away or busy: `GeneratorServer.answer`."""
 
 WINDOW = 1024
 """Prompts of an epoch that are loaded at once."""
@@ -72,8 +69,6 @@ LEAST_PRIORITY = 0.02
 """Of a prompt that was always solved, or never: it is tried again, more seldom."""
 _PAUSE = 1.0
 """Seconds to wait for a prompt before another look at what is going on."""
-_MOST_STRANGERS = 100
-"""Items that are no prompts. When there were so many before the first group, it is the wrong table."""
 _MOST_BEGINNINGS = 64
 """How often a table may be emptied while the server remembers the key of its first mark."""
 
@@ -96,13 +91,9 @@ class PromptsTable(PromptSupply):
         self._answer = answer
         self._rows = rows
         self._config = config
-        self._lease = config.prompts_lease
         self._seed = config.sampling.seed or 0
-        self._stats = stats
         self._names = ""
-        self._held: dict[int, Sample] = {}
-        """What is drawn and neither closed nor returned, by lease."""
-        self._keeper = AsyncKeeper(client.renew, self._lease, self._lose)
+        self._items = LeasedItems(client, answer, self.table, config.prompts_lease, "prompts", _decoded, _lose, stats)
 
     async def begin(self) -> None:
         """Loads the first prompts, if nobody has. Raises ReplayError for a table that cannot hold prompts."""
@@ -122,27 +113,12 @@ class PromptsTable(PromptSupply):
 
     async def next(self) -> Drawn | None:
         """The next prompt, under a lease; None: there is none now."""
-        while True:
-            attempt = partial(
-                self._client.sample, self.table, timeout=_PAUSE, lease=self._lease, exclude=self._keys_under_way()
-            )
-            try:
-                (sample,) = await self._answer(attempt)
-            except DeadlineExceededError:
-                await self._look()
-                return None
-            self._held[sample.info.lease] = sample
-            # From its first renewal on the sample is in use: its lease goes on after a restart of the server.
-            self._keeper.add([sample])
-            try:
-                item = decode_item(sample.payload)
-                break
-            except ValueError as error:
-                await self.set_aside(sample, error)
-                if self._stats["set_aside"] >= _MOST_STRANGERS and not self._stats["groups"]:
-                    raise ReplayError(
-                        f"table {self.table!r} holds other things than prompts: use another one"
-                    ) from error
+        exclude = [] if self._times else [sample.info.key for sample, _ in self._items.held.values()]
+        try:
+            sample, item = await self._items.draw(_PAUSE, exclude)
+        except DeadlineExceededError:
+            await self._look()
+            return None
         if isinstance(item, LoadMark):
             await self._marked(sample, item)
             return None
@@ -151,40 +127,22 @@ class PromptsTable(PromptSupply):
 
     async def finished(self, drawn: Drawn, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
         """The insert of a group has closed its prompt. That of a group which is left out is taken here."""
-        self.opened(drawn)
-        if drawn.closes and not inserted:
-            await self._answer(partial(self._client.acknowledge, drawn.closes))
+        if inserted:
+            self.opened(drawn)
+        else:
+            await self._items.end(drawn.closes)
 
     def opened(self, drawn: Drawn) -> None:
-        self._let_go(drawn.closes)
+        self._items.let_go(drawn.closes)
 
     async def returned(self, drawn: Drawn, building: Sample | None = None) -> None:
-        await self._return(drawn.closes)
+        await self._items.end(drawn.closes, give_back=True)
 
     async def set_aside(self, sample: Sample, why: Exception) -> None:
-        logger.warning("item %d of table %r is set aside: %s", sample.info.key, self.table, why)
-        self._stats["set_aside"] += 1
-        self._let_go([sample])
-        await self._answer(partial(self._client.delete, self.table, [sample.info.key]))  # a curriculum keeps it
-        await self._answer(partial(self._client.acknowledge, [sample]))
-
-    def _lose(self, lost: list[SampleInfo]) -> None:
-        for info in lost:
-            if (sample := self._held.get(info.lease)) is not None:
-                self._let_go([sample])
-                logger.warning("the lease of a prompt has ended: another generator gets it")
-
-    def _let_go(self, samples: Sequence[Sample]) -> None:
-        """These are closed, returned or lost."""
-        self._keeper.let_go(samples)
-        for sample in samples:
-            self._held.pop(sample.info.lease, None)
+        await self._items.set_aside(sample, why)
 
     async def close(self) -> None:
-        await self._keeper.close()
-        with contextlib.suppress(ReplayError, TimeoutError):
-            async with asyncio.timeout(LAST_WORD):
-                await self._return([*self._held.values()])
+        await self._items.close()
 
     # ------------------------------------------------------------------------------------ what the modes differ in
 
@@ -197,10 +155,6 @@ class PromptsTable(PromptSupply):
 
     async def _look(self) -> None:
         """There was no prompt for a while."""
-
-    def _keys_under_way(self) -> Sequence[int]:
-        """Keys that this generator must not get a second time."""
-        return ()
 
     # -------------------------------------------------------------------------------------------------- for both
 
@@ -286,10 +240,13 @@ class PromptsTable(PromptSupply):
                 f"generators the same prompts, or empty the table with `replay table reset {self.table}`"
             )
 
-    async def _return(self, samples: Sequence[Sample]) -> None:
-        self._let_go(samples)
-        if samples:
-            await self._answer(partial(self._client.acknowledge, samples, give_back=True))
+
+def _decoded(sample: Sample) -> StoredPrompt | LoadMark:
+    return decode_item(sample.payload)
+
+
+def _lose(_: StoredPrompt | LoadMark) -> None:
+    logger.warning("the lease of a prompt has ended: another generator gets it")
 
 
 class EpochPrompts(PromptsTable):
@@ -328,7 +285,7 @@ class EpochPrompts(PromptsTable):
         self._check(mark)
         if (epochs := self._config.prompts_epochs) is not None and mark.epoch >= epochs:
             await self._wait_for_others()
-            await self._return([sample])
+            await self._items.end([sample], give_back=True)
             return
         order = await in_daemon_thread(lambda: epoch_order(mark.rows, mark.seed, mark.epoch))
         rows = order[mark.position : mark.position + WINDOW].tolist()
@@ -336,13 +293,13 @@ class EpochPrompts(PromptsTable):
         epoch, position = (mark.epoch, after) if after < mark.rows else (mark.epoch + 1, 0)
         try:
             # Who stands still for longer than the lease must not go on where another generator is at work.
-            async with asyncio.timeout(self._lease):
+            async with asyncio.timeout(self._config.prompts_lease):
                 await self._load(mark, rows)
                 key = key_of(mark.run, epoch, position, "mark")
                 await self._insert_mark(replace(mark, epoch=epoch, position=position), key, closes=[sample])
         except (LeaseEndedError, TimeoutError):
             logger.warning("loading prompts took longer than their lease, and another generator does it")
-        self._let_go([sample])
+        self._items.let_go([sample])
 
     async def _wait_for_others(self) -> None:
         """All epochs are drawn. They are through when no prompt can come back, and no group is under construction."""
@@ -405,10 +362,7 @@ class CurriculumPrompts(PromptsTable):
         )
 
     async def _marked(self, sample: Sample, mark: LoadMark) -> None:
-        await self._return([sample])  # somebody has raised its priority
-
-    def _keys_under_way(self) -> Sequence[int]:
-        return [sample.info.key for sample in self._held.values()]
+        await self._items.end([sample], give_back=True)  # somebody has raised its priority
 
 
 def supply_of(

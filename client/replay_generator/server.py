@@ -134,7 +134,7 @@ class GeneratorServer:
             closes=work.drawn.closes if work.sample is None else (work.sample,),
         )
         try:
-            await work.stored_during(self.answer(attempt, counts_as="insert_waits"))
+            await self.answer(attempt, counts_as="insert_waits")
             self._table_full.go_on()
         except StaleItemError as error:
             raise LeftOut("stale_refused") from error

@@ -1,20 +1,35 @@
 """Supplies: where a generator's next prompt comes from, and who is told what became of it.
 
 Prompts of an iterable are the generator's own, and nobody is told (`IteratedPrompts`). Those of a table of prompts are
-drawn under a lease, which ends with the group (`prompts_table.py`).
+drawn under a lease, which ends with the group (`prompts_table.py`). Groups under construction are drawn and kept like
+them (`LeasedItems`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy.typing as npt
 
-from replay_client.records import Sample
-from replay_client.waits import in_daemon_thread
+from replay_client import AsyncKeeper, AsyncReplayClient, Sample, SampleInfo
+from replay_client.errors import ReplayError
+from replay_client.waits import LAST_WORD, in_daemon_thread
+from replay_generator.metrics import GeneratorStats
 from replay_generator.prompts import PromptSource
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Answer = Callable[..., Awaitable[Any]]
+"""Makes a call of the client, again while the server is away or busy: `GeneratorServer.answer`."""
+_MOST_STRANGERS = 100
+"""Items that cannot be decoded. When there were so many before the first group, it is the wrong table."""
 
 
 class PromptItem(NamedTuple):
@@ -85,3 +100,74 @@ class IteratedPrompts(PromptSupply):
         source = await in_daemon_thread(lambda: next(self._prompts, None))
         self.ended = source is None
         return None if source is None else Drawn(source)
+
+
+class LeasedItems(Generic[T]):
+    """The items of a table that this generator has drawn, under leases that it renews until it has done with them."""
+
+    def __init__(
+        self,
+        client: AsyncReplayClient,
+        answer: Answer,
+        table: str,
+        lease: float,
+        what: str,
+        decode: Callable[[Sample], T],
+        on_lost: Callable[[T], None],
+        stats: GeneratorStats,
+    ) -> None:
+        """`what` such a table is of. `decode` raises ValueError for what nobody can work at, and that is set aside.
+        `on_lost`: its lease has ended."""
+        self._client, self._answer, self._table, self._what, self._lease = client, answer, table, what, lease
+        self._decode, self._on_lost, self._stats = decode, on_lost, stats
+        self._keeper = AsyncKeeper(client.renew, lease, self._lose)
+        self.held: dict[int, tuple[Sample, T]] = {}
+        """By lease."""
+
+    async def draw(self, timeout: float, exclude: Sequence[int] = ()) -> tuple[Sample, T]:
+        """The next item. Raises DeadlineExceededError if there is none."""
+        attempt = partial(self._client.sample, self._table, timeout=timeout, lease=self._lease, exclude=exclude)
+        while True:
+            (sample,) = await self._answer(attempt)
+            try:
+                item = self._decode(sample)
+            except ValueError as error:
+                await self.set_aside(sample, error)
+                if self._stats["set_aside"] >= _MOST_STRANGERS and not self._stats["groups"]:
+                    wrong = f"table {self._table!r} holds other things than {self._what}: use another one"
+                    raise ReplayError(wrong) from error
+                continue
+            self.held[sample.info.lease] = sample, item
+            # From its first renewal on the sample is in use: its lease goes on after a restart of the server.
+            self._keeper.add([sample])
+            return sample, item
+
+    async def set_aside(self, sample: Sample, why: Exception) -> None:
+        """The item is taken out: nobody can work at it."""
+        logger.warning("item %d of table %r is set aside: %s", sample.info.key, self._table, why)
+        self._stats["set_aside"] += 1
+        self.let_go([sample])
+        await self._answer(partial(self._client.delete, self._table, [sample.info.key]))  # a curriculum keeps it
+        await self._answer(partial(self._client.acknowledge, [sample]))
+
+    def let_go(self, samples: Sequence[Sample]) -> list[Sample]:
+        """These have been closed or lost. Returns those that were not already."""
+        self._keeper.let_go(samples)
+        return [sample for sample in samples if self.held.pop(sample.info.lease, None) is not None]
+
+    async def end(self, samples: Sequence[Sample], *, give_back: bool = False) -> None:
+        """These leave the table, or go back to their places."""
+        if held := self.let_go(samples):
+            await self._answer(partial(self._client.acknowledge, held, give_back=give_back))
+
+    async def close(self) -> None:
+        """Gives all items back, if the server can be reached soon."""
+        await self._keeper.close()
+        with contextlib.suppress(ReplayError, TimeoutError):
+            async with asyncio.timeout(LAST_WORD):
+                await self.end([sample for sample, _ in self.held.values()], give_back=True)
+
+    def _lose(self, lost: list[SampleInfo]) -> None:
+        for sample, item in [self.held[info.lease] for info in lost if info.lease in self.held]:
+            self.let_go([sample])
+            self._on_lost(item)

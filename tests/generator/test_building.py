@@ -30,6 +30,7 @@ from replay_generator.openings import Opening, decode_rollout, encode_rollout
 from replay_generator.prompts import Prompt
 from replay_generator.rewards import group_reward
 from replay_generator.rollouts import single_turn
+from replay_generator.server import GeneratorServer
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.factories import PATIENCE, async_until, make_group, turns
 from tests.generator.factories import ScriptedEngine, make_prompts
@@ -252,7 +253,8 @@ async def test_who_finds_that_an_unfinished_group_is_gone_stops():
             await async_until(lambda: generator.stats["leases_lost"] == 1)
 
 
-async def test_a_rollout_that_cannot_be_stored_is_said_and_counts_all_the_same(caplog):
+async def test_a_rollout_that_cannot_be_stored_is_said_and_counts_all_the_same(caplog, monkeypatch):
+    monkeypatch.setattr(building, "TOGETHER", 0.0)
     with serving() as address, caplog.at_level(logging.WARNING):
         hook = Hook(*range(SIZE), fails=(3,), info={"number": 1, "what": object()})
         async with generating(address, hook, max_groups=1, min_rollouts=3) as (generator, client, task):
@@ -302,11 +304,7 @@ async def test_with_a_seed_a_group_has_the_completions_that_it_has_without_build
         engine = ScriptedEngine()
         with serving() as address:
             options = {"sampling": SamplingConfig(seed=5), "max_groups": 1, "reward": lambda row, text: 1.0}
-            async with generating(address, single_turn, engine=engine, building=table, **options) as (
-                _,
-                client,
-                task,
-            ):
+            async with generating(address, single_turn, engine=engine, building=table, **options) as (_, client, task):
                 await task
                 assert await counts(client) == (1, 0, 0)
         seeds.append(engine.seeds)
@@ -405,14 +403,13 @@ async def test_the_last_rollouts_are_stored_while_the_insert_waits_for_room():
 
 async def test_rollouts_that_are_to_be_stored_when_the_insert_has_closed_their_group_are_no_lost_lease(monkeypatch):
     monkeypatch.setattr(building, "TOGETHER", 3600.0)
+    send = GeneratorServer.insert
 
-    async def stored_during(self: building.UnderConstruction, work: Any) -> Any:
-        result = await work
-        if not isinstance(result, tuple):  # the rewards; the answer to the insert takes longer than TOGETHER
-            await self.flush()
-        return result
+    async def insert(self: GeneratorServer, group: Any, work: Any) -> None:
+        await send(self, group, work)
+        await self.site.store(work)  # as if the answer to the insert had taken longer than TOGETHER
 
-    monkeypatch.setattr(building.UnderConstruction, "stored_during", stored_during)
+    monkeypatch.setattr(GeneratorServer, "insert", insert)
     with serving() as address:
         async with generating(address, Hook(*range(SIZE)), max_groups=1) as (generator, client, task):
             await task
