@@ -111,7 +111,7 @@ class ShardActor:
             internal_kv._internal_kv_del(self._mark)
         self._server.draining = draining
 
-    def hand_over(self) -> int:
+    def hand_over(self) -> int | None:
         """As `Admission.hand_over`; 0 without [admission]."""
         return self._server.on_loop(lambda buffer: each.hand_over() if (each := Admission.of(buffer)) else 0)
 
@@ -145,10 +145,9 @@ class Shards:
 
     def actors(self) -> dict[str, Any]:
         """The actor of each shard by its name, in the order of their numbers; also of those that are away."""
-        listed = self._ray.util.list_named_actors(all_namespaces=True)
         numbers = sorted(
             int(number)
-            for actor in listed
+            for actor in self._ray.util.list_named_actors(all_namespaces=True)
             if actor["namespace"] == self.namespace
             and (number := actor["name"].removeprefix(f"{self.name}-")) != actor["name"]
             and number.isdecimal()
@@ -161,8 +160,7 @@ class Shards:
 
     def status(self) -> list[ShardStatus]:
         """Every shard. One that does not answer in time has no address."""
-        actors = self.actors()
-        asked = {name: actor.status.remote() for name, actor in actors.items()}
+        asked = {name: actor.status.remote() for name, actor in self.actors().items()}
         self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else None
         return [self._answer(name, reference) for name, reference in asked.items()]
 
@@ -189,13 +187,12 @@ class Shards:
             ).remote(name, config, environment)
         answers = [actor.address.remote() for actor in started.values()]
         ready, late = self._ray.wait(answers, num_returns=len(answers), timeout=timeout)
-        names = dict(zip(answers, started, strict=True))
         try:
             self._ray.get(ready)
         except self._ray.exceptions.RayError as error:
             raise ShardError(f"a shard could not start: {str(error).strip().splitlines()[-1]}") from None
         if late:
-            waiting = ", ".join(names[answer] for answer in late)
+            waiting = ", ".join(name for name, answer in zip(started, answers, strict=True) if answer in late)
             raise ShardError(
                 f"{waiting} did not start within {timeout:g} s: the cluster has {self._ray.available_resources()} left"
             )
@@ -210,16 +207,19 @@ class Shards:
         actors = self.actors()
         for name in leaving:
             groups = self._ray.get(actors[name].hand_over.remote(), timeout=_ANSWER_SECONDS)
+            if groups is None:
+                raise ShardError(
+                    f"resize is refused for now: {name} has permits in use, or a share of the next version"
+                )
             self._ray.get(actors[heir].take_over.remote(groups), timeout=_ANSWER_SECONDS)
 
     def stop(self, names: list[str]) -> None:
         """Stops these shards for good, those that answer in good order."""
-        actors = self.actors()
-        stopping = [actors[name].stop.remote() for name in names if name in actors]
+        actors = [actor for name, actor in self.actors().items() if name in names]
+        stopping = [actor.stop.remote() for actor in actors]
         self._ray.wait(stopping, num_returns=len(stopping), timeout=_ANSWER_SECONDS) if stopping else None
-        for name in names:
-            if name in actors:
-                self._ray.kill(actors[name], no_restart=True)
+        for actor in actors:
+            self._ray.kill(actor, no_restart=True)
 
     def _answer(self, name: str, reference: Any) -> ShardStatus:
         try:
@@ -296,23 +296,21 @@ def resize(
 
     A shard that is to go takes no more inserts, from this call on, and goes when it is empty. Until then this raises
     ShardError that says what it still holds: call again later. With the next policy version the trainer divides
-    `groups_per_step` of [admission] among those that stay.
+    `groups_per_step` of [admission] among those that stay; the shard waits for that too.
     """
     configs = shard_configs(config, shards, data_dir, name, port)
     service = Shards(name, namespace, ray_address)
     now = service.status()
     if away := [shard.name for shard in now if not shard.is_up]:
         raise ShardError(f"resize is refused: {', '.join(away)} cannot be reached, and nobody knows what is there")
-    staying, leaving = [shard.name for shard in now[:shards]], [shard.name for shard in now[shards:]]
+    names = [shard.name for shard in now]
+    staying, leaving = names[:shards], names[shards:]
     service.drain(staying, False)
     if leaving:
         service.drain(leaving, True)
         held = [shard for shard in service.status() if shard.name in leaving and (shard.items or not shard.is_up)]
-        if held:
-            rest = ", ".join(f"{shard.name} holds {shard.items} items" for shard in held)
-            raise ShardError(
-                f"resize is refused for now: {rest}. They take no more inserts; try again when they are empty"
-            )
+        if rest := ", ".join(f"{shard.name} holds {shard.items} items" for shard in held):
+            raise ShardError(f"resize is refused for now: {rest}, and takes no more; try again when it is empty")
         service.hand_over(leaving, staying[0])
         service.stop(leaving)
         return service.status()

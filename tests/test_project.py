@@ -168,11 +168,11 @@ def test_other_packages_import_only_public_names(package):
 
 MAX_CODE = {
     "replay_protos": (649, 5_680),
-    "replay_server": (1_175, 9_694),
-    "replay_server/tables": (3_399, 35_124),
+    "replay_server": (1_173, 9_692),
+    "replay_server/tables": (3_394, 35_123),
     "replay_server/storage": (1_534, 15_837),
     "replay_server/rpc": (2_142, 20_667),
-    "replay_client": (5_322, 49_678),
+    "replay_client": (5_316, 49_664),
     "replay_generator": (4_603, 41_882),
     "replay_dashboard": (1_831, 20_599),
     "replay_cli": (2_697, 25_785),
@@ -181,7 +181,7 @@ MAX_CODE = {
     "examples": (690, 6_361),
     "experiments": (4_218, 45_143),
     "benchmarks": (2_322, 21_590),
-    "tests": (37_450, 408_076),
+    "tests": (37_450, 408_064),
 }
 """Lines and tokens of code of each part (`tests/count.py`). A commit that cuts lowers them; no other changes them."""
 MAX_P95 = {

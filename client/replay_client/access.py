@@ -68,11 +68,10 @@ def split_addresses(address: str) -> dict[str, str]:
         given, equals, where = one.strip().rpartition("=")
         host, colon, port = where.lower().rpartition(":")
         name = given if equals else f"{'127.0.0.1' if host == 'localhost' else host}{colon}{port}"
-        if equals and (not given or "/" in given or len(given) > MOST_NAME or any(not "!" <= x <= "~" for x in given)):
-            raise ValueError(
-                f"address {one!r}: a name before = has at most {MOST_NAME} printable ASCII characters, without spaces "
-                f"and /"
-            )
+        if equals:
+            check_name(given)
+        if equals and (not given or "/" in given):
+            raise ValueError(f"address {one!r}: a name before = is not empty, and has no /")
         if name in servers:
             raise ValueError(f"addresses and their names must differ: {name} comes twice in {address}")
         servers[name] = where
@@ -174,7 +173,7 @@ class Access:
         for one in split_addresses(where).values():
             check_address(one, named_by)
         return cls(
-            address=setting("address", DEFAULT_ADDRESS),
+            address=where,
             token=token,
             tls=TLS(**files) if wanted else None,
             allow_insecure_token="allow_insecure_token" in found and _flag(*found["allow_insecure_token"]),

@@ -51,6 +51,8 @@ class Item:
     request: int = 0
     """Of a segment, which is appended to the item that is there with its key: a number under which it is known if it
     comes again; 0: a new item."""
+    moved: bool = False
+    """Whether the item goes to another shard, which counts it, and the one that granted the permit hears of it next."""
 
     @classmethod
     def segment(
@@ -152,7 +154,8 @@ def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE
             stop < len(items)
             and stop - start < ROWS_PER_MESSAGE
             and (stop == start or nbytes + items[stop].nbytes <= bytes_together)
-            and (items[stop].permits, items[stop].timeout) == (first.permits, first.timeout)
+            and (items[stop].permits, items[stop].moved) == (first.permits, first.moved)
+            and items[stop].timeout == first.timeout
             and bool(items[stop].request) == bool(first.request)
             and (stop == start or not (items[stop].closes or first.closes))
         ):
@@ -171,7 +174,7 @@ def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iter
     else:
         request.policy_versions.extend(item.policy_version for item in items)
         request.targets.extend(_targets(items))
-        request.permits = first.permits
+        request.permits, request.moved = first.permits, first.moved
         request.closes.extend(first.closes)
     if any(item.labels is not NO_LABELS for item in items):
         labels = [item.labels for item in items]

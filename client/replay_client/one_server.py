@@ -91,6 +91,9 @@ class OneServer:
     async def insert(self, item: Item) -> None:
         await self.connection.insert(item)
 
+    async def settle(self, item: Item) -> None:
+        """All permits are of this server."""
+
     async def extend(self, item: Item) -> pb.UnchangedRow | None:
         return unchanged_row(await self.connection.insert(item))
 

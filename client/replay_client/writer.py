@@ -141,9 +141,12 @@ class Pipeline:
             await line.close()
         self._fail(ServerClosedError("the writer is closed"))
 
-    def decided(self, line: InsertLine, items: Sequence[Item], response: pb.InsertResponse) -> None:
+    async def decided(self, line: InsertLine, items: Sequence[Item], response: pb.InsertResponse) -> None:
         """The server has decided about these items of the line."""
         errors = {error.key: error_of(error.code, error.message, error.reason) for error in response.errors}
+        for item in items:
+            if item.moved and item.key not in errors:
+                await self._placement.settle(item)
         moved: set[InsertLine] = set()
         with self.lock:
             for item in items:
@@ -403,7 +406,7 @@ class InsertLine:
             patience.renew()
             with self._lock:
                 items = [self._unacknowledged.popleft() for _ in range(response.decided)]
-            self._pipeline.decided(self, items, response)
+            await self._pipeline.decided(self, items, response)
             with self._lock:
                 if self._unsent and not self._awake:
                     self.linger()

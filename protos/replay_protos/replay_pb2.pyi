@@ -52,6 +52,7 @@ class InsertRequest(_message.Message):
     PAYLOAD_SIZES_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     PERMITS_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
     EXTEND_FIELD_NUMBER: _builtins.int
@@ -63,6 +64,8 @@ class InsertRequest(_message.Message):
     """how long each row may wait for its tables"""
     permits: _builtins.int
     """grant of AcquirePermits; every inserted row uses up one permit of it"""
+    moved: _builtins.bool
+    """another server granted it, and hears of it next: ReleasePermits"""
     extend: _builtins.bool
     """Each row is a segment: its bytes are appended to the payload of the item that is there with its key. `columns`
     names what each segment has. It goes to no table, has no version, permit or tag, and never waits.
@@ -114,6 +117,7 @@ class InsertRequest(_message.Message):
         payload_sizes: _abc.Iterable[_builtins.int] | None = ...,
         timeout: _builtins.float | None = ...,
         permits: _builtins.int = ...,
+        moved: _builtins.bool = ...,
         columns: _abc.Iterable[Global___Columns] | None = ...,
         tags: _abc.Iterable[Global___Tags] | None = ...,
         extend: _builtins.bool = ...,
@@ -124,7 +128,7 @@ class InsertRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "shared", b"shared", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "closes", b"closes", "columns", b"columns", "extend", b"extend", "keys", b"keys", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "permits", b"permits", "policy_versions", b"policy_versions", "requests", b"requests", "shared", b"shared", "tags", b"tags", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "closes", b"closes", "columns", b"columns", "extend", b"extend", "keys", b"keys", "moved", b"moved", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "permits", b"permits", "policy_versions", b"policy_versions", "requests", b"requests", "shared", b"shared", "tags", b"tags", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout: _TypeAlias = _typing.Literal["timeout"]  # noqa: Y015
     _WhichOneofArgType__timeout: _TypeAlias = _typing.Literal["_timeout", b"_timeout"]  # noqa: Y015
@@ -2272,21 +2276,25 @@ class ReleasePermitsRequest(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
     lease: _builtins.int
     count: _builtins.int
     """0: all that are left"""
     request: _builtins.int
     """as in DeleteRequest"""
+    moved: _builtins.bool
+    """`count` groups with them are `moved` to another server"""
     def __init__(
         self,
         *,
         lease: _builtins.int = ...,
         count: _builtins.int = ...,
         request: _builtins.int = ...,
+        moved: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "lease", b"lease", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "lease", b"lease", "moved", b"moved", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

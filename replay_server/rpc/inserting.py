@@ -323,8 +323,8 @@ class Inserts:
         if number:  # two segments with the same digest are the same request
             said = repr((key, sorted(names), nbytes)).encode()
             digest = hashlib.blake2b(said, digest_size=8).digest() + b"segment"
-        if number and (answer := first_answer(buffer, number, digest)) is not None:
-            return pb.UnchangedRow.FromString(answer)
+            if (answer := first_answer(buffer, number, digest)) is not None:
+                return pb.UnchangedRow.FromString(answer)
         if full := self._backend.memory.why_full(nbytes):
             raise busy(full)
         present = buffer.extend(key, names, payload)
@@ -408,6 +408,7 @@ def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Paylo
         sizes=np.array(sizes, dtype=np.int64),
         payloads=payloads,
         permits=request.permits,
+        moved=request.moved,
         labels=labels_in(request),
         closes=tuple(dict.fromkeys(request.closes)),
     )

@@ -78,8 +78,8 @@ class PolicyMethods:
 
     @once(pb.ReleasePermitsResponse)
     async def ReleasePermits(self, request: pb.ReleasePermitsRequest, call: Call) -> pb.ReleasePermitsResponse:
-        released = self._admission().release(request.lease, request.count)
-        return pb.ReleasePermitsResponse(released=released)
+        admission = self._admission()
+        return pb.ReleasePermitsResponse(released=admission.release(request.lease, request.count, request.moved))
 
     def _admission(self) -> Admission:
         if (admission := Admission.of(self.buffer)) is None:
@@ -87,9 +87,8 @@ class PolicyMethods:
         return admission
 
     def _expire_permits_at(self, when: float) -> None:
-        loop = asyncio.get_running_loop()
         # A millisecond late: the clocks of loop and buffer round differently, and an early call would expire nothing.
-        loop.call_later(max(0.0, when - self.buffer.clock()) + 0.001, self._admission().expire)
+        asyncio.get_running_loop().call_later(when - self.buffer.clock() + 0.001, self._admission().expire)
 
 
 def _place_in(request: pb.SetPolicyVersionRequest | pb.AcquirePermitsRequest) -> Place | None:

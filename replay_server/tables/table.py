@@ -79,6 +79,8 @@ class InsertBatch:
     """None: no row has any."""
     closes: Sequence[int] = ()
     """Ids of batches that are taken when the row enters its tables. Only an insert of one row has any."""
+    moved: bool = False
+    """Whether another server has granted `permits`."""
     evicted: list[tuple[int, str]] = field(default_factory=list)
     """Receives key and table of each row that leaves a table as soon as it is inserted."""
     nbytes: int = field(init=False)

@@ -9,7 +9,8 @@ A shard is known by its name: by the one that its address gives it (`NAME=host:p
 by the address.
 
 * insert, writer [placing, ../writer]: a key belongs to one shard, by rendezvous hashing. A group with a permit goes to
-  the shard that granted it. So every client finds an item without asking, and each admission counts its own groups.
+  the shard that granted it, or, if that one drains, brings the permit to another. So every client finds an item without
+  asking, and each admission counts its own groups.
 * insert again [placing]: a key that was tried on a shard never goes to another one. It waits for that shard until its
   deadline, because the shard may have the item.
 * sample [sampling, sharing]: a batch is filled from shard after shard. Queues give what they have; a shard of a pool is

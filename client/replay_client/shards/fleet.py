@@ -189,9 +189,7 @@ class Shard(Connection):
         return False
 
     async def _find(self, names: RayNames) -> None:
-        address = None
-        with suppress(ReplayError):  # Ray does not answer: stay with the address that was
-            address = await names.locate(self.name)
+        address = await asyncio.to_thread(names.locate, self.name)
         if address is not None and address != self.address:
             self.move(address)
             self.has_address = True
@@ -225,6 +223,7 @@ class Fleet:
         self._when_decided: list[Callable[[], None]] = []
         self._following: asyncio.Task[None] | None = None
         self._closed = False
+        self._background: set[asyncio.Task[None]] = set()
         self._names = RayNames.of(access.address)
         given = split_addresses(access.address)
         names = list(given) if self._names is None else self._names.find()
@@ -410,6 +409,12 @@ class Fleet:
         gone = [shard.name for shard in self.shards if shard not in records]
         merged: T = MERGES[method]({shard.name: record for shard, record in records.items()}, gone)
         return merged
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begins work for which nobody waits."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
         """Closes all connections."""

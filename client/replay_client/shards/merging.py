@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
 from replay_client.errors import InvalidRequestError
-from replay_client.records import CheckpointInfo, ItemInfo, ItemPage, Policy, ServerInfo, ShardedInfo, Silence
+from replay_client.records import CheckpointInfo, ItemPage, Policy, ServerInfo, ShardedInfo, Silence
 from replay_protos import replay_pb2 as pb
 from replay_protos.state import declared
 
@@ -152,21 +153,11 @@ A method that is not here asks one server alone.
 
 # ------------------------------------------------------------------------------------------------------------- pages
 
-_ORDERS: dict[str, Callable[[ItemInfo], float]] = {
-    "age": lambda item: item.age,
-    "priority": lambda item: item.priority,
-    "policy_version": lambda item: item.policy_version,
-    "times_sampled": lambda item: item.times_sampled,
-    "size": lambda item: item.nbytes,
-}
-
 
 def read_page(page: str) -> dict[str, str]:
     """The page of each shard from which to go on, by its name; "" begins. Raises InvalidRequestError."""
-    if not page:
-        return {}
     try:
-        pages = json.loads(page)
+        pages = json.loads(page or "{}")
     except ValueError:
         pages = None
     if not isinstance(pages, dict):
@@ -181,13 +172,11 @@ def merge_pages(
 
     A page of a shard is the number of items before it, so that the next page can begin in the middle of this one.
     """
-    key = _ORDERS[order_by]
+    key = attrgetter("nbytes" if order_by == "size" else order_by)
     named = [[(name, item) for item in page.items] for name, page in pages.items()]
     rows = list(heapq.merge(*named, key=lambda row: key(row[1]), reverse=descending))[:limit]
-    used = dict.fromkeys(pages, 0)
-    for name, _ in rows:
-        used[name] += 1
-    begins = {name: int(starts.get(name) or 0) + count for name, count in used.items()}
+    used = Counter(name for name, _ in rows)
+    begins = {name: int(starts.get(name) or 0) + used[name] for name in pages}
     more = any(used[name] < len(page) or page.next_page for name, page in pages.items())
-    next_page = json.dumps({name: str(begin) for name, begin in begins.items()}) if more else ""
+    next_page = json.dumps(begins) if more else ""
     return ItemPage([item for _, item in rows], sum(page.matching for page in pages.values()), next_page)

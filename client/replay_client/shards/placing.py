@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from replay_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     LeaseEndedError,
+    ReplayError,
     ServerClosedError,
     ServerUnavailableError,
     ShardDrainingError,
@@ -93,40 +95,43 @@ class Placement:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._tried: OrderedDict[int, Shard] = OrderedDict()
-        """Keys that a shard may have and that do not belong to it, or whose insert failed there."""
+        self._tried: OrderedDict[int, tuple[Shard, bool]] = OrderedDict()
+        """Keys that a shard may have and that do not belong to it, or whose insert failed there; and `Item.moved`."""
         self._ranked: tuple[Rendezvous, Sequence[Shard]] = (Rendezvous([]), ())
         self._passed_over: set[Shard] = set()
-        """Shards that granted permits and take no inserts now, after the line about it in the log."""
+        """Shards that granted permits and are away now, after the line about it in the log."""
 
     def shard_for(self, item: Item) -> Shard:
         """The shard for an insert, by the first rule that holds.
 
         1. The shard that this client has tried the key on before: it may have the item.
         2. The shard that gave the samples that the item closes, and no other one.
-        3. The shard that granted the permit, if it is up: so its admission counts the group. Otherwise the admission of
-           the shard that gets the group counts it, and the permit stays in use until its lease ends.
+        3. The shard that granted the permit, if it takes inserts: so its admission counts the group. Otherwise the
+           admission of the shard that gets the group counts it. A shard that is draining is told so afterwards; a
+           permit of one that is away stays in use until its lease ends.
         4. The shard to which the key belongs, if it is up. A shard that is draining has said that it lacks the key: it
            counts as one that is not there.
         5. The next shard for the key that is up, if a client chose the key at random: nobody else has tried it.
         6. The shard to which the key belongs. Another process may have tried the key there before, so wait for it.
         """
         if (tried := self._tried.get(item.key)) is not None:
-            return tried
+            shard, item.moved = tried
+            return shard
         if item.closes:
             if (gave := self._fleet.named(item.closed_on)) is None:
                 raise LeaseEndedError(f"shard {item.closed_on}, which gave what the item closes, is not there any more")
             return gave
-        granted = self._fleet.named(item.granted_by) if item.granted_by else None
-        if granted is not None and granted.takes_inserts:
+        if (granted := self._fleet.named(item.granted_by)) is None:
+            return self._shard_for_key(item.key)
+        shard = granted if granted.takes_inserts else self._shard_for_key(item.key)
+        item.moved = granted.is_up and shard is not granted
+        if granted.is_up:
             self._passed_over.discard(granted)
-            return granted
-        shard = self._shard_for_key(item.key)
-        if granted is not None and shard is not granted and granted not in self._passed_over:
+        elif shard is not granted and granted not in self._passed_over:
             self._passed_over.add(granted)
             logger.warning(
-                "shard %s takes no inserts: groups with its permits go to other shards and count there, and these "
-                "permits stay in use until their lease ends",
+                "shard %s is away: groups with its permits go to other shards and count there, and these permits stay "
+                "in use until their lease ends",
                 granted.name,
             )
         return shard
@@ -155,16 +160,27 @@ class Placement:
                 self.forget(item.key, shard)
                 raise
             except ServerUnavailableError as error:
-                self._remember(item.key, shard)
+                self._remember(item, shard)
                 raise ServerUnavailableError(
                     f"shard {shard.name} may have item {item.key} already, so no other shard gets it: {error}"
                 ) from None
             # A shard that shuts down did not insert this; it may have at an earlier attempt.
             except (ServerClosedError, DeadlineExceededError, asyncio.CancelledError):
-                self._remember(item.key, shard)
+                self._remember(item, shard)
                 raise
 
         await self._fleet.insist(attempt, item.timeout)
+        await self.settle(item)
+
+    async def settle(self, item: Item) -> None:
+        """The item is inserted. If its permit has moved with it, the shard that granted the permit counts it no more.
+
+        If that shard is gone by now, the permit ends by itself, and is granted once more.
+        """
+        if item.moved and (granted := self._fleet.named(item.granted_by)) is not None:
+            request = once(pb.ReleasePermitsRequest(lease=item.permits, count=1, moved=True))
+            with suppress(ReplayError):
+                await self._fleet.answers("ReleasePermits", request, self._fleet.timeout, [granted])
 
     async def extend(self, item: Item) -> pb.UnchangedRow | None:
         """Appends the segment `item` to the item with its key, on the shard that has it.
@@ -175,9 +191,8 @@ class Placement:
 
         async def attempt(deadline: Deadline) -> pb.UnchangedRow | None:
             rendezvous, shards = self._ranking()
-            order = [shards[index] for index in rendezvous.order(item.key)]
             silent: list[str] = []
-            for shard in sorted(order, key=lambda shard: shard is not self._tried.get(item.key)):
+            for shard in [shards[index] for index in rendezvous.order(item.key)]:
                 item.timeout = deadline.seconds
                 try:
                     answer = await shard.run(shard.insert(item)) if shard.is_up else None
@@ -202,10 +217,10 @@ class Placement:
         shard.is_draining()
         return True
 
-    def _remember(self, key: int, shard: Shard) -> None:
-        """An insert of this key is unsure: from now on it goes to this shard only."""
-        self._tried[key] = shard
-        self._tried.move_to_end(key)
+    def _remember(self, item: Item, shard: Shard) -> None:
+        """The insert of this item is unsure: from now on its key goes to this shard only."""
+        self._tried[item.key] = shard, item.moved
+        self._tried.move_to_end(item.key)
         if len(self._tried) > _MOST_REMEMBERED:
             self._tried.popitem(last=False)
 
@@ -220,7 +235,8 @@ class Placement:
         keys = _keys_of(request)
         owners, found = rendezvous.owners(keys), np.zeros(keys.size, dtype=np.bool_)
 
-        async def change_on(shard: Shard, rows: Rows) -> int:
+        async def change_on(shard: Shard, owned: bool) -> int:
+            rows = np.flatnonzero(~found & ((owners == shards.index(shard)) == owned))
             if not rows.size:
                 return 0
             try:
@@ -230,12 +246,9 @@ class Placement:
             found[rows] |= ~np.isin(keys[rows], np.array(answer.missing, dtype=np.uint64))
             return int(answer.applied)
 
-        async def change_on_each(rows_for: Callable[[int], Rows]) -> int:
-            return sum(await asyncio.gather(*(change_on(shard, rows_for(shards.index(shard))) for shard in up)))
-
-        applied = await change_on_each(lambda index: np.flatnonzero(owners == index))
-        if not found.all():
-            applied += await change_on_each(lambda index: np.flatnonzero(~found & (owners != index)))
+        applied = 0
+        for owned in True, False:
+            applied += sum(await asyncio.gather(*(change_on(shard, owned) for shard in up)))
         return MutationResult(applied, tuple(dict.fromkeys(keys[~found].tolist())))
 
     def _ranking(self) -> tuple[Rendezvous, Sequence[Shard]]:

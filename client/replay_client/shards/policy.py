@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Any
 
 from replay_client.connection import watch_policy
 from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestError, ReplayError
@@ -23,7 +22,7 @@ from replay_client.records import PermitLease, Policy, lease_of, policy_of
 from replay_client.requests import once
 from replay_client.shards.fleet import Fleet, Shard
 from replay_client.shards.merging import lowest
-from replay_client.waits import Deadline, Patience
+from replay_client.waits import Deadline
 from replay_protos import replay_pb2 as pb
 
 _AWAY_SECONDS = 5.0
@@ -49,6 +48,9 @@ class PolicyBoard:
         """What named the last state, unless the trainer has gone back since."""
         self._missed: dict[Shard, pb.SetPolicyVersionRequest] = {}
         """The last rollback, of the shards that have not heard of it."""
+        self._owed: dict[Shard, pb.SetPolicyVersionRequest] = {}
+        """The last version of which a share was for a shard that could not be told, with its place. Only this shard can
+        make up for it: the others have granted theirs."""
         self._told: set[Shard] = set()
         """Shards that have heard of what was published last, and have not been gone since. If another client has taken
         them back meanwhile, they stay there."""
@@ -58,7 +60,6 @@ class PolicyBoard:
         """The same, because they take no more inserts."""
         self._divided: list[Shard] = []
         """The shards that granted permits when all were told their places last."""
-        self._telling: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()
         """An older version must not be told after a newer one, which may be lower."""
         fleet.listeners.append(self._came_or_went)
@@ -72,7 +73,9 @@ class PolicyBoard:
             self._divided = self._granting
             answers = await self._fleet.answers("SetPolicyVersion", lambda it: self._placed(request, it), timeout)
             self._published, self._told = _repeated(request), set(answers)
+            self._owed |= {shard: self._placed(request, shard) for shard in self._divided if shard not in answers}
             if request.rollback:
+                self._owed = {}
                 self._missed = {shard: request for shard in self._fleet.shards if shard not in answers}
                 self._named = None
             elif request.state:
@@ -111,7 +114,8 @@ class PolicyBoard:
                     continue  # a shard that has just come tells soon
                 policy = lowest(known)
                 rolled_back = last is not None and max(one.version for one in known) < last.version
-                if last is None or policy.version > last.version or rolled_back or _other_weights(policy, last):
+                renamed = last is not None and policy.version == last.version and policy.weights != last.weights
+                if last is None or policy.version > last.version or rolled_back or renamed:
                     last = policy
                     yield policy
         finally:
@@ -133,10 +137,7 @@ class PolicyBoard:
         if not shard.is_up:
             self._told.discard(shard)
         if self._published is not None:
-            work: Coroutine[Any, Any, None] = self._came_back(shard) if shard.is_up else self._stays_away(shard)
-            task = asyncio.create_task(work)
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+            self._fleet.spawn(self._came_back(shard) if shard.is_up else self._stays_away(shard))
 
     async def _stays_away(self, shard: Shard) -> None:
         await asyncio.sleep(_AWAY_SECONDS)
@@ -145,17 +146,13 @@ class PolicyBoard:
             await self._divide()
 
     async def _came_back(self, shard: Shard) -> None:
-        async def tell() -> None:
+        async def tell(_: Deadline) -> None:
             async with self._one_at_a_time:
-                if shard not in self._told:
+                if shard.is_up and shard not in self._told:
                     await self._bring_up_to_date(shard)
 
-        async def judge(error: Exception, _: bool) -> None:
-            if not shard.is_up:
-                raise error
-
-        with suppress(ReplayError):
-            await Patience(judge, longest=0.1).result(tell)
+        with suppress(ReplayError):  # this client is closed
+            await self._fleet.insist(tell, None, ReplayError)
         await self._divide()
 
     async def _bring_up_to_date(self, shard: Shard) -> None:
@@ -167,6 +164,9 @@ class PolicyBoard:
         if (rollback := self._missed.get(shard)) is not None:
             await self._roll_back(shard, rollback)
         current = await shard.ask("GetPolicy", pb.GetPolicyRequest(), 5.0)
+        owed = self._owed.get(shard)
+        if owed is not None and current.version < owed.version:
+            await shard.ask("SetPolicyVersion", owed, 5.0)
         named = self._named
         if named is not None and current.state != named.state and current.version <= named.version:
             await shard.ask("SetPolicyVersion", self._placed(named, shard), 5.0)
@@ -200,8 +200,9 @@ class PolicyBoard:
                 self._divided = granting
 
     def _see(self, answers: Mapping[Shard, pb.SetPolicyVersionResponse]) -> None:
-        self._draining.difference_update(answers)
-        self._draining |= {shard for shard, answer in answers.items() if answer.draining}
+        self._draining = self._draining - answers.keys() | {
+            shard for shard, answer in answers.items() if answer.draining
+        }
 
     @property
     def _granting(self) -> list[Shard]:
@@ -219,17 +220,12 @@ def _repeated(request: pb.SetPolicyVersionRequest) -> pb.SetPolicyVersionRequest
     return pb.SetPolicyVersionRequest(version=request.version, weights=request.weights, state=state)
 
 
-def _other_weights(policy: Policy, last: Policy) -> bool:
-    return policy.version == last.version and policy.weights != last.weights
-
-
 class PermitOffice:
     """Acquires and releases permits for one client."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._turn = itertools.count()
-        self._returning: set[asyncio.Task[None]] = set()
 
     async def acquire(self, request: pb.AcquirePermitsRequest, seconds: float | None) -> PermitLease:
         """Permits of one shard: of the next in turn that has them, or of the first that gets them."""
@@ -259,23 +255,20 @@ class PermitOffice:
         """The first grant. Later ones go back. Raises the error of one shard if there is none."""
         asking = [asyncio.create_task(self._ask(shard, request, seconds)) for shard in shards]
         error: ReplayError = self._fleet.unavailable()
+        first = None
         try:
-            while asking:
-                done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    asking.remove(task)
-                    try:
-                        return task.result()
-                    except (DeadlineExceededError, *GONE) as failure:
-                        error = failure
+            for asked in asyncio.as_completed(asking):
+                try:
+                    first = await asked
+                    return first
+                except (DeadlineExceededError, *GONE) as failure:
+                    error = failure
             raise error
         finally:
             for task in asking:
-                returning = asyncio.create_task(self._give_back(task))
-                self._returning.add(returning)
-                returning.add_done_callback(self._returning.discard)
+                self._fleet.spawn(self._give_back(task, first))
 
-    async def _give_back(self, asking: asyncio.Task[PermitLease]) -> None:
+    async def _give_back(self, asking: asyncio.Task[PermitLease], first: PermitLease | None) -> None:
         with suppress(ReplayError):
-            lease = await asking
-            await self.release(lease, pb.ReleasePermitsRequest(lease=lease.id), self._fleet.timeout)
+            if (lease := await asking) is not first:
+                await self.release(lease, pb.ReleasePermitsRequest(lease=lease.id), self._fleet.timeout)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from replay_client.access import RAY_SCHEME
-from replay_client.errors import ServerUnavailableError
 
 _ANSWER_SECONDS = 5.0
 """Seconds in which Ray must tell an address."""
@@ -69,16 +68,10 @@ class RayNames:
             return await asyncio.to_thread(self.find)
         return []
 
-    async def locate(self, name: str) -> str | None:
-        """host:port of a shard; None while it is away. Raises ServerUnavailableError if Ray does not answer."""
-        return await asyncio.to_thread(self._locate, name)
-
-    def _locate(self, name: str) -> str | None:
-        exceptions = self._ray.exceptions
+    def locate(self, name: str) -> str | None:
+        """host:port of a shard; None while it is away, or Ray does not answer. Blocks for some seconds."""
         try:
             actor = self._ray.get_actor(name, namespace=self.namespace)
             return str(self._ray.get(actor.address.remote(), timeout=_ANSWER_SECONDS))
-        except (ValueError, exceptions.RayActorError, exceptions.GetTimeoutError):
+        except (ValueError, self._ray.exceptions.RayError):
             return None
-        except exceptions.RayError as error:
-            raise ServerUnavailableError(f"Ray does not answer: {error}") from None

@@ -15,6 +15,10 @@ Of several servers each grants its share of groups_per_step, by its place among 
     accepted + running + n <= earlier + (max_staleness + 1) * share
 
 `earlier` is the sum of the shares over all finished versions; of the only server, version * groups_per_step.
+
+A server that drains takes no groups, so a group with a permit of it goes to another server. That one accepts the group,
+and its `earlier` grows by 1. Then the client tells the one that drains, whose `earlier` and `running` shrink by 1. All
+servers together grant as many permits as before. If the client dies between the two, they grant one more.
 """
 
 from __future__ import annotations
@@ -46,9 +50,8 @@ class Grant:
 
 def share_of(groups: int, place: Place) -> int:
     """The part of `groups` that the server at this place grants. The parts of all servers sum to `groups` exactly."""
-    if not place.servers:
-        return 0
-    return (place.number + 1) * groups // place.servers - place.number * groups // place.servers
+    number, servers = place
+    return (number + 1) * groups // servers - number * groups // servers if servers else 0
 
 
 class PendingPermits(Pending[Grant]):
@@ -76,13 +79,12 @@ class Admission(Extension):
         """Accepted groups that nobody has sampled yet."""
         self.building = building
         self._clock = clock
-        self._version = 0
+        self._version: int | None = None
+        """None: none was ever set. The first one is where the count of accepted groups begins."""
         self._place: Place | None = None
         """None: nobody has told it."""
         self._earlier = 0
         """Groups of all finished versions that were this server's to grant."""
-        self._began = False
-        """Whether a version was ever set. The first one is where the count of accepted groups begins."""
         self.accepted = 0
         self.expired = 0
         self._grants: dict[int, Grant] = {}
@@ -100,11 +102,7 @@ class Admission(Extension):
     @property
     def capacity(self) -> int:
         """How many permits could be granted now."""
-        return self._bound - self.accepted - self.running
-
-    @property
-    def _bound(self) -> int:
-        return min(self._earlier + self._most, 1 << 62)
+        return min(self._earlier + self._most, 1 << 62) - self.accepted - self.running
 
     @property
     def _share(self) -> int:
@@ -118,7 +116,7 @@ class Admission(Extension):
         return (
             f"there: {max(self.capacity, 0)}, wanted: {count}; {remedy} ({self.accepted} accepted + {self.running} "
             f"running + {count} requested > {self._earlier} of earlier steps + (max_staleness "
-            f"{self.config.max_staleness} + 1) * {self._share} a step = {self._bound})"
+            f"{self.config.max_staleness} + 1) * {self._share} a step = {self._earlier + most})"
         )
 
     @property
@@ -136,10 +134,9 @@ class Admission(Extension):
             raise invalid(f"count must be at least 1, not {count}")
         self._place = self._place or place
         pending = PendingPermits(count, self._clock(), deadline_at, request)
-        if request:
-            for before in self.line:
-                if before.request == request:
-                    before.fail(try_again("the client has asked for these permits again"))
+        for before in self.line:
+            if request and before.request == request:
+                before.fail(try_again("the client has asked for these permits again"))
         self.line.join(pending)
         if (grant := self._grants.get(request)) is not None:
             grant.attempt = pending
@@ -147,11 +144,16 @@ class Admission(Extension):
         self.progress()
         return pending
 
-    def release(self, grant_id: int, count: int = 0) -> int:
-        """Gives permits back (0: all that are left). Returns how many."""
+    def release(self, grant_id: int, count: int = 0, moved: bool = False) -> int:
+        """Gives permits back (0: all that are left). Returns how many.
+
+        `moved`: another server has accepted `count` groups with permits of this one, perhaps after their grant expired.
+        """
+        if moved:
+            self.take_over(count)
         if (grant := self._grants.get(grant_id)) is None:
             return 0
-        if count > grant.count:
+        if count > grant.count and not moved:
             raise invalid(f"permit lease {grant_id:#x} has {grant.count} permits left, not {count}")
         released = count or grant.count
         self._use(grant, released)
@@ -166,18 +168,17 @@ class Admission(Extension):
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
         """Accepts groups also if their grant has expired in the meantime."""
-        if not insert.permits and not self._closes_building(insert):
-            return ()
-        if (grant := self._grants.get(insert.permits)) is not None:
-            self._use(grant, min(len(insert), grant.count))
-        if self.table in insert.priorities:
+        if insert.moved:
+            self._earlier += len(insert)
+        elif (grant := self._grants.get(insert.permits)) is not None:
+            self._use(grant, len(insert))
+        if self.table in insert.priorities and (insert.permits or self._closes_building(insert)):
             self.accepted += len(insert)
             self.marked.update(insert.keys)
         return ()
 
     def _closes_building(self, insert: InsertBatch) -> bool:
-        closed = (key for each in insert.closes for key in self.kernel.batches[each][1].keys.tolist())
-        return any(key in self.building for key in closed)
+        return any(key in self.building for each in insert.closes for key in self.kernel.batches[each][1].keys.tolist())
 
     def on_take(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
         self.marked.difference_update(batch.keys.tolist())
@@ -188,9 +189,9 @@ class Admission(Extension):
 
         Otherwise every such group would lower the capacity for good, and enough of them would stop all generation.
         """
-        if unused := self.marked.intersection(keys):
-            self.marked -= unused
-            self.accepted -= len(unused)
+        unused = self.marked.intersection(keys)
+        self.marked -= unused
+        self.accepted -= len(unused)
 
     def on_policy(self, change: PolicyChange) -> None:
         """The trainer has finished `version` updates, or starts again there.
@@ -201,22 +202,26 @@ class Admission(Extension):
         self._place = change.place or self._place
         used = change.version * self._share
         # Version 1 after permits were granted is the end of the first step of a run that began here, unannounced.
-        begins = not self._began and (change.version > 1 or not (self.accepted or self.running))
+        begins = self._version is None and (change.version > 1 or not (self.accepted or self.running))
         if change.rollback or begins:
             self._earlier, known = used, 0 if change.rollback else self.accepted
             self.accepted = max(known, used + len(self.marked))
         else:
-            self._earlier += (change.version - self._version) * self._share
-        self._began, self._version = True, change.version
+            self._earlier += (change.version - (self._version or 0)) * self._share
+        self._version = change.version
 
-    def hand_over(self) -> int:
-        """How many groups more were accepted here than steps have had from here. From now on they count elsewhere."""
-        ahead = self.accepted - self._earlier
-        self._earlier += ahead
+    def hand_over(self) -> int | None:
+        """How many groups more were accepted here than steps have had from here. From now on they count elsewhere.
+
+        None: not yet. Permits are in use, or the trainer still counts on the share of this server.
+        """
+        if self.running or (self._version is not None and self._share):
+            return None
+        ahead, self._earlier = self.accepted - self._earlier, self.accepted
         return ahead
 
     def take_over(self, groups: int) -> None:
-        """Counts what another server has handed over, before it goes."""
+        """Counts groups that another server has accepted."""
         self._earlier -= groups
         self.progress()
 
@@ -252,26 +257,26 @@ class Admission(Extension):
                     continue
                 break
             grant_id = pending.request or secrets.randbits(63) | 1
-            grant = Grant(grant_id, pending.count, self._clock() + self.config.permit_ttl, pending)
-            self._grants[grant.id] = grant
+            expires = self._clock() + self.config.permit_ttl
+            grant = self._grants[grant_id] = Grant(grant_id, pending.count, expires, pending)
             pending.finish(grant)
 
     def _use(self, grant: Grant, count: int) -> None:
+        """Ends `count` of its permits, or all that are left."""
         grant.count -= count
-        if grant.count == 0:
+        if grant.count <= 0:
             del self._grants[grant.id]
 
     # ------------------------------------------------------------------------------------------------ state
 
     def state_dict(self, offset: float) -> dict[str, Any]:
         # Items that only batches hold are not recorded, so nothing would give their permits back after a restart.
-        tables, batches = self.kernel.trained, self.kernel.batches.values()
-        held = {key for _, batch in batches for key in batch.keys.tolist() if key in self.marked}
-        unused = sum(not any(table.has_or_may_return(key) for table in tables) for key in held)
+        held = {key for _, batch in self.kernel.batches.values() for key in batch.keys.tolist()} & self.marked
+        unused = sum(not any(table.has_or_may_return(key) for table in self.kernel.trained) for key in held)
         return {
             "accepted": self.accepted - unused,
             "expired": self.expired,
-            "began": self._began,
+            "began": self._version is not None,
             "place": self._place,
             "earlier": self._earlier,
             "leases": [(grant.id, grant.count, grant.expires + offset) for grant in self._grants.values()],
@@ -283,14 +288,12 @@ class Admission(Extension):
                 self.on_policy(PolicyChange(version, version, rollback=True))
             return
         self.accepted, self.expired = state["accepted"], state["expired"]
-        self._began, self._version = state["began"], version
+        self._version = version if state["began"] else None
         self._place, self._earlier = state["place"] and Place(*state["place"]), state["earlier"]
         latest = self._clock() + self.config.permit_ttl  # the wall clock may have been set back
         self._grants = {
             grant: Grant(grant, count, min(expires - offset, latest)) for grant, count, expires in state["leases"]
         }
-
-    def reconcile(self) -> None:
         self.expire()
 
     def expiries(self) -> list[float]:

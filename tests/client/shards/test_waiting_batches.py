@@ -3,8 +3,6 @@
 import threading
 
 from replay_client import ReplayClient
-from replay_server.tables.config import AdmissionConfig
-from tests.client.shards.conftest import connected
 from tests.client.shards.test_sharded_client import insert_many
 from tests.factories import PATIENCE, until
 
@@ -26,24 +24,3 @@ def test_three_shards_with_20_groups_each_give_48_at_once_and_64_as_soon_as_four
     fill(1, 4)
     waiting.join(timeout=PATIENCE)
     assert len({sample.info.key for sample in got}) == 64
-
-
-def test_nothing_stands_still_with_as_many_permits_as_a_batch_has_rows(make_service):
-    """Three shards grant 16 permits each for a version, and its batch is 48 groups."""
-    service = make_service(admission=AdmissionConfig(table="queue", groups_per_step=48, max_staleness=0))
-    versions = 4
-    with connected(service.addresses) as client, connected(service.addresses) as generator:
-
-        def generate():
-            for _ in range(48 * versions):
-                generator.insert(b"", {"queue": 1.0}, permits=generator.acquire_permits(1, timeout=None))
-
-        client.set_policy_version(0)
-        generating = threading.Thread(target=generate, daemon=True)
-        generating.start()
-        with client.sampler("queue", 48, prefetch=2, timeout=PATIENCE) as batches:
-            for version in range(1, versions + 1):
-                assert len({sample.info.key for sample in next(batches)}) == 48
-                client.set_policy_version(version)
-        generating.join(timeout=PATIENCE)
-        assert not generating.is_alive()

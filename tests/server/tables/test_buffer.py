@@ -31,11 +31,13 @@ class Bench:
         key=None,
         permits=0,
         wait=math.inf,
+        moved=False,
         **tables,
     ):
         self.next_key += 1
         key = self.next_key if key is None else key
         row = rows_of([key], tables or {table: priority}, version=version, payload=b"x" * nbytes, permits=permits)
+        row.moved = moved
         taken, pending = self.buffer.insert(row, self.now + wait)
         assert taken == (pending is None)
         return key if pending is None else pending

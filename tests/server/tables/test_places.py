@@ -55,6 +55,38 @@ def test_a_server_without_a_place_grants_nothing_and_says_so():
         waiting.result()
 
 
+def move(lease: int, drains: Bench, other: Bench, **insert) -> None:
+    """A group with a permit of a server that drains goes to another one. Then that one hears of it."""
+    other.insert(permits=lease, moved=True, **insert)
+    permits_of(drains).release(lease, 1, moved=True)
+
+
+def test_a_permit_that_moves_with_its_group_counts_once_also_if_its_lease_has_ended():
+    drains, other = make_server(), make_server()
+    lease = permits_of(drains).acquire(2, math.inf).result().id
+    move(lease, drains, other, key=5)
+    assert (permits_of(drains).running, permits_of(drains).capacity, permits_of(other).capacity) == (1, 5, 7)
+    drains.now += 1e6
+    permits_of(drains).expire()
+    assert permits_of(drains).capacity == 6
+    move(lease, drains, other)
+    assert (permits_of(drains).running, permits_of(drains).capacity, permits_of(other).capacity) == (0, 5, 7)
+    other.buffer.delete("t", [5])  # nobody sampled it
+    assert permits_of(other).capacity == 8
+
+
+def test_a_server_hands_over_only_what_no_permit_and_no_next_version_changes_any_more():
+    server = permits_of(bench := make_server())
+    lease = server.acquire(1, math.inf).result().id
+    assert server.hand_over() is None
+    bench.insert(permits=lease)
+    assert server.hand_over() == 1  # no trainer was ever there
+    bench.buffer.set_policy_version(1, "", place=Place(1, 2))
+    assert server.hand_over() is None
+    bench.buffer.set_policy_version(1, "", place=Place(0, 0))
+    assert server.hand_over() == -4  # the share of version 1
+
+
 class Run:
     """Servers, a trainer that tells all of them each version and their places, and generators that use all permits."""
 
@@ -87,7 +119,12 @@ class Run:
     def generate(self) -> None:
         for bench in [*self.servers, *self.old]:
             for _ in range(max(0, permits_of(bench).capacity)):
-                bench.insert(version=self.version, permits=permits_of(bench).acquire(1, math.inf).result().id)
+                lease = permits_of(bench).acquire(1, math.inf).result().id
+                if bench in self.servers:
+                    bench.insert(version=self.version, permits=lease)
+                else:
+                    assert permits_of(bench).hand_over() is None
+                    move(lease, bench, self.servers[-1], version=self.version)
                 self.generated += 1
 
     @property
