@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -142,7 +141,6 @@ class BuildingSite(Site):
         stats: GeneratorStats,
         answer: Answer,
     ) -> None:
-        """`answer` makes an attempt until the server can do it, as `GeneratorServer.answer`."""
         super().__init__()
         assert config.building is not None
         self.table = config.building
@@ -176,18 +174,18 @@ class BuildingSite(Site):
         LeaseEndedError if another generator may have the prompt.
         """
         key, payload = next(self._keys), group.opening.encode()
-        attempt = partial(
-            self._client.insert,
-            payload,
-            {self.table: 1.0},
-            key=key,
-            policy_version=version,
-            permits=permit,
-            closes=group.drawn.closes,
-            timeout=self._timeout,
-        )
         try:
-            await self._answer(attempt, counts_as="insert_waits")
+            await self._answer(
+                self._client.insert,
+                payload,
+                {self.table: 1.0},
+                key=key,
+                policy_version=version,
+                permits=permit,
+                closes=group.drawn.closes,
+                timeout=self._timeout,
+                counts_as="insert_waits",
+            )
         except PayloadTooLargeError as error:
             raise PromptError(
                 f"prompt {group.opening.prompt.prompt_id!r}: its group cannot be opened: {error}"
@@ -278,7 +276,7 @@ class BuildingSite(Site):
     async def _extend(self, group: UnderConstruction, columns: Mapping[str, npt.NDArray[np.uint8]]) -> None:
         axes, item = dict.fromkeys(columns, "group"), _item_of(group)
         try:
-            result = await self._answer(partial(self._client.extend, item[0].info.key, columns, axes=axes))
+            result = await self._answer(self._client.extend, item[0].info.key, columns, axes=axes)
         except PayloadTooLargeError as error:
             prompt_id = group.opening.prompt.prompt_id
             raise PromptError(f"prompt {prompt_id!r}: a rollout of its group cannot be stored: {error}") from error

@@ -157,7 +157,9 @@ class GroupMaker:
             work.append(index, rollout)
 
         place = f"{opening.number}" if not work.rollouts else f"{opening.number}/{len(work.rollouts)}"
-        sampling = self._seeded(opening.sampling, place)
+        if (sampling := opening.sampling).seed is not None:
+            # Each group has its own seed, or equal prompts would complete equally.
+            sampling = replace(sampling, seed=random.Random(f"{sampling.seed}/{place}").getrandbits(31))
         if not (tasks := [self._task(opening, index, sampling) for index in work.missing]):
             return
         failures = await play(
@@ -202,12 +204,6 @@ class GroupMaker:
         if finished < least:
             raise PromptError(f"prompt {prompt.prompt_id!r}: {said}; min_rollouts is {least}") from failures[0]
         logger.warning("prompt %r: %s; its group has the other %d", prompt.prompt_id, said, finished)
-
-    def _seeded(self, sampling: SamplingConfig, place: str) -> SamplingConfig:
-        """How to draw what stands at this place. Each has its own seed, or equal prompts would complete equally."""
-        if sampling.seed is None:
-            return sampling
-        return replace(sampling, seed=random.Random(f"{sampling.seed}/{place}").getrandbits(31))
 
     def _assemble(
         self,

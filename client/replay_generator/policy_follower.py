@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Set
-from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from replay_client import AsyncReplayClient, Policy
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _PAUSE = 0.1
 """Seconds before the next attempt at a server that shuts down or is busy."""
+_LOOK = 0.5
+"""Seconds between two questions for the first weights."""
 
 
 class WeightsNotFoundError(ReplayError):
@@ -162,29 +164,16 @@ class PolicyFollower:
 
     async def load_first(self, wait: bool) -> None:
         """Load the published weights; with `wait` wait for them. Otherwise the engine's own weights are version 0."""
-        policy = await self._client.policy()
-        if not policy.weights and wait:
-            policy = await self._first_published()
+        policy, log = await self._client.policy(), WaitLog()
+        while wait and not policy.weights:
+            log.wait("waiting until the trainer publishes weights (wait_for_policy); is it running?")
+            await asyncio.sleep(_LOOK)
+            with contextlib.suppress(ServerClosedError, ServerBusyError):
+                policy = await self._client.policy()
+        log.go_on()
         await self.see(policy)
         if policy.weights:
             await self._load(policy)
-
-    async def _first_published(self) -> Policy:
-        """The first policy with weights. Says every half minute that it is waited for."""
-        # One watch for all that time: it ends the run when the server has been away for the client's timeout.
-        log, found = WaitLog(), asyncio.create_task(self._published())
-        try:
-            while not found.done():
-                log.wait("waiting until the trainer publishes weights (wait_for_policy); is it running?")
-                await asyncio.wait({found}, timeout=LOG_SECONDS)
-            log.go_on()
-            return found.result()
-        finally:
-            found.cancel()
-
-    async def _published(self) -> Policy:
-        async with aclosing(self._watch()) as policies:
-            return await anext(policy async for policy in policies if policy.weights)
 
     async def follow(self) -> None:
         """Load every newer policy. Never returns."""
@@ -245,12 +234,16 @@ class PolicyFollower:
         started = time.monotonic()
         while True:
             try:
-                probe, names = await self._look_at(policy)
+                of = policy.weights, self._config.weights_root, self._engine.model, self._names
+                # In a thread: it may read all files, as the engine does right after it.
+                probe, names = await in_daemon_thread(partial(check_folder, *of))
                 await self._engine.load_weights(policy.weights, policy.version)
                 # An engine that several generators share may have been given a newer version by another one.
                 await self._check(policy, probe)
                 self._names = names or self._names
                 break
+            except (WeightsNotAllowedError, WeightsDamagedError) as error:
+                raise type(error)(f"policy {policy.version}: {error}") from None
             except FileNotFoundError as error:
                 newest = await self._client.policy()
                 if _named(newest) == _named(policy):
@@ -264,16 +257,6 @@ class PolicyFollower:
         self.version = policy.version
         self.newest_version = max(self.newest_version, policy.version)
         self._metrics.count_reload(policy.version, time.monotonic() - started)
-
-    async def _look_at(self, policy: Policy) -> tuple[Probe | None, Set[str]]:
-        """See `check_folder`. Raises an error for weights that nobody should load."""
-        of = policy.weights, self._config.weights_root, self._engine.model, self._names
-        try:
-            # In a thread: it may read all files, as the engine does right after it.
-            found: tuple[Probe | None, Set[str]] = await in_daemon_thread(lambda: check_folder(*of))
-        except (WeightsNotAllowedError, WeightsDamagedError) as error:
-            raise type(error)(f"policy {policy.version}: {error}") from None
-        return found
 
     async def _check(self, policy: Policy, probe: Probe | None) -> None:
         if probe is None:

@@ -31,7 +31,6 @@ import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import numpy.typing as npt
@@ -176,7 +175,7 @@ class PromptsTable(PromptSupply):
             yield f"it requires {', '.join(config['requires'])}, which prompts lack; leave that out"
 
     async def _info(self) -> ServerInfo:
-        info: ServerInfo = await self._answer(partial(self._client.server_info))
+        info: ServerInfo = await self._answer(self._client.server_info)
         return info
 
     async def _is_empty(self) -> bool:
@@ -204,14 +203,12 @@ class PromptsTable(PromptSupply):
         self, mark: LoadMark, key: int, priority: float = 1.0, closes: Sequence[Sample] = ()
     ) -> None:
         await self._answer(
-            partial(
-                self._client.insert,
-                mark.encode(),
-                {self.table: priority},
-                key=key,
-                tags={MARK_TAG: f"epoch {mark.epoch}, {mark.position} of {mark.rows}"},
-                closes=closes,
-            )
+            self._client.insert,
+            mark.encode(),
+            {self.table: priority},
+            key=key,
+            tags={MARK_TAG: f"epoch {mark.epoch}, {mark.position} of {mark.rows}"},
+            closes=closes,
         )
 
     async def _load(self, mark: LoadMark, rows: Iterable[int], priority: float = 1.0) -> None:
@@ -273,10 +270,11 @@ class EpochPrompts(PromptsTable):
         if building is None or drawn.item is None:
             return
         prompt = StoredPrompt(Prompt.of(drawn.source), drawn.item.epoch, drawn.item.position)
-        insert = partial(self._client.insert, prompt.encode(), {self.table: 1.0}, tags=prompt.item_tags())
+        # The key follows from what it replaces: an answer that is lost does not repeat the prompt.
+        key, tags = key_of("again", building.info.key), prompt.item_tags()
+        table = {self.table: 1.0}
         with contextlib.suppress(LeaseEndedError):  # another generator has the group, and goes on with it
-            # The key follows from what it replaces: an answer that is lost does not repeat the prompt.
-            await self._answer(partial(insert, key=key_of("again", building.info.key), closes=[building]))
+            await self._answer(self._client.insert, prompt.encode(), table, key=key, tags=tags, closes=[building])
 
     async def _look(self) -> None:
         await self._first_mark(1.0)  # somebody may have emptied the table
@@ -331,7 +329,7 @@ class CurriculumPrompts(PromptsTable):
         await self._first_mark(0.0)  # priority 0 is never drawn
         run = await self._run()
         loaded = key_of(run, "loaded")
-        if await self._answer(partial(self._client.get, [loaded], payloads=False)):
+        if await self._answer(self._client.get, [loaded], payloads=False):
             return
         mark = LoadMark(run, self._seed, len(self._rows), self._names)
         for start in range(0, mark.rows, WINDOW):
@@ -346,12 +344,12 @@ class CurriculumPrompts(PromptsTable):
         if (item := drawn.item) is not None:
             taught = 0.0 if rewards is None else group_learnability(rewards)
             mean = (1 - LEARNING_RATE) * item.priority + LEARNING_RATE * max(taught, LEAST_PRIORITY)
-            await self._answer(partial(self._client.update_priorities, self.table, {item.key: mean}))
+            await self._answer(self._client.update_priorities, self.table, {item.key: mean})
 
     async def _run(self) -> int:
         """The number that the first mark has."""
         keys = [key_of("begin", self.table, beginning) for beginning in range(_MOST_BEGINNINGS)]
-        for item in await self._answer(partial(self._client.get, keys)):
+        for item in await self._answer(self._client.get, keys):
             with contextlib.suppress(ValueError):  # what is damaged is no mark
                 if isinstance(mark := decode_item(item.payload), LoadMark) and self.table in item.tables:
                     self._check(mark)

@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from replay_client import AsyncReplayClient, PermitLease, RolloutGroup, ServerInfo
 from replay_client.errors import (
@@ -81,8 +81,8 @@ class GeneratorServer:
 
     async def acquire(self) -> PermitLease:
         """One permit, as soon as there is one."""
-        attempt = partial(self._client.acquire_permits, 1, timeout=self._config.permit_timeout)
-        lease = await self.answer(attempt, counts_as="permit_waits")
+        timeout = self._config.permit_timeout
+        lease = await self.answer(self._client.acquire_permits, 1, timeout=timeout, counts_as="permit_waits")
         self._leases.add(lease)
         return lease
 
@@ -122,19 +122,19 @@ class GeneratorServer:
         tags = {**self._config.tags, **work.opening.prompt.tags}
         if self._tells_prompts:
             tags.setdefault("prompt_id", group.prompt_id)
-        attempt = partial(
-            self._client.insert,
-            group,
-            priorities,
-            # One key for all attempts: if the answer to an earlier one was lost, the item is not inserted twice.
-            key=work.opening.key,
-            permits=work.permit,
-            timeout=self._config.insert_timeout,
-            tags=tags,
-            closes=work.drawn.closes if work.sample is None else (work.sample,),
-        )
         try:
-            await self.answer(attempt, counts_as="insert_waits")
+            await self.answer(
+                self._client.insert,
+                group,
+                priorities,
+                # One key for all attempts: if the answer to an earlier one was lost, the item is not inserted twice.
+                key=work.opening.key,
+                permits=work.permit,
+                timeout=self._config.insert_timeout,
+                tags=tags,
+                closes=work.drawn.closes if work.sample is None else (work.sample,),
+                counts_as="insert_waits",
+            )
             self._table_full.go_on()
         except StaleItemError as error:
             raise LeftOut("stale_refused") from error
@@ -158,10 +158,12 @@ class GeneratorServer:
 
     async def answer(
         self,
-        attempt: Callable[[], Awaitable[T]],
+        call: Callable[..., Awaitable[T]],
+        *args: Any,
         counts_as: Literal["insert_waits", "permit_waits"] | None = None,
+        **options: Any,
     ) -> T:
-        """The result of `attempt`, tried again while the server cannot do it. `counts_as` counts deadlines."""
+        """The result of a call, made again while the server cannot do it. `counts_as` counts deadlines."""
 
         async def failed(error: Exception, _: bool) -> None:
             match error:
@@ -187,7 +189,7 @@ class GeneratorServer:
                 case _:
                     raise error
 
-        result = await Patience(failed).result(attempt)
+        result = await Patience(failed).result(partial(call, *args, **options))
         self._waiting.go_on()
         return result
 

@@ -12,7 +12,6 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy.typing as npt
@@ -126,9 +125,10 @@ class LeasedItems(Generic[T]):
 
     async def draw(self, timeout: float, exclude: Sequence[int] = ()) -> tuple[Sample, T]:
         """The next item. Raises DeadlineExceededError if there is none."""
-        attempt = partial(self._client.sample, self._table, timeout=timeout, lease=self._lease, exclude=exclude)
         while True:
-            (sample,) = await self._answer(attempt)
+            (sample,) = await self._answer(
+                self._client.sample, self._table, timeout=timeout, lease=self._lease, exclude=exclude
+            )
             try:
                 item = self._decode(sample)
             except ValueError as error:
@@ -147,8 +147,8 @@ class LeasedItems(Generic[T]):
         logger.warning("item %d of table %r is set aside: %s", sample.info.key, self._table, why)
         self._stats["set_aside"] += 1
         self.let_go([sample])
-        await self._answer(partial(self._client.delete, self._table, [sample.info.key]))  # a curriculum keeps it
-        await self._answer(partial(self._client.acknowledge, [sample]))
+        await self._answer(self._client.delete, self._table, [sample.info.key])  # a curriculum keeps it
+        await self._answer(self._client.acknowledge, [sample])
 
     def let_go(self, samples: Sequence[Sample]) -> list[Sample]:
         """These have been closed or lost. Returns those that were not already."""
@@ -158,7 +158,7 @@ class LeasedItems(Generic[T]):
     async def end(self, samples: Sequence[Sample], *, give_back: bool = False) -> None:
         """These leave the table, or go back to their places."""
         if held := self.let_go(samples):
-            await self._answer(partial(self._client.acknowledge, held, give_back=give_back))
+            await self._answer(self._client.acknowledge, held, give_back=give_back)
 
     async def close(self) -> None:
         """Gives all items back, if the server can be reached soon."""

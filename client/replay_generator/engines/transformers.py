@@ -119,9 +119,9 @@ class TransformersEngine:
             if not Path(path).is_dir():
                 raise FileNotFoundError(f"{path} was removed while it was read") from error
             raise
+        except (ValueError, ImportError):
+            raise
         except Exception as error:
-            if isinstance(error, ValueError | ImportError):
-                raise
             # The others are those of the libraries that read files and move tensors.
             raise EngineError(
                 f"the transformers engine could not load {path}: {type(error).__name__}: {error}"
