@@ -1,12 +1,16 @@
-"""Settings of all tests, and both ways of a payload between a client and a server of this process."""
+"""Settings of all tests, clients of a test's own server, and both ways of a payload between them in this process."""
 
 import os
 import signal
+from collections.abc import Iterator
 
+import grpc
 import pytest
 from hypothesis import HealthCheck, settings
 
+from replay_client import ReplayClient
 from replay_protos import shared_memory
+from replay_protos.replay_pb2_grpc import ReplayStub
 
 # On a loaded machine examples can take longer than hypothesis allows by default, and so can making them. The examples
 # are the same in every run, so that no run fails by chance; `make fuzz` and REPLAY_MODEL_EXAMPLES look for others.
@@ -17,6 +21,20 @@ os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 # A shell that runs the tests in the background lets them ignore Ctrl-C. The processes that tests interrupt would too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def client(server) -> Iterator[ReplayClient]:
+    """Of the server of a test."""
+    with ReplayClient(server.address, timeout=60.0) as client:
+        yield client
+
+
+@pytest.fixture
+def stub(server) -> Iterator[ReplayStub]:
+    """Calls as they are, to the server of a test."""
+    with grpc.insecure_channel(server.address) as channel:
+        yield ReplayStub(channel)
 
 
 @pytest.fixture(params=["grpc", "shared memory"])

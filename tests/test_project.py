@@ -181,7 +181,7 @@ MAX_CODE = {
     "examples": (690, 6_361),
     "experiments": (4_218, 45_143),
     "benchmarks": (2_322, 21_590),
-    "tests": (37_450, 408_064),
+    "tests": (37_395, 407_826),
 }
 """Lines and tokens of code of each part (`tests/count.py`). A commit that cuts lowers them; no other changes them."""
 MAX_P95 = {

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig
 from tests.commands import run_replay
 
@@ -22,12 +21,6 @@ def server() -> Iterator[ReplayServer]:
     ]
     with ReplayServer(tables=tables, port=0) as server:
         yield server
-
-
-@pytest.fixture
-def client(server) -> Iterator[ReplayClient]:
-    with ReplayClient(server.address) as client:
-        yield client
 
 
 @pytest.fixture

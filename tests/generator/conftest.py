@@ -23,7 +23,7 @@ def time_for_last_words() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
+    return make_model(tmp_path_factory.mktemp("models") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ from replay_generator.rollouts import single_turn
 from replay_generator.server import GeneratorServer
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.factories import PATIENCE, async_until, make_group, turns
+from tests.generator import test_generator_server
 from tests.generator.factories import ScriptedEngine, make_prompts
 
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
@@ -95,15 +96,11 @@ async def generating(
     if prompts is None:
         prompts = [{"prompt": "+", "prompt_id": f"p{number}", "bonus": 100} for number in range(3)]
     settings = {"group_size": SIZE, "stop_grace": 0.0, "building": "building", "max_concurrent_groups": 2} | config
-    async with AsyncReplayClient(address, 10.0) as client:
-        engine = engine or ScriptedEngine(completions=[Completion([7, 8], [-0.1, -0.2], "78", "stop", [])])
-        generator = RolloutGenerator(client, engine, prompts, reward, GeneratorConfig(**settings), rollout=hook)
-        task = asyncio.create_task(generator.run())
-        try:
-            yield generator, client, task
-        finally:
-            generator.stop()
-            await asyncio.gather(task, return_exceptions=True)
+    engine = engine or ScriptedEngine(completions=[Completion([7, 8], [-0.1, -0.2], "78", "stop", [])])
+    async with test_generator_server.generating(
+        address, engine, prompts=prompts, reward=reward, rollout=hook, **settings
+    ) as running:
+        yield running
 
 
 async def counts(client: AsyncReplayClient) -> tuple[int, int, int]:

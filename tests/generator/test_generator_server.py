@@ -20,6 +20,7 @@ from replay_client.errors import ServerUnavailableError
 from replay_client.records import read_described
 from replay_client.waits import WaitLog
 from replay_generator import GeneratorConfig, RolloutGenerator, StaleWeightsError
+from replay_generator.rollouts import single_turn
 from replay_generator.weights import model_facts
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.factories import async_until, free_port, server_process, turns
@@ -46,6 +47,7 @@ async def generating(
     prompts: Any = None,
     reward: Any = lambda row, text: float(len(text)),
     keep: Any = None,
+    rollout: Any = single_turn,
     timeout: float = 10.0,
     **config: Any,
 ) -> AsyncIterator[tuple[RolloutGenerator, AsyncReplayClient, asyncio.Task[None]]]:
@@ -53,7 +55,9 @@ async def generating(
     settings = {"group_size": 3, "max_concurrent_groups": 4, "stop_grace": 0.5, "permit_timeout": 5.0} | config
     async with AsyncReplayClient(address, timeout) as client:
         prompts = make_prompts() if prompts is None else prompts
-        generator = RolloutGenerator(client, engine, prompts, reward, GeneratorConfig(**settings), keep=keep)
+        generator = RolloutGenerator(
+            client, engine, prompts, reward, GeneratorConfig(**settings), rollout=rollout, keep=keep
+        )
         task = asyncio.create_task(generator.run())
         try:
             yield generator, client, task

@@ -42,36 +42,20 @@ RAGGED = [
 ]
 
 
+SMALL = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
 def make_other_model(kind: str) -> Any:
     """Models that place tokens in different ways: learned, offset and counted from the mask, linear biases, rotary."""
     torch.manual_seed(0)
     if kind == "gpt2":
         return GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=32, n_embd=32, n_layer=2, n_head=2)).eval()
     if kind == "opt":
-        config = OPTConfig(
-            vocab_size=16,
-            hidden_size=32,
-            ffn_dim=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=32,
-            word_embed_proj_dim=32,
-            pad_token_id=1,
-        )
+        config = OPTConfig(**SMALL, ffn_dim=64, max_position_embeddings=32, word_embed_proj_dim=32, pad_token_id=1)
         return OPTForCausalLM(config).eval()
     if kind == "sliding":
-        config = Qwen2Config(
-            vocab_size=16,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            use_sliding_window=True,
-            sliding_window=3,
-            max_window_layers=1,
-        )
-        return Qwen2ForCausalLM(config).eval()
+        window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+        return Qwen2ForCausalLM(Qwen2Config(**SMALL, intermediate_size=64, num_key_value_heads=2, **window)).eval()
     if kind == "bloom":
         return BloomForCausalLM(BloomConfig(vocab_size=16, hidden_size=32, n_layer=2, n_head=2)).eval()
     return make_model()
@@ -126,19 +110,9 @@ def test_packing_can_be_switched_off():
 
 def test_a_head_that_does_more_than_a_linear_layer_goes_through_the_whole_model():
     torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=16,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        final_logit_softcapping=0.1,
-        attn_implementation="eager",
-    )
-    model = LogprobModel(Gemma2ForCausalLM(config).eval())
-    assert model.route == "logits"
+    heads = {"num_key_value_heads": 1, "head_dim": 16, "attn_implementation": "eager"}
+    config = Gemma2Config(**SMALL, intermediate_size=64, **heads, final_logit_softcapping=0.1)
+    assert LogprobModel(Gemma2ForCausalLM(config).eval()).route == "logits"
 
 
 def test_a_packed_model_still_masks_the_padding_of_other_callers():

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +19,10 @@ from replay_generator.engines.vllm_server import VLLMServerEngine
 from replay_generator.rollouts import Rollout, RolloutPolicy, RolloutSequence, Task, single_turn
 from tests.factories import async_until, stopped_clock, turns
 from tests.generator.engines.vllm_servers import answering, answers_for, choice, post
-from tests.generator.factories import SAID, RecordingClient, ScriptedEngine, generate, loaded, make_model
+from tests.generator.factories import SAID, RecordingClient, ScriptedEngine, generate, loaded
 
 NAN, INFINITE = float("nan"), float("inf")
 MOST = SamplingConfig(max_tokens=3)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("served") / "model")
 
 
 @dataclass

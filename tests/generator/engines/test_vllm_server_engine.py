@@ -47,7 +47,6 @@ from tests.generator.factories import (
     check_group,
     check_kept,
     check_scores,
-    make_model,
     make_prompts,
     make_version,
     recomputed,
@@ -58,11 +57,6 @@ needs_vllm = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
 PROMPT = [3, 9, 4, 13]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("served") / "model")
 
 
 @pytest.fixture(scope="module")

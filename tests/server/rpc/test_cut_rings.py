@@ -12,7 +12,6 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_protos import replay_pb2 as pb
-from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import HEADER
 from tests.factories import server_process
 from tests.server.rpc.calls import bystander
@@ -70,12 +69,6 @@ def server(running):
     assert running.process.poll() is None, "the server died"
     with ReplayClient(running.address) as client:
         client.reset("")
-
-
-@pytest.fixture
-def stub(server):
-    with grpc.insecure_channel(server.address) as channel:
-        yield ReplayStub(channel)
 
 
 @pytest.fixture

@@ -4,10 +4,8 @@ import asyncio
 import time
 from contextlib import closing
 
-import grpc
 import pytest
 
-from replay_client import ReplayClient
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import LimitsSection, ReplayServer, TableConfig
@@ -27,15 +25,9 @@ ID = 1 << 40
 
 
 @pytest.fixture
-def client():
-    with ReplayServer(tables=TABLES, port=0) as server, ReplayClient(server.address, timeout=60.0) as client:
-        yield client
-
-
-@pytest.fixture
-def stub(client):
-    with grpc.insecure_channel(client.address) as channel:
-        yield ReplayStub(channel)
+def server():
+    with ReplayServer(tables=TABLES, port=0) as server:
+        yield server
 
 
 def draw_request(**fields) -> pb.DrawRequest:

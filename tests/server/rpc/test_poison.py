@@ -53,12 +53,6 @@ def stub(server):
         yield ReplayStub(channel)
 
 
-@pytest.fixture
-def client(server):
-    with ReplayClient(server.address, timeout=60.0) as client:
-        yield client
-
-
 def check_unaffected(address: str) -> None:
     """Another client works at once; when it has taken its item and emptied the tables, nothing is left."""
     with ReplayClient(address, timeout=60.0) as other:

@@ -66,18 +66,6 @@ def server(folder):
         yield server
 
 
-@pytest.fixture
-def client(server):
-    with ReplayClient(server.address, timeout=60.0) as client:
-        yield client
-
-
-@pytest.fixture
-def stub(server):
-    with grpc.insecure_channel(server.address) as channel:
-        yield ReplayStub(channel)
-
-
 def works(address: str, expected: str = "shared memory") -> None:
     """Large payloads go in and come out by every method that carries them, on the expected way."""
     payload = random.randbytes(3 * MB)

@@ -45,12 +45,6 @@ def server():
         yield server
 
 
-@pytest.fixture
-def client(server):
-    with ReplayClient(server.address) as client:
-        yield client
-
-
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
 def test_a_scrape_says_what_server_info_says(server, client, accept):
     for version in (0, 1):
