@@ -173,7 +173,7 @@ MAX_CODE = {
     "replay_server/storage": (1_534, 15_837),
     "replay_server/rpc": (2_142, 20_667),
     "replay_client": (5_316, 49_664),
-    "replay_generator": (4_587, 41_698),
+    "replay_generator": (4_583, 41_659),
     "replay_dashboard": (1_831, 20_599),
     "replay_cli": (2_697, 25_785),
     "replay_trainer": (4_061, 39_395),

@@ -135,11 +135,7 @@ class BuildingSite(Site):
     stores = True
 
     def __init__(
-        self,
-        client: AsyncReplayClient,
-        config: GeneratorConfig,
-        stats: GeneratorStats,
-        answer: Answer,
+        self, client: AsyncReplayClient, config: GeneratorConfig, stats: GeneratorStats, answer: Answer
     ) -> None:
         super().__init__()
         assert config.building is not None

@@ -27,6 +27,7 @@ from replay_generator.config import MOST_ROLLOUTS
 from replay_generator.engines import SamplingConfig
 from replay_generator.prompts import Prompt
 from replay_generator.rollouts import Rollout, RolloutSequence, Turn, checked, group_of_rollouts
+from replay_generator.stored_prompts import check_places
 from replay_generator.supply import PromptItem
 
 OPENING_MAGIC, ROLLOUT_MAGIC = b"RPLYOPN\x01", b"RPLYROL\x01"
@@ -91,9 +92,9 @@ class Opening:
 
     def _check_numbers(self) -> None:
         place = self.item or PromptItem(0, 0.0, 0, 0)
-        numbers = self.key, self.number, self.group_size, place.key, place.epoch, place.position
-        if not all(type(number) is int and number >= 0 for number in numbers) or not math.isfinite(place.priority):
-            raise ValueError(f"its keys, numbers and places must be whole numbers from 0, not {numbers!r:.160}")
+        check_places(self.key, self.number, self.group_size, place.key, place.epoch, place.position)
+        if not math.isfinite(place.priority):
+            raise ValueError(f"the priority of its prompt must be finite, not {place.priority}")
         if not 1 <= self.group_size <= MOST_ROLLOUTS:
             raise ValueError(f"a group has 1 to {MOST_ROLLOUTS} rollouts, not {self.group_size}")
 

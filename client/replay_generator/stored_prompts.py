@@ -96,17 +96,18 @@ def decode_item(payload: Buffer) -> StoredPrompt | LoadMark:
         fields = msgpack.unpackb(payload[len(MAGIC) :], strict_map_key=False)
         if "mark" in fields:
             mark = LoadMark(**fields["mark"])
-            _check_places(mark.run, mark.rows, mark.epoch, mark.position, mark.rows - mark.position)
+            check_places(mark.run, mark.rows, mark.epoch, mark.position, mark.rows - mark.position)
             return mark
-        _check_places(fields["epoch"], fields["position"])
+        check_places(fields["epoch"], fields["position"])
         return StoredPrompt(Prompt.unpacked(fields["prompt"]), fields["epoch"], fields["position"])
     except Exception as error:  # anybody may have written them
         raise ValueError(f"a stored prompt is damaged: {type(error).__name__}: {error}") from error
 
 
-def _check_places(*numbers: Any) -> None:
+def check_places(*numbers: Any) -> None:
+    """Raises ValueError unless all are whole numbers from 0."""
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"its places must be whole numbers from 0, not {numbers!r:.80}")
+        raise ValueError(f"keys, numbers and places must be whole numbers from 0, not {numbers!r:.80}")
 
 
 def document_of(payload: Buffer) -> dict[str, Any] | None:

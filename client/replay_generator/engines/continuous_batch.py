@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ class Row:
     uniforms: random.Random
     """Of this row alone: a number in [0, 1) for each token."""
     ended: Any
-    """A future for its owner. If any thread cancels it, the row leaves before the next token."""
+    """A future for its owner. If any thread cancels it, the row leaves with the next token."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
@@ -120,7 +120,6 @@ class ContinuousBatch:
         """Draw one token for every row that there is room for. Returns the rows that have ended with it."""
         with torch.inference_mode():
             self._waiting = [row for row in self._waiting if not row.ended.done()]
-            self._keep(lambda row: not row.ended.done())
             for cohort in self._cohorts:
                 self._draw(cohort, self._decode(cohort))
             room = self._max_rows - sum(len(cohort.rows) for cohort in self._cohorts)
@@ -128,7 +127,7 @@ class ContinuousBatch:
                 self._prefill(admitted)
                 del self._waiting[:room]
             ended = [row for cohort in self._cohorts for row in cohort.rows if row.finish_reason]
-            self._keep(lambda row: not row.finish_reason)
+            self._drop_ended()
             self._cohorts = _merged(self._cohorts)
         return ended
 
@@ -199,10 +198,10 @@ class ContinuousBatch:
             elif len(row.token_ids) == row.limit:
                 row.finish_reason = "length"
 
-    def _keep(self, wanted: Callable[[Row], bool]) -> None:
-        """The other rows leave."""
+    def _drop_ended(self) -> None:
+        """Rows leave that are complete, or that nobody waits for."""
         for cohort in self._cohorts:
-            keep = [index for index, row in enumerate(cohort.rows) if wanted(row)]
+            keep = [index for index, row in enumerate(cohort.rows) if not (row.finish_reason or row.ended.done())]
             if 0 < len(keep) < len(cohort.rows):
                 indices = torch.tensor(keep, device=cohort.mask_RL.device)
                 cohort.mask_RL = cohort.mask_RL[indices]
