@@ -171,7 +171,7 @@ MAX_CODE = {
     "replay_server": (1_173, 9_692),
     "replay_server/tables": (3_394, 35_123),
     "replay_server/storage": (1_534, 15_837),
-    "replay_server/rpc": (2_142, 20_667),
+    "replay_server/rpc": (2_142, 20_666),
     "replay_client": (5_316, 49_664),
     "replay_generator": (4_583, 41_659),
     "replay_dashboard": (1_831, 20_599),
@@ -181,7 +181,7 @@ MAX_CODE = {
     "examples": (690, 6_361),
     "experiments": (4_218, 45_143),
     "benchmarks": (2_322, 21_590),
-    "tests": (37_395, 407_826),
+    "tests": (37_395, 407_824),
 }
 """Lines and tokens of code of each part (`tests/count.py`). A commit that cuts lowers them; no other changes them."""
 MAX_P95 = {

@@ -9,7 +9,7 @@
 * Rows are decided in the order in which they came. Segments never wait.
 * What has been decided is answered before each wait and at the end of each message.
 * A row that is refused changes nothing, and does not affect the rows after it.
-* A server that drains takes segments, because they belong to items that it has.
+* A server that drains takes segments, and items that close batches: they belong to items that it has.
 
 The names of its columns decide about a segment: one with a name that the item has already is not appended. So two
 processes that bring the same column do no harm, and the first wins. A retry would find its own names there. Each
@@ -268,7 +268,7 @@ class Inserts:
         if self._refusal is not None:
             return 0, self._refusal
         buffer, full = self._buffer, self._backend.memory.why_full(self._nbytes)
-        if full or self._backend.draining:
+        if full or (self._backend.draining and not batch.closes):
             key = batch.keys[0]
             if key not in buffer.items and key not in buffer.known_keys:  # otherwise it is a retry
                 return 0, busy(full) if full else draining(key)

@@ -6,7 +6,7 @@ import asyncio
 
 from replay_protos import replay_pb2 as pb
 from replay_server.config import MAX_DESCRIPTION, MAX_ROWS, MAX_SERVERS, MAX_STATE, MAX_WEIGHTS
-from replay_server.errors import Refused, invalid, unsupported
+from replay_server.errors import invalid, unsupported
 from replay_server.rpc import info
 from replay_server.rpc.calls import Call, once
 from replay_server.rpc.clients import Side
@@ -70,7 +70,7 @@ class PolicyMethods:
             with self.backend.clients.calling(call.context, Side.GENERATOR):
                 grant = await result_of(pending, self.buffer.clock(), admission.time_out, admission.abandon)
                 await self.backend.durable()
-        except (asyncio.CancelledError, Refused):
+        except BaseException:
             admission.abandon(pending)
             raise
         self._expire_permits_at(grant.expires)

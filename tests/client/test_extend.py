@@ -267,13 +267,15 @@ def test_a_message_that_misdescribes_a_segment_changes_nothing(memory_client, fi
     assert client.get([key])[0].labels.columns == {"x"}
 
 
-def test_a_server_that_drains_takes_segments_of_the_items_that_it_has(server):
+def test_a_server_that_drains_takes_segments_of_the_items_that_it_has_and_what_closes_them(server):
     with ReplayClient(server.address) as client:
         key = client.insert(make_group(), {"plain": 1.0})
+        drawn = client.sample("plain", 1, lease=60.0)
         server.draining = True
         with pytest.raises(ReplayError, match="is being emptied"):
             client.insert(make_group(), {"plain": 1.0})
         assert client.extend(key, LOGPROBS).added
+        client.insert(make_group(), {"plain": 1.0}, closes=drawn)
 
 
 # ------------------------------------------------------------------------------------------------ shards

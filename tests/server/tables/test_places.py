@@ -63,23 +63,21 @@ def move(lease: int, drains: Bench, other: Bench, **insert) -> None:
 
 def test_a_permit_that_moves_with_its_group_counts_once_also_if_its_lease_has_ended():
     drains, other = make_server(), make_server()
-    lease = permits_of(drains).acquire(2, math.inf).result().id
+    left, there = permits_of(drains), permits_of(other)
+    lease = left.acquire(2, math.inf).result().id
     move(lease, drains, other, key=5)
-    assert (permits_of(drains).running, permits_of(drains).capacity, permits_of(other).capacity) == (1, 5, 7)
+    assert (left.running, left.capacity, there.capacity) == (1, 5, 7)
     drains.now += 1e6
-    permits_of(drains).expire()
-    assert permits_of(drains).capacity == 6
+    left.expire()
     move(lease, drains, other)
-    assert (permits_of(drains).running, permits_of(drains).capacity, permits_of(other).capacity) == (0, 5, 7)
+    assert (left.running, left.capacity, there.capacity) == (0, 5, 7)
     other.buffer.delete("t", [5])  # nobody sampled it
-    assert permits_of(other).capacity == 8
+    assert there.capacity == 8
 
 
-def test_a_server_hands_over_only_what_no_permit_and_no_next_version_changes_any_more():
+def test_a_server_hands_over_only_what_the_next_version_does_not_change():
     server = permits_of(bench := make_server())
-    lease = server.acquire(1, math.inf).result().id
-    assert server.hand_over() is None
-    bench.insert(permits=lease)
+    bench.insert(permits=server.acquire(1, math.inf).result().id)
     assert server.hand_over() == 1  # no trainer was ever there
     bench.buffer.set_policy_version(1, "", place=Place(1, 2))
     assert server.hand_over() is None
