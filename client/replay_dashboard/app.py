@@ -24,15 +24,14 @@ from starlette.staticfiles import StaticFiles
 
 from replay_client import AsyncReplayClient
 from replay_client.access import Access
-from replay_client.errors import ReplayError
+from replay_client.errors import InvalidRequestError, ReplayError
 from replay_client.records import StoredItem
 from replay_dashboard.budget import Budget
 from replay_dashboard.catalog import Catalog
 from replay_dashboard.group import TokenText, answers_of, item_document, window
-from replay_dashboard.guard import COOKIE, BodyTooLargeError, Guard, Protocol, accepts, body_of, key_of
+from replay_dashboard.guard import COOKIE, BodyTooLargeError, Guard, Protocol, accepts, body_of
 from replay_dashboard.health import signals
 from replay_dashboard.live import MOST_VIEWERS, Live, dumps
-from replay_dashboard.prompt_tables import PromptsOfTable
 from replay_dashboard.prompts import PromptLog
 from replay_dashboard.query import Query, View
 from replay_dashboard.training import Runs
@@ -121,9 +120,8 @@ class Dashboard:
 
     def _answers(self) -> Any:
         """The best and the worst answer of the newest group whose rewards differ; None: there is none."""
-        for _, item in self.catalog.newest:
-            return self._cached(("answers", item.key, self.text.source), partial(answers_of, item, self.text))
-        return None
+        item = self.catalog.newest
+        return item and self._cached(("answers", item.key, self.text.source), partial(answers_of, item, self.text))
 
     def _cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         if key not in self._cache:
@@ -178,13 +176,13 @@ class Dashboard:
     async def group(self, request: Request) -> Any:
         """One group; None if neither the server nor this process has it."""
         whole = request.query_params.get("whole") == "1"
-        item = await self.item(key_of(request), again=not whole)
+        item = await self.item(int(request.path_params["key"]), again=not whole)
         return item and await asyncio.to_thread(item_document, item, self.text, whole)
 
     async def tokens(self, request: Request) -> Any:
         """Further tokens of one completion, or of the prompt."""
         row, start, stop = (int(request.query_params.get(name, 0)) for name in ("completion", "start", "stop"))
-        item = await self.item(key_of(request))
+        item = await self.item(int(request.path_params["key"]))
         return item and await asyncio.to_thread(window, item.group, row, start, stop, self.text)
 
     async def training(self, request: Request) -> Any:
@@ -196,19 +194,14 @@ class Dashboard:
         given = request.query_params
         limit, descending = min(MOST_ROWS, int(given.get("limit", 100))), given.get("descending") == "1"
         search, sort = given.get("search", ""), given.get("sort", "")
-        tables = self._prompt_tables()
-        held = {name: each for table in tables for name, each in table.prompts.items()}
-        found = self.prompts.document(search, sort, descending, max(0, limit), held)
-        return found | {"tables": [table.document() for table in tables]}
-
-    def _prompt_tables(self) -> list[PromptsOfTable]:
-        """The tables from which generators draw prompts."""
-        facts, found = self.catalog.facts, []
+        facts, tables, held = self.catalog.facts, list[dict[str, Any]](), dict[str, dict[str, float]]()
         for name, snapshot in self.catalog.snapshots.items():
-            make = partial(PromptsOfTable.of, name, snapshot, facts)
-            if (table := self._cached(("prompts", snapshot.id, facts.version), make)) is not None:
-                found.append(table)
-        return found
+            found = self._cached(("prompts", snapshot.id, facts.version), partial(snapshot.prompts, facts))
+            if found is not None:
+                loaded, prompts = found
+                tables.append({"name": name, "loaded": loaded, "waiting": len(prompts)})
+                held |= prompts
+        return self.prompts.document(search, sort, descending, max(0, limit), held) | {"tables": tables}
 
     async def login(self, request: Request) -> Response:
         """Checks the token that a viewer sends, and answers with a cookie that holds it."""
@@ -231,24 +224,24 @@ class Dashboard:
 
 
 def answer(method: Callable[[Dashboard, Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
-    """A route that answers with the result of `method` as JSON. An error becomes a status and a `problem`."""
+    """A route that answers with the result of `method` as JSON. PROBLEMS has what becomes of an error."""
 
     async def respond(request: Request) -> Response:
-        try:
-            found = await method(request.app.state.dashboard, request)
-        except ReplayError as error:
-            return _json({"problem": str(error)}, 502)
-        except BodyTooLargeError as error:
-            return _json({"problem": str(error)}, 413)
-        except ClientDisconnect:  # nobody reads the answer
-            return Response(status_code=400)
-        except ValueError as error:
-            return _json({"problem": str(error)}, 400)
+        found = await method(request.app.state.dashboard, request)
         if found is None:
             return _json({"problem": "the server holds no such group: it was consumed, evicted or dropped"}, 404)
         return found if isinstance(found, Response) else await asyncio.to_thread(_json, found)
 
     return respond
+
+
+PROBLEMS = {InvalidRequestError: 400, ReplayError: 502, BodyTooLargeError: 413, ClientDisconnect: 400, ValueError: 400}
+"""The status of each error. Nobody reads the answer to a browser that has disconnected."""
+
+
+async def _problem(request: Request, error: Exception) -> Response:
+    status = next(status for kind, status in PROBLEMS.items() if isinstance(error, kind))
+    return _json({"problem": str(error)}, status)
 
 
 def _json(document: object, status: int = 200) -> Response:
@@ -278,7 +271,8 @@ class PageServer(uvicorn.Server):
             Mount("/", StaticFiles(directory=PAGE, html=True)),
         ]
         guard = Middleware(Guard, token=settings.token, names=settings.allow_hosts)
-        self.app = Starlette(routes=routes, middleware=[guard], lifespan=self._lifespan)
+        handlers = dict.fromkeys(PROBLEMS, _problem)
+        self.app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers, lifespan=self._lifespan)
         config = uvicorn.Config(
             self.app, http=Protocol, ws="none", log_level="warning", access_log=False, timeout_graceful_shutdown=3
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
@@ -19,9 +20,10 @@ from replay_client import AsyncReplayClient
 from replay_client.errors import ReplayError
 from replay_client.records import ItemInfo, StoredItem
 from replay_dashboard.budget import Budget
-from replay_dashboard.facts import Facts, FactsStore, facts_of
+from replay_dashboard.facts import A_PROMPT, Facts, FactsStore, facts_of
 from replay_dashboard.group import TokenText
 from replay_dashboard.prompts import PromptLog
+from replay_generator.stored_prompts import MARK_TAG
 from replay_protos.labels import Labels
 
 ROWS_PER_LIST = 5000
@@ -36,6 +38,7 @@ MOST_TAG_NAMES, MOST_TAG_VALUES = 16, 12
 """Names of tags, and values of each, that a list counts: those that most items have."""
 LISTED = ("priority", "age", "policy_version", "staleness", "times_sampled", "nbytes")
 """Numbers of an item that a list has, without its payload."""
+_MARK = re.compile(r"epoch (\d+), (\d+) of (\d+)\Z")
 _ids = itertools.count(1)
 
 
@@ -93,6 +96,24 @@ class Snapshot:
             for name in names
         ]
 
+    def prompts(self, facts: FactsStore) -> tuple[str, dict[str, dict[str, float]]] | None:
+        """How far prompts are loaded into the table, as its newest mark says it, and what it says of each prompt by its
+        name: the times that it was drawn before, and its priority. None: it holds no prompts, as far as it was read.
+
+        Generators draw their prompts from such a table. Its mark has a tag, which every list has. Which items are
+        prompts, and what they are called, is known when their payloads were read.
+        """
+        tags = [str(labels.tags.get(MARK_TAG, "")) for labels in self.labels]
+        marks = [found for found in map(_MARK.match, tags) if found]
+        prompts: dict[str, dict[str, float]] = {}
+        times, priorities = self.columns["times_sampled"].tolist(), self.columns["priority"].tolist()
+        for slot, drawn, priority in zip(self.slots(facts).tolist(), times, priorities, strict=True):
+            if slot >= 0 and A_PROMPT in facts.rows[slot].flags:
+                prompts[facts.rows[slot].prompt_id] = {"drawn": drawn, "priority": priority}
+        # A curriculum has a mark of its beginning and one of its end. None: a generator has drawn the mark.
+        newest = max(marks, key=lambda found: (int(found[1]), int(found[2])), default=None)
+        return (newest[0] if newest else "", prompts) if marks or prompts else None
+
     def slots(self, facts: FactsStore) -> npt.NDArray[np.int64]:
         """The slot of each item's facts (N,); -1: not read yet."""
         if self._slots[0] != facts.version:
@@ -101,9 +122,7 @@ class Snapshot:
 
 
 def _has_tag(tags: frozenset[str], wanted: str) -> bool:
-    if wanted.endswith("=") and not any(tag.startswith(wanted) for tag in tags):
-        return True
-    return wanted in tags
+    return wanted in tags or (wanted.endswith("=") and not any(tag.startswith(wanted) for tag in tags))
 
 
 class Catalog:
@@ -113,8 +132,9 @@ class Catalog:
         self.snapshots: dict[str, Snapshot] = {}
         """The newest of each table."""
         self.facts = FactsStore()
-        self.newest: list[tuple[float, StoredItem]] = []
-        """The group inserted last of those read whose rewards differ, and when; empty: none was read."""
+        self.newest: StoredItem | None = None
+        """The group inserted last of those read whose rewards differ; None: none was read."""
+        self._newest_at = -np.inf
         self._client = client
         self._budget = budget
         self._text = text
@@ -180,10 +200,10 @@ class Catalog:
         async with self._budget.call(background=True):
             items = await self._client.get(keys, timeout=10.0)
         found: dict[int, Facts] = await asyncio.to_thread(self._facts_of, items)
-        differ = [item for item in items if found[item.key].numbers.get("reward_std", 0.0) > 0]
-        known = [*self.newest, *((time.monotonic() - item.age, item) for item in differ)]
-        self.newest = sorted(known, key=lambda each: each[0])[-1:]
         for item in items:
+            inserted = time.monotonic() - item.age
+            if inserted > self._newest_at and found[item.key].numbers.get("reward_std", 0.0) > 0:
+                self.newest, self._newest_at = item, inserted
             self._prompts.add(item.policy_version, found[item.key], again=item.key in self._counted)
             self.facts.put(item.key, found[item.key])
             self._counted.discard(item.key)

@@ -104,15 +104,6 @@ async def body_of(request: Request) -> bytes:
     return body
 
 
-def key_of(request: Request) -> int:
-    """The key in the path. Raises ValueError if it is no number of 64 bits."""
-    text = request.path_params["key"]
-    # Python refuses to read much longer numbers, with an error of its own.
-    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 1 << 64):
-        raise ValueError(f"a key is a number of 64 bits, not {text[:40]!r}")
-    return int(text)
-
-
 class Protocol(H11Protocol):
     """Closes a connection whose request does not come whole in time: uvicorn would wait for the rest without end."""
 

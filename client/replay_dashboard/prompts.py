@@ -1,7 +1,7 @@
 """PromptLog: how often each prompt was solved, by policy version, over all groups that the page has read.
 
 Where generators draw their prompts from a table, it has those of which no group was read as well, and what the table
-says of each (`prompt_tables.py`).
+says of each (`Snapshot.prompts`).
 """
 
 from __future__ import annotations

@@ -119,8 +119,7 @@ class View:
     def flags(self) -> dict[str, int]:
         """How many groups have each flag."""
         counts = {name: int(self._has(name).sum()) for name in self._facts.names}
-        with np.errstate(invalid="ignore"):
-            counts["odd"] = int((self.column("odd") > FAR).sum())
+        counts["odd"] = int((self.column("odd") > FAR).sum())
         return {name: count for name, count in counts.items() if count}
 
     def row(self, index: int) -> dict[str, Any]:
