@@ -97,33 +97,19 @@ TRL = BuiltEnvironment(ROOT / ".venv-trl", ("trl==1.16.0", "torch==2.13.0", "tra
 """With the torch and transformers that our own side was measured with."""
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """For the rows with TLS."""
-
-    folder: Path
-
-    @property
-    def cert(self) -> Path:
-        return self.folder / "cert.pem"
-
-    @property
-    def key(self) -> Path:
-        return self.folder / "key.pem"
-
-    def ensure(self) -> None:
-        """Raises RuntimeError with the reason."""
-        if self.cert.exists():
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-        command += ["-days", "3650", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-        try:
-            subprocess.run(
-                [*command, "-keyout", str(self.key), "-out", str(self.cert)], check=True, capture_output=True, text=True
-            )
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise RuntimeError(f"openssl made no certificate: {error}") from error
+CERTIFICATE, KEY = FILES / "tls/cert.pem", FILES / "tls/key.pem"
+"""For the rows with TLS."""
 
 
-CERTIFICATE = Certificate(FILES / "tls")
+def ensure_certificate() -> None:
+    """Raises RuntimeError with the reason."""
+    if CERTIFICATE.exists():
+        return
+    CERTIFICATE.parent.mkdir(parents=True, exist_ok=True)
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    command += ["-days", "3650", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    try:
+        command += ["-keyout", str(KEY), "-out", str(CERTIFICATE)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise RuntimeError(f"openssl made no certificate: {error}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,18 +37,6 @@ class Task:
 
 Result = dict[str, Any]
 Loop = Iterator[Result | None]
-
-
-def run(session: Session, task: Task) -> Loop:
-    return LOOPS[task.operation](session, task)
-
-
-def task_of(message: dict[str, Any]) -> Task:
-    return Task(**message)
-
-
-def message_of(task: Task) -> dict[str, Any]:
-    return asdict(task)
 
 
 def _payloads(session: Session, task: Task, most: int = 64) -> list[Any]:

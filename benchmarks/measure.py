@@ -34,29 +34,11 @@ class CellResult:
     rounds: tuple[Round, ...] = ()
     error: str | None = None
 
-    @property
-    def ratio(self) -> float | None:
-        """The median of the rounds' ratios, so that what slows both sides of a round leaves it alone."""
-        return statistics.median(each.ratio for each in self.rounds) if self.rounds else None
-
-    @property
-    def tcp_ratio(self) -> float | None:
-        """The same for payloads over gRPC; None where no payloads are measured."""
-        ratios = [each.tcp_ratio for each in self.rounds if each.tcp_ratio is not None]
-        return statistics.median(ratios) if ratios else None
-
-    @property
-    def tcp(self) -> float | None:
-        values = [each.tcp for each in self.rounds if each.tcp is not None]
+    def median(self, name: str) -> float | None:
+        """Of a figure of the rounds; None where it was not measured. What slows both sides of a round leaves its ratio
+        alone, so that of the cell is the median of theirs."""
+        values = [value for each in self.rounds if (value := getattr(each, name)) is not None]
         return statistics.median(values) if values else None
-
-    @property
-    def ours(self) -> float | None:
-        return statistics.median(each.ours for each in self.rounds) if self.rounds else None
-
-    @property
-    def theirs(self) -> float | None:
-        return statistics.median(each.theirs for each in self.rounds) if self.rounds else None
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from benchmarks.environments import ROOT
-from benchmarks.loops import Result, Task, message_of
+from benchmarks.loops import Result, Task
 
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "NONE", "RAY_USAGE_STATS_ENABLED": "0"}
 
@@ -175,7 +176,7 @@ def end_all(clients: Sequence[Client]) -> None:
 def run_all(clients: Sequence[Client], tasks: Sequence[Task]) -> list[Result]:
     """Lets each client prepare its task, then all of them start at once; returns their results."""
     for client, task in zip(clients, tasks, strict=True):
-        client.start({"do": "prepare", "task": message_of(task)})
+        client.start({"do": "prepare", "task": asdict(task)})
     patience = 60.0 + 10 * max(task.seconds for task in tasks) + max(task.items for task in tasks) / 1_000
     _answers(clients, patience)
     for client in clients:

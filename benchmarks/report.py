@@ -14,6 +14,9 @@ from rich.table import Table
 
 from benchmarks.measure import CellResult, geometric_mean
 
+FIGURES = ("ratio", "ours", "theirs", "tcp_ratio", "tcp")
+"""Of a cell: each is the median of its rounds."""
+
 
 @dataclass(frozen=True)
 class Goal:
@@ -34,9 +37,9 @@ class Report:
 
     def goals(self) -> list[Goal]:
         reverb = [cell for cell in self.cells if _is_reverb(cell)]
-        host = [(cell.cell, cell.ratio) for cell in reverb]
-        tcp = [(cell.cell, cell.ratio if cell.tcp_ratio is None else cell.tcp_ratio) for cell in reverb]
-        every = [(cell.cell, cell.ratio) for cell in self.cells]
+        host = [(cell.cell, cell.median("ratio")) for cell in reverb]
+        tcp = [(cell.cell, cell.median("tcp_ratio") or cell.median("ratio")) for cell in reverb]
+        every = [(cell.cell, cell.median("ratio")) for cell in self.cells]
         middle = "(4kB|40kB|106kB|400kB)"
         return [
             _goal("Reverb's figure in every cell, on one host (the lowest ratio)", 1.0, min, host),
@@ -65,10 +68,7 @@ class Report:
         return {
             "facts": self.facts,
             "goals": [asdict(goal) for goal in self.goals()],
-            "cells": [
-                asdict(cell) | {name: getattr(cell, name) for name in ("ratio", "ours", "theirs", "tcp_ratio", "tcp")}
-                for cell in self.cells
-            ],
+            "cells": [asdict(cell) | {name: cell.median(name) for name in FIGURES} for cell in self.cells],
         }
 
     def print(self, console: Console) -> None:
@@ -88,19 +88,20 @@ class Report:
         for cell in self.cells:
             if cell.against != against:
                 continue
-            if cell.ratio is None or cell.ours is None or cell.theirs is None:
+            ratio, ours, theirs, tcp_ratio, tcp = map(cell.median, FIGURES)
+            if ratio is None or ours is None or theirs is None:
                 table.add_row(cell.cell, f"[red]failed[/] {cell.error}")
                 continue
             ratios = [each.ratio for each in cell.rounds]
             table.add_row(
                 cell.cell,
-                _number(cell.ours),
-                _number(cell.theirs),
+                _number(ours),
+                _number(theirs),
                 cell.unit,
-                f"[{_color(cell.ratio >= 1)}]{cell.ratio:.2f}[/]",
+                f"[{_color(ratio >= 1)}]{ratio:.2f}[/]",
                 f"{min(ratios):.2f}-{max(ratios):.2f}",
-                "" if cell.tcp is None else _number(cell.tcp),
-                "" if cell.tcp_ratio is None else f"[{_color(cell.tcp_ratio >= 1)}]{cell.tcp_ratio:.2f}[/]",
+                "" if tcp is None else _number(tcp),
+                "" if tcp_ratio is None else f"[{_color(tcp_ratio >= 1)}]{tcp_ratio:.2f}[/]",
             )
         return table
 
@@ -111,18 +112,17 @@ class Report:
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        cells = [cell for cell in self.cells if cell.ratio is not None]
+        cells = [(cell, ratio) for cell in self.cells if (ratio := cell.median("ratio")) is not None]
         if not cells:
             return
         figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.19 * len(cells)), layout="constrained")
-        for row, cell in enumerate(cells):
-            assert cell.ratio is not None
+        for row, (cell, ratio) in enumerate(cells):
             ratios = [each.ratio for each in cell.rounds]
-            axes.barh(row, cell.ratio - 1, left=1, color="tab:green" if cell.ratio >= 1 else "tab:red", height=0.7)
+            axes.barh(row, ratio - 1, left=1, color="tab:green" if ratio >= 1 else "tab:red", height=0.7)
             axes.plot([min(ratios), max(ratios)], [row, row], color="black", linewidth=1)
         axes.set_xscale("log")
         axes.axvline(1, color="black", linewidth=1)
-        labels = [f"{cell.cell}  ({cell.against})" for cell in cells]
+        labels = [f"{cell.cell}  ({cell.against})" for cell, _ in cells]
         axes.set_yticks(range(len(cells)), labels, fontsize=7)
         axes.set_ylim(len(cells) - 0.5, -0.5)
         axes.set_xlabel("ratio, ours over theirs (above 1: ours is better)")

@@ -56,9 +56,10 @@ def run(
 
     def keep(cell: CellResult) -> None:
         cells.append(cell)
-        result = f"failed: {cell.error}" if cell.ratio is None else f"{cell.ratio:.2f}"
-        if cell.tcp_ratio is not None:
-            result += f"   over TCP {cell.tcp_ratio:.2f}"
+        ratio, tcp_ratio = cell.median("ratio"), cell.median("tcp_ratio")
+        result = f"failed: {cell.error}" if ratio is None else f"{ratio:.2f}"
+        if tcp_ratio is not None:
+            result += f"   over TCP {tcp_ratio:.2f}"
         console.print(f"[dim]{time.monotonic() - begin:5.0f} s[/]  {cell.cell:32} {result}", highlight=False)
 
     for comparison in comparisons:

@@ -15,6 +15,7 @@ from benchmarks.cells import CHECKPOINT, Side
 from benchmarks.environments import (
     CERTIFICATE,
     FILES,
+    KEY,
     OURS,
     REDIS,
     REVERB,
@@ -22,6 +23,7 @@ from benchmarks.environments import (
     TRANSFERQUEUE,
     BuiltEnvironment,
     RunningEnvironment,
+    ensure_certificate,
 )
 from benchmarks.loops import Result, Task
 from benchmarks.processes import Client, Failed, Server, connect_all, end_all, run_all
@@ -190,8 +192,8 @@ def configuration(side: Side, folder: Path | None) -> str:
     elif folder is not None:
         lines += ["[server]", f"data_dir = {json.dumps(str(folder))}", f"fsync = {json.dumps(side.durability)}"]
     if side.system == "ours_tls":
-        CERTIFICATE.ensure()
-        lines += ["[security]", f'tls_cert = "{CERTIFICATE.cert}"', f'tls_key = "{CERTIFICATE.key}"']
+        ensure_certificate()
+        lines += ["[security]", f'tls_cert = "{CERTIFICATE}"', f'tls_key = "{KEY}"']
     for table in side.tables:
         lines += ["[[tables]]", f'name = "{table.name}"']
         if table.queue:

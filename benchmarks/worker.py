@@ -30,7 +30,8 @@ class Worker:
                 self._session = self._make_session(command["address"])
             case "prepare":
                 assert self._session is not None, "connect first"
-                self._loop = loops.run(self._session, loops.task_of(command["task"]))
+                task = loops.Task(**command["task"])
+                self._loop = loops.LOOPS[task.operation](self._session, task)
                 next(self._loop)
             case "go":
                 result = next(self._loop)

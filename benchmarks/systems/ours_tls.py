@@ -8,4 +8,4 @@ from replay_client import TLS
 
 
 def session(address: str) -> OurSession:
-    return OurSession(address, shared_memory=False, tls=TLS(ca=CERTIFICATE.cert))
+    return OurSession(address, shared_memory=False, tls=TLS(ca=CERTIFICATE))
