@@ -198,14 +198,14 @@ class SampleStore:
             content = value.value if isinstance(value, enum.Enum) else vars(value)
             return self._extension(_OBJECT, [kind.__qualname__, content])
         if _is_tensor(value):
-            torch = sys.modules["torch"]
-            raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            return self._extension(_TENSOR, [str(value.dtype).removeprefix("torch."), list(value.shape), raw])
+            from safetensors.torch import save
+
+            return self._extension(_TENSOR, save({"": value.detach().cpu().contiguous()}))
         if kind.__module__.startswith("PIL.") and value.mode in _IMAGE_MODES:
             return self._extension(_IMAGE, [value.mode, list(value.size), value.tobytes()])
         raise TypeError(f"{kind.__name__} cannot be packed")
 
-    def _extension(self, code: int, content: list[Any]) -> msgpack.ExtType:
+    def _extension(self, code: int, content: list[Any] | bytes) -> msgpack.ExtType:
         return msgpack.ExtType(code, self._packb(content))
 
     def _unpacked(self, code: int, data: bytes) -> Any:
@@ -217,15 +217,9 @@ class SampleStore:
             array = np.frombuffer(raw, _plain(dtype)).reshape(shape)
             return array[()] if is_number else array.copy()
         if code == _TENSOR:
-            import torch
+            from safetensors.torch import load
 
-            dtype, shape, raw = content
-            kind = getattr(torch, dtype)
-            if not isinstance(kind, torch.dtype):
-                raise ValueError(f"{dtype!r} is no dtype of torch")
-            if not raw:
-                return torch.empty(shape, dtype=kind)
-            return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(kind).reshape(shape)
+            return load(content)[""]
         if code == _IMAGE:
             from PIL import Image
 
@@ -308,11 +302,8 @@ def _numbers(values: Any, kinds: str) -> Array | None:
         return None
     if not values:
         return np.zeros(0, np.float64 if kinds == "f" else np.int64)
-    try:
-        array = np.asarray(values)
-    except (ValueError, OverflowError):
-        return None
-    return array if array.ndim == 1 and array.dtype.kind in kinds else None
+    array = _array(values)
+    return array if array is not None and array.ndim == 1 and array.dtype.kind in kinds else None
 
 
 def _finish_reason(sample: Any) -> str:
@@ -398,7 +389,7 @@ def _array(value: Any) -> Array | None:
         return None
     try:
         array = np.asarray(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return array if array.ndim and array.dtype.kind in "iuf" and array.dtype.isnative else None
 

@@ -100,19 +100,6 @@ GENERATED = 8
 tool_images."""
 
 
-def start_embedded(table: str, max_size: int, max_staleness: int | None) -> ReplayServer:
-    """A running server on the loopback address, with one table: a pool in memory that keeps the best `max_size` groups.
-
-    The caller stops it.
-    """
-    config = TableConfig(
-        name=table, sampler="prioritized", remover="min_heap", max_size=max_size, max_staleness=max_staleness
-    )
-    server = ReplayServer(tables=[config], port=0)
-    server.start()
-    return server
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -147,7 +134,11 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         settings, server = self._replay, None
         address = settings.replay
         if address is None and self.accelerator.is_main_process:
-            server = start_embedded(settings.replay_table, settings.replay_buffer_size, settings.replay_max_staleness)
+            # A pool in memory that keeps the best groups.
+            best: dict[str, Any] = {"sampler": "prioritized", "remover": "min_heap"}
+            bounds = {"max_size": settings.replay_buffer_size, "max_staleness": settings.replay_max_staleness}
+            server = ReplayServer([TableConfig(name=settings.replay_table, **best, **bounds)], port=0)
+            server.start()
             address = server.address
         ranks = self.accelerator.num_processes
         if settings.replay is None and ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
@@ -483,18 +474,6 @@ class _Leave(TrainerCallback):  # type: ignore[misc]  # transformers has no type
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._client.leave()
-
-
-class GRPOWithReplayBufferTrainer(ReplayGRPOTrainer):
-    """The name, and the order of arguments, of the trainer that TRL had until 1.13."""
-
-    def __init__(self, args: GRPOConfig | None = None, **kwargs: Any) -> None:
-        """As ReplayGRPOTrainer."""
-        super().__init__(args=args, **kwargs)
-
-
-GRPOWithReplayBufferConfig = ReplayGRPOConfig
-"""The name of the configuration that TRL had until 1.13."""
 
 
 def _group_of_rewards(rewards: list[float], trained: npt.NDArray[np.bool_]) -> RolloutGroup:

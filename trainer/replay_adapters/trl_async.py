@@ -175,10 +175,10 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._run = uuid.uuid4().hex
         self._model: Any = None
         self._tokenizer: Any = None
-        self._facts: dict[
-            str, Any
-        ] = {}  # `model_facts`, until the generators of the first group were compared with them
-        self._sampling: dict[str, float] = {}  # of what TRL computes: over all tokens, at its temperature
+        self._facts: dict[str, Any] = {}
+        """`model_facts`, until the generators of the first group were compared with them."""
+        self._sampling: dict[str, float] = {}
+        """Of what TRL computes: over all tokens, at its temperature."""
         self._weights: dict[str, Tensor] = {}
         self._policy: Policy | None = None
         """The version that this trainer found, or announced last."""
