@@ -26,7 +26,7 @@ EVAL_EVERY = 10
 _evaluating = partial(in_panel, "Evaluation")
 SETTINGS = CommandSettings(GRPOConfig, also=("lora",))
 _FIELDS = (
-    *options_of(GRPOConfig, "Learning", "max_steps", "groups_per_step", "learning_rate", "loss_type", "beta"),
+    *options_of(GRPOConfig, "Learning", "max_steps", "groups_per_step", "learning_rate", "beta"),
     *options_of(GRPOConfig, "Learning", "scale_rewards", "seed"),
     *options_of(GRPOConfig, "Replay", "zero_variance", "replay_share"),
     *options_of(GRPOConfig, "Memory", "max_tokens_per_micro_batch", "bf16", "gradient_checkpointing", "fsdp"),

@@ -259,7 +259,7 @@ def test_a_fresh_start_refuses_a_server_that_is_ahead(tmp_path):
     ):
         make_trainer(client, tmp_path).train()
     assert client.version == 7
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_a_second_run_on_the_same_server_is_refused_from_its_first_version_on(tmp_path):
@@ -336,7 +336,7 @@ def test_a_server_that_admits_less_than_a_step_takes_is_refused(tmp_path, rule, 
     client.admitted = admitted
     with pytest.raises(ValueError, match=f"lets {admitted} fresh groups .* Raise groups_per_step there {remedy}"):
         make_trainer(client, tmp_path, **options).train()
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     client.admitted = admitted + 1
     make_trainer(client, tmp_path, **options).train()
 

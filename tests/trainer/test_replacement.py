@@ -160,12 +160,12 @@ def batches_of(*rewards: list[list[float]]) -> Iterator[list]:
 def test_dynamic_sampling_draws_until_the_batch_is_full_and_keeps_what_is_too_much():
     stream = batches_of([MIXED, ALL_WRONG], [ALL_RIGHT, ALL_RIGHT], [MIXED, MIXED], [ALL_WRONG, MIXED])
     source = make_source(stream, zero_variance="dynamic", size=2, max_dynamic_batches=5)
-    first = source.next(1)
+    first = source.replace(1, source.collect())
     assert keys(first.samples) == [0, 4]
     assert keys(first.fresh) == [0, 1, 2, 3, 4, 5]
     assert first.stats["groups_zero_variance"] == first.stats["groups_dropped"] == 3
     assert first.stats["groups_missing"] == 0
-    second = source.next(2)
+    second = source.replace(2, source.collect())
     assert keys(second.samples) == [5, 7]
     assert keys(second.fresh) == [6, 7]
 
@@ -173,15 +173,15 @@ def test_dynamic_sampling_draws_until_the_batch_is_full_and_keeps_what_is_too_mu
 def test_dynamic_sampling_gives_up_after_so_many_batches_and_stays_short():
     batches = batches_of(*[[ALL_WRONG, MIXED]] * 3, [MIXED, MIXED])
     source = make_source(batches, zero_variance="dynamic", size=4, max_dynamic_batches=3)
-    taken = source.next(1)
+    taken = source.replace(1, source.collect())
     assert keys(taken.samples) == [1, 3, 5]
     assert taken.stats["groups_missing"] == 1
 
 
 def test_a_full_batch_left_over_needs_no_fresh_one():
     source = make_source(batches_of([MIXED] * 4, [MIXED] * 4), zero_variance="dynamic", size=2, max_dynamic_batches=1)
-    assert keys(source.next(1).samples) == [0, 1]
-    taken = source.next(2)
+    assert keys(source.replace(1, source.collect()).samples) == [0, 1]
+    taken = source.replace(2, source.collect())
     assert (keys(taken.samples), taken.fresh) == ([2, 3], [])
 
 
@@ -194,7 +194,8 @@ def shared(client, count, *batches, start=0):
 
 
 def test_a_share_of_the_pool_comes_after_the_fresh_groups_and_their_replacements():
-    taken = shared(FakeClient(pool=make_pool(9)), 3, [MIXED, ALL_WRONG]).next(1)
+    source = shared(FakeClient(pool=make_pool(9)), 3, [MIXED, ALL_WRONG])
+    taken = source.replace(1, source.collect())
     assert keys(taken.samples) == [0, 100, 101, 102, 103]
     assert taken.replaced == [1, 2, 3, 4]
     assert keys(taken.fresh) == [0, 1]
@@ -206,7 +207,8 @@ def test_a_share_of_the_pool_comes_after_the_fresh_groups_and_their_replacements
 
 
 def test_a_share_that_the_pool_does_not_have_makes_a_smaller_step():
-    taken = shared(FakeClient(pool=make_pool(2)), 3, [MIXED, ALL_WRONG]).next(1)
+    source = shared(FakeClient(pool=make_pool(2)), 3, [MIXED, ALL_WRONG])
+    taken = source.replace(1, source.collect())
     assert keys(taken.samples) == [0, 100, 101]
     assert taken.counts["groups_added"] == 1
 
@@ -215,14 +217,14 @@ def test_the_share_holds_no_group_of_the_batch_and_each_step_draws_anew():
     batches = [[MIXED], [MIXED]]
     fresh = next(batches_of(*batches))  # has joined the pool already
     source = shared(FakeClient(pool=[*fresh, *make_pool(1)]), 1, *batches)
-    assert keys(source.next(1).samples) == [0, 100]
-    assert keys(source.next(2).samples) == [1, 0]
+    assert keys(source.replace(1, source.collect()).samples) == [0, 100]
+    assert keys(source.replace(2, source.collect()).samples) == [1, 0]
 
 
 def test_a_share_comes_on_top_of_dynamic_sampling():
     batches = batches_of([MIXED, ALL_WRONG], [MIXED, MIXED])
     source = make_source(batches, FakeClient(pool=make_pool(9)), zero_variance="dynamic", size=2, added=2)
-    assert keys(source.next(1).samples) == [0, 2, 100, 101]
+    assert keys(source.replace(1, source.collect()).samples) == [0, 2, 100, 101]
 
 
 def test_the_drift_of_a_group_is_the_mean_log_ratio_of_its_known_tokens():

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from replay_client import group_from_rows
+from replay_client import group_from_completions, group_from_rows
 from replay_client.rollout import MAX_LOGPROB, MAX_VALUE, RolloutGroup
 from replay_trainer.config import Teacher
 from replay_trainer.losses import distillation_advantages
@@ -240,18 +240,15 @@ def to_batch(
         prompt_ids_UP[index, : group.prompt_ids.size] = group.prompt_ids
     tokens_J = np.bincount(rollout_B, weights=mask_BT.sum(dim=1).cpu(), minlength=len(advantages_J))
 
-    def tensor(array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
     return Batch(
-        prompt_ids_UP=tensor(prompt_ids_UP),
+        prompt_ids_UP=_on(device, prompt_ids_UP),
         completion_ids_BT=in_rows([group.completion_ids for group in groups], np.int64),
         mask_BT=mask_BT,
         rollout_logprobs_BT=in_rows([group.rollout_logprobs for group in groups], np.float32),
-        advantages_B=tensor(advantages_J[rollout_B]),
+        advantages_B=_on(device, advantages_J[rollout_B]),
         token_advantages_BT=token_advantages_BT,
-        temperature_B=tensor(np.array([_temperature(groups[g]) for g in group_B], dtype=np.float32)),
-        rollout_tokens_B=tensor(tokens_J.astype(np.int64)[rollout_B]),
+        temperature_B=_on(device, np.array([_temperature(groups[g]) for g in group_B], dtype=np.float32)),
+        rollout_tokens_B=_on(device, tokens_J.astype(np.int64)[rollout_B]),
         prompt_lengths_U=prompt_lengths_U,
         completion_lengths_B=completion_lengths_B,
         group_B=group_B,
@@ -361,13 +358,10 @@ def padded_input(batch: Batch) -> ModelInput:
     first_B = np.arange(R) * S + prompts_B - 1
     predicts_BT = torch.from_numpy(first_B[:, None] + np.arange(batch.mask_BT.shape[1]))
 
-    def tensor(array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(batch.device)
-
     return ModelInput(
-        input_ids_RS=tensor(input_ids_RS),
-        position_ids_RS=tensor(np.broadcast_to(columns_S, (R, S)).copy()),
-        attention_mask_RS=tensor((columns_S < lengths_B[:, None]).astype(np.int64)),
+        input_ids_RS=_on(batch.device, input_ids_RS),
+        position_ids_RS=_on(batch.device, np.broadcast_to(columns_S, (R, S)).copy()),
+        attention_mask_RS=_on(batch.device, (columns_S < lengths_B[:, None]).astype(np.int64)),
         layout=None,
         predicts_N=predicts_BT.to(batch.device)[batch.mask_BT],
     )
@@ -375,16 +369,14 @@ def padded_input(batch: Batch) -> ModelInput:
 
 def bare_group(prompt_ids: npt.ArrayLike, *completions: npt.ArrayLike, **fields: Any) -> RolloutGroup:
     """A group of these tokens; rewards, advantages and log-probabilities are 0."""
-    rows = [np.asarray(completion, dtype=np.int32) for completion in completions]
-    return RolloutGroup(
-        prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
-        completion_ids=np.concatenate(rows),
-        completion_lengths=np.array([row.size for row in rows], np.int32),
-        rollout_logprobs=np.zeros(sum(row.size for row in rows), np.float32),
-        rewards=np.zeros(len(rows), np.float32),
-        advantages=np.zeros(len(rows), np.float32),
-        **fields,
+    zeros_G, logprobs = np.zeros(len(completions), np.float32), [np.zeros(np.size(each)) for each in completions]
+    return group_from_completions(
+        prompt_ids=prompt_ids, completions=completions, logprobs=logprobs, rewards=zeros_G, advantages=zeros_G, **fields
     )
+
+
+def _on(device: torch.device | str, array: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array).to(device)
 
 
 def _temperature(group: RolloutGroup) -> float:

@@ -28,25 +28,13 @@ from replay_trainer.weights import writing
 class Run(Protocol):
     """The training run that a callback or an evaluation may look at; GRPOTrainer is one."""
 
-    @property
-    def config(self) -> GRPOConfig:
-        """The options of the run."""
-
-    @property
-    def client(self) -> ReplayClient:
-        """The connection to the server."""
-
-    @property
-    def ranks(self) -> Ranks:
-        """This process among those of the run."""
-
-    @property
-    def model(self) -> Any:
-        """The model in training."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """Its tokenizer, or None."""
+    config: GRPOConfig
+    client: ReplayClient
+    ranks: Ranks
+    model: Any
+    """In training."""
+    tokenizer: Any
+    """None: there is none."""
 
     def decode(self, token_ids: Any) -> str:
         """The text of tokens; their numbers if there is no tokenizer."""

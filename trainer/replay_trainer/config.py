@@ -38,13 +38,11 @@ class LossConfig:
     """
 
     loss_type: LossType = "dapo"
-    epsilon: float = 0.2
+    """See replay_trainer.losses."""
+    epsilon: Finite = 0.2
     """The ratio is clipped below 1 - epsilon."""
-    epsilon_high: float | None = None
-    """The ratio is clipped above 1 + epsilon_high; None: epsilon. For cispo: the cap of c itself, required."""
-    clip_ratio_c: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip (arXiv 1912.09729): where A < 0, the loss is at most -c A with this c, and has no gradient above it.
-    Above 1; None: off. verl: 3.0; TRL's `delta`. Not for cispo, and not for reinforce."""
+    epsilon_high: Annotated[float, Field(ge=0)] | None = None
+    """The ratio is clipped above 1 + epsilon_high (DAPO: 0.28); None: epsilon. For cispo: the cap of c itself."""
     max_completion_length: Count | None = None
     """The most tokens that the policy writes in one rollout, over all its turns and sequences: the generator's limit.
     Required for dr_grpo, which divides by it: a constant, so that the gradient of a token does not depend on how long
@@ -83,7 +81,7 @@ def _correction_of(given: Any) -> Any:
 
 
 @settings(kw_only=True)
-class GRPOConfig:
+class GRPOConfig(LossConfig):
     """The options of GRPOTrainer. A name is TRL's if the meaning is TRL's. Raises ValueError for bad values."""
 
     output_dir: str | Path
@@ -168,12 +166,6 @@ class GRPOConfig:
     """With several ranks, partition weights and optimizer over them (FSDP2). Without gradients and optimizer, the whole
     model must still fit on each device: it is partitioned there."""
 
-    loss_type: LossType = "dapo"
-    """See replay_trainer.losses."""
-    epsilon: Finite = 0.2
-    """The ratio is clipped below 1 - epsilon."""
-    epsilon_high: Annotated[float, Field(ge=0)] | None = None
-    """The ratio is clipped above 1 + epsilon_high (DAPO: 0.28); None: epsilon. For cispo: the cap itself."""
     beta: Finite = 0.0
     """Weight of the KL to the initial model; above 0, the trainer keeps a copy of that model. With an adapter, the KL
     is to the base model without it, which needs no copy."""
@@ -184,10 +176,8 @@ class GRPOConfig:
     teacher_weight: Finite = 0.0
     """On-policy distillation: add this times (log teacher - log policy) to the advantage of each token. That is the
     reverse KL to the teacher, token by token. Every group then needs `teacher_column`; 0: off."""
-    teacher_column: str = "teacher_logprobs"
+    teacher_column: Annotated[str, Field(min_length=1)] = "teacher_logprobs"
     """With teacher_weight: the column of log-probabilities that a teacher brings, with the axis "token"."""
-    max_completion_length: Count | None = None
-    """The generator's limit in tokens of a rollout, over all its turns and sequences; dr_grpo divides by it."""
     mask_truncated_completions: bool = False
     """Leave rollouts out of the loss that the length limit ended. A denominator that counts tokens does not count
     theirs; one that counts rollouts still counts them, as in TRL."""
@@ -238,9 +228,7 @@ class GRPOConfig:
                 f"groups_per_step={self.groups_per_step} with replay_share={self.replay_share} leaves no fresh group: "
                 f"raise groups_per_step or lower replay_share"
             )
-        _ = self.loss  # LossConfig checks its options
-        if not self.teacher_column:
-            raise ValueError("teacher_column is empty: name the column that the teacher brings, or leave it out")
+        LossConfig.__post_init__(self)
 
     def described(self) -> dict[str, str]:
         """What the trainer says of itself to the server (`describe`)."""
@@ -261,16 +249,6 @@ class GRPOConfig:
         return self.groups_per_step - self.replayed_groups_per_step
 
     @property
-    def loss(self) -> LossConfig:
-        """The loss and its constants."""
-        return LossConfig(
-            loss_type=self.loss_type,
-            epsilon=self.epsilon,
-            epsilon_high=self.epsilon_high,
-            max_completion_length=self.max_completion_length,
-        )
-
-    @property
     def teacher(self) -> Teacher | None:
         """What to distil from; None: nothing."""
         return Teacher(self.teacher_column, self.teacher_weight) if self.teacher_weight else None
@@ -280,18 +258,15 @@ class GRPOConfig:
 
         Its generators would run out of permits, and the trainer would wait for groups that no generator may make.
         """
-        fresh = self.fresh_groups_per_step
-        wanted, remedy = fresh, f"{fresh}"
-        if self.zero_variance == "dynamic":
-            wanted += 1
-            remedy = (
-                f"{fresh} divided by the share of groups that have variance (zero_variance='dynamic' "
-                f"draws until a batch is full); {fresh * self.max_dynamic_batches} is always enough"
+        fresh, dynamic = self.fresh_groups_per_step, self.zero_variance == "dynamic"
+        if groups_per_step < fresh + dynamic:
+            enough = (
+                f" divided by the share of groups with variance; {fresh * self.max_dynamic_batches} is always enough"
             )
-        if groups_per_step < wanted:
             raise ValueError(
                 f"the server's [admission] lets {groups_per_step} fresh groups a step be generated, and this trainer "
-                f"takes {wanted} or more: it would wait for ever. Raise groups_per_step there to {remedy}"
+                f"takes {fresh + dynamic} or more (zero_variance={self.zero_variance!r}): it would wait for ever. "
+                f"Raise groups_per_step there to {fresh}{enough if dynamic else ''}"
             )
 
     def learning_rate_at(self, step: int) -> float:

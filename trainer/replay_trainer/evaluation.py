@@ -80,9 +80,10 @@ class PromptEvaluation:
         if trainer.config.fsdp and ranks.size > 1:
             raise ValueError("an evaluation of prompts needs whole weights: leave out fsdp, or use a table")
         mine = self.prompts[ranks.index :: ranks.size]
-        texts, lengths, truncated = self._complete(trainer, mine)
-        rewards = asyncio.run(self._score(mine, texts))
-        reward, tokens, cut, count = ranks.sum([sum(rewards), sum(lengths), sum(truncated), len(mine)])
+        completed = self._complete(trainer, mine)
+        rewards = asyncio.run(self._score(mine, [text for text, _, _ in completed]))
+        lengths, truncated = sum(length for _, length, _ in completed), sum(cut for _, _, cut in completed)
+        reward, tokens, cut, count = ranks.sum([sum(rewards), lengths, truncated, len(mine)])
         return {
             "reward_mean": reward / count,
             "completion_length_mean": tokens / count,
@@ -96,12 +97,10 @@ class PromptEvaluation:
         return [float(total[0]) for total, _ in scored]
 
     @torch.no_grad()
-    def _complete(self, trainer: Run, prompts: Sequence[Prompt]) -> tuple[list[str], list[int], list[bool]]:
+    def _complete(self, trainer: Run, prompts: Sequence[Prompt]) -> list[tuple[str, int, bool]]:
         """Text, number of tokens, and whether `max_tokens` cut it off, of one completion for each prompt."""
         model, tokenizer = trainer.model, trainer.tokenizer
-        texts: list[str] = []
-        lengths: list[int] = []
-        truncated: list[bool] = []
+        completed = []
         # Of each module: gradient checkpointing puts single layers into training mode.
         modes = {module: module.training for module in model.modules()}
         model.eval()
@@ -113,13 +112,12 @@ class PromptEvaluation:
                 for completion in self._generate(model, next(iter(ends), 0), ids):
                     stops = [place for place, token in enumerate(completion) if token in ends]
                     length = stops[0] + 1 if stops else len(completion)
-                    texts.append(tokenizer.decode(completion[:length], skip_special_tokens=True))
-                    lengths.append(length)
-                    truncated.append(not stops)
+                    text = tokenizer.decode(completion[:length], skip_special_tokens=True)
+                    completed.append((text, length, not stops))
         finally:
             for module, mode in modes.items():
                 module.training = mode
-        return texts, lengths, truncated
+        return completed
 
     def _generate(self, model: Any, pad: int, ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """The tokens after each prompt, with what follows the end of a completion."""

@@ -174,9 +174,8 @@ class Inspector:
         self._undeleted = again
 
 
-def why_unusable(sample: Sample, limits: ModelLimits | None = None) -> str:
+def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  # noqa: B008, it is frozen
     """Why no step can train on this group; empty: it can. limits: of the model, if they are known."""
-    limits = limits or ModelLimits()
     try:
         group = sample.group
     except ValueError as error:
@@ -207,9 +206,7 @@ def why_unusable(sample: Sample, limits: ModelLimits | None = None) -> str:
     temperature = group.sampling.get("temperature", 1.0)
     if not isinstance(temperature, int | float) or not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         return f"it was sampled at temperature {temperature!r}, not from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-    if reason := why_no_sets(group, limits.vocabulary):
-        return reason
-    return why_no_teacher(group, limits.teacher) if limits.teacher else ""
+    return why_no_sets(group, limits.vocabulary) or (limits.teacher and why_no_teacher(group, limits.teacher))
 
 
 COUNTS = ("zero_variance", "replaced", "missing", "dropped", "added", "too_stale", "uninformative", "drifted")
@@ -238,18 +235,15 @@ class Replacement:
         """The groups of `samples`."""
         return [sample.group for sample in self.samples]
 
-    def without(self, left_out: Sequence[int]) -> Replacement:
-        """The same without these of `samples`."""
+    def without(self, left_out: Sequence[int], **counts: int) -> Replacement:
+        """The same without these of `samples`, and with these `counts`."""
         kept = [i for i in range(len(self.samples)) if i not in left_out]
         return replace(
             self,
             samples=[self.samples[i] for i in kept],
             replaced=[kept.index(i) for i in self.replaced if i in kept],
+            counts=self.counts | {f"groups_{name}": count for name, count in counts.items()},
         )
-
-    def counting(self, **counts: int) -> Replacement:
-        """The same with these `counts`."""
-        return replace(self, counts=self.counts | {f"groups_{name}": count for name, count in counts.items()})
 
     @property
     def stats(self) -> dict[str, float]:
@@ -332,13 +326,9 @@ class ZeroVarianceReplacer:
         keys = {*exclude, *(sample.info.key for sample in taken.samples)}
         drawn = self._draw(count, keys, scope, counts, wait=False)
         counts["groups_added"] += len(drawn)
-        size = len(taken.samples)
-        return replace(
-            taken,
-            samples=[*taken.samples, *drawn],
-            replaced=[*taken.replaced, *range(size, size + len(drawn))],
-            counts=counts,
-        )
+        samples = [*taken.samples, *drawn]
+        replaced = [*taken.replaced, *range(len(taken.samples), len(samples))]
+        return replace(taken, samples=samples, replaced=replaced, counts=counts)
 
     def update_priorities(self, trust: Mapping[int, float], samples: Sequence[Sample]) -> int:
         """Set the priority of trained groups to their score times `trust[key]`; returns how many the table still has.
@@ -359,15 +349,10 @@ class ZeroVarianceReplacer:
         if self.inspector is not None:
             exclude = exclude | self.inspector.bad_keys
         while (missing := count - len(chosen)) > 0:
-            draw = partial(
-                self.client.sample,
-                self.table,
-                missing,
-                min_samples=missing if wait else 1,
-                timeout=self.timeout if wait else 0.0,
-                scope=scope,
-                exclude=sorted(exclude),
-            )
+            asked: dict[str, Any] = {"min_samples": missing, "timeout": self.timeout}
+            if not wait:
+                asked = {"min_samples": 1, "timeout": 0.0}
+            draw = partial(self.client.sample, self.table, missing, scope=scope, exclude=sorted(exclude), **asked)
             try:
                 # "keep" and "drop" do not wait for groups, but they do wait for a server that restarts.
                 drawn = through_restarts(self.client, draw)
@@ -408,10 +393,6 @@ class GroupSource:
     config: GRPOConfig
     left: list[Sample] = field(default_factory=list, init=False)
     """Fresh groups that are drawn, and that no step has trained on yet."""
-
-    def next(self, step: int) -> Replacement:
-        """The groups of this step on this rank: those that `collect` and `replace` leave."""
-        return self.replace(step, self.collect())
 
     def collect(self) -> Replacement:
         """The fresh groups of a step. Raises what the fresh batches raise, such as DeadlineExceededError."""

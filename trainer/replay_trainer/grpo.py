@@ -191,7 +191,8 @@ class GRPOTrainer:
     def step(self, step: int) -> None:
         """Make one step: from groups to a version of the weights. `train` calls it; all ranks make it together."""
         self.publication.check()
-        taken = self._collect()  # fresh groups, leased until a training checkpoint contains this step
+        with self._waits.waiting("for groups"):
+            taken = self._source.collect()  # fresh groups, leased until a training checkpoint contains this step
         if self._is_first_step:  # whoever made them is connected by now
             self.publication.check_generators()
             self._is_first_step = False
@@ -238,11 +239,6 @@ class GRPOTrainer:
 
             yield GroupSource(fresh(), self.replacer, self.ranks, run, config)
 
-    def _collect(self) -> Replacement:
-        """The fresh groups of the step on this rank."""
-        with self._waits.waiting("for groups"):
-            return self._source.collect()
-
     def _replace(self, step: int, taken: Replacement) -> Replacement:
         """The groups of the step, with those of the pool that replace some of the fresh ones or join them."""
         with self._waits.waiting("for groups"):
@@ -263,7 +259,7 @@ class GRPOTrainer:
             failure.groups = [taken.replaced[group] for group in failure.groups]
             raise
         drifted = [i for i, drift in zip(taken.replaced, drifts, strict=True) if drift > limit]
-        return taken.without(drifted).counting(drifted=len(drifted))
+        return taken.without(drifted, drifted=len(drifted))
 
     def _to_batch(self, groups: Sequence[RolloutGroup], replaced: Sequence[int]) -> Batch:
         """This rank's batch, with the advantages that `scale_rewards` asks for.
@@ -290,16 +286,11 @@ class GRPOTrainer:
         batch, old_BT = self._to_batch(taken.groups, taken.replaced), None
         for _ in range(self.config.num_iterations):
             old_BT, loss, metrics = self.passes.backward(batch, old_BT)
-            grad_norm = self._update()
+            grad_norm = self.passes.clip()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         assert old_BT is not None
         return TrainedStep(taken, batch, old_BT, {"loss": loss, "grad_norm": grad_norm, **metrics})
-
-    def _update(self) -> float:
-        """One optimizer step with the accumulated gradient; returns its norm before scaling."""
-        norm = self.passes.clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
 
     def _without_failing(self, step: int, taken: Replacement, action: Callable[[Replacement], T]) -> T:
         """The result of `action` with as many of the groups as it can be done with; the others are put aside.

@@ -33,7 +33,6 @@ as in TRL. On-policy distillation: Thinking Machines, "On-Policy Distillation", 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -78,6 +77,7 @@ def policy_loss(
     keep: Tensor | None = None,
     normalizer: float | None = None,
     reinforce: bool = False,
+    clip_ratio_c: float | None = None,
     tokens: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss to minimise (a scalar, at least float32; the gradient flows through `logprobs` only) and its metrics.
@@ -88,6 +88,8 @@ def policy_loss(
     keep: (B, T) `Correction.mask`. Tokens of `mask` outside `keep` add no loss. The denominators still count them, so
     that rejecting some tokens does not inflate the others.
     reinforce: the loss of a token is -A w log θ, without c and without clipping; the loss type only aggregates.
+    clip_ratio_c: dual clip (arXiv 1912.09729): where A < 0, the loss is at most -c A with this c, and has no gradient
+    above it; above 1; not for cispo, and not for reinforce. verl: 3.0; TRL's `delta`. None: off.
     tokens: (B,) tokens of each whole rollout, where a row holds only some of them; grpo takes its mean over these.
 
     Metrics, means over the tokens of `mask` (NaN without any; weigh them by tokens to join micro-batches):
@@ -124,9 +126,9 @@ def policy_loss(
         loss_BT = -torch.minimum(ratio_BT * advantages_BT, ratio_BT.clamp(least, most) * advantages_BT)
         low_BT = (ratio_BT < least) & (advantages_BT < 0)
         high_BT = (ratio_BT > most) & (advantages_BT > 0)
-        if config.clip_ratio_c is not None:
-            dual_BT = (ratio_BT > config.clip_ratio_c) & (advantages_BT < 0)
-            loss_BT = torch.where(dual_BT, -config.clip_ratio_c * advantages_BT, loss_BT)
+        if clip_ratio_c is not None:
+            dual_BT = (ratio_BT > clip_ratio_c) & (advantages_BT < 0)
+            loss_BT = torch.where(dual_BT, -clip_ratio_c * advantages_BT, loss_BT)
     if weights is not None:
         loss_BT = loss_BT * torch.where(mask_BT, weights.detach().to(loss_BT.dtype), 0.0)
     if keep is not None:
@@ -167,12 +169,9 @@ def corrected_policy_loss(
     A `rollout_penalty` τ adds τ E[(log θ - log rollout)²]; rejection does not touch it.
     Rejection judges the same ratio as w; for bypass, θ/rollout. All tensors are (B, T); advantages (B,) or (B, T).
     A token with unknown (NaN) rollout log-probability has w = 1; for bypass it has r = 1, with its gradient.
-    A `clip_ratio_c` of `correction` takes the place of that of `config`.
     config, normalizer, tokens: as in `policy_loss`. mean_weight: as in `correct`.
     """
     config = config or LossConfig()
-    if correction.clip_ratio_c is not None:
-        config = replace(config, clip_ratio_c=correction.clip_ratio_c)
     current = logprobs.detach()
     source = old_logprobs if correction.objective == "decoupled" else current
     corrected = correct(
@@ -192,6 +191,7 @@ def corrected_policy_loss(
         normalizer=normalizer,
         tokens=tokens,
         reinforce=correction.objective == "bypass_reinforce",
+        clip_ratio_c=correction.clip_ratio_c,
     )
     if correction.rollout_penalty:
         known_BT = mask.bool() & rollout_logprobs.isfinite()

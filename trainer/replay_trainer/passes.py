@@ -248,7 +248,7 @@ class Passes:
             rollouts.join(advantages),
             rollouts.mask_JT,
             config.correction,
-            config.loss,
+            config,
             mean_weight=mean_weight,
             normalizer=normalizer,
             tokens=tokens_J,
@@ -259,7 +259,7 @@ class Passes:
                 rollouts.join(reference_BT),
                 rollouts.mask_JT,
                 config.beta,
-                config.loss,
+                config,
                 normalizer=normalizer,
                 tokens=tokens_J,
             )

@@ -199,11 +199,8 @@ class Publication:
         elif self.partitioned:
             load_weights_of_rank(folder, self.policy.model)
         else:
-            set_model_state_dict(
-                self.policy,
-                {f"model.{name}": tensor for name, tensor in load_weights(folder, self.policy.model).items()},
-                options=StateDictOptions(full_state_dict=True),
-            )
+            weights = {f"model.{name}": tensor for name, tensor in load_weights(folder, self.policy.model).items()}
+            set_model_state_dict(self.policy, weights, options=_WHOLE)
         if (optimizer := state["optimizer"]) is not None:
             if "rows" in state:
                 put_rows(optimizer, folder, **state["rows"])

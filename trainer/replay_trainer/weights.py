@@ -76,20 +76,14 @@ class OutputLock:
     def acquire(self) -> str:
         """Locks the folder, and makes it if it is missing. Returns why it is not free; empty: it is locked now."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / NAME
-        while True:
-            file = path.open("a+")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                holder = file.read().strip() or "another process"
-                file.close()
-                return f"{self.folder} is in use by another training run ({holder}): stop it, or choose another folder"
-            # The run before may have removed the file between our open and our lock: then we hold nothing.
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                break
+        file = (self.folder / NAME).open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
             file.close()
+            return f"{self.folder} is in use by another training run ({holder}): stop it, or choose another folder"
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -97,9 +91,8 @@ class OutputLock:
         return ""
 
     def release(self) -> None:
-        """Free the folder, if it is held."""
+        """Free the folder, if it is held. The file stays: who finds it there locks it."""
         if self._file is not None:
-            (self.folder / NAME).unlink(missing_ok=True)
             self._file.close()
             self._file = None
 

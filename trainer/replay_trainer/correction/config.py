@@ -90,7 +90,7 @@ class CorrectionConfig:
     dppo_mask_high: Change | None = None
     """Tokens with A > 0 whose probability has risen by more than this since b leave the loss (0.2); None: off."""
     clip_ratio_c: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """Dual clip: bounds the ratio r of the clipped objectives where A < 0 (verl: 3.0). See LossConfig. None: off."""
+    """Dual clip: bounds the ratio r of the clipped objectives where A < 0 (verl: 3.0). See policy_loss. None: off."""
     rollout_penalty: Finite = 0.0
     """τ: adds τ (log θ - log b)² to the loss of every token, rejected or not, so that θ stays near b (prime-rl:
     kl_tau = 1e-3); 0: off."""
