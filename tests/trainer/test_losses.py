@@ -23,6 +23,7 @@ LOGPROBS = torch.tensor([[-1.0, -2.0], [-0.5, 99.0]])
 MASK = torch.tensor([[1, 1], [1, 0]])
 ADVANTAGES = torch.tensor([1.0, -2.0])
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"]
+REINFORCE = CorrectionConfig(objective="bypass_reinforce")
 OPTIONS = {"epsilon_high": 1.5, "max_completion_length": 10}
 
 
@@ -133,7 +134,7 @@ def test_metrics_count_what_was_clipped():
         abs=1e-6,
     )
     # A = -2 and c = 2: the third token is beyond 1.5. With A = 1 the first one is not touched.
-    _, metrics = policy_loss(LOGPROBS, old_of(RATIOS), ADVANTAGES, MASK, clip_ratio_c=1.5)
+    _, metrics = policy_loss(LOGPROBS, old_of(RATIOS), ADVANTAGES, MASK, correction=CorrectionConfig(clip_ratio_c=1.5))
     assert metrics["dual_clip_fraction"] == pytest.approx(1 / 3)
 
 
@@ -154,7 +155,14 @@ def test_the_dual_clip_is_that_of_verl(seed):
     generator = torch.Generator().manual_seed(seed)
     logprobs = torch.randn(4, 5, generator=generator).mul(2).requires_grad_()
     old, advantages = 2 * torch.randn(4, 5, generator=generator), torch.randn(4, 5, generator=generator)
-    loss, _ = policy_loss(logprobs, old, advantages, torch.ones(4, 5), LossConfig(epsilon_high=0.3), clip_ratio_c=3.0)
+    loss, _ = policy_loss(
+        logprobs,
+        old,
+        advantages,
+        torch.ones(4, 5),
+        LossConfig(epsilon_high=0.3),
+        correction=CorrectionConfig(clip_ratio_c=3.0),
+    )
     # verl 0.9.1, compute_policy_loss_vanilla
     ratio = (logprobs - old).exp()
     clipped = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.3))
@@ -190,9 +198,9 @@ def test_the_pull_to_the_rollout_policy_grows_with_the_distance(difference):
 def test_reinforce_is_the_weighted_log_likelihood_without_any_ratio():
     # -A w log θ: 1, 2, -(-2 * -0.5) = -1
     weights = torch.tensor([[3.0, 1.0], [0.5, 9.0]])
-    assert loss_of(reinforce=True) == pytest.approx((1 + 2 - 1) / 3)
-    assert loss_of(reinforce=True, weights=weights) == pytest.approx((3 + 2 - 0.5) / 3)
-    assert gradient_of(reinforce=True, weights=weights) == [[-1.0, round(-1 / 3, 4)], [round(1 / 3, 4), 0.0]]
+    assert loss_of(correction=REINFORCE) == pytest.approx((1 + 2 - 1) / 3)
+    assert loss_of(correction=REINFORCE, weights=weights) == pytest.approx((3 + 2 - 0.5) / 3)
+    assert gradient_of(correction=REINFORCE, weights=weights) == [[-1.0, round(-1 / 3, 4)], [round(1 / 3, 4), 0.0]]
 
 
 # θ / old = 2, 0.5 | 2 and old / rollout = 3, 1 | 0.5, so θ / rollout = 6, 0.5 | 1.

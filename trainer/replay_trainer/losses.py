@@ -76,8 +76,7 @@ def policy_loss(
     weights: Tensor | None = None,
     keep: Tensor | None = None,
     normalizer: float | None = None,
-    reinforce: bool = False,
-    clip_ratio_c: float | None = None,
+    correction: CorrectionConfig | None = None,
     tokens: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss to minimise (a scalar, at least float32; the gradient flows through `logprobs` only) and its metrics.
@@ -87,9 +86,9 @@ def policy_loss(
     config: LossConfig() unless given. weights: (B, T) `Correction.weights`. normalizer: see the module.
     keep: (B, T) `Correction.mask`. Tokens of `mask` outside `keep` add no loss. The denominators still count them, so
     that rejecting some tokens does not inflate the others.
-    reinforce: the loss of a token is -A w log θ, without c and without clipping; the loss type only aggregates.
-    clip_ratio_c: dual clip (arXiv 1912.09729): where A < 0, the loss is at most -c A with this c, and has no gradient
-    above it; above 1; not for cispo, and not for reinforce. verl: 3.0; TRL's `delta`. None: off.
+    correction: its dual clip `clip_ratio_c` c (arXiv 1912.09729; TRL's `delta`): where A < 0, the loss is at most -c A,
+    and has no gradient above it; not for cispo. With its objective bypass_reinforce the loss of a token is -A w log θ,
+    without c and without clipping; the loss type only aggregates. None: neither.
     tokens: (B,) tokens of each whole rollout, where a row holds only some of them; grpo takes its mean over these.
 
     Metrics, means over the tokens of `mask` (NaN without any; weigh them by tokens to join micro-batches):
@@ -99,7 +98,7 @@ def policy_loss(
 
     Raises ValueError for shapes that do not fit.
     """
-    config = config or LossConfig()
+    config, correction = config or LossConfig(), correction or CorrectionConfig()
     _check_shapes(logprobs, {"old_logprobs": old_logprobs, "mask": mask, "weights": weights, "keep": keep}, advantages)
     mask_BT = mask.bool()
     # `where` instead of a product with the mask: padding may hold anything, and 0 * inf is NaN in the gradient.
@@ -116,7 +115,7 @@ def policy_loss(
     ratio_BT = log_ratio_BT.exp()
 
     low_BT = high_BT = dual_BT = torch.zeros_like(mask_BT)
-    if reinforce:
+    if correction.objective == "bypass_reinforce":
         loss_BT = -advantages_BT * logprobs_BT
     elif config.loss_type == "cispo":
         loss_BT = -ratio_BT.detach().clamp(max=config.clip_high) * advantages_BT * logprobs_BT
@@ -126,9 +125,9 @@ def policy_loss(
         loss_BT = -torch.minimum(ratio_BT * advantages_BT, ratio_BT.clamp(least, most) * advantages_BT)
         low_BT = (ratio_BT < least) & (advantages_BT < 0)
         high_BT = (ratio_BT > most) & (advantages_BT > 0)
-        if clip_ratio_c is not None:
-            dual_BT = (ratio_BT > clip_ratio_c) & (advantages_BT < 0)
-            loss_BT = torch.where(dual_BT, -clip_ratio_c * advantages_BT, loss_BT)
+        if correction.clip_ratio_c is not None:
+            dual_BT = (ratio_BT > correction.clip_ratio_c) & (advantages_BT < 0)
+            loss_BT = torch.where(dual_BT, -correction.clip_ratio_c * advantages_BT, loss_BT)
     if weights is not None:
         loss_BT = loss_BT * torch.where(mask_BT, weights.detach().to(loss_BT.dtype), 0.0)
     if keep is not None:
@@ -189,9 +188,8 @@ def corrected_policy_loss(
         weights=None if bypass else corrected.weights,
         keep=corrected.mask,
         normalizer=normalizer,
+        correction=correction,
         tokens=tokens,
-        reinforce=correction.objective == "bypass_reinforce",
-        clip_ratio_c=correction.clip_ratio_c,
     )
     if correction.rollout_penalty:
         known_BT = mask.bool() & rollout_logprobs.isfinite()
