@@ -4,13 +4,11 @@ import os
 import signal
 from collections.abc import Iterator
 
-import grpc
 import pytest
 from hypothesis import HealthCheck, settings
 
 from replay_client import ReplayClient
 from replay_protos import shared_memory
-from replay_protos.replay_pb2_grpc import ReplayStub
 
 # On a loaded machine examples can take longer than hypothesis allows by default, and so can making them. The examples
 # are the same in every run, so that no run fails by chance; `make fuzz` and REPLAY_MODEL_EXAMPLES look for others.
@@ -28,13 +26,6 @@ def client(server) -> Iterator[ReplayClient]:
     """Of the server of a test."""
     with ReplayClient(server.address, timeout=60.0) as client:
         yield client
-
-
-@pytest.fixture
-def stub(server) -> Iterator[ReplayStub]:
-    """Calls as they are, to the server of a test."""
-    with grpc.insecure_channel(server.address) as channel:
-        yield ReplayStub(channel)
 
 
 @pytest.fixture(params=["grpc", "shared memory"])

@@ -181,7 +181,7 @@ MAX_CODE = {
     "examples": (690, 6_361),
     "experiments": (4_218, 45_143),
     "benchmarks": (2_295, 21_378),
-    "tests": (37_391, 407_886),
+    "tests": (37_378, 407_695),
 }
 """Lines and tokens of code of each part (`tests/count.py`). A commit that cuts lowers them; no other changes them."""
 MAX_P95 = {

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from replay_client import RolloutGroup, group_from_completions, group_from_rows
@@ -89,40 +89,6 @@ def test_arrays_are_aligned_and_decoded_as_views():
         assert (array.ctypes.data - start) % ALIGNMENT == 0
         assert np.shares_memory(array, buffer)
         assert not array.flags.writeable
-
-
-def trajectories_with_segments() -> bytes:
-    group = make_trajectories(
-        token_advantages=np.ones(6),
-        extras={"routing": np.zeros((8, 2), np.uint8), "late": np.zeros(2)},
-        axes={"routing": "whole", "late": "rollout"},
-    )
-    later = segment({"value": np.zeros(3, ml_dtypes.bfloat16)}, value="sequence")
-    return group.encode() + later + segment(ragged([1], [], [2], [], [], []), kept="ragged:token")
-
-
-@pytest.mark.parametrize("encode", [lambda: full_group().encode(), trajectories_with_segments], ids=["full", "later"])
-@settings(max_examples=300)
-@given(data=st.data())
-def test_damaged_bytes_give_a_value_error_or_a_sound_group_never_anything_else(encode, data):
-    encoded = bytearray(encode())
-    for _ in range(data.draw(st.integers(1, 4))):
-        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
-    cut = data.draw(st.integers(0, len(encoded)))
-    try:
-        group = RolloutGroup.decode(bytes(encoded[:cut] if data.draw(st.booleans()) else encoded))
-    except ValueError:
-        return
-    assert group.completion_lengths.sum() == group.completion_ids.size == group.rollout_logprobs.size
-    assert group.trained_mask.size == group.completion_ids.size
-    assert sum(span.stop - span.start for span in group.sampled_spans()) == group.sampled_lengths.sum()
-    assert group.rollout_lengths.sum() == group.sampled_lengths.sum()
-    assert sum(span.stop - span.start for span in group.rollout_spans()) == group.num_tokens
-    for name in group.extras:
-        for sequence in range(group.num_sequences):
-            group.extra_of(name, sequence)
-        if group.axes.get(name) == "ragged:token":
-            assert group.offsets_of(name, 0)[-1] == len(group.extra_of(name, 0))
 
 
 def test_another_format_version_is_refused_by_its_number():

@@ -34,11 +34,21 @@ TABLES = [
 
 
 def rollout(data: bytes) -> None:
-    """Bytes decode to a group that encodes to the same facts again, or to a ValueError; nothing else."""
+    """Bytes decode to a sound group that encodes to the same facts again, or to a ValueError; nothing else."""
     try:
         group = RolloutGroup.decode(data)
     except ValueError:
         return
+    assert group.completion_lengths.sum() == group.completion_ids.size == group.rollout_logprobs.size
+    assert group.trained_mask.size == group.completion_ids.size
+    assert sum(span.stop - span.start for span in group.sampled_spans()) == group.sampled_lengths.sum()
+    assert group.rollout_lengths.sum() == group.sampled_lengths.sum()
+    assert sum(span.stop - span.start for span in group.rollout_spans()) == group.num_tokens
+    for name in group.extras:
+        for sequence in range(group.num_sequences):
+            group.extra_of(name, sequence)
+        if group.axes.get(name) == "ragged:token":
+            assert group.offsets_of(name, 0)[-1] == len(group.extra_of(name, 0))
     again = RolloutGroup.decode(group.encode())
     assert again == group or again.encode() == group.encode()  # NaN in meta differs from itself
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replay_client import ReplayClient
+from replay_client.columns.segments import encode_columns
 from replay_protos import SHORT_METHODS
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, frame_reader
@@ -192,12 +194,15 @@ def damaged(data: bytes, steps: list[tuple[str, int, bytes]]) -> bytes:
 
 
 GROUP = make_group(extras={"x": [1, 2, 3]}, meta={"a": [1, {"b": 2.5}]}, loss_mask=[True] * 6).encode()
+LATER = encode_columns({"value": np.zeros(3), "kept": np.zeros(2), "kept/offsets": [0, 1, 1, 2, 2, 2, 2]},
+                       {"value": "rollout", "kept": "ragged:token"})  # fmt: skip
 
 
+@pytest.mark.parametrize("encoded", [GROUP, b"".join([GROUP, *LATER])], ids=["group", "with later columns"])
 @given(damage)
 @settings(max_examples=300, deadline=None)
-def test_a_damaged_group_decodes_to_a_group_or_a_value_error(steps):
-    rollout(damaged(GROUP, steps))
+def test_a_damaged_group_decodes_to_a_sound_group_or_a_value_error(encoded, steps):
+    rollout(damaged(encoded, steps))
 
 
 @given(st.binary(max_size=300))
