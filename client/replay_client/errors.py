@@ -10,10 +10,12 @@ import grpc
 class ReplayError(Exception):
     """Base of every error of this package.
 
-    `code` says what happened to a program; the message says it to a person and is never to be parsed.
+    `code` says what happened to a program; the message says it to a person and is never to be parsed. `reason` is what
+    the server says with a code that several errors share; empty: any other reason, or none.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+    reason: ClassVar[str] = ""
 
 
 class TableNotFoundError(ReplayError):
@@ -57,6 +59,7 @@ class ServerBusyError(ReplayError):
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "server-busy"
 
 
 class StorageError(ReplayError):
@@ -67,6 +70,7 @@ class StorageError(ReplayError):
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "storage-failed"
 
 
 class DeadlineExceededError(ReplayError, TimeoutError):
@@ -102,6 +106,8 @@ class ShardDrainingError(ServerClosedError):
     A client of several servers inserts the item into another one.
     """
 
+    reason = "draining"
+
 
 class LeaseEndedError(ReplayError):
     """A batch that the insert was to close has gone back to its table, or was taken: another reader may have it now.
@@ -110,6 +116,7 @@ class LeaseEndedError(ReplayError):
     """
 
     code = grpc.StatusCode.ABORTED
+    reason = "lease-ended"
 
 
 class UnsupportedError(ReplayError):
@@ -118,24 +125,11 @@ class UnsupportedError(ReplayError):
     code = grpc.StatusCode.UNIMPLEMENTED
 
 
-_CLASSES: dict[grpc.StatusCode, type[ReplayError]] = {
-    cls.code: cls
-    for cls in (
-        TableNotFoundError,
-        InvalidRequestError,
-        StaleItemError,
-        PayloadTooLargeError,
-        TableFullError,
-        DeadlineExceededError,
-        ServerUnavailableError,
-        AuthenticationError,
-        ServerClosedError,
-        UnsupportedError,
-    )
-}
-_CLASSES[grpc.StatusCode.PERMISSION_DENIED] = AuthenticationError
-_BY_REASON: dict[str, type[ReplayError]] = {"server-busy": ServerBusyError, "storage-failed": StorageError}
-"""By the reason that comes with RESOURCE_EXHAUSTED. Any other reason, or none, means a full table."""
+_CLASSES = {
+    (kind.code, kind.reason): kind
+    for kind in list(vars().values())
+    if isinstance(kind, type) and issubclass(kind, ReplayError)
+} | {(grpc.StatusCode.PERMISSION_DENIED, ""): AuthenticationError}
 STATUSES = {code.value[0]: code for code in grpc.StatusCode}
 """By their numbers on the wire."""
 GONE = (ServerUnavailableError, ServerClosedError)
@@ -145,9 +139,5 @@ GONE = (ServerUnavailableError, ServerClosedError)
 def error_of(code: grpc.StatusCode | int, message: str, reason: str = "") -> ReplayError:
     """The error for a gRPC status (an enum member or its number) and the reason that the server gave with it."""
     status = STATUSES.get(code, grpc.StatusCode.UNKNOWN) if isinstance(code, int) else code
-    kind = _CLASSES.get(status, ReplayError)
-    if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        kind = _BY_REASON.get(reason, TableFullError)
-    if kind is ServerClosedError:
-        kind = {"draining": ShardDrainingError, "lease-ended": LeaseEndedError}.get(reason, kind)
+    kind = _CLASSES.get((status, reason)) or _CLASSES.get((status, ""), ReplayError)
     return kind(message or f"the server answered {status.name} without a message")
