@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Self
+from contextlib import AbstractAsyncContextManager, suppress
 
 from replay_client.errors import ReplayError
 from replay_client.records import MutationResult, Sample, SampleInfo
@@ -25,16 +23,7 @@ Renew = Callable[..., Awaitable[MutationResult]]
 """`AsyncReplayClient.renew`."""
 
 
-@dataclass
-class _Batch:
-    """What was drawn under one lease. Its payloads are not kept."""
-
-    infos: list[SampleInfo] = field(default_factory=list)
-    lost_at: float | None = None
-    """On the loop's clock: when its renewal failed first."""
-
-
-class AsyncKeeper:
+class AsyncKeeper(AbstractAsyncContextManager["AsyncKeeper"]):
     """Keeps samples leased; made by `AsyncReplayClient.keep()`, for `async with`.
 
     The end of the `async with` block ends the renewals, and no lease: `acknowledge` does that.
@@ -42,8 +31,10 @@ class AsyncKeeper:
 
     def __init__(self, renew: Renew, lease: float, on_lost: OnLost) -> None:
         self._renew, self._lease, self._on_lost = renew, lease, on_lost
-        self._batches: dict[int, _Batch] = {}
-        """By lease."""
+        self._batches: dict[int, list[SampleInfo]] = {}
+        """What was drawn under each lease. The payloads are not kept."""
+        self._lost_at: dict[int, float] = {}
+        """On the loop's clock: when the renewal of a lease failed first."""
         self._new = asyncio.Event()
         self._log = WaitLog("the renewal of leases", late=True)
         self._task: asyncio.Task[None] | None = None
@@ -52,7 +43,7 @@ class AsyncKeeper:
         """Renews their leases from now on, the first time at once. Samples without a lease are passed over."""
         for sample in samples:
             if sample.info.lease:
-                self._batches.setdefault(sample.info.lease, _Batch()).infos.append(sample.info)
+                self._batches.setdefault(sample.info.lease, []).append(sample.info)
         self._new.set()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -61,15 +52,13 @@ class AsyncKeeper:
         """Renews the leases of these samples no more. All samples of one draw have one lease."""
         for sample in samples:
             self._batches.pop(sample.info.lease, None)
+            self._lost_at.pop(sample.info.lease, None)
 
     async def close(self) -> None:
         """Ends the renewals."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -83,7 +72,7 @@ class AsyncKeeper:
             self._new.clear()
             if not self._batches:
                 continue
-            samples = [Sample(batch.infos[0], b"") for batch in self._batches.values()]
+            samples = [Sample(infos[0], b"") for infos in self._batches.values()]
             try:
                 renewed = await self._renew(samples, self._lease, timeout=self._lease / RENEWALS)
             except ReplayError as error:
@@ -96,14 +85,13 @@ class AsyncKeeper:
     def _see(self, missing: set[int], asked: set[int]) -> None:
         now, lost = asyncio.get_running_loop().time(), list[SampleInfo]()
         for lease in asked & self._batches.keys():
-            batch = self._batches[lease]
             if lease not in missing:
-                batch.lost_at = None
-            elif batch.lost_at is None:
-                batch.lost_at = now
-                lost += batch.infos
-            elif now - batch.lost_at > self._lease:
+                self._lost_at.pop(lease, None)
+            elif lease not in self._lost_at:
+                self._lost_at[lease] = now
+                lost += self._batches[lease]
+            elif now - self._lost_at[lease] > self._lease:
                 # A shard that is away counts as missing too. By now it has taken its samples back.
-                del self._batches[lease]
+                del self._batches[lease], self._lost_at[lease]
         if lost:
             self._on_lost(lost)
