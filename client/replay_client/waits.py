@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -46,31 +47,24 @@ def beat() -> None:
         Path(path).touch()
     except OSError as error:
         raise ValueError(
-            f"{VARIABLE}: cannot write {path}: {error.strerror}; name a file in a folder that is there"
+            f"{VARIABLE}: cannot write {path}: {error.strerror}; name one in a folder that is there"
         ) from error
 
 
 async def in_daemon_thread(work: Callable[[], Any]) -> Any:
     """The result of `work`, which runs in a thread. Neither the event loop nor the end of the program waits for it."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def complete(result: Any, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_result(result) if error is None else done.set_exception(error)
+    result: Future[Any] = Future()
 
     def run() -> None:
-        result, failure = None, None
+        result.set_running_or_notify_cancel()  # who stops to wait does not cancel it
         try:
-            result = work()
+            result.set_result(work())
         except BaseException as error:
-            # A future refuses to carry a StopIteration.
-            failure = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(complete, result, failure)
+            # A future of asyncio refuses to carry a StopIteration.
+            result.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
 
     threading.Thread(target=run, name="replay-work", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(result)
 
 
 class Deadline:
@@ -143,30 +137,25 @@ class Patience:
             self._pause = min(2 * self._pause, self._longest)
 
 
-class BlockingPatience:
-    """Patience for code without asyncio: `judge`, attempts and `sleep` are plain functions, and block their thread."""
+def try_patiently(
+    attempt: Callable[[], T],
+    judge: Callable[[Exception, bool], None],
+    timeout: float | None = None,
+    *,
+    sleep: Callable[[float], object] = time.sleep,
+    **pauses: float,
+) -> T:
+    """`Patience.result` for code without asyncio: plain functions, which block their thread; `pauses`: first, longest.
 
-    def __init__(
-        self,
-        judge: Callable[[Exception, bool], None],
-        timeout: float | None = None,
-        *,
-        first: float = 0.1,
-        longest: float = 2.0,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        """Arguments as those of Patience."""
-        self._patience = Patience(_async(judge), timeout, first=first, longest=longest, sleep=_async(sleep))
-
-    def result(self, attempt: Callable[[], T]) -> T:
-        """The result of `attempt`, made again until it succeeds. An attempt must not raise StopIteration."""
-        work = self._patience.result(_async(attempt))
-        try:
-            work.send(None)  # nothing in it waits for an event loop, so that it runs to its end
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        raise RuntimeError("an attempt waited for an event loop")
+    An attempt must not raise StopIteration.
+    """
+    work = Patience(_async(judge), timeout, sleep=_async(sleep), **pauses).result(_async(attempt))
+    try:
+        work.send(None)  # nothing in it waits for an event loop, so that it runs to its end
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise RuntimeError("an attempt waited for an event loop")
 
 
 def _async(function: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:

@@ -8,7 +8,7 @@ import pytest
 
 from replay_client import AsyncReplayClient, connection
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, ServerBusyError, ServerUnavailableError
-from replay_client.waits import BlockingPatience, Patience, beat
+from replay_client.waits import Patience, beat, try_patiently
 from replay_trainer.background import ServerWaits
 from tests.client.fake_server import FakeServer
 from tests.factories import async_until, turns, until
@@ -156,19 +156,21 @@ def test_a_thread_without_an_event_loop_has_the_same_patience():
             raise outcome
         return outcome
 
-    patience = BlockingPatience(judge, 60.0, first=0.5, longest=0.8, sleep=pauses.append)
-    assert patience.result(attempt) == 7
+    def tried():
+        return try_patiently(attempt, judge, 60.0, first=0.5, longest=0.8, sleep=pauses.append)
+
+    assert tried() == 7
     assert pauses == [0.5, 0.8]
     assert told == [(ServerBusyError, False), (ServerBusyError, False), (DeadlineExceededError, False)]
     outcomes += [ServerBusyError("busy"), 8, InvalidRequestError("wrong"), KeyError("a bug")]
     with pytest.raises(ServerBusyError):
-        BlockingPatience(judge, 0.0).result(attempt)
+        try_patiently(attempt, judge, 0.0)
     assert told[-1] == (ServerBusyError, True)
-    assert patience.result(attempt) == 8
+    assert tried() == 8
     with pytest.raises(InvalidRequestError):
-        patience.result(attempt)
+        tried()
     with pytest.raises(KeyError):
-        patience.result(attempt)
+        tried()
 
 
 async def test_a_client_tries_a_server_that_is_away_again_until_it_answers(monkeypatch):

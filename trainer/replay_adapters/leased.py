@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from replay_adapters.pool import AWAY, GroupPool
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, TableFullError
-from replay_client.waits import BlockingPatience, WaitLog
+from replay_client.waits import WaitLog, try_patiently
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.weights import OutputLock
 
@@ -100,7 +100,7 @@ class LeasedTable:
 
     def reach(self, attempt: Callable[[], T]) -> T:
         """The result of `attempt`, however long the table is full or the server is away."""
-        result = BlockingPatience(self._judge, first=0.0).result(attempt)
+        result = try_patiently(attempt, self._judge, first=0.0)
         self.waiting.go_on()
         return result
 

@@ -27,7 +27,7 @@ from replay_client.errors import (
 )
 from replay_client.scoring import carries_gradient, trained_priority
 from replay_client.settings import check_choice
-from replay_client.waits import BlockingPatience
+from replay_client.waits import try_patiently
 from replay_trainer.config import OnEmpty
 
 logger = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class GroupPool:
                 raise error
 
         try:
-            result = BlockingPatience(judge, 0.0 if self.problem else self.timeout, longest=_PAUSE).result(attempt)
+            result = try_patiently(attempt, judge, 0.0 if self.problem else self.timeout, longest=_PAUSE)
         except away as error:
             if self.on_unavailable == "raise":
                 raise
