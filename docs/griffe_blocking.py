@@ -8,7 +8,7 @@ import griffe
 
 
 class BlockingMethods(griffe.Extension):
-    """Gives each attribute `name = blocking(AsyncReplayClient.name)` the signature and docstring of its origin."""
+    """Gives the constructor and each `name = blocking(AsyncReplayClient.name)` what their origin says."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Runs when a package has been read."""
@@ -16,7 +16,7 @@ class BlockingMethods(griffe.Extension):
             return
         origin, derived = pkg["aio.AsyncReplayClient"], pkg["client.ReplayClient"]
         for name, member in list(derived.members.items()):
-            if not (member.is_attribute and str(member.value).startswith("blocking(")):
+            if name != "__init__" and not (member.is_attribute and str(member.value).startswith("blocking(")):
                 continue
             method = origin.members[name]
             derived.set_member(

@@ -111,8 +111,7 @@ PUBLIC = {
     "replay_protos": {module.partition(".")[2] for module in modules_of("replay_protos")},
     "replay_server": {"config", "shards", "tables.config"},
     "replay_client": {
-        *("access", "columns", "columns.kept", "errors", "records", "rollout", "scoring", "settings", "tracing"),
-        "waits",
+        *("access", "columns", "errors", "kept", "records", "rollout", "scoring", "settings", "tracing", "waits"),
     },
     "replay_generator": {
         *("config", "engines", "environments", "prompts", "rewards", "rollouts", "stored_prompts"),
@@ -172,16 +171,16 @@ MAX_CODE = {
     "replay_server/tables": (3_394, 35_123),
     "replay_server/storage": (1_534, 15_837),
     "replay_server/rpc": (2_142, 20_666),
-    "replay_client": (5_316, 49_664),
-    "replay_generator": (4_583, 41_659),
-    "replay_dashboard": (1_799, 20_409),
+    "replay_client": (4_900, 47_272),
+    "replay_generator": (4_583, 41_647),
+    "replay_dashboard": (1_799, 20_407),
     "replay_cli": (2_697, 25_783),
-    "replay_trainer": (3_996, 39_065),
-    "replay_adapters": (2_325, 23_904),
+    "replay_trainer": (3_996, 39_061),
+    "replay_adapters": (2_325, 23_896),
     "examples": (690, 6_361),
     "experiments": (4_218, 45_143),
-    "benchmarks": (2_295, 21_378),
-    "tests": (37_378, 407_695),
+    "benchmarks": (2_295, 21_373),
+    "tests": (37_376, 407_604),
 }
 """Lines and tokens of code of each part (`tests/count.py`). A commit that cuts lowers them; no other changes them."""
 MAX_P95 = {
@@ -220,11 +219,10 @@ def test_functions_are_short(package):
 # ------------------------------------------------------------------------------------------------ files
 
 MAX_LINES, MAX_FLOORS, MAX_FILES, MAX_PARAMETERS, MAX_NESTING, MAX_TAKERS = 700, 13, 16, 10, 5, 5
-HIGH = {"replay_client": 14}
 VERBS = ("take", "give_back", "start", "put", "load")
 """Of the domain. Each means one thing, and so it is on few classes."""
 WRITTEN = [path for root in PACKAGES.values() for path in files_of(root)]
-FULL = {"client/replay_client": 23, "tests/system": 24, "tests/trainer": 24}
+FULL = {"client/replay_client": 20, "tests/system": 24, "tests/trainer": 24}
 SMALL = {"event_loop"}
 BESIDE = ("tests", "examples", "experiments", "benchmarks")
 WIDE = {"list_items": 12}
@@ -248,7 +246,7 @@ def test_a_module_has_40_lines_at_least_unless_it_is_a_face():
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_chain_of_imports_is_longer_than_13_files(package):
-    assert floors(package) <= HIGH.get(package, MAX_FLOORS)
+    assert floors(package) <= MAX_FLOORS
 
 
 def test_a_client_of_one_server_loads_32_files_and_3800_lines_at_most():

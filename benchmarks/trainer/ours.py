@@ -49,7 +49,7 @@ class EndlessClient:
         return SimpleNamespace(admission=None, tables={}, clients=[])
 
     def policy(self, **_: Any) -> Policy:
-        return Policy(0, "", 0.0)
+        return Policy()
 
     def leave(self, **_: Any) -> None:
         """Nobody looks at this server."""

@@ -117,7 +117,7 @@ def _with_adapter(model: Any, lora: Any, seed: int) -> Any:
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    from replay_client.settings import unknown_name
+    from replay_protos.settings import unknown_name
 
     if not isinstance(lora, dict):
         raise ValueError(f"lora is a section of the file: [lora], with r = 16 below it, not lora = {lora!r}")

@@ -120,17 +120,14 @@ class Access:
         if self.name is not None:
             check_name(self.name)
         for address in split_addresses(self.address).values():
-            self._check(address)
+            host = check_address(address, "address")
+            if self.token is not None and self.tls is None and not is_loopback(host) and not self.allow_insecure_token:
+                raise ValueError(
+                    f"refusing to send the token to {address} unencrypted: anyone on the network could read it. "
+                    f"Use TLS (tls=..., REPLAY_TLS_CA or --tls-ca), or say that you trust the network "
+                    f"(allow_insecure_token=True, REPLAY_ALLOW_INSECURE_TOKEN=1)"
+                )
         object.__setattr__(self, "_credentials", None if self.tls is None else self.tls.credentials())
-
-    def _check(self, address: str) -> None:
-        host = check_address(address, "address")
-        if self.token is not None and self.tls is None and not is_loopback(host) and not self.allow_insecure_token:
-            raise ValueError(
-                f"refusing to send the token to {address} unencrypted: anyone on the network could read it. "
-                f"Use TLS (tls=..., REPLAY_TLS_CA or --tls-ca), or say that you trust the network "
-                f"(allow_insecure_token=True, REPLAY_ALLOW_INSECURE_TOKEN=1)"
-            )
 
     @classmethod
     def find(cls, *, environment: Mapping[str, str] | None = None, **given: Any) -> Self:
@@ -156,30 +153,19 @@ class Access:
             if {"token", "token_file"} & source.keys():
                 found = {name: value for name, value in found.items() if name not in ("token", "token_file")}
             found |= source
-
-        def setting(name: str, default: Any = None) -> Any:
-            return found.get(name, (default, ""))[0]
-
         if "token" in found and "token_file" in found:
             raise ValueError(f"both {found['token'][1]} and {found['token_file'][1]} are set: set one of them")
-        token = setting("token")
+        values: dict[str, Any] = {name: found[name][0] for name in SETTINGS if name in found}
+        values |= {name: _flag(*found[name]) for name in _SWITCHES if name in found}
         if "token_file" in found:
-            token = _read_token(*found["token_file"])
-        elif token is not None:
-            check_token(token, found["token"][1])
-        files = {name: setting(f"tls_{name}") for name in ("ca", "cert", "key", "server_name")}
-        wanted = _flag(*found["tls"]) if "tls" in found else any(files.values())
-        where, named_by = found.get("address", (DEFAULT_ADDRESS, ""))
-        for one in split_addresses(where).values():
-            check_address(one, named_by)
-        return cls(
-            address=where,
-            token=token,
-            tls=TLS(**files) if wanted else None,
-            allow_insecure_token="allow_insecure_token" in found and _flag(*found["allow_insecure_token"]),
-            shared_memory="shared_memory" not in found or _flag(*found["shared_memory"]),
-            name=setting("name"),
-        )
+            values["token"] = _read_token(values.pop("token_file"), found["token_file"][1])
+        elif "token" in found:
+            check_token(*found["token"])
+        for one in split_addresses(values.get("address", DEFAULT_ADDRESS)).values():
+            check_address(one, found["address"][1] if "address" in found else "address")
+        files = {name: values.pop(f"tls_{name}", None) for name in ("ca", "cert", "key", "server_name")}
+        values["tls"] = TLS(**files) if values.get("tls", any(files.values())) else None
+        return cls(**values)
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of a client for these settings, without the address."""
@@ -208,10 +194,7 @@ def check_address(address: str, source: str) -> str:
     """Returns the host of host:port. Raises ValueError that names the source."""
     host, _, port = address.rpartition(":")
     if not host or "/" in address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(
-            f"{source} must be host:port with a port from 1 to 65535 and without http://, for example "
-            f"{DEFAULT_ADDRESS}, not {address!r}"
-        )
+        raise ValueError(f"{source} must be host:port with a port from 1 to 65535, not {address!r}")
     return host
 
 

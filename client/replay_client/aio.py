@@ -1,6 +1,6 @@
 """AsyncReplayClient: the client for code with asyncio. ReplayClient is derived from it.
 
-Each method makes a request of its arguments. With one server the request goes straight to it (`one_server`); with
+Each method makes a request of its arguments. With one server the request goes straight to it (`OneServer`); with
 several, `replay_client.shards` has the rules by which they share it.
 """
 
@@ -16,12 +16,10 @@ import numpy.typing as npt
 
 from replay_client import tracing
 from replay_client.access import TLS, Access, joined_addresses, split_addresses
-from replay_client.columns.encoding import Buffer
-from replay_client.connection import DEFAULT, Timeout, check_timeout, seconds_of
+from replay_client.columns import Buffer
+from replay_client.connection import DEFAULT, OneServer, Timeout, check_timeout, seconds_of
 from replay_client.errors import InvalidRequestError
-from replay_client.frames import Item, check_extension
 from replay_client.keeping import AsyncKeeper, OnLost
-from replay_client.one_server import OneServer
 from replay_client.records import (
     CheckpointInfo,
     ExtendResult,
@@ -33,16 +31,24 @@ from replay_client.records import (
     ServerInfo,
     StoredItem,
     TableInfo,
-    item_page_of,
-    policy_of,
     server_info_of,
     stored_items_of,
 )
-from replay_client.requests import KeySequence, column, message_of, once, priorities_message, shortened, tag_filters
+from replay_client.requests import (
+    Item,
+    KeySequence,
+    check_extension,
+    column,
+    message_of,
+    once,
+    priorities_message,
+    shortened,
+    tag_filters,
+)
 from replay_client.rollout import RolloutGroup
-from replay_client.sampling import AsyncSampler, OnLease, SingleBatches, ignore
+from replay_client.sampling import AsyncSampler, OnLease, Series, SingleBatches, ignore
 from replay_client.waits import Deadline
-from replay_client.writer import AsyncWriter, Pipeline
+from replay_client.writer import AsyncWriter
 from replay_protos import replay_pb2 as pb
 
 if TYPE_CHECKING:
@@ -69,7 +75,7 @@ def servers_of(access: Access, timeout: float | None) -> Servers:
     """The servers at the address of `access`. Raises ValueError for one that cannot be used."""
     if len(split_addresses(access.address)) == 1:
         one = OneServer(access, timeout)
-        return Servers(one, one, SingleBatches(one.connection), one, one)
+        return Servers(one, one, SingleBatches(one), one, one)
     # A client of one server needs none of this.
     from replay_client.shards.fleet import Fleet
     from replay_client.shards.placing import Placement
@@ -196,8 +202,7 @@ class AsyncReplayClient:
         its tables, in seconds.
         """
         seconds = self._seconds(timeout)
-        pipeline = Pipeline(self._fleet, self._placement, max_in_flight, max_bytes, seconds)
-        return AsyncWriter(pipeline, self._keys)
+        return AsyncWriter(self._fleet, self._placement, self._keys, max_in_flight, max_bytes, seconds)
 
     async def extend(
         self,
@@ -288,11 +293,7 @@ class AsyncReplayClient:
         The result counts batches, and not samples. It names a batch as `missing` if its lease had ended; the server
         has then taken the items back.
         """
-
-        def request_for(leases: list[int]) -> pb.DrawRequest:
-            return pb.DrawRequest(give_back=leases) if give_back else pb.DrawRequest(take=leases)
-
-        return await self._draws.end(samples, request_for, self._seconds(timeout))
+        return await self._draws.end(samples, "give_back" if give_back else "take", self._seconds(timeout))
 
     async def renew(self, samples: Iterable[Sample], lease: float, *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Lets the leases of samples end `lease` seconds from now. The samples are in use from then on.
@@ -300,11 +301,7 @@ class AsyncReplayClient:
         Their items join the table of `forward_to`, and their leases go on after a restart of a durable server. The
         result counts batches, and names as `missing` those whose lease had ended; `take` then takes their items.
         """
-
-        def request_for(leases: list[int]) -> pb.DrawRequest:
-            return message_of(pb.DrawRequest, renew=leases, seconds=lease)
-
-        return await self._draws.end(samples, request_for, self._seconds(timeout))
+        return await self._draws.end(samples, "renew", self._seconds(timeout), lease)
 
     def keep(self, samples: Iterable[Sample], lease: float, on_lost: OnLost) -> AsyncKeeper:
         """Renews the leases of samples in the background, each four times within `lease` seconds, until it is closed.
@@ -345,7 +342,7 @@ class AsyncReplayClient:
         """
         fields = {"num_samples": batch_size, "allow_repeats": not distinct, "lease": lease}
         request = message_of(pb.SampleRequest, table=table, **fields)
-        return self._draws.sampler(request, prefetch, self._seconds(timeout), on_lease)
+        return self._draws.sampler(Series(request, prefetch, self._seconds(timeout), on_lease))
 
     # ---------------------------------------------------------------------------------- update, delete, get, list
 
@@ -422,7 +419,7 @@ class AsyncReplayClient:
             max_staleness=max_staleness,
             tags=tag_filters(tags),
         )
-        return await self._fleet.pages(request, self._seconds(timeout), item_page_of)
+        return await self._fleet.pages(request, self._seconds(timeout))
 
     # ------------------------------------------------------------------------------------------------ tables
 
@@ -437,8 +434,7 @@ class AsyncReplayClient:
         Raises InvalidRequestError for a field that does not exist or cannot change.
         """
         request = pb.UpdateTableRequest(table=table, changes=json.dumps(changes))
-        info: TableInfo = await self._fleet.ask_all("UpdateTable", once(request), self._seconds(timeout), lambda it: it)
-        return info
+        return await self._fleet.ask_all("UpdateTable", once(request), self._seconds(timeout), lambda it: it)
 
     async def reset(self, table: str, *, timeout: Timeout = DEFAULT) -> int:
         """Empties a table and sets its counters to 0. Returns how many items were removed."""
@@ -468,7 +464,7 @@ class AsyncReplayClient:
 
     async def policy(self, *, timeout: Timeout = DEFAULT) -> Policy:
         """The current policy version, and where the trainer saved its weights."""
-        return await self._fleet.ask("GetPolicy", pb.GetPolicyRequest(), self._seconds(timeout), policy_of)
+        return await self._fleet.ask("GetPolicy", pb.GetPolicyRequest(), self._seconds(timeout), lambda policy: policy)
 
     async def watch_policy(self) -> AsyncGenerator[Policy]:
         """Yields the current policy, then every new one. If several come quickly, it may yield only the newest.

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar
 
-from replay_client.access import TLS
 from replay_client.aio import AsyncReplayClient
-from replay_client.columns.encoding import Buffer
+from replay_client.columns import Buffer
 from replay_client.connection import DEFAULT, Timeout
-from replay_client.errors import DeadlineExceededError, ReplayError, ServerClosedError
+from replay_client.errors import ReplayError, ServerClosedError
 from replay_client.keeping import AsyncKeeper
-from replay_client.loop_thread import LoopThread, Wake
 from replay_client.records import PermitLease, Policy, Sample
+from replay_client.requests import Item
 from replay_client.rollout import RolloutGroup
 from replay_client.sampling import AsyncSampler
+from replay_client.transport import forks
 from replay_client.writer import AsyncWriter
+from replay_protos.event_loop import new_event_loop
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,6 +60,13 @@ def handing_out(
     return call
 
 
+def constructed_as(
+    origin: Callable[Concatenate[AsyncReplayClient, P], None],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[ReplayClient, P], None]]:
+    """Gives a constructor the parameters and the docstring of `origin`."""
+    return wraps(origin)
+
+
 class _Blocking(Generic[A]):
     """A writer, sampler or keeper of a blocking client, for `with`. It calls the asyncio one on its thread."""
 
@@ -83,7 +94,6 @@ class Writer(_Blocking[AsyncWriter]):
 
     def __init__(self, thread: LoopThread, writer: AsyncWriter) -> None:
         super().__init__(thread, writer)
-        self._pipeline = writer.pipeline
         self.refused: Mapping[int, ReplayError] = writer.refused
         """The items that the server refused: their keys, each with the reason."""
         self.evicted: Mapping[int, tuple[str, ...]] = writer.evicted
@@ -109,21 +119,17 @@ class Writer(_Blocking[AsyncWriter]):
         """
         # No hand-over to the loop: it would cost more than all the rest.
         self._thread.check()
-        item = self._aio.item(group, priorities, key, policy_version, permits, tags)
-        if not self._pipeline.offer(item):
+        key = next(self._aio.keys) if key is None else key
+        item = Item.of(key, group, priorities, policy_version, self._aio.timeout, permits, tags)
+        if not self._aio.offer(item):
             room = Wake()
-            while not self._pipeline.offer(item, room.set):
-                room.wait(None)
+            while not self._aio.offer(item, room.set):
+                room.wait()
         return item.key
 
     def flush(self, timeout: Timeout = DEFAULT) -> None:
         """Returns when everything inserted so far is acknowledged. Raises the first error of any of it."""
-        # This thread waits, and not the loop: that saves a hand-over.
-        self._thread.check()
-        seconds, drained = self._pipeline.seconds(timeout), Wake()
-        while not self._pipeline.drained(drained.set):
-            if not drained.wait(seconds):
-                raise DeadlineExceededError(self._pipeline.waiting())
+        self._thread.run(self._aio.flush(timeout))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -182,37 +188,9 @@ class ReplayClient:
     Close the client, or use it as a context manager. A client does not work in a forked process: use `spawn`.
     """
 
-    def __init__(
-        self,
-        address: str | Sequence[str],
-        timeout: float | None = 30.0,
-        *,
-        token: str | None = None,
-        tls: TLS | bool = False,
-        allow_insecure_token: bool = False,
-        shared_memory: bool = True,
-        name: str | None = None,
-    ) -> None:
-        """`tls`: True for a server whose certificate a public authority signed, or a TLS that names files.
-
-        `shared_memory=False` sends payloads over gRPC even to a server on this host. `name`: how the server lists this
-        client among those that insert, sample or publish; host:pid unless given.
-
-        A token goes to other machines only over TLS, unless `allow_insecure_token` says that the network is trusted.
-        Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
-        forked while gRPC was in use.
-        """
-        self._start(
-            AsyncReplayClient(
-                address,
-                timeout,
-                token=token,
-                tls=tls,
-                allow_insecure_token=allow_insecure_token,
-                shared_memory=shared_memory,
-                name=name,
-            )
-        )
+    @constructed_as(AsyncReplayClient.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._start(AsyncReplayClient(*args, **kwargs))
 
     @classmethod
     def from_env(cls, timeout: float | None = 30.0, **settings: Any) -> Self:
@@ -295,3 +273,143 @@ class ReplayClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# -------------------------------------------------------------------------------------------------------- the thread
+
+# gRPC may still call a loop after the last call on it has ended, and writes an error to stderr if the loop is closed.
+# The loops of closed clients therefore stay open, each with its `forks()`, and later clients use them again.
+_idle_loops: deque[tuple[int, asyncio.AbstractEventLoop]] = deque()
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    while _idle_loops:
+        made_at, loop = _idle_loops.pop()
+        if made_at == forks():
+            return loop
+    return new_event_loop()
+
+
+class Wake:
+    """Lets one thread wait until another one sets it. The wait clears it. It costs a quarter of a `threading.Event`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        with suppress(RuntimeError):  # it is set already
+            self._lock.release()
+
+    def wait(self) -> None:
+        """A signal can end the wait."""
+        # A wait without an end would miss a signal that comes in the moment before it: Python has noted it then, and
+        # looks at its notes when the wait ends, not before. Ctrl-C and SIGTERM would do nothing.
+        while not self._lock.acquire(timeout=1.0):
+            pass
+
+
+class _Call(Generic[T]):
+    """A coroutine that runs on a loop while the calling thread waits for it.
+
+    It tells the thread itself that it has ended. The future of `asyncio.run_coroutine_threadsafe` would learn that from
+    a callback, one turn of the loop later.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
+        self._work, self._loop = work, loop
+        self._task: asyncio.Task[None] | None = None
+        self._value: T
+        self._error: BaseException | None = asyncio.CancelledError()  # before it began
+        self._ended = Wake()
+        loop.call_soon_threadsafe(self._start)
+
+    def result(self) -> T:
+        """Waits for the result of the coroutine. An interrupt of this wait cancels the coroutine."""
+        try:
+            self._ended.wait()
+        except BaseException:
+            self._loop.call_soon_threadsafe(self._cancel)
+            raise
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                self._error = None  # it refers to this frame, which refers to it
+        return self._value
+
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._run())
+        self._task.add_done_callback(self._end)
+
+    def _cancel(self) -> None:
+        assert self._task is not None, "callbacks run in order"
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            self._value, self._error = await self._work, None
+        except BaseException as error:
+            self._error = error
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+        finally:
+            self._ended.set()
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._work.close()
+        self._ended.set()
+
+
+class LoopThread:
+    """An event loop in a daemon thread, for calls from other threads."""
+
+    def __init__(self) -> None:
+        self.loop = _event_loop()
+        self._made_at = forks()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="replay-client", daemon=True)
+        self._thread.start()
+        self._closed = False
+
+    def check(self) -> None:
+        """Raises RuntimeError after a fork, and ServerClosedError after `close`."""
+        if self._made_at != forks():
+            raise RuntimeError(
+                "this ReplayClient was made before a fork and does not work after it; make one in each process"
+            )
+        if self._closed:
+            raise ServerClosedError("this client is closed")
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` on the loop and returns its result. An interrupt of the calling thread cancels `work`."""
+        try:
+            self.check()
+        except BaseException:
+            work.close()
+            raise
+        return self._run(work)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return _Call(work, self.loop).result()
+        except asyncio.CancelledError:
+            raise ServerClosedError("this client was closed while the call waited") from None
+
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        """Runs `last`, ends the calls of other threads with ServerClosedError, and stops the loop."""
+        if self._closed or self._made_at != forks():
+            last.close()
+            return
+        self._closed = True
+
+        async def finish() -> None:
+            await last
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        self._run(finish())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        _idle_loops.append((self._made_at, self.loop))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replay_client.columns.axes import OFFSETS, RAGGED
+from replay_client.columns import OFFSETS, RAGGED
 from replay_client.rollout import Int32, RolloutGroup, vector
 
 Columns = Mapping[str, tuple[str, Sequence[Any]]]
@@ -77,16 +77,18 @@ def group_from_rows(
     contexts_S = [ids[shared:] for ids in prompts_S]
     completions_S = [np.asarray(ids).reshape(-1) for ids in completions]
     logprobs_S = [np.asarray(lps, dtype=np.float32).reshape(-1) for lps in logprobs]
-    if any(ids.size for ids in contexts_S):
-        fields["context_lengths"] = np.array([ids.size for ids in contexts_S], np.int32)
+    lengths_S = [ids.size for ids in contexts_S]
+    if any(lengths_S):
+        fields["context_lengths"] = np.array(lengths_S, np.int32)
     if loss_masks is not None:
-        fields["loss_mask"] = _behind(contexts_S, loss_masks, np.bool_)
+        fields["loss_mask"] = _behind(lengths_S, (np.asarray(row, np.bool_).reshape(-1) for row in loss_masks))
     if token_advantages is not None:
-        fields["token_advantages"] = _behind(contexts_S, token_advantages, np.float32)
+        advantages_S = (np.asarray(row, np.float32).reshape(-1) for row in token_advantages)
+        fields["token_advantages"] = _behind(lengths_S, advantages_S)
     if columns:
         extras, axes = dict(fields.get("extras", {})), dict(fields.get("axes", {}))
         for name, (axis, rows) in columns.items():
-            extras |= _column(name, axis, rows, shared, [ids.size for ids in contexts_S])
+            extras |= _column(name, axis, rows, shared, lengths_S)
             axes[name] = axis
         fields |= {"extras": extras, "axes": axes}
     return group_from_completions(
@@ -99,12 +101,14 @@ def group_from_rows(
     )
 
 
-def _behind(contexts_S: list[Int32], rows: Iterable[npt.ArrayLike], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """(T,) the values of all rows, with 0 for the tokens of their contexts."""
-    rows_S = [np.asarray(row, dtype=dtype).reshape(-1) for row in rows]
-    return _joined(
-        *(part for c, row in zip(contexts_S, rows_S, strict=True) for part in (np.zeros(c.size, dtype), row))
-    )
+def _behind(contexts_S: Sequence[int], rows: Iterable[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """(T, ...) the values of all rows, with zeros for the tokens of their contexts."""
+    parts = [
+        part
+        for context, row in zip(contexts_S, rows, strict=True)
+        for part in (np.zeros_like(row, shape=(context, *row.shape[1:])), row)
+    ]
+    return np.concatenate(parts or [np.zeros(0)])
 
 
 def row_of(group: RolloutGroup, name: str, sequence: int) -> Any:
@@ -127,15 +131,7 @@ def _column(
         rows_S = [np.asarray(row) for row in rows]
         return {name: np.concatenate([*(row[:shared] for row in rows_S[:1]), *(row[shared:] for row in rows_S)])}
     if axis == "token":
-        return {
-            name: np.concatenate(
-                [
-                    part
-                    for context, row in zip(contexts_S, map(np.asarray, rows), strict=True)
-                    for part in (np.zeros_like(row, shape=(context, *row.shape[1:])), row)
-                ]
-            )
-        }
+        return {name: _behind(contexts_S, map(np.asarray, rows))}
     if axis != RAGGED:
         raise ValueError(f"columns has {name!r} with the axis {axis!r}: put it into extras and axes")
     offsets, start = [np.zeros(1, np.int8)], 0

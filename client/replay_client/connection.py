@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final, NamedTuple, SupportsFloat, TypeVar
+from typing import Any, Final, SupportsFloat, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from replay_client import forks
 from replay_client.access import TLS, Access
 from replay_client.errors import (
+    GONE,
     AuthenticationError,
+    DeadlineExceededError,
     InvalidRequestError,
     ReplayError,
     ServerClosedError,
     ServerUnavailableError,
     error_of,
 )
-from replay_client.frames import Item, pack_items
-from replay_client.records import Policy, policy_of
-from replay_client.rings.transport import RingTransport
-from replay_client.transport import NOT_KNOWN, GrpcTransport, IdleStreams, Transport, failure
+from replay_client.records import ItemPage, MutationResult, PermitLease, Policy, item_page_of, lease_of
+from replay_client.requests import Item, once, pack_items, unchanged_row
+from replay_client.rings import RingTransport
+from replay_client.transport import NOT_KNOWN, Transport, check_grpc, failure, forks
 from replay_client.waits import Patience
 from replay_protos import REASON_KEY, SHORT_METHODS
 from replay_protos import replay_pb2 as pb
@@ -64,12 +65,13 @@ class Connection:
     """Whether the server can be reached. It stays True for a server that nobody watches."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
-        forks.check_grpc()
-        check_timeout(timeout)
+        check_grpc()
         self.access = access
         self.timeout = timeout
-        self._open: _Open | None = None
-        self._left: list[_Open] = []
+        self._transport: Transport | None = None
+        self._made_at = 0
+        """`forks()` when the transport was made."""
+        self._left: list[Transport] = []
         """Those of earlier addresses."""
         self._closed = False
 
@@ -80,7 +82,7 @@ class Connection:
     @property
     def carries(self) -> str:
         """How payloads travel: "shared memory", or "grpc: " with the reason."""
-        return NOT_KNOWN if self._open is None else self._open.transport.carries
+        return NOT_KNOWN if self._transport is None else self._transport.carries
 
     async def find_transport(self) -> str:
         """As `carries`, but first finds out whether the server is on this host."""
@@ -90,31 +92,24 @@ class Connection:
     @property
     def transport(self) -> Transport:
         """The way to the server, without retries."""
-        return self._opened().transport
+        # A transport belongs to the event loop that runs when it is made. So make it at the first use.
+        if self._transport is None:
+            if self._closed:
+                raise ServerClosedError("this client is closed")
+            check_grpc()
+            self._transport, self._made_at = open_transport(self.access), forks()
+        elif self._made_at != forks():
+            raise RuntimeError(
+                "this client was used before a fork and does not work after it; make one in each process"
+            )
+        return self._transport
 
     def move(self, address: str) -> None:
         """Send new calls to `address`. Calls under way stay on the old connection and end with it."""
         self.access = replace(self.access, address=address)
-        if self._open is not None:
-            self._left.append(self._open)
-            self._open = None
-
-    def _opened(self) -> _Open:
-        # A transport belongs to the event loop that runs when it is made. So make it at the first use.
-        if self._open is None:
-            if self._closed:
-                raise ServerClosedError("this client is closed")
-            forks.check_grpc()
-            transport = open_transport(self.access)
-            inserts, short_calls = (
-                IdleStreams(partial(transport.stream, method)) for method in ("InsertStream", "Calls")
-            )
-            self._open = _Open(transport, inserts, short_calls, forks.count())
-        elif self._open.made_at != forks.count():
-            raise RuntimeError(
-                "this client was used before a fork and does not work after it; make one in each process"
-            )
-        return self._open
+        if self._transport is not None:
+            self._left.append(self._transport)
+            self._transport = None
 
     async def call(self, attempt: Callable[[float | None], Awaitable[T]], timeout: float | None) -> T:
         """The result of `attempt(rpc_timeout)`. Tries again until a server answers or the timeout ends."""
@@ -131,31 +126,24 @@ class Connection:
         """Tries again for `timeout` seconds while the server does not answer, and raises any other failure at once."""
 
         async def judge(error: Exception, late: bool) -> None:
-            if isinstance(error, grpc.aio.AioRpcError):
-                if (raised := self._why_not_again(error, late, timeout)) is None:
-                    return
-                raise raised from None
-            raise error
+            if not isinstance(error, grpc.aio.AioRpcError):
+                raise error
+            details = error.details() or ""
+            if remedy := _tls_remedy(details, self.access.tls):
+                raise AuthenticationError(f"{self.address}: {remedy}") from None
+            # grpc.aio reports INTERNAL, and not the true status, for a write to a stream that has just ended. A server
+            # that stops without grace ends its calls with CANCELLED; a call that this client cancels raises
+            # CancelledError. A server that answers says why it cannot do it now.
+            if error.code() not in GONE_CODES or (late and (error.trailing_metadata() or {}).get(REASON_KEY)):
+                raise reported(error, self.address, timeout) from None
+            if late:
+                waited = "" if not timeout else f" (tried for {timeout:.3g} s)"
+                raise ServerUnavailableError(
+                    f"no replay server answers at {self.address}{waited}: {details}; is it running (`replay serve`), "
+                    f"and is the address right?{_closed_remedy(details, self.access.tls)}"
+                ) from None
 
         return Patience(judge, timeout, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)
-
-    def _why_not_again(self, error: grpc.aio.AioRpcError, late: bool, timeout: float | None) -> ReplayError | None:
-        """The error for the caller of a failed call; None: another attempt may succeed. `late`: no time is left."""
-        details = error.details() or ""
-        if remedy := _tls_remedy(details, self.access.tls):
-            return AuthenticationError(f"{self.address}: {remedy}")
-        # grpc.aio reports INTERNAL, and not the true status, for a write to a stream that has just ended. A server that
-        # stops without grace ends its calls with CANCELLED; a call that this client cancels raises CancelledError.
-        # A server that answers says why it cannot do it now.
-        if error.code() not in GONE_CODES or (late and (error.trailing_metadata() or {}).get(REASON_KEY)):
-            return reported(error, self.address, timeout)
-        if not late:
-            return None
-        waited = "" if not timeout else f" (tried for {timeout:.3g} s)"
-        return ServerUnavailableError(
-            f"no replay server answers at {self.address}{waited}: {details}; is it running (`replay serve`), and is "
-            f"the address right?{_closed_remedy(details, self.access.tls)}"
-        )
 
     async def unary(self, method: str, request: Message, timeout: float | None) -> Any:
         """The server's answer to one request. Tries again until the server answers or the timeout ends."""
@@ -164,25 +152,22 @@ class Connection:
             data = request.SerializeToString()
 
         async def attempt(seconds: float | None) -> Any:
-            opened = self._opened()
-            if data is not None and opened.short_calls.free:
-                answer = await opened.short_calls.exchange([pb.CallRequest(method=method, request=data)], seconds)
+            transport = self.transport
+            if data is not None and transport.short_calls.free:
+                answer = await transport.short_calls.exchange([pb.CallRequest(method=method, request=data)], seconds)
                 if answer.code:
                     raise failure(answer.code, answer.message, answer.reason)
                 return pb.MutationResponse.FromString(answer.response)
-            return await opened.transport.call(method, request, seconds)
+            return await transport.call(method, request, seconds)
 
         return await self.call(attempt, timeout)
 
     async def insert(self, item: Item) -> pb.InsertResponse:
         """Inserts or extends one item, and tries again likewise. Raises the reason if the server refuses it."""
         frames = list(pack_items([item]))
-
-        async def attempt(seconds: float | None) -> pb.InsertResponse:
-            answer: pb.InsertResponse = await self._opened().inserts.exchange(frames, seconds)
-            return answer
-
-        answer = await self.call(attempt, item.timeout)
+        answer: pb.InsertResponse = await self.call(
+            lambda left: self.transport.inserts.exchange(frames, left), item.timeout
+        )
         for error in answer.errors:
             raise error_of(error.code, error.message, error.reason)
         return answer
@@ -192,26 +177,87 @@ class Connection:
 
     async def close(self) -> None:
         """Close the channel. With the last channel gRPC ends its threads; the process may then fork."""
-        opened, self._open, self._closed = self._open, None, True
-        for each in [*self._left, *([opened] if opened is not None else ())]:
-            await each.inserts.close()
-            await each.short_calls.close()
-            await each.transport.close()
+        opened, self._transport, self._closed = self._transport, None, True
+        for each in (*self._left, opened):
+            if each is not None:
+                await each.close()
 
 
-class _Open(NamedTuple):
-    """An open transport with its idle streams."""
+class OneServer(Connection):
+    """The server of a client of one. Nothing is shared out: each request goes straight to it.
 
-    transport: Transport
-    inserts: IdleStreams
-    short_calls: IdleStreams
-    made_at: int
-    """`forks.count()` then."""
+    It stands where a client of several has a Fleet, a Placement, a PolicyBoard and a PermitOffice, and has their
+    methods. `aio.servers_of` chooses between the two, once. Timeouts are in seconds; None waits for ever. Errors are
+    those of `Connection.unary`.
+    """
+
+    decided = True
+    """A writer need not wait until it is known which servers can be reached."""
+
+    def __init__(self, access: Access, timeout: float | None) -> None:
+        super().__init__(access, timeout)
+        self.shards = [self]
+        self.listeners: list[Callable[[Any], None]] = []
+        """Nobody watches the only server, so that these are never called."""
+
+    # ------------------------------------------------------------------------------------------------ as a Fleet
+
+    def connect(self) -> None:
+        """The first request connects."""
+
+    def up(self) -> list[OneServer]:
+        return self.shards
+
+    async def ask(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
+        return read(await self.unary(method, request, timeout))
+
+    ask_all = ask
+
+    async def pages(self, request: pb.ListItemsRequest, timeout: float | None) -> ItemPage:
+        return await self.ask("ListItems", request, timeout, item_page_of)
+
+    async def say(self, method: str, request: Message, timeout: float | None) -> None:
+        with suppress(DeadlineExceededError, *GONE):
+            await self.unary(method, request, timeout)
+
+    # -------------------------------------------------------------------------------------------- as a Placement
+
+    def shard_for(self, item: Item) -> OneServer:
+        return self
+
+    def forget(self, key: int, shard: Connection) -> bool:
+        return False
+
+    async def settle(self, item: Item) -> None:
+        """All permits are of this server."""
+
+    async def extend(self, item: Item) -> pb.UnchangedRow | None:
+        return unchanged_row(await self.insert(item))
+
+    async def change(self, method: str, request: Message, timeout: float | None) -> MutationResult:
+        answer = await self.unary(method, request, timeout)
+        return MutationResult(answer.applied, tuple(answer.missing))
+
+    # ---------------------------------------------------------------------- as a PolicyBoard and a PermitOffice
+
+    async def publish(self, request: pb.SetPolicyVersionRequest, timeout: float | None) -> Policy:
+        request.place.servers = 1
+        policy: Policy = (await self.unary("SetPolicyVersion", request, timeout)).policy
+        return policy
+
+    def watch(self) -> AsyncGenerator[Policy]:
+        return watch_policy(self)
+
+    async def acquire(self, request: pb.AcquirePermitsRequest, timeout: float | None) -> PermitLease:
+        return lease_of(await self.unary("AcquirePermits", once(request), timeout))
+
+    async def release(self, lease: PermitLease, request: pb.ReleasePermitsRequest, timeout: float | None) -> int:
+        return int((await self.unary("ReleasePermits", once(request), timeout)).released)
 
 
 def open_transport(access: Access) -> Transport:
     """The way to the server at the address of `access`."""
-    return RingTransport(access) if access.shared_memory else GrpcTransport(access)
+    return RingTransport(access) if access.shared_memory else Transport(access)
 
 
 async def watch_policy(connection: Connection) -> AsyncGenerator[Policy]:
@@ -226,7 +272,7 @@ async def watch_policy(connection: Connection) -> AsyncGenerator[Policy]:
                 patience.renew()
                 if (message.version, message.weights) != last:
                     last = message.version, message.weights
-                    yield policy_of(message)
+                    yield message
         except grpc.aio.AioRpcError as error:
             await patience.pause_or_raise(error)
         finally:
@@ -285,6 +331,4 @@ def seconds_of(timeout: Timeout, default: float | None) -> float | None:
 
 def check_timeout(timeout: float | None) -> None:
     if timeout is not None and not (isinstance(timeout, SupportsFloat) and timeout >= 0):
-        raise InvalidRequestError(
-            f"timeout must be a number of seconds from 0, or None to wait for ever, not {timeout!r}"
-        )
+        raise InvalidRequestError(f"timeout must be seconds from 0, or None to wait for ever, not {timeout!r}")

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import repeat
 from typing import Any
 
-from replay_client.columns.encoding import Buffer
+from replay_client.columns import Buffer
 from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
 from replay_protos.label_columns import labels_of_rows
@@ -18,6 +18,8 @@ from replay_protos.labels import NO_LABELS, Labels
 TableInfo = pb.TableInfo
 """One table: its size, counters and waiting requests, as replay.proto documents them. `config` is the JSON of its
 TableConfig."""
+Policy = pb.Policy
+"""The trainer's current version and where its weights are, as replay.proto documents them."""
 CheckpointInfo = pb.CheckpointInfo
 """One checkpoint: its name, size and time, as replay.proto documents them."""
 AdmissionInfo = pb.AdmissionInfo
@@ -172,22 +174,6 @@ class ExtendResult:
 
 
 @dataclass(frozen=True)
-class Policy:
-    """The trainer's current policy version."""
-
-    version: int
-    """How many updates the trainer has finished."""
-    weights: str
-    """The folder of the weights; empty: no weights were published."""
-    age: float
-    """Seconds since the trainer set this version."""
-    usual: float = 0.0
-    """Seconds between two versions; 0: unknown, because there were too few."""
-    state: str = ""
-    """The state that the trainer named last, or went back to; empty: it has named none."""
-
-
-@dataclass(frozen=True)
 class PermitLease:
     """Permits to generate groups."""
 
@@ -334,25 +320,14 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def policy_of(message: pb.Policy) -> Policy:
-    """The policy in its message."""
-    return Policy(message.version, message.weights, message.age, message.usual, message.state)
-
-
 def lease_of(message: pb.Permits, shard: str = "") -> PermitLease:
     """The permits in their message, and the name of the server that granted them."""
     return PermitLease(message.lease, message.count, message.ttl, shard)
 
 
-def mutation_of(message: pb.MutationResponse) -> MutationResult:
-    """The result in its message."""
-    return MutationResult(message.applied, tuple(message.missing))
-
-
 def server_info_of(message: pb.ServerInfo) -> ServerInfo:
     """The server and its tables in their message."""
     given: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(ServerInfo)}
-    given["policy"] = policy_of(message.policy)
     given["admission"] = message.admission if message.HasField("admission") else None
     given["tables"] = {table.name: table for table in message.tables}
     given |= {"silences": tuple(message.silences), "clients": tuple(message.clients)}

@@ -1,9 +1,13 @@
-"""Requests: checks a caller's values, builds messages from them, and gives new items and requests their keys."""
+"""Requests: checks a caller's values, makes messages of them, and packs items into messages.
+
+replay.proto states the conventions. New items and requests get their keys here.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, SupportsIndex, TypeVar, cast
 
@@ -11,9 +15,14 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
+from replay_client.columns import Buffer, encode_columns
 from replay_client.errors import InvalidRequestError
+from replay_client.records import PermitLease, Sample, StoredItem
+from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
-from replay_protos.labels import TagValue, labels_of
+from replay_protos.framing import BYTES_PER_MESSAGE, Frame, cut
+from replay_protos.label_columns import columns_message, tags_message
+from replay_protos.labels import NO_LABELS, Labels, TagValue, labels_of
 
 M = TypeVar("M", bound=Message)
 
@@ -55,9 +64,14 @@ def priorities_message(
     )
 
 
+def new_id() -> int:
+    """For a draw or another request. No other client chooses the same one."""
+    return secrets.randbits(62) | 1 << 62
+
+
 def once(request: M) -> M:
     """Give the request an id. The server then answers a retry as it answered the first time, and changes nothing."""
-    cast("Any", request).request = secrets.randbits(63) | 1
+    cast("Any", request).request = new_id()
     return request
 
 
@@ -109,3 +123,201 @@ def whole_number(name: str, value: SupportsIndex, bits: int) -> int:
 def shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+# ------------------------------------------------------------------------------------------------------------- items
+
+ROWS_PER_MESSAGE = 1024
+"""Items in one message. A message costs both sides what a hundred small items do."""
+BYTES_TOGETHER = 2 << 20
+"""Payload bytes of items that share a message, at most. Only a single item is cut, and at less: the server waits up to
+`stall_timeout` for each next piece of a cut item, and a slow link must carry a piece in that time."""
+
+
+@dataclass(slots=True)  # not frozen: that would make it four times as slow to create
+class Item:
+    """One item that a client inserts, or a segment with which it extends one."""
+
+    key: int
+    priorities: Mapping[str, float]
+    policy_version: int
+    payload: Sequence[Buffer]
+    """Consecutive buffers."""
+    nbytes: int
+    timeout: float | None
+    """Seconds that the item may wait for its tables; None: for ever."""
+    permits: int = 0
+    """The id of the lease of which the item uses up a permit; 0: of none."""
+    granted_by: str = ""
+    """The name of the shard that granted the permit."""
+    labels: Labels = NO_LABELS
+    closes: tuple[int, ...] = ()
+    """The leases of the batches that the item closes."""
+    closed_on: str = ""
+    """The name of the shard that gave them."""
+    request: int = 0
+    """Of a segment, which is appended to the item that is there with its key: a number under which it is known if it
+    comes again; 0: a new item."""
+    moved: bool = False
+    """Whether the item goes to another shard, which counts it, and the one that granted the permit hears of it next."""
+
+    @classmethod
+    def segment(
+        cls, key: int, extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] | None, timeout: float | None
+    ) -> Item:
+        """A segment with these columns. Raises InvalidRequestError for what `encode_columns` refuses."""
+        try:
+            payload, labels = encode_columns(extras, axes), labels_of(extras, None)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from None
+        key, nbytes = whole_number("key", key, 64), sum(map(len, payload))
+        return cls(key, {}, 0, payload, nbytes, timeout, labels=labels, request=new_id())
+
+    @classmethod
+    def of(
+        cls,
+        key: int,
+        group: RolloutGroup | Buffer,
+        priorities: Mapping[str, float],
+        policy_version: int | None,
+        timeout: float | None,
+        permits: PermitLease | None,
+        tags: Mapping[str, TagValue] | None = None,
+        closes: Iterable[Sample] = (),
+    ) -> Item:
+        columns: Iterable[str] = ()
+        if isinstance(group, RolloutGroup):
+            payload: Sequence[Buffer] = group.encode_pieces()
+            version = group.policy_version if policy_version is None else policy_version
+            columns = group.extras
+        elif isinstance(group, bytes | bytearray | memoryview):
+            if isinstance(group, memoryview):
+                group = group.cast("B")  # the length of any other view is not its number of bytes
+            payload, version = (group,), policy_version or 0
+        else:
+            raise InvalidRequestError(f"a group must be a RolloutGroup or its bytes, not a {type(group).__name__}")
+        # Check everything here, in the caller's thread: an error later, in the pipeline, would also fail other items.
+        key, version = whole_number("key", key, 64), whole_number("policy_version", version, 63)
+        if not isinstance(priorities, Mapping):
+            raise InvalidRequestError(f'priorities must be by table, such as {{"replay": 1.0}}, not {priorities!r}')
+        try:
+            "".join(priorities).encode()  # protobuf sends only text that UTF-8 can encode
+            priorities = {table: float(priority) for table, priority in priorities.items()}
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequestError(f"priorities must be numbers by table name, not {priorities}: {error}") from error
+        try:
+            labels = labels_of(columns, tags)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from None
+        nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))
+        lease, granted_by = (permits.id, permits.shard) if permits else (0, "")
+        leases, shard = _closed(closes) if closes else ((), "")
+        return cls(key, priorities, version, payload, nbytes, timeout, lease, granted_by, labels, leases, shard)
+
+
+def _closed(samples: Iterable[Sample]) -> tuple[tuple[int, ...], str]:
+    """The leases of these samples, and the shard that gave all of them. Raises InvalidRequestError."""
+    drawn = list(samples)
+    for sample in drawn:
+        if not sample.info.lease:
+            raise InvalidRequestError(f"item {sample.info.key} cannot be closed: it was drawn without a lease")
+    if len(shards := {sample.info.shard for sample in drawn}) > 1:
+        several = ", ".join(sorted(shards))
+        raise InvalidRequestError(f"an item cannot close samples of several shards ({several}): draw them from one")
+    return tuple(dict.fromkeys(sample.info.lease for sample in drawn)), "".join(shards)
+
+
+def check_extension(item: Sample | StoredItem, extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str]) -> None:
+    """Raises InvalidRequestError if the group of `item` could not be read with these columns."""
+    try:
+        group = item.group
+    except ValueError as error:
+        raise InvalidRequestError(f"the item is no group that columns could join: {error}") from None
+    columns = {name: np.asarray(values) for name, values in extras.items() if name not in group.extras}
+    its_axes = {name: axis for name, axis in axes.items() if name in columns or name not in extras}
+    try:
+        replace(group, extras=group.extras | columns, axes=group.axes | its_axes, validate=False)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
+
+
+def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE) -> Iterator[Frame[pb.InsertRequest]]:
+    """Yields messages that carry `items`: many small items share a message, and a large item spans several.
+
+    All items of a message share its timeout and its permits, because the protocol has one field for each. An item that
+    closes batches has a message of its own.
+    """
+    bytes_together = max(bytes_per_message, BYTES_TOGETHER)
+    start = 0
+    while start < len(items):
+        first, stop, nbytes = items[start], start, 0
+        while (
+            stop < len(items)
+            and stop - start < ROWS_PER_MESSAGE
+            and (stop == start or nbytes + items[stop].nbytes <= bytes_together)
+            and (items[stop].permits, items[stop].moved) == (first.permits, first.moved)
+            and items[stop].timeout == first.timeout
+            and bool(items[stop].request) == bool(first.request)
+            and (stop == start or not (items[stop].closes or first.closes))
+        ):
+            nbytes += items[stop].nbytes
+            stop += 1
+        yield from _message(items[start:stop], nbytes, bytes_per_message)
+        start = stop
+
+
+def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iterator[Frame[pb.InsertRequest]]:
+    first, keys, sizes = items[0], [item.key for item in items], [item.nbytes for item in items]
+    request = pb.InsertRequest(keys=keys, payload_sizes=sizes, timeout=first.timeout)
+    if first.request:
+        request.extend = True
+        request.requests.extend(item.request for item in items)
+    else:
+        request.policy_versions.extend(item.policy_version for item in items)
+        request.targets.extend(_targets(items))
+        request.permits, request.moved = first.permits, first.moved
+        request.closes.extend(first.closes)
+    if any(item.labels is not NO_LABELS for item in items):
+        labels = [item.labels for item in items]
+        request.columns.extend(columns_message(labels))
+        request.tags.extend(tags_message(labels))
+    if len(items) > 1 or nbytes <= bytes_per_message:
+        yield Frame(request, [chunk for item in items for chunk in item.payload])
+        return
+    for chunks in cut(items[0].payload, bytes_per_message):
+        yield Frame(request, chunks)
+        request = pb.InsertRequest()
+
+
+def _targets(items: Sequence[Item]) -> list[pb.InsertTarget]:
+    rows: dict[str, list[int]] = {}
+    for row, item in enumerate(items):
+        for table in item.priorities:
+            rows.setdefault(table, []).append(row)
+    return [
+        pb.InsertTarget(
+            table=table,
+            priorities=[items[row].priorities[table] for row in chosen],
+            rows=[] if len(chosen) == len(items) else chosen,
+        )
+        for table, chosen in rows.items()
+    ]
+
+
+def unchanged_row(answer: pb.InsertResponse) -> pb.UnchangedRow | None:
+    """Why the only segment of a request was not appended; None: it was."""
+    return answer.unchanged[0] if answer.unchanged else None
+
+
+class EvictedItems(dict[int, tuple[str, ...]]):
+    """Items that left a full table at once, because its remover chose them: their tables by key, the newest last."""
+
+    MOST = 1 << 16
+    """Entries kept. A pool that keeps the best evicts many new items, so the oldest entries must make room."""
+
+    def see(self, response: pb.InsertResponse) -> None:
+        """Adds the evicted items that an acknowledgement names."""
+        for row in response.evicted:
+            self[row.key] = (*self.pop(row.key, ()), row.table)
+        while len(self) > self.MOST:
+            del self[next(iter(self))]

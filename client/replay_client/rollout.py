@@ -12,18 +12,15 @@ hold tokens that the policy did not write, such as the output of tools (`loss_ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 from itertools import pairwise, starmap
-from typing import Any, TypeVar
+from typing import Any
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from replay_client.columns.axes import OFFSETS, RAGGED, check_axes, checked_columns
-from replay_client.columns.encoding import check_magic, decode_arrays, encode_arrays
-from replay_client.columns.segments import PREFIX, decode_segments, split_extras
+from replay_client import columns
+from replay_client.columns import OFFSETS, RAGGED
 
 MAGIC = b"RPLYGRP\x01"
 """The last byte is the format version."""
@@ -35,7 +32,6 @@ must fit into float32, which ends at 3e38."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 """A trainer divides logits by the temperature. Below, the rounding of logits is larger than what they say; above, all
 tokens are equally likely."""
-S = TypeVar("S", bound=np.generic)
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
@@ -134,15 +130,11 @@ class RolloutGroup:
         if sequences == 0:
             raise ValueError("completion_lengths is empty: a group has at least one completion")
         if (self.completion_lengths < 0).any() or int(self.completion_lengths.sum(dtype=np.int64)) != tokens:
-            raise ValueError(
-                f"completion_lengths {self.completion_lengths.tolist()} must be non-negative and sum to the "
-                f"{tokens} tokens of completion_ids"
-            )
+            lengths = self.completion_lengths.tolist()
+            raise ValueError(f"completion_lengths {lengths} must be non-negative and sum to the {tokens} tokens")
         if self.sequence_counts is None and group_size != sequences:
-            raise ValueError(
-                f"rewards has {group_size} entries, not G = {sequences}; sequence_counts says which sequences make a "
-                f"rollout"
-            )
+            remedy = "sequence_counts says which sequences make a rollout"
+            raise ValueError(f"rewards has {group_size} entries, not G = {sequences}; {remedy}")
         sizes = {"T": tokens, "S": sequences, "G": group_size}
         for name, (_, axis) in _ARRAYS.items():
             array = getattr(self, name)
@@ -150,10 +142,7 @@ class RolloutGroup:
                 raise ValueError(f"{name} has {array.size} entries, not {axis} = {sizes[axis]}")
         counts_G = self.sequence_counts
         if counts_G is not None and ((counts_G < 1).any() or int(counts_G.sum(dtype=np.int64)) != sequences):
-            raise ValueError(
-                f"sequence_counts {counts_G.tolist()} must be positive and sum to the {sequences} sequences of "
-                f"completion_lengths"
-            )
+            raise ValueError(f"sequence_counts {counts_G.tolist()} must be > 0 and sum to the {sequences} sequences")
         if self.context_lengths is not None:
             outside_S = (self.context_lengths < 0) | (self.context_lengths > self.completion_lengths)
             if outside_S.any():
@@ -178,8 +167,8 @@ class RolloutGroup:
             if not isinstance(value := getattr(self, name), dict):
                 raise ValueError(f"{name} must be a dict, not {value!r}")
         if self.extras or self.axes:
-            self.extras = checked_columns(self.extras)
-            check_axes(
+            self.extras = columns.checked_columns(self.extras)
+            columns.check_axes(
                 self.extras,
                 self.axes,
                 {"token": tokens, "whole": self.prompt_ids.size + tokens, "sequence": sequences, "rollout": group_size},
@@ -205,23 +194,26 @@ class RolloutGroup:
                 raise ValueError(f"{name} {values_G.tolist()} must be finite")
             if (largest := float(np.abs(values_G).max())) > MAX_VALUE:
                 raise ValueError(f"{name} holds {largest:g}: no trainer can use a value beyond ±{MAX_VALUE:g}")
-        if self.token_advantages is not None:
-            self._check_token_advantages(self.token_advantages)
+        if (advantages_T := self.token_advantages) is not None:
+            # A comparison with NaN is False.
+            wrong_T = ~(np.abs(advantages_T) <= MAX_VALUE)
+            if wrong_T.any():
+                token = int(wrong_T.argmax())
+                raise ValueError(
+                    f"token_advantages holds {advantages_T[token]:g} at token {token}, not a number within "
+                    f"±{MAX_VALUE:g}: write 0 for tokens that are not trained on"
+                )
         temperature = self.sampling.get("temperature", 1.0)
         # 0 is greedy decoding: no trainer can use it, and an evaluation can.
         if isinstance(temperature, int | float) and not (
             temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE
         ):
-            raise ValueError(
-                f"sampling has the temperature {temperature:g}, not one from {MIN_TEMPERATURE:g} to "
-                f"{MAX_TEMPERATURE:g} (0: greedy)"
-            )
+            valid = f"from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} (0: greedy)"
+            raise ValueError(f"sampling has the temperature {temperature:g}, not one {valid}")
         # A comparison with NaN, an unknown log-probability, is False.
         if (self.rollout_logprobs > MAX_LOGPROB).any():
-            raise ValueError(
-                f"rollout_logprobs holds {np.nanmax(self.rollout_logprobs):.3g}: a log-probability is not above 0 "
-                f"(NaN: unknown)"
-            )
+            highest = f"{np.nanmax(self.rollout_logprobs):.3g}"
+            raise ValueError(f"rollout_logprobs holds {highest}: a log-probability is not above 0 (NaN: unknown)")
         if self.context_lengths is not None:
             known_T = ~self._sampled_mask() & ~np.isnan(self.rollout_logprobs)
             if known_T.any():
@@ -232,16 +224,6 @@ class RolloutGroup:
                 )
         if self.sequence_counts is not None:
             self._check_known()
-
-    def _check_token_advantages(self, advantages_T: Float32) -> None:
-        # A comparison with NaN is False.
-        wrong_T = ~(np.abs(advantages_T) <= MAX_VALUE)
-        if wrong_T.any():
-            token = int(wrong_T.argmax())
-            raise ValueError(
-                f"token_advantages holds {advantages_T[token]:g} at token {token}, not a number within ±{MAX_VALUE:g}: "
-                f"write 0 for tokens that are not trained on"
-            )
 
     def _check_known(self) -> None:
         """Refuses a trained token without log-probability in a sequence where others have one.
@@ -308,7 +290,7 @@ class RolloutGroup:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays (the encoded form adds a header and padding)."""
-        return sum(array.nbytes for _, array in self._arrays())
+        return sum(array.nbytes for array in (*self._arrays().values(), *self.extras.values()))
 
     def prompts(self) -> list[Int32]:
         """The tokens before the first sampled token of each of the S sequences."""
@@ -335,11 +317,11 @@ class RolloutGroup:
 
     def completions(self) -> list[Int32]:
         """The tokens of each of the S sequences with its context, as views of `completion_ids`."""
-        return _split(self.completion_ids, self.completion_lengths)
+        return [self.completion_ids[span] for span in self.sequence_spans()]
 
     def completion_logprobs(self) -> list[Float32]:
         """The log-probabilities of each of the S sequences in nats, as views of `rollout_logprobs`."""
-        return _split(self.rollout_logprobs, self.completion_lengths)
+        return [self.rollout_logprobs[span] for span in self.sequence_spans()]
 
     def extra_of(self, name: str, sequence: int) -> npt.NDArray[Any]:
         """The part of `extras[name]` that belongs to a sequence, from 0 to S - 1, by its axis.
@@ -376,16 +358,7 @@ class RolloutGroup:
     def encode_pieces(self) -> list[bytes | memoryview]:
         """The encoded group as consecutive buffers: the header, then each array without a copy."""
         self._check_texts()  # somebody may have set them since the group was made
-        fields = {
-            "policy_version": int(self.policy_version),
-            "policy_version_end": None if self.policy_version_end is None else int(self.policy_version_end),
-            "prompt_id": self.prompt_id,
-            "finish_reasons": self.finish_reasons,
-            "sampling": self.sampling,
-            "meta": self.meta,
-        }
-        axes = {PREFIX + name: axis for name, axis in self.axes.items()}
-        return encode_arrays(MAGIC, self._arrays(), axes, fields)
+        return columns.encode_arrays(MAGIC, self._fields(), self._arrays(), self.extras, self.axes)
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> RolloutGroup:
@@ -395,20 +368,16 @@ class RolloutGroup:
         written, and for columns that do not fit the group.
         """
         view = memoryview(data).toreadonly().cast("B")
-        header_length = check_magic(view, MAGIC, "rollout group")
+        header_length = columns.check_magic(view, MAGIC, "rollout group")
         try:
-            fields, arrays, axes, rest = decode_arrays(view, header_length)
-            extras, axes = split_extras(arrays, axes)
-            if len(rest):
-                decode_segments(rest, extras, axes)
+            fields, arrays, extras, axes, rest = columns.decode_arrays(view, header_length)
+            columns.decode_segments(rest, extras, axes)
             reasons = fields.pop("finish_reasons")
             return cls(**arrays, **fields, extras=extras, axes=axes, finish_reasons=reasons, validate=False)
         except ValueError as error:
             raise ValueError(f"damaged rollout group: {error}") from error
-        except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        except columns.DAMAGE as error:
             raise ValueError(f"damaged rollout group: {type(error).__name__}: {error}") from error
-        except msgpack.UnpackException as error:
-            raise ValueError(f"damaged rollout group: header: {type(error).__name__}: {error}") from error
 
     def _contexts(self) -> Int32:
         """(S,) `context_lengths`, 0 where it is None."""
@@ -423,33 +392,34 @@ class RolloutGroup:
                 mask_T[start : start + length] = False
         return mask_T
 
-    def _arrays(self) -> Iterable[tuple[str, npt.NDArray[Any]]]:
-        for name in _ARRAYS:
-            if (array := getattr(self, name)) is not None:
-                yield name, array
-        for name, array in self.extras.items():
-            yield PREFIX + name, array
+    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Those beside the extras, by name."""
+        return {name: array for name in _ARRAYS if (array := getattr(self, name)) is not None}
+
+    def _fields(self) -> dict[str, Any]:
+        """The small ones."""
+        return {
+            "policy_version": int(self.policy_version),
+            "policy_version_end": None if self.policy_version_end is None else int(self.policy_version_end),
+            "prompt_id": self.prompt_id,
+            "finish_reasons": self.finish_reasons,
+            "sampling": self.sampling,
+            "meta": self.meta,
+        }
+
+    def _bits(self) -> list[dict[str, Any]]:
+        """The shape and the bytes of each array, by name."""
+        return [
+            {name: (array.dtype, array.shape, array.tobytes()) for name, array in arrays.items()}
+            for arrays in (self._arrays(), self.extras)
+        ]
 
     def __eq__(self, other: object) -> bool:
         """Equal in every field, bit for bit. Two unknown log-probabilities (NaN) are therefore equal."""
         if not isinstance(other, RolloutGroup):
             return NotImplemented
-        mine, theirs = dict(self._arrays()), dict(other._arrays())
-        small = ("policy_version", "policy_version_end", "prompt_id", "finish_reasons", "sampling", "axes", "meta")
-        return (
-            mine.keys() == theirs.keys()
-            and all(_same(mine[name], theirs[name]) for name in mine)
-            and all(getattr(self, name) == getattr(other, name) for name in small)
-        )
-
-
-def _split(array_T: npt.NDArray[S], lengths_S: Int32) -> list[npt.NDArray[S]]:
-    ends_S = np.cumsum(lengths_S)
-    return [array_T[end - length : end] for end, length in zip(ends_S, lengths_S, strict=True)]
-
-
-def _same(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        same = self._fields() == other._fields() and self.axes == other.axes
+        return same and self._bits() == other._bits()
 
 
 def vector(name: str, value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:

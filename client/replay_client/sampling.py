@@ -20,10 +20,10 @@ readers of several.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self, TypeVar
 
@@ -38,6 +38,7 @@ from replay_client.errors import (
     ServerUnavailableError,
 )
 from replay_client.records import MutationResult, Sample, samples_of
+from replay_client.requests import message_of, new_id
 from replay_client.transport import Stream, failure
 from replay_client.waits import Deadline
 from replay_protos import CLOSING, REASON_KEY
@@ -64,9 +65,19 @@ def ignore(_: list[Sample]) -> None:
     """The default of `on_lease`."""
 
 
-def new_id() -> int:
-    """For a draw. No other client chooses the same one."""
-    return secrets.randbits(62) | 1 << 62
+@dataclass
+class Series:
+    """The batches that a sampler draws. Raises InvalidRequestError for a `prefetch` that cannot be."""
+
+    request: pb.SampleRequest
+    """Of each batch; its `lease`: seconds for which the caller has the batch, 0: for good."""
+    prefetch: int
+    timeout: float | None
+    on_lease: OnLease
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise InvalidRequestError(f"prefetch must be at least 0, not {self.prefetch}")
 
 
 class DrawStream:
@@ -104,11 +115,7 @@ class DrawStream:
     async def finish(self, request: pb.DrawRequest, timeout: float | None) -> pb.SampleResponse:
         """As `end`, and tries again where the stream breaks, also after a restart of the server."""
 
-        async def attempt(rpc_timeout: float | None) -> pb.SampleResponse:
-            answer: pb.SampleResponse = await self.result(self.end(request), rpc_timeout)
-            return answer
-
-        return await self._connection.call(attempt, timeout)
+        return await self._connection.call(lambda left: self.result(self.end(request), left), timeout)
 
     def awaited(self) -> None:
         """Somebody waits from now on for what is drawn ahead."""
@@ -243,6 +250,11 @@ def leases_of(samples: Iterable[Sample]) -> dict[str, list[int]]:
     return {shard: sorted(ids) for shard, ids in leases.items()}
 
 
+def ending(what: str, leases: list[int], seconds: float) -> pb.DrawRequest:
+    """The request that takes, gives back or renews these leases. Raises InvalidRequestError for `seconds`."""
+    return message_of(pb.DrawRequest, **{what: leases}, seconds=seconds)
+
+
 class SingleBatches:
     """The batches of a client of one server."""
 
@@ -263,18 +275,16 @@ class SingleBatches:
                 return samples
 
     async def end(
-        self, samples: Iterable[Sample], request_for: Callable[[list[int]], pb.DrawRequest], timeout: float | None
+        self, samples: Iterable[Sample], what: str, timeout: float | None, lease: float = 0.0
     ) -> MutationResult:
-        """Ends the leases of samples, or renews them: `request_for` says what to do with these leases."""
+        """Ends the leases of samples, or renews them for `lease` seconds; `what`: take, give_back or renew."""
         if not (leases := sorted(chain.from_iterable(leases_of(samples).values()))):
             return MutationResult(0, ())
-        answer = await self._stream.finish(request_for(leases), timeout)
+        answer = await self._stream.finish(ending(what, leases, lease), timeout)
         return MutationResult(len(answer.done), tuple(answer.missing))
 
-    def sampler(
-        self, request: pb.SampleRequest, prefetch: int, seconds: float | None, on_lease: OnLease
-    ) -> AsyncSampler:
-        return AsyncSampler(self._connection, request, prefetch, seconds, on_lease)
+    def sampler(self, series: Series) -> AsyncSampler:
+        return AsyncSampler(self._connection, series)
 
     async def close(self) -> None:
         """Ends the stream in good order. What is neither taken nor leased goes back."""
@@ -283,11 +293,11 @@ class SingleBatches:
     async def _draw(self, request: pb.SampleRequest, deadline: Deadline) -> tuple[int, list[Sample]]:
         request.id = new_id()  # the same at each attempt
 
-        async def attempt(rpc_timeout: float | None) -> Batch:
+        async def attempt(rpc_timeout: float | None) -> Any:
             if (left := deadline.seconds) is not None:  # the server waits for that, and not for all of it again
                 request.timeout = left
             try:
-                batch: Batch = await self._stream.result(self._stream.draw(request), rpc_timeout)
+                return await self._stream.result(self._stream.draw(request), rpc_timeout)
             except asyncio.CancelledError:
                 self._stream.give_up(request.id)
                 raise
@@ -295,7 +305,6 @@ class SingleBatches:
                 if (error.trailing_metadata() or {}).get(REASON_KEY) == CLOSING:  # a call may wait without an end
                     raise ServerClosedError(error.details() or "") from None
                 raise
-            return batch
 
         head, payloads = await self._connection.call(attempt, deadline.seconds)
         return request.id, samples_of(head, payloads, request.lease > 0)
@@ -314,7 +323,7 @@ class SingleBatches:
             raise
 
 
-class AsyncSampler:
+class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
     """An endless iterator over batches; made by `AsyncReplayClient.sampler()`, used with `async with` and `async for`.
 
     The server draws up to `prefetch` batches ahead. A batch counts as sampled when the caller gets it. Until then the
@@ -323,24 +332,11 @@ class AsyncSampler:
     must acknowledge each batch, or the batch goes back to its table when the lease ends.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        request: pb.SampleRequest,
-        prefetch: int,
-        timeout: float | None,
-        on_lease: OnLease,
-    ) -> None:
-        """`request.lease`: seconds for which the caller has each batch; 0: for good."""
-        check_prefetch(prefetch)
-        self._connection = connection
-        self._stream = DrawStream(connection)
-        self._lease, self._on_lease = request.lease, on_lease
-        self._request = request
+    def __init__(self, connection: Connection, series: Series) -> None:
+        self._connection, self._stream = connection, DrawStream(connection)
+        self._series, self._lease = series, series.request.lease
         # Drawn ahead, a batch belongs to the stream. Its lease begins when the caller asks for it.
-        self._request.lease = 0.0
-        self._prefetch = prefetch
-        self._timeout = timeout
+        series.request.lease = 0.0
         self._ahead: deque[asyncio.Future[Batch]] = deque()
         """The draws under way."""
         self._taking: tuple[int, list[Sample]] | None = None
@@ -361,7 +357,7 @@ class AsyncSampler:
             raise StopAsyncIteration
         try:
             try:
-                async with asyncio.timeout(self._timeout):
+                async with asyncio.timeout(self._series.timeout):
                     return await self._next()
             except TimeoutError:
                 reason = await self._explain()  # the draws still wait in the server's line
@@ -376,7 +372,7 @@ class AsyncSampler:
 
     async def _explain(self) -> str:
         """Why sampling this table waits. Raises ServerUnavailableError if that is because no server answers."""
-        table = self._request.table
+        table = self._series.request.table
         try:
             info = await self._connection.unary("GetServerInfo", pb.GetServerInfoRequest(tables=[table]), 1.0)
             if reason := info.tables[0].sampling.reason:
@@ -385,7 +381,7 @@ class AsyncSampler:
             raise
         except ReplayError:
             pass  # the reason is a help, and its failure says nothing about the draws
-        return f"{table}: no batch of {self._request.num_samples} within the time"
+        return f"{table}: no batch of {self._series.request.num_samples} within the time"
 
     async def _next(self) -> list[Sample]:
         patience = self._connection.patience(self._connection.timeout)
@@ -401,7 +397,7 @@ class AsyncSampler:
                 await patience.pause_or_raise(error)
 
     async def _receive(self) -> tuple[int, list[Sample]]:
-        self._draw_ahead(max(1, self._prefetch))
+        self._draw_ahead(max(1, self._series.prefetch))
         if not any(draw.done() for draw in self._ahead):
             self._stream.awaited()
             await asyncio.wait(self._ahead, return_when=asyncio.FIRST_COMPLETED)
@@ -411,7 +407,7 @@ class AsyncSampler:
         self._ahead.remove(drawn)
         samples = samples_of(head, payloads, leased=self._lease > 0)
         if self._lease:
-            self._on_lease(samples)
+            self._series.on_lease(samples)
         return head.batch, samples
 
     async def _confirmed(self, batch_id: int) -> bool:
@@ -421,15 +417,15 @@ class AsyncSampler:
             request = pb.DrawRequest(renew=ids, seconds=self._lease) if self._lease else pb.DrawRequest(take=ids)
             request.awaited = False  # its caller has this batch, and works
             self._answer = self._stream.end(request)
-            self._draw_ahead(self._prefetch)
+            self._draw_ahead(self._series.prefetch)
         answer = await asyncio.shield(self._answer)
         self._answer = self._taking = None
         return not answer.missing
 
     def _draw_ahead(self, batches: int) -> None:
         while len(self._ahead) < batches:
-            self._request.id = new_id()
-            self._ahead.append(self._stream.draw(self._request))
+            self._series.request.id = new_id()
+            self._ahead.append(self._stream.draw(self._series.request))
 
     def _drop(self) -> None:
         self._stream.drop()
@@ -442,18 +438,8 @@ class AsyncSampler:
         await self._stream.close()
         self._drop()
 
-    async def __aenter__(self) -> Self:
-        return self
-
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_stream"):
-            self._stream.drop_soon()
-
-
-def check_prefetch(prefetch: int) -> None:
-    """Raises InvalidRequestError."""
-    if prefetch < 0:
-        raise InvalidRequestError(f"prefetch must be at least 0, not {prefetch}")
+        self._stream.drop_soon()

@@ -17,21 +17,6 @@ from pydantic.dataclasses import dataclass
 
 from replay_protos.settings import explain, unknown_name
 
-__all__ = [
-    "Count",
-    "Finite",
-    "Names",
-    "Seconds",
-    "Share",
-    "Whole",
-    "check_choice",
-    "described",
-    "explain",
-    "load_function",
-    "settings",
-    "unknown_name",
-]
-
 T = TypeVar("T")
 
 Count = Annotated[int, Field(ge=1)]
@@ -110,10 +95,8 @@ def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any
         raise ValueError(f"{kind} must be {names}'package.module:function', not {name!r}")
     try:
         function = getattr(importlib.import_module(module_name), attribute)
-    except ModuleNotFoundError as error:
+    except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(f"{kind} {name!r}: {error}") from error
-    except AttributeError as error:
-        raise ValueError(f"{kind} {name!r}: module {module_name} has no {attribute}") from error
     if not callable(function):
         raise ValueError(f"{kind} {name!r} is a {type(function).__name__}, which cannot be called")
     loaded: Callable[..., Any] = function

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Awaitable, Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -42,13 +42,12 @@ def carrier() -> dict[str, str]:
     return headers
 
 
-async def in_span(name: str, work: Callable[[], Awaitable[None]], **attributes: str) -> None:
-    """Runs `work` in a span. Spans that open meanwhile are its children."""
+async def in_span(name: str, work: Callable[[], Awaitable[T]], **attributes: str) -> T:
+    """The result of `work`, which runs in a span. Spans that open meanwhile are its children."""
     if (found := tracer()) is None:
-        await work()
-        return
+        return await work()
     with found.start_as_current_span(name, attributes=attributes):
-        await work()
+        return await work()
 
 
 def spans(client: type[T]) -> type[T]:
@@ -62,9 +61,8 @@ def spans(client: type[T]) -> type[T]:
 def _traced(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     async def call(*args: Any, **given: Any) -> Any:
-        if (found := tracer()) is None or not carrier():
+        if not carrier():
             return await method(*args, **given)
-        with found.start_as_current_span(name):
-            return await method(*args, **given)
+        return await in_span(name, partial(method, *args, **given))
 
     return call

@@ -1,29 +1,35 @@
-"""Transport: how messages reach one server. GrpcTransport sends them all over gRPC.
+"""Transport: how messages reach one server, over gRPC.
 
 This is the only seam between the client and the network: a call with one answer, and streams of messages. Everything
-above it runs on any Transport: `rings.transport` sends payloads through shared memory, and tests bring servers of
-their own. A transport raises grpc.aio.AioRpcError, and its connection turns that into the errors of the client.
+above it runs on any transport: `rings` sends payloads through shared memory, and tests bring servers of their own. A
+transport raises grpc.aio.AioRpcError, and its connection turns that into the errors of the client.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
+import numpy as np
 from google.protobuf.message import Message
 from grpc import ChannelConnectivity
 
 from replay_client import tracing
-from replay_client.errors import STATUSES
-from replay_client.rows import Rows
+from replay_client.columns import Buffer
+from replay_client.errors import STATUSES, ReplayError
 from replay_protos import REASON_KEY
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, SERVICE, Frame, frame_reader, write_frame
+from replay_protos.memory import LARGE_PLACE, keep_freed_memory, large_place
 from replay_protos.replay_pb2_grpc import ReplayStub
-from replay_protos.shared_memory import RingReader, pass_on
+from replay_protos.shared_memory import Keep, RingReader, pass_on
 
 if TYPE_CHECKING:
     from replay_client.access import Access
@@ -45,6 +51,8 @@ _OPTIONS: Final = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
+_LARGE = 128 << 10
+"""Bytes of a response whose memory malloc may give back to the system, as soon as it is freed."""
 _BOTH, _ANSWERS = "stream_stream", "unary_stream"
 _MESSAGES: Final[dict[str, tuple[str, Any, Any]]] = {
     "InsertStream": (_BOTH, write_frame, pb.InsertResponse.FromString),
@@ -57,62 +65,6 @@ _MESSAGES: Final[dict[str, tuple[str, Any, Any]]] = {
 """The methods that are streams: how gRPC calls them, and how it writes and reads their messages."""
 
 
-class Stream(Protocol):
-    """Messages to and from a server. Those of InsertStream, Draw and Get are frames.
-
-    What Draw and Get read has one payload for each row, however many messages carried it.
-    """
-
-    @property
-    def bytes_per_message(self) -> int:
-        """About how many payload bytes a message should carry."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is known to have ended."""
-
-    async def write(self, message: Any) -> None:
-        """Sends a message. Raises AioRpcError or InvalidStateError if the stream has ended; `read` has the reason."""
-
-    async def read(self) -> Any:
-        """The next message. Raises AioRpcError if the stream has ended."""
-
-    async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
-        """Ends the stream in good order. `reader` is the task that reads it, if there is one.
-
-        Returns whether the server has ended it too; otherwise the stream is cancelled.
-        """
-
-    def cancel(self) -> None:
-        """Ends the stream at once."""
-
-
-class Transport(Protocol):
-    """The way to one server. It belongs to one event loop."""
-
-    @property
-    def carries(self) -> str:
-        """How payloads travel: "shared memory", or "grpc: " with the reason."""
-
-    async def find_out(self) -> None:
-        """Waits until it is known whether the server is on this host."""
-
-    async def call(self, method: str, request: Message, timeout: float | None) -> Any:
-        """The answer to one request, within `timeout` seconds. Raises AioRpcError."""
-
-    def stream(self, method: str, request: Message | None = None, timeout: float | None = None) -> Stream:
-        """Opens a stream; `request`: of a method that takes one and answers with many messages."""
-
-    def state(self) -> ChannelConnectivity:
-        """Whether the server can be reached. Tries to connect."""
-
-    async def changed(self, state: ChannelConnectivity) -> None:
-        """Returns when the state is another one."""
-
-    async def close(self) -> None:
-        """Ends the connection."""
-
-
 def failure(code: grpc.StatusCode | int, details: str, reason: str = "") -> grpc.aio.AioRpcError:
     """The error with which a call would fail that the server refuses for this reason."""
     status = code if isinstance(code, grpc.StatusCode) else STATUSES[code]
@@ -120,24 +72,32 @@ def failure(code: grpc.StatusCode | int, details: str, reason: str = "") -> grpc
     return grpc.aio.AioRpcError(status, grpc.aio.Metadata(), trailing, details)
 
 
-class GrpcStream:
-    """A call of gRPC."""
+class Stream:
+    """Messages to and from a server. Those of InsertStream, Draw and Get are frames.
+
+    What Draw and Get read has one payload for each row, however many messages carried it.
+    """
 
     def __init__(self, call: Any) -> None:
+        """`call`: that of gRPC."""
         self._call = call
 
     @property
     def bytes_per_message(self) -> int:
+        """About how many payload bytes a message should carry."""
         return BYTES_PER_MESSAGE
 
     @property
     def ended(self) -> bool:
+        """Whether it is known to have ended."""
         return bool(self._call.done())
 
     async def write(self, message: Any) -> None:
+        """Sends a message. Raises AioRpcError or InvalidStateError if the stream has ended; `read` has the reason."""
         await self._call.write(message)
 
     async def read(self) -> Any:
+        """The next message. Raises AioRpcError if the stream has ended."""
         call = self._call
         if (message := await call.read()) is not grpc.aio.EOF:
             return message
@@ -148,6 +108,11 @@ class GrpcStream:
         )
 
     async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
+        """Ends the stream in good order. `reader` is the task that reads it, if there is one.
+
+        Returns whether the server has ended it too; otherwise the stream is cancelled.
+        """
+
         # After a cancelled stream gRPC would call the event loop once more, and the loop may be closed by then.
         async def read_on() -> None:
             while await self._call.read() is not grpc.aio.EOF:
@@ -165,10 +130,61 @@ class GrpcStream:
         return ended
 
     def cancel(self) -> None:
+        """Ends the stream at once."""
         self._call.cancel()
 
 
-class BatchStream(GrpcStream):
+class Rows:
+    """The payloads of one response. No byte is copied twice.
+
+    `keep` turns a row that lies in one message into its payload. For a row of several messages, this allocates all of
+    its memory when the first bytes come, and copies each message straight to its place.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._gap = memoryview(b"")
+        """Where the bytes go that the last of `payloads` still lacks."""
+        self.missing = sum(sizes)
+        """The payload bytes that have not come."""
+        self.payloads: list[Buffer] = []
+        """One for each row; complete when nothing is missing."""
+        if self.missing >= _LARGE:
+            keep_freed_memory()
+        self.add(b"", memoryview)  # the empty rows at the start
+
+    def add(self, data: Buffer, keep: Keep) -> None:
+        """Adds the bytes that come next. Raises ReplayError if they are more than announced, or have no room."""
+        data = memoryview(data)
+        end, at = len(data), min(len(self._gap), len(data))
+        if end > self.missing:
+            raise ReplayError(f"the server sent {end - self.missing} payload bytes more than payload_sizes says")
+        self.missing -= end
+        if at:
+            self._gap[:at] = data[:at]
+            self._gap = self._gap[at:]
+        sizes, row = self._sizes, len(self.payloads)
+        while row < len(sizes) and (at < end or not (sizes[row] or self._gap)):
+            size = sizes[row]
+            if at + size <= end:
+                self.payloads.append(keep(data[at : at + size]))
+            else:
+                self._begin(size, data[at:])
+            at += size
+            row += 1
+
+    def _begin(self, size: int, start: memoryview) -> None:
+        try:
+            # numpy, too, asks the system for huge pages where they pay.
+            place = (np.empty(size, dtype=np.uint8) if size < LARGE_PLACE else large_place(size)).data
+        except (MemoryError, OSError, OverflowError, ValueError) as error:
+            raise ReplayError(f"the server has a payload of {size} bytes, for which there is no memory") from error
+        place[: len(start)] = start
+        self._gap = place[len(start) :]
+        self.payloads.append(place.toreadonly())
+
+
+class BatchStream(Stream):
     """A call whose answers have payloads: it puts the messages of each answer together."""
 
     async def read(self) -> Frame[Any]:
@@ -187,46 +203,6 @@ class BatchStream(GrpcStream):
     def _reader_of(self, ring_id: int) -> RingReader | None:
         """The ring through which payloads come; None: this stream has none."""
         return None
-
-
-class GrpcTransport:
-    """All messages and payloads go over a gRPC channel."""
-
-    carries = "grpc: shared memory is turned off in this client (shared_memory=False)"
-
-    def __init__(self, access: Access) -> None:
-        self._channel, self._metadata = access.channel(_OPTIONS), access.metadata
-        self._stub: Any = ReplayStub(self._channel)
-        self._methods: dict[str, Any] = {
-            method: getattr(self._channel, kind)(f"/{SERVICE}/{method}", write, read)
-            for method, (kind, write, read) in _MESSAGES.items()
-        }
-
-    async def find_out(self) -> None:
-        pass
-
-    async def call(self, method: str, request: Message, timeout: float | None) -> Any:
-        if method == "Get":
-            return await self.stream(method, request, timeout).read()
-        metadata = (*self._metadata, *tracing.carrier().items())
-        return await getattr(self._stub, method)(request, timeout=timeout, metadata=metadata)
-
-    def stream(self, method: str, request: Message | None = None, timeout: float | None = None) -> GrpcStream:
-        call = self._open(method, request, timeout)
-        return BatchStream(call) if method in ("Draw", "Get") else GrpcStream(call)
-
-    def _open(self, method: str, request: Message | None = None, timeout: float | None = None) -> Any:
-        requests = () if request is None else (request,)
-        return self._methods[method](*requests, timeout=timeout, metadata=self._metadata)
-
-    def state(self) -> ChannelConnectivity:
-        return self._channel.get_state(try_to_connect=True)
-
-    async def changed(self, state: ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(state)
-
-    async def close(self) -> None:
-        await self._channel.close()
 
 
 class IdleStreams:
@@ -277,3 +253,110 @@ class IdleStreams:
     async def close(self) -> None:
         idle, self._idle = self._idle, []
         await asyncio.gather(*(stream.end() for stream in idle))
+
+
+class Transport:
+    """The way to one server: its messages and payloads go over a gRPC channel. It belongs to one event loop."""
+
+    def __init__(self, access: Access) -> None:
+        self._channel, self._metadata = access.channel(_OPTIONS), access.metadata
+        self._stub: Any = ReplayStub(self._channel)
+        self._methods: dict[str, Any] = {
+            method: getattr(self._channel, kind)(f"/{SERVICE}/{method}", write, read)
+            for method, (kind, write, read) in _MESSAGES.items()
+        }
+        self.inserts = IdleStreams(partial(self.stream, "InsertStream"))
+        self.short_calls = IdleStreams(partial(self.stream, "Calls"))
+
+    @property
+    def carries(self) -> str:
+        """How payloads travel: "shared memory", or "grpc: " with the reason."""
+        return "grpc: shared memory is turned off in this client (shared_memory=False)"
+
+    async def find_out(self) -> None:
+        """Waits until it is known whether the server is on this host."""
+
+    async def call(self, method: str, request: Message, timeout: float | None) -> Any:
+        """The answer to one request, within `timeout` seconds. Raises AioRpcError."""
+        if method == "Get":
+            return await self.stream(method, request, timeout).read()
+        metadata = (*self._metadata, *tracing.carrier().items())
+        return await getattr(self._stub, method)(request, timeout=timeout, metadata=metadata)
+
+    def stream(self, method: str, request: Message | None = None, timeout: float | None = None) -> Stream:
+        """Opens a stream; `request`: of a method that takes one and answers with many messages."""
+        call = self._open(method, request, timeout)
+        return BatchStream(call) if method in ("Draw", "Get") else Stream(call)
+
+    def _open(self, method: str, request: Message | None = None, timeout: float | None = None) -> Any:
+        requests = () if request is None else (request,)
+        return self._methods[method](*requests, timeout=timeout, metadata=self._metadata)
+
+    def state(self) -> ChannelConnectivity:
+        """Whether the server can be reached. Tries to connect."""
+        return self._channel.get_state(try_to_connect=True)
+
+    async def changed(self, state: ChannelConnectivity) -> None:
+        """Returns when the state is another one."""
+        await self._channel.wait_for_state_change(state)
+
+    async def end_idle(self) -> None:
+        """Ends the streams that stay open between exchanges."""
+        await self.inserts.close()
+        await self.short_calls.close()
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        await self.end_idle()
+        await self._channel.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- forks
+
+# gRPC can follow a fork only while none of its threads runs. Its asyncio interface runs one as long as any channel,
+# call or server of it is alive, in this package or elsewhere in the process. In a process forked meanwhile every call
+# hangs.
+
+_POLLER = "(_poll_wrapper)"
+"""The name of the thread of grpc.aio ends so; gRPC has no function that tells whether it runs."""
+
+_forks = 0
+_in_use_at_fork = False
+_broken = False
+
+
+def forks() -> int:
+    """How many forks lie between the first process and this one. Cheaper than asking for the process id."""
+    return _forks
+
+
+def check_grpc() -> None:
+    """Raises RuntimeError, with the remedy, if gRPC cannot work in this process."""
+    if _broken:
+        raise RuntimeError(
+            "gRPC was in use when this process was forked, and a client would hang here. Start the process with "
+            '`spawn` (multiprocessing.get_context("spawn"), DataLoader(..., multiprocessing_context="spawn")), or '
+            "close all clients and servers before the fork"
+        )
+
+
+def _in_use() -> bool:
+    return any(thread.name.endswith(_POLLER) for thread in threading.enumerate())
+
+
+def _before() -> None:
+    global _in_use_at_fork
+    _in_use_at_fork = _in_use()
+    if _in_use_at_fork:
+        # A call of gRPC that has ended is part of a reference cycle, and keeps its closed channel alive.
+        gc.collect()
+        _in_use_at_fork = _in_use()
+
+
+def _after_in_child() -> None:
+    global _forks, _broken
+    _forks += 1
+    _broken = _broken or _in_use_at_fork
+
+
+os.register_at_fork(before=_before, after_in_child=_after_in_child)

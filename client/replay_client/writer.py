@@ -11,12 +11,13 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 import grpc
 
-from replay_client.columns.encoding import Buffer
-from replay_client.connection import DEFAULT, LATE_SECONDS, Connection, Timeout, seconds_of
+from replay_client.columns import Buffer
+from replay_client.connection import DEFAULT, LATE_SECONDS, Connection, OneServer, Timeout, seconds_of
 from replay_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -25,16 +26,14 @@ from replay_client.errors import (
     ShardDrainingError,
     error_of,
 )
-from replay_client.frames import ROWS_PER_MESSAGE, EvictedItems, Item, pack_items
 from replay_client.records import PermitLease
-from replay_client.requests import KeySequence
+from replay_client.requests import ROWS_PER_MESSAGE, EvictedItems, Item, KeySequence, pack_items
 from replay_client.rollout import RolloutGroup
 from replay_client.transport import Stream
 from replay_client.waits import Patience
 from replay_protos import replay_pb2 as pb
 
 if TYPE_CHECKING:
-    from replay_client.one_server import OneServer
     from replay_client.shards.fleet import Fleet
     from replay_client.shards.placing import Placement
 
@@ -48,21 +47,26 @@ _LINGER = 0.002
 one."""
 
 
-class Pipeline:
-    """The items of one writer on their way to the servers. The blocking and the asyncio writer share it.
+class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
+    """Inserts without waiting for each acknowledgement; made by `AsyncReplayClient.writer()`, for `async with`.
 
-    * Any thread may call `offer` and `drained`. They never wait: if the answer is no, they keep the given callback and
-      call it when the caller should try again, on the event loop in most cases.
-    * Each server has a line of its own; the bounds are those of all lines together. Items that a server has not
-      acknowledged stay in its line while it is away. They count among those in flight only while all servers are
-      away: new items go to other servers, and their writer need not wait for this one.
-    * `lock` guards the queues and counters. It is never held while something waits.
+    The end of the `async with` block flushes the writer.
     """
+
+    # The blocking writer works on this one, from other threads:
+    #
+    # * Any thread may call `offer`. It never waits: if the answer is no, it keeps the given callback and calls it when
+    #   the caller should try again, on the event loop in most cases.
+    # * Each server has a line of its own; the bounds are those of all lines together. Items that a server has not
+    #   acknowledged stay in its line while it is away. They count among those in flight only while all servers are
+    #   away: new items go to other servers, and their writer need not wait for this one.
+    # * `lock` guards the queues and counters. It is never held while something waits.
 
     def __init__(
         self,
         fleet: Fleet | OneServer,
         placement: Placement | OneServer,
+        keys: KeySequence,
         max_in_flight: int,
         max_bytes: int,
         timeout: float | None,
@@ -71,8 +75,14 @@ class Pipeline:
             raise InvalidRequestError(f"max_in_flight {max_in_flight} and max_bytes {max_bytes} must be at least 1")
         self.timeout, self.max_in_flight, self.max_bytes = timeout, max_in_flight, max_bytes
         self.refused: dict[int, ReplayError] = {}
-        """Items that a server refused and did not insert: key to reason."""
+        """The items that the server refused: their keys, each with the reason."""
         self.evicted = EvictedItems()
+        """The items that left a full table at once, because its remover chose them: their tables by key.
+
+        The newest 65,536 of them. They were inserted, so this is no error; a pool that keeps the best does not keep
+        them.
+        """
+        self.keys = keys
         self.lock = threading.Lock()
         self.loop = asyncio.get_running_loop()
         self._fleet, self._placement = fleet, placement
@@ -83,21 +93,57 @@ class Pipeline:
         self._lost: deque[ReplayError] = deque()
         """Why lines ended with items in them. Each reason is raised once."""
         self._failure: ReplayError | None = None
-        """Why this pipeline sends nothing more; None: it works."""
+        """Why this writer sends nothing more; None: it works."""
         self._room: list[Callable[[], None]] = []
-        self._drained: list[Callable[[], None]] = []
+        self.awaited_by: list[Callable[[], None]] = []
+        """What to call when all items are acknowledged."""
         fleet.connect()
-        fleet.listeners.append(self._shard_changed)
+        fleet.listeners.append(self._tell)
+
+    async def insert(
+        self,
+        group: RolloutGroup | Buffer,
+        priorities: Mapping[str, float],
+        *,
+        key: int | None = None,
+        policy_version: int | None = None,
+        permits: PermitLease | None = None,
+        tags: Mapping[str, str | int] | None = None,
+    ) -> int:
+        """Queues a group and returns its key; waits only while `max_in_flight` or `max_bytes` are in flight.
+
+        Raises the first error of earlier inserts that was not raised yet, and then does not queue this group.
+        `refused` has all of them. `key` and `tags` as in `AsyncReplayClient.insert`.
+        """
+        key = next(self.keys) if key is None else key
+        item = Item.of(key, group, priorities, policy_version, self.timeout, permits, tags)
+        if not self.offer(item):
+            room = asyncio.Event()
+            while not self.offer(item, room.set):
+                await room.wait()
+                room.clear()
+        return item.key
+
+    async def flush(self, timeout: Timeout = DEFAULT) -> None:
+        """Returns when everything inserted so far is acknowledged. Raises the first error of any of it."""
+        drained = asyncio.Event()
+        while not self._is_drained(drained.set):
+            try:
+                async with asyncio.timeout(seconds_of(timeout, self._fleet.timeout)):
+                    await drained.wait()
+            except TimeoutError:
+                with self.lock:
+                    lines = [line.waiting() for line in self._lines.values() if line.in_flight]
+                reason = "; ".join(lines) or "not all shards have been tried yet"
+                raise DeadlineExceededError(reason) from None
+            drained.clear()
 
     def offer(self, item: Item, when_room: Callable[[], None] | None = None) -> bool:
         """Takes the item if there is room. Raises the errors of earlier items."""
         with self.lock:
             self._raise()
-            if not self._fleet.decided:  # a server that is only slow to connect would lose its items to another one
-                if when_room is not None:
-                    self._fleet.when_decided(when_room)
-                return False
-            if not self._has_room(item):
+            # While it is not decided, a server that is only slow to connect would lose its items to another one.
+            if not (self._fleet.decided and self._has_room(item)):
                 if when_room is not None:
                     self._room.append(when_room)
                 return False
@@ -108,38 +154,32 @@ class Pipeline:
             self.loop.call_soon_threadsafe(wake)
         return True
 
-    def drained(self, when_drained: Callable[[], None]) -> bool:
+    def _is_drained(self, when_drained: Callable[[], None]) -> bool:
         """Whether all items are acknowledged. Raises the errors of earlier items."""
         with self.lock:
             if not self._in_flight or self._failure is not None or self._lost:
                 self._raise()
                 return True
-            self._drained.append(when_drained)
+            self.awaited_by.append(when_drained)
             idle = [line for line in self._lines.values() if line.wakes()]
         for line in idle:
-            self.loop.call_soon_threadsafe(line.send)
+            line.send()
         return False
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether somebody waits for all items."""
-        return bool(self._drained)
-
-    def seconds(self, timeout: Timeout) -> float | None:
-        return seconds_of(timeout, self._fleet.timeout)
-
-    def waiting(self) -> str:
-        with self.lock:
-            lines = [line.waiting() for line in self._lines.values() if line.in_flight]
-        return "; ".join(lines) or "not all shards have been tried yet"
 
     async def close(self) -> None:
         """Stop sending. The servers may have inserted items that they have not acknowledged."""
-        if self._shard_changed in self._fleet.listeners:
-            self._fleet.listeners.remove(self._shard_changed)
+        if self._tell in self._fleet.listeners:
+            self._fleet.listeners.remove(self._tell)
         for line in list(self._lines.values()):
             await line.close()
         self._fail(ServerClosedError("the writer is closed"))
+
+    async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if kind is None:
+                await self.flush()
+        finally:
+            await self.close()
 
     async def decided(self, line: InsertLine, items: Sequence[Item], response: pb.InsertResponse) -> None:
         """The server has decided about these items of the line."""
@@ -183,7 +223,7 @@ class Pipeline:
     @property
     def is_idle(self) -> bool:
         """Whether no server has work of this writer."""
-        return not any(line.is_sent for line in self._lines.values())
+        return not any(line.unacknowledged for line in self._lines.values())
 
     def _has_room(self, item: Item) -> bool:
         in_flight, nbytes = self._in_flight, self._bytes + item.nbytes
@@ -195,9 +235,6 @@ class Pipeline:
                     in_flight -= line.in_flight
                     nbytes -= line.bytes_in_flight
         return not in_flight or (in_flight < self.max_in_flight and nbytes <= self.max_bytes)
-
-    def _shard_changed(self, _: Connection) -> None:
-        self._tell()
 
     def _line_for(self, item: Item) -> InsertLine:
         shard = self._placement.shard_for(item)
@@ -229,25 +266,28 @@ class Pipeline:
             self._failure = self._failure or error
         self._tell(now=True)
 
-    def _tell(self, *, now: bool = False) -> None:
-        """Calls those who wait for room, and if all items are acknowledged, or `now`, those who wait for that."""
+    def _tell(self, _: Connection | None = None, *, now: bool = False) -> None:
+        """Calls those who wait for room, and if all items are acknowledged, or `now`, those who wait for that.
+
+        Also when a shard has come or gone.
+        """
         with self.lock:
             waiting, self._room = self._room, []
             if now or not self._in_flight:
-                waiting += self._drained
-                self._drained = []
+                waiting += self.awaited_by
+                self.awaited_by = []
         for callback in waiting:
             callback()
 
 
 class InsertLine:
-    """The items of one pipeline for one server. Each is in `_unsent` or `_unacknowledged` until the server decides."""
+    """The items of one writer for one server. Each is in `_unsent` or `unacknowledged` until the server decides."""
 
-    def __init__(self, pipeline: Pipeline, shard: Connection) -> None:
+    def __init__(self, writer: AsyncWriter, shard: Connection) -> None:
         self.shard = shard
-        self._pipeline, self._lock = pipeline, pipeline.lock
+        self._writer, self._lock = writer, writer.lock
         self._unsent: deque[Item] = deque()
-        self._unacknowledged: deque[Item] = deque()
+        self.unacknowledged: deque[Item] = deque()
         self._unsent_bytes = 0
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -257,16 +297,11 @@ class InsertLine:
     @property
     def in_flight(self) -> int:
         """Items that are not acknowledged."""
-        return len(self._unsent) + len(self._unacknowledged)
+        return len(self._unsent) + len(self.unacknowledged)
 
     @property
     def bytes_in_flight(self) -> int:
-        return self._unsent_bytes + sum(item.nbytes for item in self._unacknowledged)
-
-    @property
-    def is_sent(self) -> bool:
-        """Whether the server has work of this line."""
-        return bool(self._unacknowledged)
+        return self._unsent_bytes + sum(item.nbytes for item in self.unacknowledged)
 
     def add(self, item: Item) -> Callable[[], None] | None:
         """Takes the item. Returns what the caller must call on the event loop. The caller holds the lock."""
@@ -277,7 +312,7 @@ class InsertLine:
         if self._worth_sending():
             self._awake = True
             return self.send
-        if self._unacknowledged or self._lingers:
+        if self.unacknowledged or self._lingers:
             return None
         self._lingers = True
         return self.linger
@@ -296,12 +331,12 @@ class InsertLine:
         self._lingers = False
         self._wake.set()
         if self._task is None:
-            self._task = self._pipeline.loop.create_task(self._run())
+            self._task = self._writer.loop.create_task(self._run())
 
     def linger(self) -> None:
         """Sends what is unsent after some time. Call it on the event loop."""
         if self._timer is None:
-            self._timer = self._pipeline.loop.call_later(self._pipeline.linger, self.send)
+            self._timer = self._writer.loop.call_later(self._writer.linger, self.send)
 
     def waiting(self) -> str:
         address = self.shard.address
@@ -319,16 +354,16 @@ class InsertLine:
         server has work of this writer. An item that comes when none has, or when somebody waits for all items, is
         sent at once.
         """
-        pipeline = self._pipeline
+        writer = self._writer
         return (
-            pipeline.is_awaited
-            or self._unsent_bytes >= pipeline.worth_a_message
-            or 2 * len(self._unsent) >= pipeline.max_in_a_line
-            or (not self._unacknowledged and pipeline.is_idle)
+            bool(writer.awaited_by)
+            or self._unsent_bytes >= writer.worth_a_message
+            or 2 * len(self._unsent) >= writer.max_in_a_line
+            or (not self.unacknowledged and writer.is_idle)
         )
 
     async def _run(self) -> None:
-        pipeline = self._pipeline
+        writer = self._writer
         try:
             connection = self.shard
             patience = connection.patience(connection.timeout)
@@ -340,21 +375,21 @@ class InsertLine:
                     if self.in_flight:
                         await patience.pause_or_raise(error)
                 with self._lock:  # send again what was not acknowledged, first and in the old order
-                    self._unsent.extendleft(reversed(self._unacknowledged))
-                    self._unsent_bytes += sum(item.nbytes for item in self._unacknowledged)
-                    self._unacknowledged.clear()
+                    self._unsent.extendleft(reversed(self.unacknowledged))
+                    self._unsent_bytes += sum(item.nbytes for item in self.unacknowledged)
+                    self.unacknowledged.clear()
                     self._awake = bool(self._unsent)
                     if self._awake:
                         self._wake.set()
                     else:
                         self._wake.clear()
         except ReplayError as error:
-            pipeline.ended(self, error)
+            writer.ended(self, error)
         except asyncio.CancelledError:
             # Not raised again: the task would keep these frames, and the ring with them, until a garbage collection.
-            pipeline.ended(self, ServerClosedError("the writer was closed while it had work to do"))
+            writer.ended(self, ServerClosedError("the writer was closed while it had work to do"))
         except Exception as error:  # a bug: fail, or callers would wait for ever
-            pipeline.ended(self, ReplayError(f"the writer failed: {type(error).__name__}: {error}"))
+            writer.ended(self, ReplayError(f"the writer failed: {type(error).__name__}: {error}"))
             raise
 
     async def _stream(self, connection: Connection, patience: Patience) -> None:
@@ -385,9 +420,9 @@ class InsertLine:
     async def _doubt(self) -> None:
         """Doubts a server that acknowledges nothing: new items may go to others."""
         while True:
-            oldest = self._unacknowledged[0] if self._unacknowledged else None
+            oldest = self.unacknowledged[0] if self.unacknowledged else None
             await asyncio.sleep(LATE_SECONDS)
-            if oldest is not None and self._unacknowledged and self._unacknowledged[0] is oldest:
+            if oldest is not None and self.unacknowledged and self.unacknowledged[0] is oldest:
                 self.shard.doubt()
 
     def _next_items(self, worth: bool = True) -> list[Item]:
@@ -396,7 +431,7 @@ class InsertLine:
             if not worth or self._worth_sending():
                 items = [self._unsent.popleft() for _ in range(min(len(self._unsent), ROWS_PER_MESSAGE))]
             self._unsent_bytes -= sum(item.nbytes for item in items)
-            self._unacknowledged.extend(items)
+            self.unacknowledged.extend(items)
             self._awake = bool(items)
         return items
 
@@ -405,86 +440,8 @@ class InsertLine:
             response = await stream.read()
             patience.renew()
             with self._lock:
-                items = [self._unacknowledged.popleft() for _ in range(response.decided)]
-            await self._pipeline.decided(self, items, response)
+                items = [self.unacknowledged.popleft() for _ in range(response.decided)]
+            await self._writer.decided(self, items, response)
             with self._lock:
                 if self._unsent and not self._awake:
                     self.linger()
-
-
-class AsyncWriter:
-    """Inserts without waiting for each acknowledgement; made by `AsyncReplayClient.writer()`, for `async with`.
-
-    The end of the `async with` block flushes the writer.
-    """
-
-    def __init__(self, pipeline: Pipeline, keys: KeySequence) -> None:
-        self.pipeline = pipeline
-        self.refused: Mapping[int, ReplayError] = pipeline.refused
-        """The items that the server refused: their keys, each with the reason."""
-        self.evicted: Mapping[int, tuple[str, ...]] = pipeline.evicted
-        """The items that left a full table at once, because its remover chose them: their tables by key.
-
-        The newest 65,536 of them. They were inserted, so this is no error; a pool that keeps the best does not keep
-        them.
-        """
-        self._keys = keys
-
-    async def insert(
-        self,
-        group: RolloutGroup | Buffer,
-        priorities: Mapping[str, float],
-        *,
-        key: int | None = None,
-        policy_version: int | None = None,
-        permits: PermitLease | None = None,
-        tags: Mapping[str, str | int] | None = None,
-    ) -> int:
-        """Queues a group and returns its key; waits only while `max_in_flight` or `max_bytes` are in flight.
-
-        Raises the first error of earlier inserts that was not raised yet, and then does not queue this group.
-        `refused` has all of them. `key` and `tags` as in `AsyncReplayClient.insert`.
-        """
-        item = self.item(group, priorities, key, policy_version, permits, tags)
-        if not self.pipeline.offer(item):
-            room = asyncio.Event()
-            while not self.pipeline.offer(item, room.set):
-                await room.wait()
-                room.clear()
-        return item.key
-
-    def item(
-        self,
-        group: RolloutGroup | Buffer,
-        priorities: Mapping[str, float],
-        key: int | None,
-        policy_version: int | None,
-        permits: PermitLease | None,
-        tags: Mapping[str, str | int] | None,
-    ) -> Item:
-        key = next(self._keys) if key is None else key
-        return Item.of(key, group, priorities, policy_version, self.pipeline.timeout, permits, tags)
-
-    async def flush(self, timeout: Timeout = DEFAULT) -> None:
-        """Returns when everything inserted so far is acknowledged. Raises the first error of any of it."""
-        drained = asyncio.Event()
-        while not self.pipeline.drained(drained.set):
-            try:
-                async with asyncio.timeout(self.pipeline.seconds(timeout)):
-                    await drained.wait()
-            except TimeoutError:
-                raise DeadlineExceededError(self.pipeline.waiting()) from None
-            drained.clear()
-
-    async def close(self) -> None:
-        await self.pipeline.close()
-
-    async def __aenter__(self) -> AsyncWriter:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        try:
-            if kind is None:
-                await self.flush()
-        finally:
-            await self.close()

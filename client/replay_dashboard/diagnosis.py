@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from replay_client.columns.kept import TRUNCATING, truncates
+from replay_client.kept import TRUNCATING, truncates
 from replay_client.records import ServerInfo, TableInfo, read_described, shards_of
 from replay_dashboard.units import byte_size, counted, duration, listed, waiting, waits_for
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from replay_client.columns.kept import TRUNCATING, truncates
+from replay_client.kept import TRUNCATING, truncates
 from replay_client.settings import Count, Names, Seconds, described, settings
 from replay_generator.engines import SamplingConfig
 from replay_generator.rewards import Priority, load_priority

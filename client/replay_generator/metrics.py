@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from replay_client.columns.kept import unknown_sets
+from replay_client.kept import unknown_sets
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import carries_gradient
 

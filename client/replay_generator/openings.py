@@ -60,7 +60,7 @@ class Opening:
         """The bytes for `decode`. Raises PromptError for a row that msgpack cannot hold."""
         fields = vars(self) | {"prompt": self.prompt.packed(), "sampling": asdict(self.sampling)}
         ids = np.array(fields.pop("prompt_ids"), np.int32)
-        return b"".join(encode_arrays(OPENING_MAGIC, [("prompt_ids", ids)], {}, fields))
+        return b"".join(encode_arrays(OPENING_MAGIC, fields, {"prompt_ids": ids}, {}, {}))
 
     @classmethod
     def decode(cls, payload: Buffer) -> tuple[Opening, dict[int, Rollout]]:
@@ -70,13 +70,13 @@ class Opening:
         """
         try:
             view = memoryview(payload).toreadonly().cast("B")
-            fields, arrays, _, rest = decode_arrays(view, check_magic(view, OPENING_MAGIC, "group under construction"))
-            segments: dict[str, npt.NDArray[Any]] = {}
-            decode_segments(rest, segments, {})
+            decoded = decode_arrays(view, check_magic(view, OPENING_MAGIC, "group under construction"))
+            segments, fields = dict[str, npt.NDArray[Any]](), decoded.fields
+            decode_segments(decoded.rest, segments, {})
             prompt = Prompt.unpacked(fields.pop("prompt"))
             sampling, item = SamplingConfig(**fields.pop("sampling")), fields.pop("item")
             place = None if item is None else PromptItem(*item)
-            ids = vector("prompt_ids", arrays["prompt_ids"], np.int32).tolist()
+            ids = vector("prompt_ids", decoded.arrays["prompt_ids"], np.int32).tolist()
             opening = cls(prompt=prompt, prompt_ids=ids, sampling=sampling, item=place, **fields)
             opening._check_numbers()
             rollouts = {
@@ -128,13 +128,13 @@ def encode_rollout(rollout: Rollout) -> npt.NDArray[np.uint8]:
         "metrics": {name: float(value) for name, value in rollout.metrics.items()},
         "info": info,
     }
-    return np.frombuffer(b"".join(encode_arrays(ROLLOUT_MAGIC, arrays.items(), {}, fields)), np.uint8)
+    return np.frombuffer(b"".join(encode_arrays(ROLLOUT_MAGIC, fields, arrays, {}, {})), np.uint8)
 
 
 def decode_rollout(column: npt.NDArray[Any]) -> Rollout:
     """What `encode_rollout` wrote. Damage raises what `decode_arrays` says."""
     view = np.ascontiguousarray(column).data.cast("B")
-    fields, arrays, _, _ = decode_arrays(view, check_magic(view, ROLLOUT_MAGIC, "rollout"))
+    fields, arrays, *_ = decode_arrays(view, check_magic(view, ROLLOUT_MAGIC, "rollout"))
     sequences = []
     for index, told in enumerate(fields["sequences"]):
         sequence = RolloutSequence(())

@@ -22,7 +22,7 @@ from replay_client.errors import (
     TableNotFoundError,
     UnsupportedError,
 )
-from replay_client.transport import GrpcStream
+from replay_client.transport import Stream
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.factories import ctrl_c_raises, make_group, until
 
@@ -488,5 +488,5 @@ async def test_a_stream_that_breaks_while_it_is_ended_raises_nothing():
             self.cancelled = True
 
     call = Broken()
-    assert not await GrpcStream(call).end()
+    assert not await Stream(call).end()
     assert call.cancelled

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_client.errors import ReplayError
-from replay_client.rows import Rows
+from replay_client.transport import Rows
 
 
 @settings(deadline=None)

@@ -139,8 +139,8 @@ def test_a_reward_that_falls_and_a_gradient_that_explodes_are_signals():
 
 def info_of(**fields) -> ServerInfo:
     table = TableInfo(name="rollouts", inserts_per_second=9.0, sample_blocked_share=0.4)
-    given = dict.fromkeys(ServerInfo.__dataclass_fields__, 0) | {"policy": Policy(3, "", 1.0), "admission": None}
-    given |= {"long_wait": 20.0, "silences": (), "clients": ()}
+    given = dict.fromkeys(ServerInfo.__dataclass_fields__, 0) | {"policy": Policy(version=3, age=1.0)}
+    given |= {"admission": None, "long_wait": 20.0, "silences": (), "clients": ()}
     return ServerInfo(**given | {"tables": {"rollouts": table}} | fields)
 
 

@@ -16,8 +16,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from replay_client.columns.axes import OFFSETS, RAGGED
-from replay_client.columns.kept import KEPT
+from replay_client.columns import OFFSETS, RAGGED
+from replay_client.kept import KEPT
 from replay_client.records import AdmissionInfo, PermitLease, Policy, Sample
 from replay_client.rollout import RolloutGroup
 from replay_generator import GeneratorConfig, RolloutGenerator
@@ -231,12 +231,12 @@ class RecordingClient:
     insert_keys: list[int] = field(default_factory=list)
     settings: Mapping[str, str] = field(default_factory=dict)
     """What it was told to describe itself with."""
-    current: Policy = field(default_factory=lambda: Policy(0, "", 0.0))
+    current: Policy = field(default_factory=Policy)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def publish(self, version: int, weights: Path | str) -> None:
         async with self.changed:
-            self.current = Policy(version, str(weights), 0.0)
+            self.current = Policy(version=version, weights=str(weights))
             self.changed.notify_all()
 
     async def inserted(self, count: int) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from replay_client import AsyncReplayClient
-from replay_client.columns.axes import RAGGED
-from replay_client.columns.kept import KEPT, kept_column
+from replay_client.columns import RAGGED
+from replay_client.kept import KEPT, kept_column
 from replay_generator import (
     GeneratorConfig,
     PromptError,

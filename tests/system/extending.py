@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from replay_client import ExtendResult, ReplayClient, RolloutGroup, StoredItem
-from replay_client.columns.segments import encode_columns
+from replay_client.columns import encode_columns
 from tests.factories import make_group
 from tests.system.harness import Books, Crew, Servers, program, pull_the_plug
 

@@ -14,7 +14,8 @@ import pytest
 from replay_client import AsyncReplayClient, ReplayClient, Sample, SampleInfo
 from replay_client.access import Access
 from replay_client.connection import Connection
-from replay_client.sampling import DrawStream, new_id
+from replay_client.requests import new_id
+from replay_client.sampling import DrawStream
 from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
 from tests.factories import server_process

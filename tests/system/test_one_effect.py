@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from replay_client import ReplayClient
-from replay_client.columns.segments import encode_columns
+from replay_client.columns import encode_columns
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig

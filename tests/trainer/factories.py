@@ -16,9 +16,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from replay_client import MutationResult, Policy, RolloutGroup, Sample, SampleInfo
-from replay_client.columns.axes import RAGGED
-from replay_client.columns.kept import KEPT, kept_column
+from replay_client.columns import RAGGED
 from replay_client.errors import DeadlineExceededError
+from replay_client.kept import KEPT, kept_column
 from replay_client.records import AdmissionInfo
 from replay_client.scoring import is_zero_variance
 from replay_generator.weights import Probe
@@ -171,7 +171,7 @@ class FakeClient:
         return SimpleNamespace(admission=admission, tables={}, clients=())
 
     def policy(self, **_: Any) -> Policy:
-        return Policy(self.version, self.weights, age=0.0)
+        return Policy(version=self.version, weights=self.weights)
 
     def set_policy_version(self, version: int, weights: str = "", rollback: bool = False, **_: Any) -> None:
         self.version, self.weights = version, weights

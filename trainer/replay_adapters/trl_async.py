@@ -27,8 +27,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from replay_adapters.hooks import hooks_of
 from replay_adapters.leased import LeasedTable
 from replay_client import Policy, RolloutGroup, Sample
-from replay_client.columns.kept import other_sampling
 from replay_client.errors import GONE, InvalidRequestError
+from replay_client.kept import other_sampling
 from replay_client.scoring import carries_gradient
 from replay_generator.weights import model_facts, why_other_model
 from replay_trainer.leases import TrainedGroups

@@ -14,8 +14,8 @@ import numpy as np
 from torch import nn
 
 from replay_client import ReplayClient, Sample
-from replay_client.columns.kept import why_no_sets
 from replay_client.errors import DeadlineExceededError, ReplayError, TableNotFoundError
+from replay_client.kept import why_no_sets
 from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_TEMPERATURE, RolloutGroup
 from replay_client.scoring import Scale, carries_gradient, trained_priority
 from replay_client.settings import check_choice

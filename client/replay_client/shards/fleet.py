@@ -11,29 +11,30 @@ background until it answers. What was sent to it before may still be done.
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 from grpc import ChannelConnectivity
 
-from replay_client.access import Access, split_addresses
-from replay_client.connection import LATE_SECONDS, Connection, check_timeout
+from replay_client.access import RAY_SCHEME, Access, split_addresses
+from replay_client.connection import LATE_SECONDS, Connection
 from replay_client.errors import (
     GONE,
     DeadlineExceededError,
-    InvalidRequestError,
     ReplayError,
     ServerClosedError,
     ServerUnavailableError,
 )
-from replay_client.records import ItemPage
+from replay_client.records import ItemPage, item_page_of
 from replay_client.shards.merging import MERGES, merge_pages, read_page
-from replay_client.shards.ray_names import RayNames
+from replay_client.transport import Transport
 from replay_client.waits import Deadline, Patience
 from replay_protos import replay_pb2 as pb
 
@@ -48,6 +49,8 @@ _FIRST_LOOK = 2.0
 """Seconds in which a server must accept the first connection. After that it counts as gone until it does."""
 _LOOK_AGAIN = 0.5
 """Seconds between two looks for the address of a server that is gone."""
+_RAY_SECONDS = 5.0
+"""Seconds in which Ray must tell an address."""
 _DRAINING = 30.0
 """Seconds after which a shard that was draining is tried again: the operator may have thought better of it."""
 
@@ -74,10 +77,11 @@ class Shard(Connection):
         self._waking: asyncio.Task[None] | None = None
         """Asks a shard that hangs until it answers."""
 
-    def _opened(self) -> Any:
+    @property
+    def transport(self) -> Transport:
         if not self.has_address:
             raise ServerUnavailableError(f"shard {self.name} has no address yet")
-        return super()._opened()
+        return super().transport
 
     @property
     def takes_inserts(self) -> bool:
@@ -205,12 +209,15 @@ class Shard(Connection):
             self.changed(self)
 
 
+Question = Message | Callable[[Shard], Message]
+"""One request for all shards, or what makes one for each."""
+
+
 class Fleet:
     """All shards of one client."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
         """Raises ValueError for a ray:// address without shards."""
-        check_timeout(timeout)
         self.address = access.address
         """host:port of each with commas; or the name of the shards in Ray."""
         self.timeout = timeout
@@ -220,7 +227,6 @@ class Fleet:
         self.listeners: list[Callable[[Shard], None]] = []
         """Called with each shard that has come or gone."""
         self._access = access
-        self._when_decided: list[Callable[[], None]] = []
         self._following: asyncio.Task[None] | None = None
         self._closed = False
         self._background: set[asyncio.Task[None]] = set()
@@ -267,11 +273,6 @@ class Fleet:
         """The shards that can be reached."""
         return [shard for shard in self.shards if shard.is_up]
 
-    def when_decided(self, callback: Callable[[], None]) -> None:
-        """Calls back, once, when it is known of each shard if it can be reached. Any thread may call this."""
-        self._when_decided.append(callback)
-        self._tell_decided()  # it may have become known just before
-
     async def reachable(self, deadline: Deadline) -> list[Shard]:
         """The shards that are up, at least one. Raises ServerUnavailableError if the time is up before."""
         self.connect()
@@ -317,14 +318,10 @@ class Fleet:
 
     async def ask(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
         """One answer, of those of all shards that are up. `read` makes a record of an answer. Errors: `answers`."""
-        if method not in MERGES:
-            raise InvalidRequestError(f"{method.lower()} are those of one server: make a client for each")
         answers = await self.answers(method, request, timeout)
         return self._merged(method, {shard: read(answer) for shard, answer in answers.items()})
 
-    async def pages(
-        self, request: pb.ListItemsRequest, timeout: float | None, read: Callable[[Any], ItemPage]
-    ) -> ItemPage:
+    async def pages(self, request: pb.ListItemsRequest, timeout: float | None) -> ItemPage:
         """One page of the items of all shards that are up."""
         begins = read_page(request.page)
 
@@ -335,19 +332,15 @@ class Fleet:
             return its_own
 
         answers = await self.answers("ListItems", request_for, timeout)
-        pages = {shard.name: read(answer) for shard, answer in answers.items()}
+        pages = {shard.name: item_page_of(answer) for shard, answer in answers.items()}
         return merge_pages(pages, begins, request.limit or 100, request.order_by, request.descending)
 
     async def answers(
-        self,
-        method: str,
-        request: Message | Callable[[Shard], Message],
-        timeout: float | None,
-        shards: Sequence[Shard] | None = None,
+        self, method: str, request: Question, timeout: float | None, shards: Sequence[Shard] | None = None
     ) -> dict[Shard, Any]:
         """The answers of the shards that are up, or of those of `shards` that are. At least one.
 
-        `request` goes to all of them, or makes one for each. A shard that goes away meanwhile, or does not answer in
+        A shard that goes away meanwhile, or does not answer in
         time where others do, is left out. Raises any other error of any shard, and ServerUnavailableError if none
         answers in time.
         """
@@ -367,30 +360,22 @@ class Fleet:
             await self.try_to_ask(method, request, timeout, self.up())
 
     async def try_to_ask(
-        self,
-        method: str,
-        request: Message | Callable[[Shard], Message],
-        timeout: float | None,
-        shards: Sequence[Shard],
+        self, method: str, request: Question, timeout: float | None, shards: Sequence[Shard]
     ) -> dict[Shard, Any]:
         """The answers of those that answer. Raises DeadlineExceededError if none does, and one did not in time."""
 
-        async def one(shard: Shard) -> Any:
-            try:
-                return await shard.ask(method, request(shard) if callable(request) else request, timeout)
-            except ReplayError as error:
-                return error
-
-        results = await asyncio.gather(*map(one, shards))
+        requests = [request(shard) if callable(request) else request for shard in shards]
+        asked = (shard.ask(method, its_own, timeout) for shard, its_own in zip(shards, requests, strict=True))
+        results = await asyncio.gather(*asked, return_exceptions=True)
         answers: dict[Shard, Any] = {}
         late = None
         for shard, result in zip(shards, results, strict=True):
             if isinstance(result, DeadlineExceededError):
                 late = result
-            elif isinstance(result, ReplayError) and not isinstance(result, GONE):
-                raise result
-            elif not isinstance(result, ReplayError):
+            elif not isinstance(result, BaseException):
                 answers[shard] = result
+            elif not isinstance(result, GONE):
+                raise result
         if late is not None and not answers:
             raise late
         return answers
@@ -423,7 +408,8 @@ class Fleet:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
         await asyncio.gather(*(shard.close() for shard in self.shards))
-        self._tell_decided()
+        for shard in self.shards:
+            self._changed(shard)  # whoever waits for it learns that it does not come
 
     async def _follow(self, names: RayNames) -> None:
         """Takes in shards that `resize` has added, and leaves out those that it has taken away."""
@@ -444,8 +430,65 @@ class Fleet:
         changed.set()
         for listener in self.listeners:
             listener(shard)
-        self._tell_decided()
 
-    def _tell_decided(self) -> None:
-        while self.decided and self._when_decided:
-            self._when_decided.pop()()
+
+# --------------------------------------------------------------------------------------------------------- names in Ray
+
+
+@dataclass(frozen=True)
+class RayNames:
+    """The actors NAME-0, NAME-1, ... in a namespace. The process joins the Ray cluster to ask for their addresses.
+
+    Ray is imported only when an address begins with ray://.
+    """
+
+    namespace: str
+    name: str
+    _ray: Any
+
+    @classmethod
+    def of(cls, address: str) -> Self | None:
+        """None if the address is not one of Ray. Raises ValueError if it cannot be used."""
+        if not address.startswith(RAY_SCHEME):
+            return None
+        namespace, _, name = address.removeprefix(RAY_SCHEME).partition("/")
+        if not namespace or not name or "/" in name:
+            raise ValueError(f"address must be ray://NAMESPACE/NAME, for example ray://replay/replay, not {address!r}")
+        try:
+            import ray
+        except ImportError:
+            remedy = "pip install '.[ray]' in a clone of the repository, or name host:port of each shard"
+            raise ValueError(f"{address} needs Ray: {remedy}") from None
+        if not ray.is_initialized():
+            try:
+                ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
+            except ConnectionError as error:
+                raise ValueError(f"{address}: no Ray cluster runs here, and RAY_ADDRESS names none: {error}") from None
+        return cls(namespace, name, ray)
+
+    def find(self) -> list[str]:
+        """The names of all shards, by number. Raises ValueError if there is none."""
+        pattern = re.compile(re.escape(self.name) + r"-(\d+)")
+        actors = self._ray.util.list_named_actors(all_namespaces=True)
+        found = [
+            int(match[1])
+            for actor in actors
+            if actor["namespace"] == self.namespace and (match := pattern.fullmatch(actor["name"]))
+        ]
+        if not found:
+            raise ValueError(f"Ray has no {self.name}-0 in the namespace {self.namespace}: run `replay shards up`")
+        return [f"{self.name}-{number}" for number in sorted(found)]
+
+    async def listed(self) -> list[str]:
+        """As `find`; empty if there is none, or Ray does not answer."""
+        with suppress(ValueError, self._ray.exceptions.RayError):
+            return await asyncio.to_thread(self.find)
+        return []
+
+    def locate(self, name: str) -> str | None:
+        """host:port of a shard; None while it is away, or Ray does not answer. Blocks for some seconds."""
+        try:
+            actor = self._ray.get_actor(name, namespace=self.namespace)
+            return str(self._ray.get(actor.address.remote(), timeout=_RAY_SECONDS))
+        except (ValueError, self._ray.exceptions.RayError):
+            return None

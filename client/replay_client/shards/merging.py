@@ -147,8 +147,6 @@ MERGES: Mapping[str, Callable[[Mapping[str, Any], Sequence[str]], Any]] = {
     "ListCheckpoints": lambda named, gone: _checkpoints(named),
 }
 """By method: one record of those of the shards that answered, by name, and the names of those that did not.
-
-A method that is not here asks one server alone.
 """
 
 # ------------------------------------------------------------------------------------------------------------- pages

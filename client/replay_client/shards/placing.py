@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -33,9 +32,8 @@ from replay_client.errors import (
     ServerUnavailableError,
     ShardDrainingError,
 )
-from replay_client.frames import Item, unchanged_row
 from replay_client.records import MutationResult
-from replay_client.requests import FIRST_KEY, LAST_KEY, once
+from replay_client.requests import FIRST_KEY, LAST_KEY, Item, once, unchanged_row
 from replay_client.shards.fleet import Fleet, Shard
 from replay_client.waits import Deadline
 from replay_protos import replay_pb2 as pb
@@ -95,7 +93,7 @@ class Placement:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._tried: OrderedDict[int, tuple[Shard, bool]] = OrderedDict()
+        self._tried: dict[int, tuple[Shard, bool]] = {}
         """Keys that a shard may have and that do not belong to it, or whose insert failed there; and `Item.moved`."""
         self._ranked: tuple[Rendezvous, Sequence[Shard]] = (Rendezvous([]), ())
         self._passed_over: set[Shard] = set()
@@ -203,9 +201,8 @@ class Placement:
                 elif (row := unchanged_row(answer)) is None or not row.missing:
                     return row
             if silent:
-                raise ServerUnavailableError(
-                    f"no shard that can be reached has item {item.key}, and {', '.join(silent)} cannot be reached"
-                )
+                away = ", ".join(silent)
+                raise ServerUnavailableError(f"no shard that can be reached has item {item.key}, and {away} cannot be")
             return pb.UnchangedRow(key=item.key, missing=True)
 
         return await self._fleet.insist(attempt, item.timeout)
@@ -219,10 +216,10 @@ class Placement:
 
     def _remember(self, item: Item, shard: Shard) -> None:
         """The insert of this item is unsure: from now on its key goes to this shard only."""
+        self._tried.pop(item.key, None)  # it comes last
         self._tried[item.key] = shard, item.moved
-        self._tried.move_to_end(item.key)
         if len(self._tried) > _MOST_REMEMBERED:
-            self._tried.popitem(last=False)
+            del self._tried[next(iter(self._tried))]
 
     async def change(self, method: str, request: Message, timeout: float | None) -> MutationResult:
         """Changes the items that `request` names by their keys. A key is missing if no shard that is up has it.

@@ -18,7 +18,7 @@ from contextlib import aclosing, suppress
 
 from replay_client.connection import watch_policy
 from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestError, ReplayError
-from replay_client.records import PermitLease, Policy, lease_of, policy_of
+from replay_client.records import PermitLease, Policy, lease_of
 from replay_client.requests import once
 from replay_client.shards.fleet import Fleet, Shard
 from replay_client.shards.merging import lowest
@@ -85,7 +85,7 @@ class PolicyBoard:
             if not shard.is_up or shard not in answers:
                 self._came_or_went(shard)
         await self._divide()
-        return lowest(policy_of(answer.policy) for answer in answers.values())
+        return lowest(answer.policy for answer in answers.values())
 
     async def watch(self) -> AsyncGenerator[Policy]:
         """Yields the lowest version of the shards that are up, and then each new one.

@@ -21,10 +21,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -33,7 +33,8 @@ import numpy as np
 from replay_client.connection import GONE_CODES, LATE_SECONDS, reported
 from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestError
 from replay_client.records import MutationResult, Sample, samples_of
-from replay_client.sampling import AsyncSampler, DrawStream, OnLease, check_prefetch, leases_of, new_id
+from replay_client.requests import new_id
+from replay_client.sampling import AsyncSampler, DrawStream, Series, ending, leases_of
 from replay_client.shards.fleet import Fleet, Shard
 from replay_client.shards.sharing import Weight, most_rows, share_out, share_values, use_up
 from replay_client.waits import Deadline
@@ -57,16 +58,8 @@ _HAS_NOTHING = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED, *GON
 
 Part = tuple[str, int]
 """A shard's name, and the id of a draw there."""
-
-
-@dataclass(frozen=True)
-class _Unsure:
-    """A part of a batch. Its shard went away before it confirmed that this client took the part."""
-
-    same_call: bytes
-    """The request of the batch."""
-    part: Part
-    samples: list[Sample]
+Plan = dict[Shard, tuple[int, Sequence[pb.ValueRows]]]
+"""How many rows each shard is asked for, and of a table that balances how many of each value."""
 
 
 MOST_UNSURE = 256
@@ -88,7 +81,8 @@ class Drawer:
         self._rng = np.random.default_rng()
         self._weights: dict[str, dict[Shard, tuple[float, Weight]]] = {}
         """By table: what each shard answered last, and when."""
-        self._unsure: deque[_Unsure] = deque(maxlen=MOST_UNSURE)
+        self._unsure: deque[tuple[bytes, list[Sample]]] = deque(maxlen=MOST_UNSURE)
+        """Parts of batches, by the request, whose shards went away before they confirmed that this client took them."""
 
     def stream(self, shard: Shard) -> DrawStream:
         """The draws of this reader to one shard. The first request opens it."""
@@ -97,7 +91,7 @@ class Drawer:
         return self._streams[shard]
 
     async def end(
-        self, samples: Iterable[Sample], request_for: Callable[[list[int]], pb.DrawRequest], timeout: float | None
+        self, samples: Iterable[Sample], what: str, timeout: float | None, lease: float = 0.0
     ) -> MutationResult:
         """As `SingleBatches.end`, each on the shard that gave the sample.
 
@@ -116,7 +110,7 @@ class Drawer:
         async def end_on(name: str, ids: list[int]) -> MutationResult:
             with suppress(*GONE):
                 if (shard := shards[name]) is not None:
-                    answer = await shard.run(self.stream(shard).finish(request_for(ids), deadline.seconds))
+                    answer = await shard.run(self.stream(shard).finish(ending(what, ids, lease), deadline.seconds))
                     return MutationResult(len(answer.done), tuple(answer.missing))
             return MutationResult(0, tuple(ids))
 
@@ -124,10 +118,8 @@ class Drawer:
         missing = tuple(batch for result in results for batch in result.missing)
         return MutationResult(sum(result.applied for result in results), missing)
 
-    def sampler(
-        self, request: pb.SampleRequest, prefetch: int, seconds: float | None, on_lease: OnLease
-    ) -> ShardedSampler:
-        return ShardedSampler(self._fleet, request, prefetch, seconds, on_lease)
+    def sampler(self, series: Series) -> ShardedSampler:
+        return ShardedSampler(self._fleet, series)
 
     def drop_soon(self) -> None:
         """Ends the streams, from any thread."""
@@ -194,7 +186,7 @@ class Drawer:
             same_call = request.SerializeToString(deterministic=True)
             for part in () if lease else unsure:
                 rows = [sample for sample in samples if _part_of(sample) == part]
-                self._unsure.append(_Unsure(same_call, part, rows))
+                self._unsure.append((same_call, rows))
         confirmed = [sample for sample in samples if _part_of(sample) in taken]
         for sample in () if lease else confirmed:
             sample.info.lease = 0
@@ -207,13 +199,14 @@ class Drawer:
         """
         settled: list[Sample] = []
         same_call = request.SerializeToString(deterministic=True)
-        for entry in [entry for entry in self._unsure if entry.same_call == same_call]:
-            shard = self._fleet.named(entry.part[0])
-            too_many = len(settled) + len(entry.samples) > rows
+        for entry in [entry for entry in self._unsure if entry[0] == same_call]:
+            _, samples = entry
+            shard = self._fleet.named(samples[0].info.shard)
+            too_many = len(settled) + len(samples) > rows
             if shard is None or not shard.is_up or too_many or entry not in self._unsure:
                 continue
             self._unsure.remove(entry)  # another call of this client must not ask for it as well
-            settled += await self.take(request, entry.samples)
+            settled += await self.take(request, samples)
         return settled
 
     def give_back(self, samples: Iterable[Sample]) -> None:
@@ -224,7 +217,7 @@ class Drawer:
 
     async def _known(self, request: pb.SampleRequest, deadline: Deadline) -> dict[Shard, Weight]:
         """What each shard that is up answered last. An old answer, and one of 0, is asked for again."""
-        up, now, distinct = await self._fleet.reachable(deadline), _now(), not request.allow_repeats
+        up, now, distinct = await self._fleet.reachable(deadline), time.monotonic(), not request.allow_repeats
         known = self._weights.setdefault(request.table, {})
         for shard in up:
             asked_at, weight = known.get(shard, (-math.inf, Weight()))
@@ -241,7 +234,7 @@ class Drawer:
         weights = {shard: answer.head.weight for shard, answer in answers.items()}
         if _is_plain(request):
             known = self._weights.setdefault(request.table, {})
-            known |= {shard: (_now(), weight) for shard, weight in weights.items()}
+            known |= {shard: (time.monotonic(), weight) for shard, weight in weights.items()}
         return weights
 
     async def _fill(
@@ -262,11 +255,10 @@ class Drawer:
         drawn: list[Sample] = []
         try:
             while weights and len(drawn) < rows:
-                counts, values = self._plan(weights, rows - len(drawn), distinct)
-                if not any(counts):
+                if not (plan := self._plan(weights, rows - len(drawn), distinct)):
                     break
-                answers = await self._answers(rest_of(request, drawn), weights, counts, values, lease)
-                for shard, count in zip([*weights], counts, strict=True):
+                answers = await self._answers(rest_of(request, drawn), weights, plan, lease)
+                for shard, (count, _) in plan.items():
                     samples = answers.get(shard, [])
                     for sample in samples:
                         sample.info.probability *= shares[shard]
@@ -284,41 +276,35 @@ class Drawer:
             self._rng.shuffle(drawn)
         return drawn
 
-    def _plan(
-        self, weights: Mapping[Shard, Weight], rows: int, distinct: bool
-    ) -> tuple[list[int], Sequence[Sequence[pb.ValueRows]]]:
-        """How many rows each shard is asked for, and of a table that balances how many of each value."""
+    def _plan(self, weights: Mapping[Shard, Weight], rows: int, distinct: bool) -> Plan:
         given = list(weights.values())
-        if not any(weight.values for weight in given):
+        if any(weight.values for weight in given):
+            values: Sequence[Sequence[pb.ValueRows]] = share_values(given, rows, distinct=distinct, rng=self._rng)
+            counts = [sum(each.rows for each in part) for part in values]
+        else:
             counts = share_out(given, rows, distinct=distinct, rng=self._rng)
-            return counts, [()] * len(counts)
-        values = share_values(given, rows, distinct=distinct, rng=self._rng)
-        return [sum(each.rows for each in part) for part in values], values
+            values = [()] * len(counts)
+        return {shard: (count, part) for shard, count, part in zip(weights, counts, values, strict=True) if count}
 
     async def _answers(
-        self,
-        request: pb.SampleRequest,
-        weights: Mapping[Shard, Weight],
-        counts: Sequence[int],
-        values: Sequence[Sequence[pb.ValueRows]],
-        lease: float,
+        self, request: pb.SampleRequest, weights: Mapping[Shard, Weight], plan: Plan, lease: float
     ) -> dict[Shard, list[Sample]]:
-        """The rows that the shards give, of those that they are asked for: `counts` rows, or these of each value."""
+        """The rows that the shards give."""
         known, requests = self._weights.setdefault(request.table, {}), {}
-        for (shard, weight), count, part in zip(weights.items(), counts, values, strict=True):
-            if count:
-                is_old = shard not in known or _now() - known[shard][0] > WEIGHTS_AGE / 2
-                # What a draw takes of a weight without an order only the shard knows.
-                weigh = _is_plain(request) and (is_old or (weight.consuming and not weight.ordered))
-                if weight.consuming:  # another task may draw before the answer
-                    use_up(weight, count, part)
-                requests[shard] = _part(request, count, lease, weigh=weigh, values=part)
+        for shard, (count, part) in plan.items():
+            weight = weights[shard]
+            is_old = shard not in known or time.monotonic() - known[shard][0] > WEIGHTS_AGE / 2
+            # What a draw takes of a weight without an order only the shard knows.
+            weigh = _is_plain(request) and (is_old or (weight.consuming and not weight.ordered))
+            if weight.consuming:  # another task may draw before the answer
+                use_up(weight, count, part)
+            requests[shard] = _part(request, count, lease, weigh=weigh, values=part)
         answers = await self._ask(requests, _ANSWER_SECONDS)
         for shard, asked in requests.items():
             if shard not in answers or len(answers[shard].head.keys) < asked.num_samples:
                 known.pop(shard, None)
             elif asked.weigh:
-                known[shard] = _now(), answers[shard].head.weight
+                known[shard] = time.monotonic(), answers[shard].head.weight
         return {shard: samples_of(*answer, leased=True) for shard, answer in answers.items()}
 
     async def _ask(
@@ -339,11 +325,11 @@ class Drawer:
                     answers[shard] = future.result()
                 elif not (isinstance(error, grpc.aio.AioRpcError) and error.code() in _HAS_NOTHING):
                     raise error
-        except grpc.aio.AioRpcError as error:
-            self._give_up(requests)
-            raise reported(error, "a shard", seconds) from None
-        except BaseException:
-            self._give_up(requests)
+        except BaseException as error:
+            for shard, request in requests.items():
+                self.stream(shard).give_up(request.id)
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise reported(error, "a shard", seconds) from None
             raise
         return answers
 
@@ -355,10 +341,6 @@ class Drawer:
         alive = await asyncio.gather(*(shard.answers() for shard in late))
         if waited_for := [asked[shard] for shard, is_alive in zip(late, alive, strict=True) if is_alive]:
             await asyncio.wait(waited_for, timeout=seconds)
-
-    def _give_up(self, requests: Mapping[Shard, pb.SampleRequest]) -> None:
-        for shard, request in requests.items():
-            self.stream(shard).give_up(request.id)
 
     async def _take_parts(self, parts: set[Part], lease: float) -> tuple[set[Part], set[Part]]:
         """Returns the parts that were taken, or leased, and those whose shards did not answer."""
@@ -381,20 +363,10 @@ class Drawer:
 class ShardedSampler(AsyncSampler):
     """An AsyncSampler over several shards. Up to `prefetch` batches are drawn ahead."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        request: pb.SampleRequest,
-        prefetch: int,
-        timeout: float | None,
-        on_lease: OnLease,
-    ) -> None:
-        """`request.lease`: seconds for which the caller has each batch; 0: for good."""
-        check_prefetch(prefetch)
-        _check_rows(request)
-        self._drawer, self._request = Drawer(fleet), request
-        self._prefetch, self._timeout = prefetch, timeout
-        self._lease, self._on_lease = request.lease, on_lease
+    def __init__(self, fleet: Fleet, series: Series) -> None:
+        self._drawer, self._series = Drawer(fleet), series
+        _check_rows(series.request)
+        self._request, self._lease = series.request, series.request.lease
         self._drawing: deque[asyncio.Task[list[Sample]]] = deque()
         self._taken: list[Sample] = []
         """The taken rows of a batch that lost other rows with a shard. The next batch begins with them."""
@@ -404,7 +376,7 @@ class ShardedSampler(AsyncSampler):
         """The next batch. Raises DeadlineExceededError, with the reason, if there is none within the timeout."""
         if self._closed:
             raise StopAsyncIteration
-        deadline = Deadline(self._timeout)
+        deadline = Deadline(self._series.timeout)
         while (missing := self._request.num_samples - len(self._taken)) > 0:
             if settled := await self._drawer.settled(self._request, missing):
                 self._taken += settled
@@ -413,15 +385,15 @@ class ShardedSampler(AsyncSampler):
                 drawn = await self._drawer.draw(rest_of(self._request, self._taken), deadline)
             else:
                 drawn = await self._drawn_ahead(deadline)
-                self._draw_ahead(self._prefetch)  # the takes below ride on these draws
+                self._draw_ahead(self._series.prefetch)  # the takes below ride on these draws
             if self._lease:
-                self._on_lease(drawn)
+                self._series.on_lease(drawn)
             self._taken += await self._drawer.take(self._request, drawn, self._lease)
         batch, self._taken = self._taken, []
         return batch
 
     async def _drawn_ahead(self, deadline: Deadline) -> list[Sample]:
-        self._draw_ahead(max(1, self._prefetch))
+        self._draw_ahead(max(1, self._series.prefetch))
         # Any of them: an order among batches that are drawn at the same time means nothing.
         await asyncio.wait(self._drawing, timeout=deadline.seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in self._drawing:
@@ -450,8 +422,7 @@ class ShardedSampler(AsyncSampler):
         await self._drawer.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_drawer"):
-            self._drawer.drop_soon()
+        self._drawer.drop_soon()
 
 
 def _part(
@@ -497,10 +468,6 @@ def rest_of(request: pb.SampleRequest, taken: list[Sample]) -> pb.SampleRequest:
     if not request.allow_repeats:
         rest.exclude.extend({sample.info.key for sample in taken} - set(request.exclude))
     return rest
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _possible(weights: Mapping[Shard, Weight], distinct: bool) -> int:

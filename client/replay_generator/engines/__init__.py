@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from replay_client.columns.kept import CUT_OFF, truncates
 from replay_client.errors import ReplayError
+from replay_client.kept import CUT_OFF, truncates
 from replay_client.rollout import MAX_LOGPROB
 from replay_client.settings import Count, Share, settings
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from replay_client.columns.kept import kept_fields
+from replay_client.kept import kept_fields
 from replay_client.waits import ENGINE_STOP
 from replay_generator.engines import Completion, EngineError, OnFinished, SamplingConfig
 from replay_generator.engines.continuous_batch import ContinuousBatch, Row, routers_of

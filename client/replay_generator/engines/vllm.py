@@ -23,7 +23,7 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from replay_client.columns.kept import kept_among, kept_fields, most_logprobs
+from replay_client.kept import kept_among, kept_fields, most_logprobs
 from replay_client.waits import ENGINE_STOP
 from replay_generator.engines import LOGPROBS_MODE, Completion, EngineError, OnFinished, SamplingConfig
 from replay_generator.weights import check_base, holds_adapter

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from replay_client.columns.kept import kept_among, kept_fields, most_logprobs
+from replay_client.kept import kept_among, kept_fields, most_logprobs
 from replay_client.waits import Patience, WaitLog
 from replay_generator.engines import Completion, CompletionError, OnFinished, SamplingConfig
 from replay_generator.engines.vllm import sampling_fields

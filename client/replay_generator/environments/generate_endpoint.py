@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
-from replay_client.columns.kept import TRUNCATING, other_sampling
+from replay_client.kept import TRUNCATING, other_sampling
 from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.rollouts import RolloutError, RolloutPolicy, Task
 

@@ -6,7 +6,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from replay_client.columns.encoding import encode_arrays
+from replay_client.columns import encode_arrays
 from replay_client.errors import ReplayError
 from replay_generator import Rollout, RolloutSequence, prompts_table
 from replay_generator.config import MOST_ROLLOUTS
@@ -63,7 +63,7 @@ def told(given=(), dropped=(), ids=None, **told):
     }
     fields = {name: value for name, value in (fields | told).items() if name not in dropped}
     ids = np.array([5, 6], np.int32) if ids is None else ids
-    return b"".join(encode_arrays(OPENING_MAGIC, [("prompt_ids", ids)], {}, dict(given) or fields))
+    return b"".join(encode_arrays(OPENING_MAGIC, dict(given) or fields, {"prompt_ids": ids}, {}, {}))
 
 
 def packed(**fields):
@@ -84,7 +84,7 @@ def rolled(numbers=(0,), *, axis="group", cut=0, **changes):
 def bare(**fields):
     """A rollout whose header has these fields."""
     told = {"sequences": [], "reward": None, "finish_reason": "", "metrics": {}, "info": msgpack.packb({})} | fields
-    return {"rollout/0": np.frombuffer(b"".join(encode_arrays(b"RPLYROL\x01", [], {}, told)), np.uint8)}
+    return {"rollout/0": np.frombuffer(b"".join(encode_arrays(b"RPLYROL\x01", told, {}, {}, {})), np.uint8)}
 
 
 PROMPTS = {

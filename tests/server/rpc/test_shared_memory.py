@@ -22,7 +22,6 @@ import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import ReplayError
-from replay_client.rings import memory
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import HEADER, Mailbox, Segment
@@ -184,7 +183,7 @@ def test_a_client_whose_socket_the_server_does_not_see_uses_grpc_and_says_why(
                 nobody.bind(str(path))
         return Mailbox(tmp_path / path.name)
 
-    monkeypatch.setattr(memory, "Mailbox", elsewhere)
+    monkeypatch.setattr("replay_client.rings.Mailbox", elsewhere)
     works(server.address, "grpc: the server runs on another host, or in a container")
     until(lambda: not rings(), "a ring is still there")
     assert not [*folder.iterdir(), *tmp_path.iterdir()]
@@ -363,7 +362,7 @@ def test_a_client_whose_socket_a_stranger_finds_first_goes_on_over_grpc(server, 
                 sent.close()
                 return mailbox
 
-            monkeypatch.setattr(memory, "Mailbox", found)
+            monkeypatch.setattr("replay_client.rings.Mailbox", found)
             key = client.insert(b"x" * MB, {"plain": 1.0})
             assert bytes(client.get([key])[0].payload) == b"x" * MB
         until(lambda: client.transport.startswith("grpc: the memory of the ring did not arrive"))

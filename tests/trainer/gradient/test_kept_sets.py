@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from replay_client.columns.axes import OFFSETS, RAGGED
-from replay_client.columns.kept import KEPT, kept_column
+from replay_client.columns import OFFSETS, RAGGED
+from replay_client.kept import KEPT, kept_column
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
 from replay_generator.engines import SamplingConfig

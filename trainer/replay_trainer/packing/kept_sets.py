@@ -2,7 +2,7 @@
 
     log p(token) = logit[token] / temperature - logsumexp over the set of logit / temperature
 
-That is the distribution which the sampler drew from (`replay_client.columns.kept`), so the ratio of the correction is 1
+That is the distribution which the sampler drew from (`replay_client.kept`), so the ratio of the correction is 1
 at staleness 0. A token without a set gets the softmax over all tokens. Only the logits of the sets are gathered: (C, K)
 for C tokens of a chunk and K ids of its largest set, beside the (C, V) that are there anyway.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from replay_client.columns import OFFSETS
-from replay_client.columns.kept import KEPT, truncates
+from replay_client.kept import KEPT, truncates
 from replay_client.rollout import RolloutGroup
 
 Ints = npt.NDArray[np.int64]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from replay_client.columns.axes import OFFSETS, RAGGED, Array
+from replay_client.columns import OFFSETS, RAGGED, Array
 
 if TYPE_CHECKING:
     from replay_client.rollout import RolloutGroup
@@ -108,16 +108,13 @@ def why_no_sets(group: RolloutGroup, vocabulary: int | None = None) -> str:
         return ""
     values, axis = group.extras[KEPT], group.axes.get(KEPT)
     if axis != RAGGED or values.ndim != 1 or values.dtype.kind not in "iu":
-        return (
-            f"its column {KEPT!r} is {values.dtype} of the shape {values.shape} with the axis {axis!r}: an engine "
-            f"writes token ids there, with the axis {RAGGED!r}"
-        )
+        found = f"is {values.dtype} of the shape {values.shape} with the axis {axis!r}"
+        return f"its column {KEPT!r} {found}: an engine writes token ids there, with the axis {RAGGED!r}"
     least, most = int(values.min(initial=0)), int(values.max(initial=0))
     if least < 0 or (vocabulary is not None and most >= vocabulary):
         last = "" if vocabulary is None else f" to {vocabulary - 1}"
-        return (
-            f"its column {KEPT!r} holds the token {least if least < 0 else most}, and the model has those from 0{last}"
-        )
+        wrong = least if least < 0 else most
+        return f"its column {KEPT!r} holds the token {wrong}, and the model has those from 0{last}"
     counts_T = np.diff(group.extras[KEPT + OFFSETS])
     known_T = counts_T > 0
     holds_T = np.zeros(counts_T.size, np.bool_)
@@ -127,8 +124,6 @@ def why_no_sets(group: RolloutGroup, vocabulary: int | None = None) -> str:
     wrong_T = group.trained_mask & known_T & ~holds_T
     if wrong_T.any():
         token = int(wrong_T.argmax())
-        return (
-            f"its column {KEPT!r} does not keep token {token}, {group.completion_ids[token]}, which was drawn: it "
-            f"belongs to other tokens"
-        )
+        drawn = f"token {token}, {group.completion_ids[token]}, which was drawn"
+        return f"its column {KEPT!r} does not keep {drawn}: it belongs to other tokens"
     return ""

@@ -1,0 +1,279 @@
+"""Columns: arrays with names, their axes, and the bytes in which groups and segments hold them.
+
+    0        8               16                     H                      64-aligned
+    +--------+---------------+----------------------+-----------+----------+--------- ...
+    | magic  | header length | msgpack header       | padding   | array 0  | array 1
+    +--------+---------------+----------------------+-----------+----------+--------- ...
+
+The header names every array with its dtype, shape, offset and, if it has one, its axis; and it holds small fields.
+Arrays are little-endian, in C order, each aligned to 64 bytes, and the whole is a multiple of 64 bytes: what is
+appended is aligned too. Decoding makes views of the buffer and checks everything in it.
+
+The axis of a column says what its rows belong to. Whoever cuts a group into sequences or rollouts cuts each array of
+its extras by its axis, and never by its shape: a group of 8 completions with 8 tokens has arrays of one shape that mean
+different things. An array without an axis belongs to the group as a whole. It is carried, and nobody cuts it.
+
+Segments are columns that arrive after their group was stored, as bytes that are appended to those of the group:
+
+    group | segment | segment | ...
+
+Nothing that is stored ever changes. A reader gets the group with the columns of all segments that were there at that
+moment. Of several columns with one name the first counts: whoever repeats an append after a broken connection changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+Buffer = bytes | memoryview
+Array = npt.NDArray[Any]
+Arrays = Mapping[str, Array]
+ALIGNMENT = 64
+MAGIC_BYTES = 8
+"""Bytes of a magic number. Its last byte is the version of the format."""
+_PREFIX = MAGIC_BYTES + 8
+_FIELDS = 4
+"""Name, dtype, shape and offset of an array in the header. A fifth is its axis."""
+_EXTRAS = "extras/"
+"""The beginning of the names of extras in a header."""
+_MAX_HEADER = 4 * 2**20
+"""The most bytes of a header. A decoded hostile header takes about 60 times as much memory."""
+DTYPES = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+} | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+DAMAGE = (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, msgpack.UnpackException)
+"""What decoding raises, beside ValueError, for bytes that encoding cannot have written."""
+
+
+class Decoded(NamedTuple):
+    """What the bytes of a group or segment hold."""
+
+    fields: dict[str, Any]
+    """The small fields."""
+    arrays: dict[str, Any]
+    """By name, as read-only views of the bytes."""
+    extras: dict[str, Array]
+    """Likewise."""
+    axes: dict[str, str]
+    """Of extras that have one, by name."""
+    rest: memoryview
+    """The bytes that follow."""
+
+
+def encode_arrays(
+    magic: bytes, fields: dict[str, Any], arrays: Arrays, extras: Arrays, axes: Mapping[str, str]
+) -> list[Buffer]:
+    """Consecutive buffers: the header, then each array without a copy. `axes`: of the extras that have one."""
+    table, stored, offset = [], [], 0
+    for name, array in chain(arrays.items(), ((_EXTRAS + name, array) for name, array in extras.items())):
+        array = np.ascontiguousarray(array, dtype=DTYPES[array.dtype.name]).reshape(array.shape)
+        table.append([name, array.dtype.name, list(array.shape), offset])
+        if name.startswith(_EXTRAS) and (axis := axes.get(name.removeprefix(_EXTRAS))):
+            table[-1].append(axis)
+        stored.append(array)
+        offset += _aligned(array.nbytes)
+    try:
+        # Offsets count from the first array, so they do not depend on the length of the header.
+        header = msgpack.packb({"arrays": table, "fields": fields})
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"sampling and meta must hold only what msgpack can (None, bool, int, float, str, bytes, "
+            f"list, dict): {error}"
+        ) from error
+    if len(header) > _MAX_HEADER:
+        what = "sampling, meta, finish_reasons and the names of extras"
+        raise ValueError(f"{what} take {len(header)} bytes, more than {_MAX_HEADER}: put large values into extras")
+    prefix = magic + len(header).to_bytes(8, "little") + header
+    pieces: list[Buffer] = [prefix.ljust(_aligned(len(prefix)), b"\0")]
+    for array in stored:
+        if array.nbytes:
+            pieces.append(array.reshape(-1).view(np.uint8).data)
+            if padding := _aligned(array.nbytes) - array.nbytes:
+                pieces.append(bytes(padding))
+    return pieces
+
+
+def check_magic(view: memoryview, magic: bytes, kind: str) -> int:
+    """The length of the header. Raises ValueError that says why `view` cannot begin with a `kind`."""
+    if len(view) < _PREFIX or view[: MAGIC_BYTES - 1] != magic[:-1]:
+        raise ValueError(f"not a {kind}: {len(view)} bytes that begin with {bytes(view[:8])!r}")
+    if view[MAGIC_BYTES - 1] != magic[-1]:
+        raise ValueError(f"{kind} of format {view[MAGIC_BYTES - 1]}; this version reads {magic[-1]}")
+    header_length = int.from_bytes(view[MAGIC_BYTES:_PREFIX], "little")
+    if header_length > min(_MAX_HEADER, len(view) - _PREFIX):
+        raise ValueError(f"header of {header_length} bytes in a {kind} of {len(view)}")
+    return header_length
+
+
+def decode_arrays(view: memoryview, header_length: int) -> Decoded:
+    """What `encode_arrays` wrote, after `check_magic`. Raises ValueError, or one of DAMAGE."""
+    header = msgpack.unpackb(view[_PREFIX : _PREFIX + header_length], strict_map_key=True)
+    table = header["arrays"]
+    body = view[min(_aligned(_PREFIX + header_length), len(view)) :]
+    arrays, extras, axes, end = dict[str, Array](), dict[str, Array](), dict[str, str](), 0
+    for entry in table:
+        if len(entry) > _FIELDS:
+            *entry, axis = entry
+            axes[entry[0].removeprefix(_EXTRAS)] = axis
+        name, dtype, shape, offset = entry
+        array, stop = _view(body, name, dtype, shape, offset)
+        (extras if name.startswith(_EXTRAS) else arrays)[name.removeprefix(_EXTRAS)] = array
+        if stop > end:
+            end = stop
+    if len(arrays) + len(extras) != len(table):
+        raise ValueError("an array is named twice")
+    return Decoded(header["fields"], arrays, extras, axes, body[_aligned(end) :])
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+def _view(body: memoryview, name: str, dtype_name: str, shape: list[int], offset: int) -> tuple[Array, int]:
+    """The array, and where it ends."""
+    dtype = DTYPES.get(dtype_name)
+    if dtype is None:
+        raise ValueError(f"array {name!r} has dtype {dtype_name!r}, not one of {', '.join(DTYPES)}")
+    if not all(type(n) is int and n >= 0 for n in (offset, *shape)) or len(shape) > 32:
+        raise ValueError(f"array {name!r} has shape {shape} and offset {offset}")
+    count = math.prod(shape)
+    stop = offset + count * dtype.itemsize
+    if offset % ALIGNMENT or stop > len(body):
+        raise ValueError(f"array {name!r} lies at {offset} to {stop}, outside {len(body)} bytes or unaligned")
+    return np.frombuffer(body, dtype=dtype, count=count, offset=offset if count else 0).reshape(shape), stop
+
+
+# -------------------------------------------------------------------------------------------------------------- axes
+
+RAGGED = "ragged:token"
+AXES = {
+    "token": "T, the tokens of completion_ids",
+    "whole": "P + T, the tokens of prompt_ids and of completion_ids",
+    "sequence": "S, the sequences",
+    "rollout": "G, the rollouts",
+    "group": "anything: the group as a whole",
+    RAGGED: "T + 1 offsets into its values",
+}
+"""What the first dimension of an array counts, by its axis."""
+OFFSETS = "/offsets"
+"""The end of the name of the offsets that belong to an array with the axis "ragged:token"."""
+
+
+def checked_columns(extras: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
+    """The values as arrays of a dtype that the byte format has. Raises ValueError that names what is none."""
+    columns: dict[str, Array] = {}
+    for name, values in extras.items():
+        try:
+            columns[name] = array = np.asarray(values)
+        # numpy raises these for a tensor on a GPU, in bfloat16, or in a graph.
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"extras[{name!r}] is no array of numpy: {error}; of a tensor take x.detach().cpu().numpy(), of one in "
+                f"bfloat16 x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)"
+            ) from None
+        if array.dtype.name not in DTYPES:
+            raise ValueError(f"extras[{name!r}] has dtype {array.dtype}, not one of {', '.join(DTYPES)}")
+    return columns
+
+
+def check_axes(extras: Arrays, axes: Mapping[str, str], sizes: Mapping[str, int] | None = None) -> None:
+    """Raises ValueError, with the remedy, for an axis that there is not, and for an array that does not fit its axis.
+
+    `sizes`: the rows of "token", "whole", "sequence" and "rollout". Without it, arrays with one axis must agree.
+    """
+    known = dict(sizes or {})
+    for name, axis in axes.items():
+        if name not in extras:
+            raise ValueError(f"axes names {name!r}, which extras does not have: add the array or leave the name out")
+        if axis not in AXES:
+            raise ValueError(f"axes[{name!r}] is {axis!r}, not one of {', '.join(AXES)}")
+        if axis == "group":
+            continue
+        array = extras[name]
+        if axis == RAGGED:
+            _check_ragged(name, array, extras.get(name + OFFSETS), known)
+            continue
+        rows = array.shape[0] if array.ndim else None
+        if rows is None or rows != known.setdefault(axis, rows):
+            raise ValueError(
+                f"extras[{name!r}] has the shape {array.shape}, and its axis {axis!r} needs {known.get(axis, 'some')} "
+                f"rows ({AXES[axis]}): give it these rows or another axis"
+            )
+    for name in extras:
+        if name.endswith(OFFSETS) and axes.get(name.removesuffix(OFFSETS)) != RAGGED:
+            raise ValueError(
+                f"extras[{name!r}] is the name of offsets, and extras has no {name.removesuffix(OFFSETS)!r} with the "
+                f"axis {RAGGED!r}: choose another name or say this axis"
+            )
+
+
+def _check_ragged(name: str, values: Array, offsets: Array | None, known: dict[str, int]) -> None:
+    """Raises ValueError unless `offsets` cut `values` into one set for each token."""
+    if offsets is None:
+        raise ValueError(f"extras[{name!r}] has the axis {RAGGED!r}: put T + 1 offsets into extras[{name + OFFSETS!r}]")
+    tokens = known.setdefault("token", max(offsets.size - 1, 0))
+    if offsets.dtype.kind not in "iu" or offsets.shape != (tokens + 1,):
+        raise ValueError(
+            f"extras[{name + OFFSETS!r}] is {offsets.dtype} of the shape {offsets.shape}, and must be integers of the "
+            f"shape ({tokens + 1},): T + 1 offsets into extras[{name!r}]"
+        )
+    rows = values.shape[0] if values.ndim else 0
+    if offsets[0] != 0 or offsets[-1] != rows or (offsets[1:] < offsets[:-1]).any():
+        ends = f"goes from {offsets[0]} to {offsets[-1]}"
+        raise ValueError(f"extras[{name + OFFSETS!r}] {ends}, and must rise from 0 to {rows}, the rows of its values")
+
+
+# ---------------------------------------------------------------------------------------------------------- segments
+
+SEGMENT_MAGIC = b"RPLYSEG\x01"
+"""The last byte is the format version."""
+
+
+def encode_columns(extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] | None = None) -> list[Buffer]:
+    """A segment with these columns, as consecutive buffers; together they are a multiple of 64 bytes.
+
+    `extras` and `axes` are as in RolloutGroup. Raises ValueError that names the column for none at all, a dtype, an
+    axis that there is not, and for arrays of one axis that differ in rows. Whether the rows are those of the group only
+    its readers know: `RolloutGroup.decode` refuses others.
+    """
+    columns, axes = checked_columns(extras), axes or {}
+    if not columns:
+        raise ValueError("extras is empty: name at least one column")
+    check_axes(columns, axes)
+    return encode_arrays(SEGMENT_MAGIC, {}, {}, columns, axes)
+
+
+def decode_segments(view: memoryview, extras: dict[str, Array], axes: dict[str, str]) -> None:
+    """Adds the columns of all segments in `view` to `extras` and `axes`. What has a name there already is left out.
+
+    Errors: those of `check_magic` and `decode_arrays`.
+    """
+    number = 0
+    while len(view):
+        number += 1
+        decoded = decode_arrays(view, check_magic(view, SEGMENT_MAGIC, "segment"))
+        if decoded.arrays:
+            raise ValueError(f"segment {number} has {', '.join(decoded.arrays)} beside extras")
+        view = decoded.rest
+        taken = set(extras)
+        for name, array in decoded.extras.items():
+            # Offsets go where their values go.
+            values = name.removesuffix(OFFSETS)
+            owner = values if decoded.axes.get(values) == RAGGED else name
+            if owner not in taken:
+                extras[name] = array
+                if name in decoded.axes:
+                    axes[name] = decoded.axes[name]

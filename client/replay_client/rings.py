@@ -1,0 +1,309 @@
+"""Rings: shared memory through which large payloads travel, if the server is on the same host; messages go over gRPC.
+
+* The client finds out by itself: it asks the server for a ring and looks whether it can map it.
+* A stream asks for its ring at its first large payload. Clients with small payloads never have one.
+* A ring takes milliseconds to make. One whose call has ended in good order serves the next call of its kind.
+* Where no ring can be had, payloads travel in the messages. Nobody else can tell, except by `carries`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from replay_client.access import Access
+from replay_client.errors import ReplayError
+from replay_client.transport import NOT_KNOWN, BatchStream, Stream, Transport
+from replay_protos import replay_pb2 as pb
+from replay_protos.framing import Frame
+from replay_protos.shared_memory import BYTES_PER_FRAME, FrameWriter, Mailbox, RingReader, Segment, is_large
+
+SHARED = "shared memory"
+"""What `carries` says if payloads go through rings."""
+_CAPACITY = 16 << 20
+"""Bytes of a ring. Many messages fit into it, and it fits into a processor's cache."""
+_MOMENT = 0.1
+"""Seconds that the first large payload of a stream waits for its ring. Without a ring, payloads travel over gRPC."""
+_PAUSE = 10.0
+"""Seconds. After a refusal no stream asks for a ring during this time."""
+_ANSWER = 5.0
+"""Seconds for which `find_out` waits."""
+_GOODBYE = 1.0
+"""Seconds that the server has to end the call."""
+_MOST_IDLE = 4
+"""Rings of each direction that are kept for later calls."""
+
+Ring = RingReader | FrameWriter
+R = TypeVar("R", RingReader, FrameWriter)
+
+
+class SharedMemory:
+    """The rings of one transport. The first ring opens a stream of ShareMemory; all rings end with this stream."""
+
+    def __init__(self, open_stream: Callable[[], Stream]) -> None:
+        self._open_stream = open_stream
+        self._closed = False
+        self._stream: Stream | None = None
+        self._one_exchange = asyncio.Lock()
+        self._ask_again_at = 0.0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._idle: dict[type[Ring], list[Any]] = {RingReader: [], FrameWriter: []}
+        """Rings that later calls may use: those that bring payloads, and those of inserts."""
+        self._asked: set[type[Ring]] = set()
+        """The kinds of which a ring was asked for and is under way."""
+        self.large_responses = False
+        """Whether the last response was so large that a ring is worth while."""
+        self.carries = ""
+        """`SHARED`, or "grpc: " with the reason; "" while nothing is known."""
+
+    async def find_out(self) -> None:
+        """Wait until `carries` is known, or until the server has had time to answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER):
+                async with self._one_exchange:  # a ring may be on its way
+                    pass
+                if not self.carries and (asked := self.ask(0)) is not None:
+                    await asyncio.wait({asked})
+
+    def ask(self, capacity: int = _CAPACITY) -> asyncio.Task[Segment | None] | None:
+        """Ask the server for a ring. With capacity 0, ask only whether it has rings. None: no ring now."""
+        if self._closed or asyncio.get_running_loop().time() < self._ask_again_at:
+            return None
+        # In its own task: if the caller stops waiting, the next exchange must not get the response to this one.
+        return self._start(self._ask(capacity))
+
+    async def ring(self, kind: type[R]) -> R | None:
+        """A ring for one call; None while there is no ring."""
+        if not (idle := self._idle[kind]) and kind not in self._asked and (asked := self.ask()) is not None:
+            self._asked.add(kind)
+            asked.add_done_callback(partial(self._came, kind))
+            await asyncio.wait({asked}, timeout=_MOMENT)
+        return idle.pop() if idle else None
+
+    def _came(self, kind: type[Ring], asked: asyncio.Task[Segment | None]) -> None:
+        self._asked.discard(kind)
+        if not asked.cancelled() and asked.exception() is None and (segment := asked.result()) is not None:
+            self.keep(kind(segment))
+
+    def keep(self, ring: Ring) -> None:
+        """Keeps a ring for later calls. Its call, if it had one, has ended in good order."""
+        if len(idle := self._idle[type(ring)]) < _MOST_IDLE:
+            idle.append(ring)
+        else:
+            self.close(ring)
+
+    def close(self, ring: Ring) -> None:
+        """Tell the server that this client no longer uses the ring."""
+        if self._stream is not None:
+            self._start(self._ask_to_close(ring.segment.ring_id))
+
+    async def end(self) -> None:
+        """Ends all rings."""
+        self._closed = True
+        if self._tasks:
+            _, late = await asyncio.wait([*self._tasks], timeout=_GOODBYE)
+            for task in late:
+                task.cancel()  # which ends the call, too
+            await asyncio.gather(*late, return_exceptions=True)
+        if (stream := self._forget_stream()) is not None and not stream.ended:
+            await stream.end()
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _ask(self, capacity: int) -> Segment | None:
+        try:
+            async with self._one_exchange:
+                return await self._open_ring(capacity)
+        except (OSError, ValueError, ReplayError) as error:
+            self._refuse(str(error))
+        except grpc.aio.AioRpcError as error:
+            # Not an error here: the calls that carry payloads report it better, and retry.
+            self.carries = f"grpc: {error.details()}"
+        except BaseException:
+            self._drop_stream()
+            raise
+        return None
+
+    async def _open_ring(self, capacity: int) -> Segment | None:
+        opened = await self._exchange(pb.ShareMemoryRequest(open=capacity))
+        if opened.refusal:
+            self._refuse(opened.refusal)
+            return None
+        try:
+            mailbox = Mailbox(Path(opened.path))
+            try:
+                sent = await self._exchange(pb.ShareMemoryRequest(send=opened.ring))
+            finally:  # on a thread, because the system maps every page of the ring now
+                segment = await asyncio.to_thread(mailbox.receive, opened.ring, capacity)
+            if segment is None:
+                raise OSError(sent.refusal or "the memory of the ring did not arrive")
+        except (OSError, ValueError):
+            await self._exchange(pb.ShareMemoryRequest(close=opened.ring))
+            raise
+        self.carries = SHARED
+        return segment
+
+    async def _ask_to_close(self, ring_id: int) -> None:
+        async with self._one_exchange:
+            if self._stream is not None:
+                with suppress(grpc.aio.AioRpcError):
+                    await self._exchange(pb.ShareMemoryRequest(close=ring_id))
+
+    async def _exchange(self, request: pb.ShareMemoryRequest) -> Any:
+        if self._stream is None or self._stream.ended:
+            self._forget_stream()
+            self._stream = self._open_stream()
+        stream = self._stream
+        with suppress(asyncio.InvalidStateError):  # the stream has ended; the read raises the reason
+            await stream.write(request)
+        try:
+            return await stream.read()
+        except grpc.aio.AioRpcError:
+            self._drop_stream()
+            raise
+
+    def _drop_stream(self) -> None:
+        if (stream := self._forget_stream()) is not None:
+            stream.cancel()
+
+    def _forget_stream(self) -> Stream | None:
+        """All rings end with their stream."""
+        stream, self._stream = self._stream, None
+        for idle in self._idle.values():
+            idle.clear()
+        return stream
+
+    def _refuse(self, why: str) -> None:
+        self.carries = f"grpc: {why}"
+        self._ask_again_at = asyncio.get_running_loop().time() + _PAUSE
+
+
+class RingTransport(Transport):
+    """A channel, and the rings of its streams. A server that has none gets everything over gRPC."""
+
+    def __init__(self, access: Access) -> None:
+        super().__init__(access)
+        self._shared = SharedMemory(lambda: Transport.stream(self, "ShareMemory"))
+
+    @property
+    def carries(self) -> str:
+        return self._shared.carries or NOT_KNOWN
+
+    async def find_out(self) -> None:
+        await self._shared.find_out()
+
+    async def call(self, method: str, request: Message, timeout: float | None) -> Any:
+        if not isinstance(request, pb.GetRequest):
+            return await super().call(method, request, timeout)
+        # The answer comes through a ring if the answer before it was large.
+        shared = self._shared
+        ring = await shared.ring(RingReader) if shared.large_responses else None
+        request.ring = 0 if ring is None else ring.ring_id
+        complete = False
+        try:
+            answer = await RingAnswer(self._open("Get", request, timeout), ring).read()
+            complete = True
+        finally:
+            if ring is not None:
+                # If the answer was not read to its end, the server may still write to its ring.
+                (shared.keep if complete else shared.close)(ring)
+        shared.large_responses = is_large(answer.payloads)
+        return answer
+
+    def stream(self, method: str, request: Message | None = None, timeout: float | None = None) -> Stream:
+        if method == "InsertStream":
+            return RingInserts(self._open(method), self._shared)
+        if method == "Draw":
+            return RingDraws(self._open(method), self._shared)
+        return super().stream(method, request, timeout)
+
+    async def close(self) -> None:
+        await self.end_idle()
+        await self._shared.end()
+        await super().close()
+
+
+class RingAnswer(BatchStream):
+    """A call with one answer, which comes through a ring if the client had one."""
+
+    def __init__(self, call: Any, ring: RingReader | None) -> None:
+        super().__init__(call)
+        self._ring = ring
+
+    def _reader_of(self, ring_id: int) -> RingReader | None:
+        return self._ring if self._ring is not None and self._ring.ring_id == ring_id else None
+
+
+class RingDraws(RingAnswer):
+    """A call of Draw. After its first large payload the others come through a ring.
+
+    It takes an idle ring of the client, and names it in its next message. A stream may end before the ring that it
+    asked for is there, as a sampler's with a short timeout does: the ring then waits for the next stream.
+    """
+
+    def __init__(self, call: Any, shared: SharedMemory) -> None:
+        super().__init__(call, None)
+        self._shared = shared
+        self._is_named = False
+
+    async def write(self, request: pb.DrawRequest) -> None:
+        if self._ring is not None and not self._is_named:
+            self._is_named = True
+            named = pb.DrawRequest(ring=self._ring.ring_id)
+            named.MergeFrom(request)  # the caller may send it again, on another stream
+            request = named
+        await super().write(request)
+
+    async def _see(self, frame: Frame[Any]) -> None:
+        if self._ring is None and is_large(frame.payloads):
+            self._ring = await self._shared.ring(RingReader)
+
+    def cancel(self) -> None:
+        if self._ring is not None:  # the server may still write to it
+            self._shared.close(self._ring)
+            self._ring = None
+        super().cancel()
+
+
+class RingInserts(Stream):
+    """A call of InsertStream. Large payloads go through its ring, from the first one on."""
+
+    def __init__(self, call: Any, shared: SharedMemory) -> None:
+        super().__init__(call)
+        self._shared = shared
+        self._writer: FrameWriter | None = None
+
+    @property
+    def bytes_per_message(self) -> int:
+        # It is more if the payloads travel in a ring.
+        return super().bytes_per_message if self._writer is None or self._writer.stalled else BYTES_PER_FRAME
+
+    async def write(self, frame: Frame[pb.InsertRequest]) -> None:
+        if self._writer is None and is_large(frame.payloads):
+            self._writer = await self._shared.ring(FrameWriter)
+        await super().write(frame if self._writer is None else await self._writer.place(frame))
+
+    async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
+        """As Stream. The server must have acknowledged all items: the ring serves later streams."""
+        ended = await super().end(reader)
+        if ended and self._writer is not None:
+            self._shared.keep(self._writer)
+            self._writer = None
+        return ended
+
+    def cancel(self) -> None:
+        if self._writer is not None:
+            self._shared.close(self._writer)
+            self._writer = None
+        super().cancel()
