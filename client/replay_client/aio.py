@@ -210,6 +210,7 @@ class AsyncReplayClient:
         extras: Mapping[str, npt.ArrayLike],
         *,
         axes: Mapping[str, str] | None = None,
+        held: Sequence[Sample] = (),
         timeout: Timeout = DEFAULT,
     ) -> ExtendResult:
         """Adds columns to a stored group. Readers find them in its extras from then on.
@@ -222,8 +223,11 @@ class AsyncReplayClient:
         error: the column stays as it was. Nothing in the item ever changes, and a batch that is drawn already stays as
         it was drawn. Rows of tables that require these columns can be sampled from now on.
 
-        Raises PayloadTooLargeError, TableFullError, ServerBusyError or StorageError if the item cannot grow, and
-        InvalidRequestError for columns that no group can have. Then nothing has changed.
+        `held`: samples that were drawn with a lease. If another reader may have one of them by now, nothing is added.
+
+        Raises PayloadTooLargeError, TableFullError, ServerBusyError or StorageError if the item cannot grow,
+        LeaseEndedError if a lease of `held` has ended, and InvalidRequestError for columns that no group can have. Then
+        nothing has changed.
         """
         if not isinstance(extras, Mapping):
             raise InvalidRequestError(f"extras must be arrays by name, not {shortened(extras)}")
@@ -235,7 +239,9 @@ class AsyncReplayClient:
         deadline, left, present = Deadline(self._seconds(timeout)), dict(extras), set[str]()
         while True:
             its_axes = {name: axis for name, axis in (axes or {}).items() if name not in present}
-            row = await self._placement.extend(Item.segment(key, left, its_axes, deadline.seconds))
+            item = Item.segment(key, left, its_axes, deadline.seconds)
+            item.closes = tuple(sample.info.lease for sample in held)
+            row = await self._placement.extend(item)
             if row is None:
                 return ExtendResult(added=tuple(left), present=tuple(sorted(present)))
             if row.missing:

@@ -152,7 +152,7 @@ class Item:
     """The name of the shard that granted the permit."""
     labels: Labels = NO_LABELS
     closes: tuple[int, ...] = ()
-    """The leases of the batches that the item closes."""
+    """The leases of the batches that the item closes; of a segment: that its writer must still have."""
     closed_on: str = ""
     """The name of the shard that gave them."""
     request: int = 0
@@ -183,7 +183,7 @@ class Item:
         timeout: float | None,
         permits: PermitLease | None,
         tags: Mapping[str, TagValue] | None = None,
-        closes: Iterable[Sample] = (),
+        closes: Sequence[Sample] = (),
     ) -> Item:
         columns: Iterable[str] = ()
         if isinstance(group, RolloutGroup):
@@ -211,20 +211,17 @@ class Item:
             raise InvalidRequestError(str(error)) from None
         nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))
         lease, granted_by = (permits.id, permits.shard) if permits else (0, "")
-        leases, shard = _closed(closes) if closes else ((), "")
-        return cls(key, priorities, version, payload, nbytes, timeout, lease, granted_by, labels, leases, shard)
+        return cls(key, priorities, version, payload, nbytes, timeout, lease, granted_by, labels, *_closed(closes))
 
 
-def _closed(samples: Iterable[Sample]) -> tuple[tuple[int, ...], str]:
+def _closed(samples: Sequence[Sample]) -> tuple[tuple[int, ...], str]:
     """The leases of these samples, and the shard that gave all of them. Raises InvalidRequestError."""
-    drawn = list(samples)
-    for sample in drawn:
-        if not sample.info.lease:
-            raise InvalidRequestError(f"item {sample.info.key} cannot be closed: it was drawn without a lease")
-    if len(shards := {sample.info.shard for sample in drawn}) > 1:
+    if taken := [sample.info.key for sample in samples if not sample.info.lease]:
+        raise InvalidRequestError(f"item {taken[0]} cannot be closed: it was drawn without a lease")
+    if len(shards := {sample.info.shard for sample in samples}) > 1:
         several = ", ".join(sorted(shards))
         raise InvalidRequestError(f"an item cannot close samples of several shards ({several}): draw them from one")
-    return tuple(dict.fromkeys(sample.info.lease for sample in drawn)), "".join(shards)
+    return tuple(dict.fromkeys(sample.info.lease for sample in samples)), "".join(shards)
 
 
 def check_extension(item: Sample | StoredItem, extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str]) -> None:
@@ -276,7 +273,7 @@ def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iter
         request.policy_versions.extend(item.policy_version for item in items)
         request.targets.extend(_targets(items))
         request.permits, request.moved = first.permits, first.moved
-        request.closes.extend(first.closes)
+    request.closes.extend(first.closes)
     if any(item.labels is not NO_LABELS for item in items):
         labels = [item.labels for item in items]
         request.columns.extend(columns_message(labels))

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_client import AsyncReplayClient, KeySequence, PermitLease, Sample, ServerInfo
-from replay_client.errors import DeadlineExceededError, PayloadTooLargeError, ReplayError
+from replay_client.errors import DeadlineExceededError, LeaseEndedError, PayloadTooLargeError, ReplayError
 from replay_client.waits import LAST_WORD
 from replay_generator.config import GeneratorConfig
 from replay_generator.metrics import GeneratorStats
@@ -272,7 +272,10 @@ class BuildingSite(Site):
     async def _extend(self, group: UnderConstruction, columns: Mapping[str, npt.NDArray[np.uint8]]) -> None:
         axes, item = dict.fromkeys(columns, "group"), _item_of(group)
         try:
-            result = await self._answer(self._client.extend, item[0].info.key, columns, axes=axes)
+            result = await self._answer(self._client.extend, item[0].info.key, columns, axes=axes, held=item)
+        except LeaseEndedError:
+            self._items.let_go(item)
+            raise LeaseLostError from None
         except PayloadTooLargeError as error:
             prompt_id = group.opening.prompt.prompt_id
             raise PromptError(f"prompt {prompt_id!r}: a rollout of its group cannot be stored: {error}") from error

@@ -101,7 +101,7 @@ class InsertRequest(_message.Message):
     def closes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids of batches that the reader has drawn and not taken. They are taken in the moment in which the only row of this
         message enters its tables: what a reader makes of a batch takes its place. If one of them has gone back, or is
-        taken already, the row is refused.
+        taken already, the row is refused. A segment is refused then too, and leaves them as they are.
         """
 
     @_builtins.property

@@ -310,13 +310,17 @@ class Inserts:
             if row and row % ROWS_PER_YIELD == 0:
                 await asyncio.sleep(0)
             try:
-                self._decided.append(key, self._append(key, labels[row].columns, payload, numbers[row]))
+                answer = self._append(key, labels[row].columns, payload, numbers[row], request.closes)
+                self._decided.append(key, answer)
             except Refused as refusal:
                 self._decided.keys.append(key)
                 self._decided.refuse(key, refusal)
 
-    def _append(self, key: int, names: Collection[str], payload: Payload, number: int) -> pb.UnchangedRow:
-        """Appends a segment. Raises Refused; then nothing has changed. `number`: under which a retry comes; 0: none."""
+    def _append(
+        self, key: int, names: Collection[str], payload: Payload, number: int, held: Sequence[int]
+    ) -> pb.UnchangedRow:
+        """Appends a segment. Raises Refused; then nothing has changed. `number`: under which a retry comes; 0: none.
+        `held`: batches that its writer must still hold."""
         if self._refusal is not None:
             raise self._refusal
         buffer, nbytes, digest = self._buffer, sum(map(len, payload)), b""
@@ -327,6 +331,8 @@ class Inserts:
                 return pb.UnchangedRow.FromString(answer)
         if full := self._backend.memory.why_full(nbytes):
             raise busy(full)
+        if key in buffer.items and (refusal := buffer.outstanding.why_not_closed(held)) is not None:
+            raise refusal
         present = buffer.extend(key, names, payload)
         unchanged = pb.UnchangedRow(key=key, present=present or (), missing=present is None)
         if number:
@@ -341,10 +347,8 @@ def check_message(request: pb.InsertRequest) -> None:
         raise invalid(f"{rows} items in one message: at most {MAX_ROWS}")
     if rows == 0:
         raise invalid("a message without items, and no item before it lacks payload bytes")
-    if request.closes and (rows > 1 or request.extend):
-        raise invalid(
-            f"{rows} rows that close batches: send such an item in a message of its own, and not as a segment"
-        )
+    if request.closes and rows > 1:
+        raise invalid(f"{rows} rows that close batches: send such an item in a message of its own")
     for name in ("policy_versions", "payload_sizes"):
         if len(entries := getattr(request, name)) not in (0, rows):
             raise invalid(f"{name} has {len(entries)} entries for {rows} items")

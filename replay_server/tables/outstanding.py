@@ -104,13 +104,13 @@ class OutstandingBatches:
         return changed
 
     def why_not_closed(self, batch_ids: Sequence[int]) -> Refused | None:
-        """Why an item cannot close these batches; None: it can."""
+        """Why an item cannot close these batches, or a segment stand on them; None: it can."""
         for batch_id in batch_ids:
             if batch_id not in self.by_id:
                 became = "was taken already" if batch_id in self.taken else "has gone back to its table"
                 return lease_ended(
-                    f"the batch {batch_id} that the item closes {became}: its lease has ended, so another reader may "
-                    f"have it; renew leases in time, or ask for longer ones"
+                    f"the batch {batch_id} that the item or segment stands on {became}: its lease has ended, so "
+                    f"another reader may have it; renew leases in time, or ask for longer ones"
                 )
         return None
 

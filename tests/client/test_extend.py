@@ -11,6 +11,7 @@ from replay_client import ExtendResult, ReplayClient
 from replay_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
+    LeaseEndedError,
     PayloadTooLargeError,
     ReplayError,
     ServerUnavailableError,
@@ -285,6 +286,18 @@ def test_a_server_that_drains_takes_segments_of_the_items_that_it_has_and_what_c
 def shards(tmp_path):
     with server_with(tmp_path / "a") as first, server_with(tmp_path / "b") as second:
         yield [first, second]
+
+
+def test_a_reader_whose_lease_has_ended_adds_nothing_beside_the_next_one(client):
+    key = client.insert(make_group(), {"plain": 1.0})
+    (first,) = client.sample("plain", lease=20.0)
+    assert client.extend(key, {"one": np.ones(1)}, axes={"one": "group"}, held=[first]).added == ("one",)
+    client.acknowledge([first], give_back=True)
+    (second,) = client.sample("plain", lease=20.0)
+    with pytest.raises(LeaseEndedError, match=r"the batch .* stands on has gone back to its table"):
+        client.extend(key, {"two": np.ones(1)}, axes={"two": "group"}, held=[first])
+    assert client.extend(key, {"two": np.ones(1)}, axes={"two": "group"}, held=[second]).added == ("two",)
+    assert client.extend(1, {"two": np.ones(1)}, axes={"two": "group"}, held=[first]).missing
 
 
 def test_a_segment_goes_to_the_shard_that_has_its_item(shards):
