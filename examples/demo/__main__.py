@@ -19,7 +19,10 @@ def main() -> None:
     parser.add_argument("--engine", default="vllm", choices=["vllm", "transformers"])
     parser.add_argument("--output-dir", type=Path, default=Path("runs/demo"), help="folder for the files of the run")
     parser.add_argument(
-        "--task", default="sums", choices=TASKS, help="tools: to multiply with a calculator, in two turns"
+        "--task",
+        default="sums",
+        choices=TASKS,
+        help="tools: to multiply with a calculator, in two turns; agent: the same, by the package openai",
     )
     parser.add_argument("--compare", action="store_true", help="train on as many groups without the pool and with it")
     given = parser.parse_args()

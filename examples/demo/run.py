@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,8 +34,10 @@ PANELS = {
     "Importance ratio": ("correction/ratio_mean", "trainer / sampler, mean over tokens before truncation"),
 }
 """Title of each panel: the metric, and what it is."""
-CALLED = "reward/called"
-"""The generator's metric of the share of rollouts that called the tool, at each version of the policy."""
+CALLED = "called"
+"""The share of rollouts that called the tool, at each version of the policy."""
+CALLED_AS = ("reward/called", "reward/rollout/called")
+"""The generator's metric of it: from a reward function, or from an agent."""
 TOOL_PANELS = {
     "Fresh reward": PANELS["Fresh reward"],
     "Replaced groups": PANELS["Replaced groups"],
@@ -171,8 +173,8 @@ class Variant:
     """One of task.PROBLEMS, unless the model and the prompts are made elsewhere: see `run`."""
     max_tokens: int = 6
     """The longest completion of that task."""
-    reward: str = "exact_match"
-    """As `replay generate --reward`."""
+    reward: str | None = "exact_match"
+    """As `replay generate --reward`; None: rollouts bring it."""
     sample_timeout: float = 120.0
     """Seconds that the trainer waits for groups, and so for the generator's engine to load."""
     generate: tuple[str, ...] = ()
@@ -227,7 +229,12 @@ WITH_TOOL = Variant(
     steps=50,
     solve_rate=0.1,
 )
-TASKS: dict[str, Variant] = {variant.task: variant for variant in (DEMO, WITH_TOOL)}
+WITH_AGENT = replace(
+    WITH_TOOL,
+    generate=("--chat", "--agent", "examples.demo.agent:play", "--tool-parser", "hermes"),
+    reward=None,
+)
+TASKS: dict[str, Variant] = {"sums": DEMO, "tools": WITH_TOOL, "agent": WITH_AGENT}
 """By the name that users type."""
 
 
@@ -435,7 +442,8 @@ def run_parts(
     display.console.print(f"look inside: {look}", highlight=False, soft_wrap=True)
 
     generate = ["--address", address, "generate", "--engine", engine, "--model", str(out / "model")]
-    generate += ["--prompts", str(out / "prompts.jsonl"), "--reward", variant.reward, "--wait-for-policy"]
+    generate += ["--prompts", str(out / "prompts.jsonl"), "--wait-for-policy"]
+    generate += ["--reward", variant.reward] if variant.reward else []
     generate += ["--group-size", str(GROUP_SIZE), "--max-tokens", str(variant.max_tokens), "--seed", str(seed)]
     generate += ["--priority", variant.priority, *variant.generate, "--json"]
     generate += ["--metrics-path", str(out / "generator.jsonl"), "--set", "metrics_interval=0.5"]
@@ -493,7 +501,9 @@ def generator_stats(parts: list[Part]) -> dict[str, Any]:
 
 def add_calls(metrics: list[dict[str, Any]], generated: Sequence[Mapping[str, Any]]) -> None:
     """Writes CALLED into each step from whose version of the policy the generator has told it."""
-    told = {line["policy_version"]: line[CALLED] for line in generated if line.get(CALLED) is not None}
+    told = {
+        line["policy_version"]: line[name] for line in generated for name in CALLED_AS if line.get(name) is not None
+    }
     for line in metrics:
         if (version := line["step"] - 1) in told:
             line[CALLED] = told[version]

@@ -1,0 +1,51 @@
+"""The task of tools.py for an agent that knows nothing of training: it is written with the package `openai`.
+
+The agent asks a chat model, computes what the model calls for, tells it the result, and takes its next words for the
+answer. `replay generate --agent` gives it an address where the policy answers.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from examples.demo.tools import calculator
+from replay_generator import Task
+from replay_generator.sessions.agents import Address
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Computes the product of two numbers.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+client = AsyncOpenAI(base_url="http://nobody", api_key="none")
+"""The connections of all agents."""
+
+
+async def play(task: Task, address: Address) -> dict[str, Any]:
+    """Answers one question, in two turns at most. Its metric `called` counts calls, and does not reward them."""
+    model, called = client.with_options(**address.openai), False
+    messages: list[Any] = [{"role": "user", "content": task.row["prompt"]}]
+    for _ in range(2):
+        answer = await model.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+        message: Any = answer.choices[0].message
+        if not message.tool_calls:
+            break
+        called = True
+        messages.append(message)
+        for call in message.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": _computed(call.function.arguments)})
+    reward = float((message.content or "").strip() == task.row["answer"])
+    return {"reward": reward, "metrics": {"called": float(called)}}
+
+
+def _computed(arguments: str) -> str:
+    try:
+        return calculator(**json.loads(arguments))
+    except (TypeError, ValueError) as error:
+        return f"error: {error}"
