@@ -1,0 +1,1 @@
+"""Kills amid sessions: of agents, generators and the server."""

@@ -1,0 +1,193 @@
+"""Kills agents that play sessions, the generators that hold them, and the server: each rollout comes once.
+
+    python -m tests.system.sessions.kills --agents 50 --generators 20 --servers 20 [--seed N]
+
+Generators (each a process) offer sessions, and build groups in a table of a server (a process) under admission. Agents
+(each a process) take sessions from whichever generator has one, ask for a completion, and end them with a reward. All
+ask one engine server that lives. Each of them is killed with SIGKILL at a random moment, and another takes its place. A
+session that an agent leaves expires, and its rollout is played anew; what a generator leaves others finish. At the end
+all are killed, and others finish what is left. Then
+
+* each rollout that the server has acknowledged is in the one group of its prompt, at its place, and no completion is in
+  two groups;
+* each rollout has the reward that its agent gave for what the policy wrote;
+* no permit is out, and what was accepted is what the trainer got.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup
+from replay_client.errors import ReplayError
+from replay_generator import GeneratorConfig, run_generator
+from replay_generator.engines import SamplingConfig
+from replay_generator.sessions import load_sessions
+from tests.factories import free_port, start, until
+from tests.system.building.engine import EngineServer, OneToken, RemoteEngine, number_of
+from tests.system.building.kills import (
+    CONCURRENT,
+    GROUP_SIZE,
+    GROUPS_PER_STEP,
+    LEASE,
+    Groups,
+    ToldClient,
+    check_rollouts,
+)
+from tests.system.building.kills import CONFIG as BUILDING
+from tests.system.harness import BLOCKED, Books, Fleet, Servers, Trainer, program
+
+CONFIG = BUILDING.format(data_dir="{folder}")
+DEADLINE = 3.0
+"""Seconds of a session, after which a killed agent's rollout is offered anew."""
+
+
+class Tokenizer(OneToken):
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return [1]
+
+    def decode(self, token_ids: Any, **options: Any) -> str:
+        return ""
+
+
+def generate(address: str, engine: int, notes: Path, ports: Path, name: str, new_groups: bool) -> None:
+    """A generator that offers sessions at a port of its own, until it is killed or nothing is left to finish."""
+
+    def connect() -> AsyncReplayClient:
+        client = ToldClient(address, timeout=BLOCKED)
+        client.notes, client.prompts = notes, {}
+        return client
+
+    def prompts() -> Iterator[dict[str, str]]:
+        for number in itertools.count() if new_groups else ():
+            yield {"prompt": "+", "prompt_id": f"{name}-{number}"}
+
+    config = GeneratorConfig(
+        group_size=GROUP_SIZE,
+        sampling=SamplingConfig(max_tokens=400),
+        max_concurrent_groups=CONCURRENT,
+        building="building",
+        building_lease=LEASE,
+        session_deadline=DEADLINE,
+    )
+    remote = RemoteEngine(engine)
+    remote.tokenizer = Tokenizer()
+    hook = load_sessions(None, f"127.0.0.1:{(port := free_port())}", config, needs_reward=True)
+    with ports.open("a") as file:
+        file.write(f"{port}\n")
+    run_generator(connect, remote, prompts(), None, config, rollout=hook)
+
+
+def play(ports: Path, seed: int) -> None:
+    """An agent, until it is killed: it takes a session, asks once, and ends it."""
+    rng = random.Random(seed)
+    while True:
+        try:
+            port = rng.choice(ports.read_text().split()[-4:])
+            session = post(f"http://127.0.0.1:{port}/sessions", {})
+            asked = {"model": "policy", "prompt": "+"}
+            said = post(f"{session['openai_base_url']}/completions", asked)["choices"][0]["text"]
+            post(f"http://127.0.0.1:{port}/sessions/{session['id']}/end", {"reward": reward(said)})
+        except (OSError, IndexError):  # nobody has a session, or its generator is gone
+            time.sleep(0.1)
+
+
+def post(url: str, body: Any) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=BLOCKED) as answer:
+        return json.load(answer)
+
+
+def reward(said: str) -> float:
+    return float(sum(map(int, said)))
+
+
+class Played(Groups):
+    """The groups that the trainer got, whose rewards are those of the agents."""
+
+    def look(self, group: RolloutGroup) -> None:
+        numbers = [number_of(ids) for ids in group.completions()]
+        if self.groups.get(group.prompt_id) == numbers:
+            self.totals["groups that the trainer got again after a kill of the server"] += 1
+            return
+        super().look(group)
+        if group.rewards.tolist() != [reward(str(number)) for number in numbers]:
+            self.violated(f"group {group.prompt_id} of {numbers} has the rewards {group.rewards.tolist()}")
+
+
+def kill_all_sorts(
+    agents: int, generators: int, servers: int, folder: Path, seed: int, *, fleet: tuple[int, int] = (2, 6)
+) -> Books:
+    """Kills so many of each, and all that are left. `fleet`: how many generators and agents there are."""
+    books, rng, engine = Played(), random.Random(seed), EngineServer(seed)
+    notes, ports, names = folder / "acknowledged", folder / "ports", itertools.count()
+    ports.touch()
+    with Servers(folder, [CONFIG]) as running, ReplayClient(running.address, timeout=60.0) as client:
+
+        def start_generator(new_groups: bool = True) -> BaseProcess:
+            name = f"generator{next(names)}"
+            return start(generate, running.address, engine.port, notes, ports, name, new_groups)
+
+        def start_agent() -> BaseProcess:
+            return start(play, ports, rng.getrandbits(30))
+
+        def kill_server() -> None:
+            running.kill()
+            books.killed()
+            time.sleep(rng.random())
+            running.restart()
+
+        def left() -> int:
+            table = client.server_info().tables["building"]
+            return table.size + table.reserved
+
+        trainer = Trainer(running.address, books, books.look, GROUPS_PER_STEP)
+        trainer.refusals = ReplayError
+        generating = Fleet(start_generator, fleet[0], books, rng)
+        playing = Fleet(start_agent, fleet[1], books, rng)
+        victims = [playing.kill_one] * agents + [generating.kill_one] * generators + [kill_server] * servers
+        rng.shuffle(victims)
+        try:
+            for kill in victims:
+                enough = len(books.groups) + rng.randrange(1, 3)
+                until(lambda enough=enough: len(books.groups) >= enough or books.violations, "nobody inserts", BLOCKED)
+                time.sleep(rng.random() * 0.3)
+                kill()
+                if books.violations:
+                    break
+        finally:
+            generating.kill_all()
+        deadline = time.monotonic() + BLOCKED
+        while left() and not books.violations and time.monotonic() < deadline:
+            finisher = start_generator(new_groups=False)
+            finisher.join(BLOCKED)
+            if finisher.exitcode != 0:
+                books.violated(f"who was to finish what is left ended with {finisher.exitcode}")
+            time.sleep(0.1)  # until the leases of the dead end
+        playing.kill_all()
+        until(lambda: client.server_info().tables["rollouts"].size == 0 or books.violations, "groups stay", BLOCKED)
+        until(lambda: not client.server_info().admission.running, "permits of the dead stay away", BLOCKED)  # type: ignore[union-attr]
+        trainer.stop()
+        engine.stop()
+        admission = client.server_info().admission
+        assert admission is not None
+        if (admission.running, admission.building, left()) != (0, 0, 0):
+            books.violated(f"{admission.running} permits running, {admission.building} building, {left()} items left")
+        if admission.accepted != len(books.groups):
+            books.violated(f"{admission.accepted} groups accepted, and the trainer got {len(books.groups)}")
+    check_rollouts(notes, books)
+    books.totals["groups"] = len(books.groups)
+    return books
+
+
+if __name__ == "__main__":
+    program(kill_all_sorts, agents=50, generators=20, servers=20)
