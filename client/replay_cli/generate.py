@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
@@ -45,7 +45,7 @@ SETTINGS = CommandSettings(GeneratorConfig, SamplingConfig, without=("sampling",
 _IN_GROUPS: dict[str, Any] = {"rich_help_panel": "Groups"}
 _ABOUT_MOST = "Groups at the same time; 0: as many as permits. [16]"
 _FIELDS = (
-    *options_of(GeneratorConfig, "Data", "prompts_table"),
+    *options_of(GeneratorConfig, "Data", "prompts_table", "tool_parser", "reasoning_parser"),
     *options_of(SamplingConfig, "Sampling", "temperature", "top_p", "max_tokens"),
     *options_of(GeneratorConfig, "Groups", "group_size", "min_rollouts", "max_groups", "priority"),
     option("tables", "Table to insert into; repeatable. [rollouts]", list[str], None, "--table", **_IN_GROUPS),
@@ -72,6 +72,8 @@ def generate(
         _data("exact_match or package.module:function, perhaps =WEIGHT; repeatable."),
     ] = None,
     rollout: Annotated[str | None, _data("package.module:function that plays rollouts of several turns.")] = None,
+    agent: Annotated[str | None, _data("A command, or package.module:function, that plays by an address.")] = None,
+    sessions: Annotated[str | None, _data("host:port where agents that run elsewhere get rollouts.")] = None,
     environment: Annotated[str | None, _data("verifiers:NAME: prompts and rewards of that package.")] = None,
     environment_args: Annotated[str | None, _data('Its arguments, like {"agent": {"max_turns": 4}}.')] = None,
     engine: Annotated[str, _of_engine("vllm, vllm-server or transformers.")] = "vllm",
@@ -85,9 +87,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON lines, once a second.")] = False,
     log_format: LogFormat = "text",
 ) -> None:
-    """Complete prompts with the newest policy, score the completions and insert the groups. It ends when the server is
-    away for 30 s, unless --timeout says how long.
-    """
+    """Complete prompts, score and insert groups. It ends when the server is away for --timeout, 30 s."""
     from replay_client import AsyncReplayClient
     from replay_client.errors import ReplayError
     from replay_client.scoring import carries_gradient
@@ -97,6 +97,7 @@ def generate(
     from replay_generator.environments import load_environment
     from replay_generator.rewards import load_reward
     from replay_generator.rollouts import single_turn
+    from replay_generator.sessions import load_sessions
 
     log_to_stderr("warning", log_format)
     set_up_tracing("replay-generator")
@@ -108,7 +109,8 @@ def generate(
         show_recipe(source["recipe"], "generate", given)
     try:
         beat()  # now and not in the middle of the run: its file may be impossible to write
-        check_source(prompts, rollout, environment, environment_args, chat, system)
+        ways = {"--rollout": rollout, "--agent": agent, "--sessions": sessions, "--environment": environment}
+        check_source(prompts, ways, environment_args, chat, system)
         if environment and "prompts_table" in given:
             raise ValueError("--prompts-table needs --prompts: an environment gives its own prompts one by one")
         settings = _settings_of(given, seed, environment)
@@ -119,9 +121,12 @@ def generate(
         else:
             shared = settings.prompts_table is not None
             rows = load_rows(str(prompts), prompt_field, split, chat, system, None if shared else seed)
-            if not (reward or rollout):
+            if not (reward or any(ways.values())):
                 raise ValueError("--reward exact_match or --reward package.module:function is needed")
             hook = load_function("rollout", rollout, {}) if rollout else single_turn
+            if agent or sessions:
+                need("--agent" if agent else "--sessions", "agents", "aiohttp")
+                hook = load_sessions(agent, sessions, settings, needs_reward=not reward)
         scorer = [load_reward(name) for name in reward] if reward else None
         client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
         own = {name: json_or_word(value) for name, value in pairs("--engine-arg", engine_arg).items()}
@@ -158,14 +163,18 @@ def _settings_of(given: dict[str, Any], seed: int, environment: str | None) -> G
 
 
 def check_source(
-    prompts: str | None, rollout: str | None, environment: str | None, args: str | None, chat: bool, system: str | None
+    prompts: str | None, ways: Mapping[str, str | None], args: str | None, chat: bool, system: str | None
 ) -> None:
-    """Raises ValueError unless the prompts come from one side, and what belongs to the other is not given."""
+    """Raises ValueError unless the prompts come from one side, rollouts are played in one of the `ways`, by option,
+    and what belongs to others is not given."""
+    environment = ways["--environment"]
     if not (prompts or environment):
         raise ValueError("--prompts is needed, or --environment verifiers:NAME")
-    for name, given in {"--prompts": prompts, "--rollout": rollout, "--chat": chat, "--system": system}.items():
+    for name, given in {"--prompts": prompts, "--chat": chat, "--system": system}.items():
         if environment and given:
             raise ValueError(f"{name} and --environment exclude each other: an environment brings its own")
+    if len(named := [name for name, value in ways.items() if value]) > 1:
+        raise ValueError(f"{' and '.join(named)} exclude each other: each says who plays the rollouts")
     if args and not environment:
         raise ValueError("--environment-args needs --environment verifiers:NAME")
 

@@ -226,10 +226,12 @@ def _group_lines(group: Document, text: TokenText, tokens: bool) -> list[str | T
     lines: list[str | Text] = [f"group of {len(rewards)} {rollouts}, {total}{ended}"]
     roles = [turn["role"] for each in sequences for turn in each["turns"]]
     told = {"turns"} if any(role is not None for role in roles) else set()
+    failures = group["meta"].pop("failures", [])
     for name in ("sampling", "meta"):
         # The roles stand with the texts below.
         if facts := ", ".join(f"{field} {value}" for field, value in group[name].items() if field not in told):
             lines.append(f"{name}: {facts}")
+    lines += [f"a rollout failed: {failure}" for failure in (failures if isinstance(failures, list) else [failures])]
     for extra in group["extras"]:
         axis = "" if extra["axis"] == "group" else f", axis {extra['axis']}"
         lines.append(

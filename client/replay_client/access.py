@@ -158,7 +158,7 @@ class Access:
         values: dict[str, Any] = {name: found[name][0] for name in SETTINGS if name in found}
         values |= {name: _flag(*found[name]) for name in _SWITCHES if name in found}
         if "token_file" in found:
-            values["token"] = _read_token(values.pop("token_file"), found["token_file"][1])
+            values["token"] = read_token(values.pop("token_file"), found["token_file"][1])
         elif "token" in found:
             check_token(*found["token"])
         for one in split_addresses(values.get("address", DEFAULT_ADDRESS)).values():
@@ -216,7 +216,8 @@ def check_token(token: str, source: str) -> None:
         raise ValueError(f"{source} must hold one token: ASCII characters that can be printed, without spaces")
 
 
-def _read_token(path: PathLike, source: str) -> str:
+def read_token(path: PathLike, source: str) -> str:
+    """The token in a file. Raises ValueError that names the source and does not show the token."""
     try:
         token = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -41,7 +41,7 @@ class GeneratorConfig:
     """Tags of each group, like {"environment": "math"}. The `tags` of a prompt's row come beside them, and count where
     both name the same one. `prompt_id` becomes a tag by itself where a table of the group indexes it."""
     priority: str | Priority = "advantage"
-    """The priority of each group: advantage, learnability, or package.module:function.
+    """Priority: advantage, learnability, or package.module:function.
 
     advantage: `scoring.group_priority`, TRL's score. learnability: `scoring.group_learnability`, p (1 - p). Both are 0
     if all rewards are equal. In Python also a function of the group itself."""
@@ -64,7 +64,7 @@ class GeneratorConfig:
     max_groups: int | None = None
     """Start this many groups and then finish; otherwise one for each prompt."""
     prompts_table: str | None = None
-    """Table that all generators draw their prompts from, so that each is done once.
+    """Table of prompts that all generators share, so that each is done once.
 
     Otherwise each has its own order. The prompts are then all rows, in the order of their file:
     docs/how-to/prompts.md."""
@@ -79,7 +79,7 @@ class GeneratorConfig:
     follow_policy: bool = True
     """Reload the engine's weights whenever the trainer publishes new ones."""
     reload: Literal["between_groups", "at_once"] = "between_groups"
-    """When new weights are loaded: between_groups, or at_once, amid completions.
+    """Load new weights between_groups or at_once.
 
     between_groups: complete the groups under way and start none, then reload. Every group has one version. at_once:
     reload now; completions under way go on with the new weights and span versions. `extras["policy_versions"]` then has
@@ -118,6 +118,26 @@ class GeneratorConfig:
     """Most seconds for one reward function and one group, from the call on. Then the function has failed."""
     solved_reward: float = 1.0
     """A completion with at least this reward counts in the metrics as solved."""
+    tool_parser: str | None = None
+    """vLLM's parser of the tool calls of agents, like hermes.
+
+    Named as in `vllm serve --tool-call-parser`. None: a request with tools is refused."""
+    reasoning_parser: str | None = None
+    """vLLM's parser of the thoughts of agents, like qwen3.
+
+    Named as in `vllm serve --reasoning-parser`. None: thoughts are text."""
+    session_deadline: Seconds = 600.0
+    """Seconds in which an agent elsewhere must end what it has taken. Then another one may take the rollout anew."""
+    sessions_token_file: str | Path | None = None
+    """File with the token of those who run agents elsewhere; they send it as a Bearer.
+
+    None: none is needed, and no other machine may reach the address."""
+    sessions_tls_cert: str | Path | None = None
+    """Certificate of the address of sessions, in PEM format, with those between it and the root.
+
+    None: connections are not encrypted."""
+    sessions_tls_key: str | Path | None = None
+    """The private key of `sessions_tls_cert`."""
     metrics_path: str | Path | None = None
     """File to which metrics are appended, as JSON lines. docs/metrics.md lists their fields."""
     metrics_interval: Seconds = 10.0

@@ -41,6 +41,9 @@ from replay_generator.rollouts import (
 
 logger = logging.getLogger(__name__)
 
+MOST_FAILURES, MOST_FAILURE = 8, 4500
+"""Of the rollouts of a group that failed: those that its `meta["failures"]` names, and characters of each."""
+
 
 class LeftOut(Exception):
     """The group is not inserted. The generator gives its permit back."""
@@ -116,7 +119,7 @@ class GroupMaker:
                 version = self._policy.version
                 if why := why_unfit(self._engine, work.opening.prompt_ids):
                     raise self._set_aside(work, f"it has {why}")
-                await self._play_missing(work)
+                failures = await self._play_missing(work)
                 work.played = True
         finally:
             times.generate += time.monotonic()
@@ -134,6 +137,8 @@ class GroupMaker:
             if not work.handed:
                 raise
             raise self._set_aside(work, f"its rollouts do not go together: {error}") from error
+        if failures:
+            group.meta["failures"] = failures
         if not group.trained_mask.any():
             raise LeftOut("skipped")  # no token to train on
         if self._keep is not None and not self._keep(group):
@@ -145,8 +150,8 @@ class GroupMaker:
         logger.warning("item %s of table %r is set aside: %s", key, self._config.building, why)
         return LeftOut("set_aside")
 
-    async def _play_missing(self, work: UnderConstruction) -> None:
-        """Plays the rollouts that are missing. Raises PromptError if too few were finished.
+    async def _play_missing(self, work: UnderConstruction) -> list[str]:
+        """Plays the rollouts that are missing. Returns why some failed. Raises PromptError if too few were finished.
 
         With a seed they are always the same, until a generator dies: what is missing then gets another seed.
         """
@@ -161,7 +166,7 @@ class GroupMaker:
             # Each group has its own seed, or equal prompts would complete equally.
             sampling = replace(sampling, seed=random.Random(f"{sampling.seed}/{place}").getrandbits(31))
         if not (tasks := [self._task(opening, index, sampling) for index in work.missing]):
-            return
+            return []
         failures = await play(
             *(self._rollout, tasks, self._engine, config.rollout_timeout, self._unanswered, finished),
             early=work.sample is not None or self._rollout is not single_turn,
@@ -170,7 +175,7 @@ class GroupMaker:
         if late := len(work.missing) - len(failures):
             too_long = RolloutError(f"it was not finished within {config.group_timeout:g} s (group_timeout)")
             failures = [*failures, *[too_long] * late]
-        self._see_failures(opening.prompt, failures, len(work.rollouts), opening.group_size)
+        return self._see_failures(opening.prompt, failures, len(work.rollouts), opening.group_size)
 
     def _patience(self, work: UnderConstruction) -> float | None:
         """Seconds that the next rollout may take; None: the group needs it, however long it takes."""
@@ -193,17 +198,19 @@ class GroupMaker:
             self._config.chat_template,
         )
 
-    def _see_failures(self, prompt: Prompt, failures: Sequence[Exception], finished: int, size: int) -> None:
-        """Counts rollouts that failed. Raises PromptError if too few of `size` were finished."""
+    def _see_failures(self, prompt: Prompt, failures: Sequence[Exception], finished: int, size: int) -> list[str]:
+        """Counts rollouts that failed. Returns why, a line for each of the first. Raises PromptError if too few of
+        `size` were finished."""
         if not failures:
-            return
+            return []
         self._stats["rollouts_failed"] += len(failures)
         least = size if self._config.min_rollouts is None else self._config.min_rollouts
-        first = f"{failures[0]!r:.300}{where(failures[0])}"
-        said = f"{len(failures)} of {size} rollouts failed, the first with {first}"
+        lines = [f"{failure!r:.{MOST_FAILURE}}{where(failure)}" for failure in failures[:MOST_FAILURES]]
+        said = f"{len(failures)} of {size} rollouts failed, the first with {lines[0]}"
         if finished < least:
             raise PromptError(f"prompt {prompt.prompt_id!r}: {said}; min_rollouts is {least}") from failures[0]
         logger.warning("prompt %r: %s; its group has the other %d", prompt.prompt_id, said, finished)
+        return lines
 
     def _assemble(
         self,

@@ -30,6 +30,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import index
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -323,7 +324,8 @@ async def play(
             if policy.failure is not None:
                 raise policy.failure from None
             if isinstance(error, TimeoutError) and limit.expired():
-                return RolloutError(f"it took longer than {timeout:g} s (rollout_timeout): does its engine hang?")
+                known = getattr(error.__cause__, "__notes__", ["does its engine hang?"])  # of the hook's CancelledError
+                return RolloutError(f"it took longer than {timeout:g} s (rollout_timeout): {known[0]}")
             return error
 
     playing = [asyncio.create_task(one(task)) for task in tasks]
@@ -359,8 +361,9 @@ def checked(rollout: Any) -> Rollout:
 
 def where(failure: Exception) -> str:
     """The line of the hook's own file from which a failure of `play` came; "" if it came from elsewhere."""
-    frames = traceback.extract_tb(failure.__traceback__)[1:]  # the first is that of `play`
-    return own_line(frames) if frames and frames[0].filename != __file__ else ""
+    own = Path(__file__).parent  # `play`, and hooks that call the user's code
+    frames = [each for each in traceback.extract_tb(failure.__traceback__) if own not in Path(each.filename).parents]
+    return own_line(frames) if frames else ""
 
 
 def own_line(frames: Sequence[traceback.FrameSummary]) -> str:

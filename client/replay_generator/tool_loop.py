@@ -4,14 +4,8 @@
                                    ▲                  a call ──▶ the function ──▶ its answer, as a turn of the tool
                                    └──────────────────────────────────────────────────────┘
 
-What the policy wrote stays as the ids that it drew. Only what stands between two of its turns is made of text: the
-template renders the conversation with a mark in the place of each turn of the policy, and what follows the last mark
-is tokenized by itself.
-
-Some templates render earlier turns differently later, for example without their thoughts. Whoever uses the model by
-such a template lets it read something else than what it would be trained on. So each rendering, with the marks and
-with the words of the policy, has to begin with the one before. If it does not, the rollout fails and says so. White
-space in the words may differ: templates trim it, and the tokens are those of the policy anyway.
+What the policy wrote stays as the ids that it drew (sessions/conversation.py). A template that would let it read
+something else ends the rollout, with an error that says so.
 """
 
 from __future__ import annotations
@@ -25,8 +19,8 @@ from typing import Any
 
 from replay_client.waits import in_daemon_thread
 from replay_generator.rollouts import Rollout, RolloutError, RolloutHook, RolloutPolicy, RolloutSequence, Task
+from replay_generator.sessions.conversation import Conversation
 
-_THINKS, _THOUGHT = "<think>", "</think>"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -78,8 +72,10 @@ def tool_loop(
         raise ValueError(f"max_turns must be at least 1, not {max_turns}")
 
     async def play(task: Task, policy: RolloutPolicy) -> Rollout:
-        conversation = _Conversation(task, list(tools))
-        sequence, calls = RolloutSequence(conversation.begin()), []
+        if task.messages is None:
+            raise RolloutError("a tool loop needs prompts of messages (--chat), and a chat template that knows tools")
+        conversation, begins = Conversation.begin(task, task.messages, tools)
+        sequence, calls = RolloutSequence(begins), []
         for turn in range(1, max_turns + 1):
             said = sequence.sampled(await policy.generate(sequence.token_ids))
             if sequence.finish_reason != "stop":
@@ -94,7 +90,9 @@ def tool_loop(
                 answers = [f"error: {error}"]
             if turn == max_turns:
                 return Rollout([sequence], finish_reason="turns", info={"calls": calls})
-            sequence.given(conversation.answer(said.text, answers, sequence.token_ids[-1]), text="\n".join(answers))
+            given = [{"role": "tool", "content": answer} for answer in answers]
+            conversation, between = conversation.go_on(said.text, sequence.token_ids[-1], given)
+            sequence.given(between, text="\n".join(answers))
             if len(sequence.token_ids) >= task.max_length:
                 return Rollout([sequence], finish_reason="length", info={"calls": calls})
         return Rollout([sequence], info={"calls": calls})
@@ -114,76 +112,3 @@ async def _answer(tools: Mapping[str, Callable[..., Any]], call: ToolCall) -> st
     except Exception as error:
         return f"error: {type(error).__name__}: {error}"
     return answer if isinstance(answer, str) else json.dumps(answer, default=str)
-
-
-class _Conversation:
-    """The messages of one rollout as the chat template renders them."""
-
-    def __init__(self, task: Task, tools: list[Callable[..., Any]]) -> None:
-        if task.messages is None or not getattr(task.tokenizer, "chat_template", None):
-            raise RolloutError("a tool loop needs prompts of messages (--chat), and a chat template that knows tools")
-        if task.messages[-1]["role"] == "assistant":
-            raise RolloutError("the prompt ends with words of the assistant: end it with a message of the user")
-        self._task, self._tools = task, tools
-        self._said: list[Mapping[str, Any]] = list(task.messages)
-        """The conversation with what the policy wrote."""
-        self._marked: list[Mapping[str, Any]] = list(task.messages)
-        """The same with a mark in the place of each of its turns."""
-        self._rendered = ""
-        """What all renderings of `_marked` from now on begin with."""
-
-    def begin(self) -> list[int]:
-        """The tokens before the first turn of the policy."""
-        self._rendered = self._render(self._marked)
-        return self._tokens(self._rendered)
-
-    def answer(self, said: str, answers: Sequence[str], last_token: int) -> list[int]:
-        """The tokens between a turn of the policy, which is `said` and ended with `last_token`, and its next one."""
-        first, place = len(self._said) == len(self._task.messages or ()), f"{len(self._said)}-{id(self)}"
-        given = [{"role": "tool", "content": answer} for answer in answers]
-        read = _without_space(self._render(self._said) + said)
-        # No text has these marks by chance, and no template changes them. Some move thoughts, so they have a mark too.
-        mark = f"[turn-{place}]"
-        if _THOUGHT in said:
-            mark = f"{_THINKS * (_THINKS in said)}\n[thought-{place}]\n{_THOUGHT}\n\n{mark}".lstrip("\n")
-        turn = {"role": "assistant", "content": mark}
-        if first and f"[answer-{place}]" not in self._render(
-            [*self._marked, turn, {"role": "tool", "content": f"[answer-{place}]"}]
-        ):
-            raise RolloutError("the chat template leaves out the answer of a tool: use one that knows the role tool")
-        self._said += [{"role": "assistant", "content": said}, *given]
-        self._marked += [turn, *given]
-        text, begins = self._render(self._marked), self._rendered + mark
-        if not text.startswith(begins):
-            raise RolloutError(
-                "the chat template renders earlier turns differently after an answer of a tool, so the policy would "
-                "read what it never wrote: use a template that keeps all turns as they are"
-            )
-        if not _without_space(self._render(self._said)).startswith(read):
-            raise RolloutError(
-                "the chat template leaves out or changes what the policy wrote in an earlier turn, for example its "
-                "thoughts: use a template that keeps all turns as they are, or a hook of your own that begins a new "
-                "RolloutSequence for each turn"
-            )
-        self._rendered = text
-        # The template ends the turn of the policy as the policy has ended it.
-        ending = self._task.tokenizer.decode([last_token])
-        return self._tokens(text.removeprefix(begins).removeprefix(ending))
-
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        return str(
-            self._task.tokenizer.apply_chat_template(
-                messages,
-                tools=self._tools or None,
-                add_generation_prompt=True,
-                tokenize=False,
-                **self._task.chat_template,
-            )
-        )
-
-    def _tokens(self, text: str) -> list[int]:
-        return [int(token) for token in self._task.tokenizer.encode(text, add_special_tokens=False)]
-
-
-def _without_space(text: str) -> str:
-    return "".join(text.split())

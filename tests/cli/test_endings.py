@@ -123,6 +123,10 @@ GENERATE = "generate --model m --prompts p --reward exact_match"
         (f"{GENERATE} --set reward_timeout=-1", "reward_timeout: Input should be greater than 0"),
         (f"{GENERATE} --system=Add.", "--system needs --chat"),
         ("generate --model m --reward exact_match", "--prompts is needed, or --environment verifiers:NAME"),
+        (f"{GENERATE} --rollout a:b --agent a:b", "--rollout and --agent exclude each other: each says who plays"),
+        (f"{GENERATE} --agent no-such-command", "--agent 'no-such-command': there is no such command"),
+        (f"{GENERATE} --sessions 0.0.0.0:7403", "--sessions 0.0.0.0:7403: other machines reach it, so it needs a"),
+        (f"{GENERATE} --sessions 7403", "--sessions must be host:port"),
         (f"{GENERATE} --environment verifiers:sums", "--prompts and --environment exclude each other"),
         (f"{GENERATE} --environment-args {{}}", "--environment-args needs --environment verifiers:NAME"),
         (

@@ -227,7 +227,7 @@ def test_show_tells_who_wrote_each_turn_and_what_is_trained_on(client, replay, t
         prompt=tokenizer("1+2=").input_ids,
         completions=[[token for each in ids for token in each]],
         loss_mask=[False, True, True, False, False, True],
-        meta={"turns": turns, "worker": "a"},
+        meta={"turns": turns, "worker": "a", "failures": ["RolloutError('exit code 3')", "OSError('gone')"]},
     )
     key = client.insert(group, {"replay": 1.0})
     shown = replay("show", str(key), "--tokenizer", str(tmp_path)).stdout
@@ -235,7 +235,7 @@ def test_show_tells_who_wrote_each_turn_and_what_is_trained_on(client, replay, t
         "[assistant, 3 tokens, 2 trained on]\n1+2\n[tool, 2 tokens, not trained on]\n=3\n"
         "[assistant, 1 token, trained on]\n+\n[assistant, 0 tokens]\n"
     ) in shown
-    assert "meta: worker a\n" in shown
+    assert "meta: worker a\na rollout failed: RolloutError('exit code 3')\na rollout failed: OSError('gone')\n" in shown
     plain = client.insert(make_group(), {"replay": 1.0})
     assert "trained on" not in replay("show", str(plain)).stdout
     many = make_group(lengths=(80,), loss_mask=[token % 2 == 0 for token in range(80)])

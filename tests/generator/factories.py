@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,8 @@ from replay_client.kept import KEPT
 from replay_client.records import AdmissionInfo, PermitLease, Policy, Sample
 from replay_client.rollout import RolloutGroup
 from replay_generator import GeneratorConfig, RolloutGenerator
-from replay_generator.engines import Completion, Engine, SamplingConfig
+from replay_generator.engines import Completion, Engine, EngineError, SamplingConfig
+from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.prompts import Prompt
 
 CHARACTERS = "0123456789+=? abcdefghij"
@@ -414,3 +416,48 @@ async def played(hook: Any, engine: Any = None, **config: Any) -> RolloutGroup:
     client = RecordingClient()
     await generate(client, ScriptedEngine(completions=[SAID]) if engine is None else engine, hook, **config)
     return client.inserts[0][0]
+
+
+class RecordedEngine(TransformersEngine):
+    """Remembers what it was asked for, and what it drew."""
+
+    fails_after: int | None = None
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(model, seed=0)
+        self.drawn: list[tuple[list[int], Completion]] = []
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, *_: Any) -> list[Completion]:
+        if self.fails_after is not None and len(self.drawn) >= self.fails_after:
+            raise EngineError("the engine is gone")
+        completions = await super().generate(prompt_ids, sampling, n)
+        self.drawn += [(list(prompt_ids), completion) for completion in completions]
+        return completions
+
+
+def parts(group: RolloutGroup) -> Iterator[tuple[list[int], Completion]]:
+    """Each stretch of tokens that the policy wrote, with all tokens before it, as the group has them."""
+    versions = group.extras.get("policy_versions", np.full(group.num_tokens, group.policy_version))
+    for ids, span in zip(group.completions(), group.sequence_spans(), strict=True):
+        for drawn, at in itertools.groupby(range(len(ids)), lambda at, span=span: bool(group.trained_mask[span][at])):
+            place = list(at)
+            logprobs = group.rollout_logprobs[span][place]
+            if not drawn:
+                assert np.isnan(logprobs).all()
+                continue
+            before = [*group.prompt_ids.tolist(), *ids[: place[0]].tolist()]
+            yield before, Completion(ids[place].tolist(), logprobs.tolist(), "", "", versions[span][place].tolist())
+
+
+def assert_drawn(groups: Sequence[RolloutGroup], engine: Any) -> None:
+    """Every completion that `engine.drawn` has is in the groups once, after the tokens that it was asked with,
+    unchanged."""
+
+    def told(before: Sequence[int], part: Completion) -> tuple[Any, ...]:
+        return list(before), part.token_ids, np.float32(part.logprobs).tolist(), part.policy_versions
+
+    left = [told(*each) for each in engine.drawn]
+    for group in groups:
+        for before, part in parts(group):
+            left.remove(told(before, part))
+    assert left == []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from replay_client.columns import OFFSETS, RAGGED
 from replay_client.errors import ReplayError
 from replay_client.kept import CUT_OFF, truncates
 from replay_client.rollout import MAX_LOGPROB
@@ -91,6 +92,26 @@ class Completion:
     """What their rows belong to, as in RolloutGroup. "token", also for names that are absent here: T rows.
     "ragged:token": a set for each of the T tokens, with T + 1 offsets. "whole": a row for each token that the engine
     has read, in order, from the first of the prompt on."""
+
+    def cut(self, tokens: int, text: str) -> Completion:
+        """Its first `tokens`, which read `text`, as if the policy had ended it there."""
+        lost = len(self.token_ids) - tokens
+
+        def first(name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            if self.axes.get(name.removesuffix(OFFSETS)) == RAGGED:
+                return values[: tokens + 1] if name.endswith(OFFSETS) else values[: self.extras[name + OFFSETS][tokens]]
+            return values[: len(values) - lost]
+
+        return replace(
+            self,
+            token_ids=self.token_ids[:tokens],
+            logprobs=self.logprobs[:tokens],
+            text=text,
+            finish_reason="stop",
+            policy_versions=self.policy_versions[:tokens],
+            loss_mask=None if self.loss_mask is None else self.loss_mask[:tokens],
+            extras={name: first(name, values) for name, values in self.extras.items()},
+        )
 
 
 OnFinished = Callable[[int, Completion], None]

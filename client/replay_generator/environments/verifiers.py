@@ -1,41 +1,48 @@
 """VerifiersEnvironment: an environment of the package `verifiers` as a source of rollouts.
 
     its tasks ──▶ prompts
-    its episode ──asks──▶ GenerateEndpoint ──▶ RolloutPolicy
-         └──traces──▶ branches ──▶ sequences, of what the engine drew; rewards ──▶ the reward
+    its episode ──chat──▶ `verifiers`, which makes token ids of it ──ids──▶ a Session ──▶ RolloutPolicy
+         └──traces──▶ branches ──▶ sequences of the session; rewards ──▶ the reward
 
 An episode of `verifiers` has a trace for each agent. A trace is a tree of messages, each with the tokens that it added,
 and every way from the root to a leaf is a branch: what some request of the policy saw. Each branch of an agent that is
-trained becomes a sequence. A turn that several branches begin with is trained on in the first of them, once, and is
-context in the others. The tokens of a turn are those of the engine's own completion, found by the tokens before them.
+trained becomes a sequence (sessions/exchanges.py), found by its tokens.
+
+`verifiers` asks by the part of vLLM's `/inference/v1/generate` that its TrainClient uses: token ids in, token ids and
+log-probabilities out. Versions and extras do not fit through that interface, so what is trained on is the session's.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
 import numpy as np
+from aiohttp import web
 from pydantic import ValidationError
 
 try:
     import renderers.client
     import verifiers.v1 as vf
     from renderers.base import MODEL_RENDERER_MAP
-    from verifiers.v1.types import content_text
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 except ImportError as missing:
     raise ImportError(f"an environment of verifiers needs the package verifiers 0.4: {missing}") from missing
 
-from replay_generator.environments.generate_endpoint import MODEL, GenerateEndpoint, Seat
 from replay_generator.prompts import Prompt, cycle_prompts
-from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, RolloutSequence, Task
+from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
+from replay_generator.sessions.dialects.fields import MODEL
+from replay_generator.sessions.endpoint import SessionServer
+from replay_generator.sessions.exchanges import Exchange
+from replay_generator.sessions.parsers import Parsers
+from replay_generator.sessions.session import Session
 
 _TEMPLATE_RENDERER = "replay_generator.environments.template_renderer.TemplateRenderer"
-_EARLIER = "earlier"
-"""The role of a turn of the policy that another sequence of the rollout is trained on."""
+_TRACE = "X-Session-ID"
+"""The header in which `verifiers` names the trace that a request belongs to."""
 
 
 class VerifiersEnvironment:
@@ -62,7 +69,10 @@ class VerifiersEnvironment:
             raise ValueError(f"environment 'verifiers:{name}': {_in_one_line(error)}") from error
         except Exception as error:  # a module of the user's own, which may raise anything
             raise ValueError(f"environment 'verifiers:{name}': {type(error).__name__}: {error}") from error
-        self._endpoint = GenerateEndpoint()
+        self._server = SessionServer()
+        self._server.app.router.add_post("/sessions/{id}/inference/v1/generate", self._generate)
+        self._under_way: dict[str, tuple[Session, set[str]]] = {}
+        """By its id: a session, and the traces that asked for anything."""
         self._held = AsyncExitStack()
 
     def prompts(self, seed: int = 0) -> Iterator[Prompt]:
@@ -88,7 +98,7 @@ class VerifiersEnvironment:
         # second run in the same process would fail.
         renderers.client._max_prompt_len_lock = asyncio.Lock()
         async with AsyncExitStack() as held:
-            await held.enter_async_context(self._endpoint)
+            await held.enter_async_context(self._server)
             await held.enter_async_context(self._env.serving())
             self._held = held.pop_all()
         return self
@@ -98,27 +108,52 @@ class VerifiersEnvironment:
 
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
         """Plays one episode. Raises RolloutError if it failed, with the reason that it gives."""
-        seat = Seat(task, policy)
+        session = Session(task, policy, Parsers())
+        asked: set[str] = set()
+        address = self._server.open(session)
+        self._under_way[session.id] = session, asked
         try:
             (slot,) = self._env.slots(task.row["task"])
-            episode = await self._env.run_slot(
-                slot,
-                self._context(task),
-                on_trace=lambda trace: self._endpoint.join(trace.id, seat),
-            )
+            episode = await self._env.run_slot(slot, self._context(task, f"{address}/v1"))
         finally:
-            self._endpoint.leave(seat)
+            del self._under_way[session.id]
+            self._server.close(session)
+            await session.close()
         if not self._env.complete(episode):
             raise RolloutError(_why(episode))
-        return _rollout(episode, seat)
+        return _rollout(episode, session, asked)
 
-    def _context(self, task: Task) -> Any:
+    async def _generate(self, request: web.Request) -> web.Response:
+        if (found := self._under_way.get(request.match_info["id"])) is None:
+            return _refusal("no rollout is under way with this session")
+        body, (session, asked) = await request.json(), found
+        if body.get("features") or body.get("content_parts"):
+            return _refusal("the generator takes texts only, no images")
+        asked.add(request.headers.get(_TRACE, ""))
+        try:
+            completion = await session.draw(body["token_ids"], body.get("sampling_params") or {})
+        except Exception as error:
+            return _refusal(str(error))
+        logprobs = [
+            # Only finite numbers may pass. What is trained on is the completion itself, whose unknown ones stay so.
+            {"token": f"token_id:{token}", "logprob": logprob if math.isfinite(logprob) else 0.0}
+            for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
+        choice = {
+            "index": 0,
+            "token_ids": completion.token_ids,
+            "logprobs": {"content": logprobs},
+            "finish_reason": completion.finish_reason,
+        }
+        return web.json_response({"request_id": "", "choices": [choice]})
+
+    def _context(self, task: Task, base_url: str) -> Any:
         """Which model the agents of an episode ask, where, and how."""
         sampling, model = task.sampling, task.tokenizer.name_or_path
         return vf.ModelContext(
             model=MODEL,
             client=vf.TrainClientConfig(
-                base_url=self._endpoint.base_url,
+                base_url=base_url,
                 api_key_var="REPLAY_NO_KEY",
                 renderer=self._renderer_of(model),
                 renderer_model_name=model,
@@ -144,10 +179,14 @@ def _prompt(task: Any) -> Prompt:
     return Prompt(prompt_id=task.key, content=text, row=row)
 
 
-def _rollout(episode: Any, seat: Seat) -> Rollout:
+def _rollout(episode: Any, session: Session, asked: Collection[str]) -> Rollout:
     """What the engine drew in the episode, with its reward."""
-    traces = [trace for trace in episode.traces if trace.agent.trainable and trace.id in seat.asked]
-    sequences = [sequence for trace in traces for sequence in _sequences(trace, seat)]
+    traces = [trace for trace in episode.traces if trace.agent.trainable and trace.id in asked]
+    ends: list[Exchange] = []
+    for trace in traces:
+        for tokens in _branches(trace):
+            ends.append(session.exchanges.that_drew(tokens, ends))
+    sequences = session.exchanges.sequences(session.task.sampling, ends)
     if not sequences:
         raise RolloutError("no agent of the environment that is trained asked the policy for anything")
     rewards = [trace.reward for trace in traces]
@@ -172,36 +211,16 @@ def _rollout(episode: Any, seat: Seat) -> Rollout:
     )
 
 
-def _sequences(trace: Any, seat: Seat) -> Iterator[RolloutSequence]:
-    """A sequence for each branch with a turn of the policy that no branch before it has."""
-    taught: set[int] = set()
+def _branches(trace: Any) -> Iterator[list[int]]:
+    """The tokens of each branch that is trained on, up to the last turn of the policy: nobody read what follows."""
     for branch in trace.branches:
-        drawn = {id(node) for node in branch.nodes if any(node.mask)}
-        if not branch.trainable or not drawn - taught:
-            continue
-        sequence: RolloutSequence | None = None
-        given: list[int] = []
-        role, texts = "prompt", []
+        tokens, end = list[int](), 0
         for node in branch.nodes:
-            count = sum(node.mask)
-            given += node.token_ids[: len(node.token_ids) - count]
-            if not count:
-                role = node.message.role
-                texts.append(content_text(node.message.content) or "")
-                continue
-            if sequence is None:
-                sequence = RolloutSequence(given, text="\n".join(texts))
-            elif given:
-                sequence.given(given, role=role, text="\n".join(texts))
-            tokens = node.token_ids[-count:]
-            if id(node) in taught:
-                sequence.given(tokens, role=_EARLIER, text=node.message.content or "")
-            else:
-                sequence.sampled(seat.completion_of(sequence.token_ids, tokens))
-            given, texts = [], []
-        taught |= drawn
-        assert sequence is not None
-        yield sequence  # what comes after the last turn of the policy, nobody read
+            tokens += node.token_ids
+            if any(node.mask):
+                end = len(tokens)
+        if branch.trainable and end:
+            yield tokens[:end]
 
 
 def _finish_reason(trace: Any) -> str:
@@ -234,3 +253,8 @@ def _in_one_line(error: object) -> str:
         wrong = (f"{'.'.join(map(str, each['loc'])) or 'environment_args'}: {each['msg']}" for each in error.errors())
         return "; ".join(wrong)
     return " ".join(str(error).split())
+
+
+def _refusal(message: str) -> web.Response:
+    """A status at which no client tries again."""
+    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=400)

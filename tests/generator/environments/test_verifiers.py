@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,15 @@ from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.environments import load_environment
 from replay_server import ReplayServer, TableConfig
 from tests.docs.blocks import ROOT, write_files
-from tests.generator.factories import EOS, RecordingClient, make_model, recomputed
+from tests.generator.factories import (
+    EOS,
+    RecordedEngine,
+    RecordingClient,
+    assert_drawn,
+    make_model,
+    parts,
+    recomputed,
+)
 from tests.trainer.factories import lines_of, make_trainer
 
 pytest.importorskip("verifiers", reason="make test runs it in .venv-verifiers")
@@ -59,23 +66,6 @@ def _modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ENVIRONMENTS))
 
 
-class RecordedEngine(TransformersEngine):
-    """Remembers what it was asked for, and what it drew."""
-
-    fails_after: int | None = None
-
-    def __init__(self, model: Path) -> None:
-        super().__init__(model, seed=0)
-        self.drawn: list[tuple[list[int], Completion]] = []
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, *_: Any) -> list[Completion]:
-        if self.fails_after is not None and len(self.drawn) >= self.fails_after:
-            raise EngineError("the engine is gone")
-        completions = await super().generate(prompt_ids, sampling, n)
-        self.drawn += [(list(prompt_ids), completion) for completion in completions]
-        return completions
-
-
 def make_environment(name: str, **args: Any) -> Any:
     return load_environment(f"verifiers:{name}", {"agent": HERE} | args)
 
@@ -88,32 +78,6 @@ async def generate(environment: Any, engine: Any, client: Any = None, **config: 
     generator = RolloutGenerator(client, engine, prompts, config=GeneratorConfig(**config), rollout=environment)
     await generator.run()
     return generator.stats, [group for group, _ in client.inserts]
-
-
-def parts(group: RolloutGroup) -> Iterator[tuple[list[int], Completion]]:
-    """Each stretch of tokens that the policy wrote, with all tokens before it, as the group has them."""
-    versions = group.extras.get("policy_versions", np.full(group.num_tokens, group.policy_version))
-    for ids, span in zip(group.completions(), group.sequence_spans(), strict=True):
-        for drawn, at in itertools.groupby(range(len(ids)), lambda at, span=span: bool(group.trained_mask[span][at])):
-            place = list(at)
-            logprobs = group.rollout_logprobs[span][place]
-            if not drawn:
-                assert np.isnan(logprobs).all()
-                continue
-            before = [*group.prompt_ids.tolist(), *ids[: place[0]].tolist()]
-            yield before, Completion(ids[place].tolist(), logprobs.tolist(), "", "", versions[span][place].tolist())
-
-
-def assert_drawn(groups: Sequence[RolloutGroup], engine: RecordedEngine) -> None:
-    """Every completion of the engine is in the groups once, after the tokens that it was asked with, unchanged."""
-    left = list(engine.drawn)
-    for group in groups:
-        for before, part in parts(group):
-            at = next(at for at, (asked, it) in enumerate(left) if (asked, it.token_ids) == (before, part.token_ids))
-            _, completion = left.pop(at)
-            np.testing.assert_array_equal(part.logprobs, np.array(completion.logprobs, np.float32))
-            assert part.policy_versions == completion.policy_versions
-    assert left == []
 
 
 # ------------------------------------------------------------------------------------------- what a group holds

@@ -1,0 +1,195 @@
+"""SessionHook: rollouts of agents that nobody rewrote. An agent asks an address, and ends with a reward.
+
+    task ──▶ Session ──its address──▶ the agent: a function, a command, or one elsewhere (remote.py)
+                                                  │
+    Rollout ◀── what was drawn through it ◀──result─┘
+
+A command and one elsewhere are functions too, of this package: they return what the agent ended with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import PIPE, Popen
+from tempfile import TemporaryFile
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from replay_client.settings import load_function, settings
+from replay_client.waits import in_daemon_thread
+from replay_generator.config import GeneratorConfig
+from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
+from replay_generator.sessions.endpoint import SessionServer
+from replay_generator.sessions.parsers import Parsers
+from replay_generator.sessions.session import Session
+
+MOST_SHOWN = 2000
+"""Characters of the end of a command's output that the failure of its rollout shows."""
+_KEPT = 1 << 16
+"""Bytes of the end of a command's output that are kept, of stdout and of stderr."""
+_Number = Annotated[float, Field(allow_inf_nan=False, strict=False)]  # also True
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the agent of one rollout asks the policy. Whoever knows it may ask, so it is a secret."""
+
+    url: str
+    key: str
+    """What clients give as their API key. It protects nothing, but they want one."""
+
+    @property
+    def openai(self) -> dict[str, Any]:
+        """The arguments of a client: `openai.AsyncOpenAI(**address.openai)`."""
+        return {"base_url": f"{self.url}/v1", "api_key": self.key}
+
+    @property
+    def anthropic(self) -> dict[str, Any]:
+        """The arguments of a client: `anthropic.AsyncAnthropic(**address.anthropic)`."""
+        return {"base_url": self.url, "api_key": self.key}
+
+
+@settings()
+class Result:
+    """What an agent ends with. Raises ValueError for values of other types."""
+
+    reward: _Number | None = None
+    """None: reward functions alone give it."""
+    metrics: Mapping[str, _Number] = field(default_factory=dict)
+    """See Rollout."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """See Rollout."""
+
+
+def result_of(said: Any, *, needs_reward: bool) -> Result:
+    """The result of an agent that ended with an object of its fields, or with the reward alone. Raises ValueError."""
+    result = Result(**said) if isinstance(said, Mapping) else Result(said)
+    if result.reward is None and needs_reward:
+        raise ValueError('the agent gave no {"reward": NUMBER}, and no --reward names a function that gives one')
+    return result
+
+
+Agent = Callable[[Task, Address], Awaitable[Any]]
+"""Plays one rollout. A function of the user's own:
+
+    async def agent(task: Task, address: Address) -> float | Mapping[str, Any] | None:
+        client = openai.AsyncOpenAI(**address.openai)
+        ...
+        return {"reward": 1.0, "metrics": {"turns": 3.0}}
+
+`task.row` is the row of the prompt, and `task.messages` are its messages. It returns the reward, the fields of a
+Result, or None, which leaves the reward to reward functions. If it raises, its rollout has failed."""
+
+
+class SessionHook(SessionServer):
+    """A server of sessions that is the rollout hook of an agent: each rollout is a session, which the agent plays."""
+
+    def __init__(self, agent: Agent, config: GeneratorConfig, *, needs_reward: bool, **address: Any) -> None:
+        """`needs_reward`: whether the agent must give a reward, because no reward function scores the transcript.
+        `address`: as of SessionServer. Raises ValueError for a parser that vLLM does not know."""
+        super().__init__(**address)
+        self._agent, self._config, self._needs_reward = agent, config, needs_reward
+        self._parsers = Parsers(config.tool_parser, config.reasoning_parser)
+
+    async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
+        session = Session(task, policy, self._parsers)
+        try:
+            said = await self._agent(task, Address(self.open(session), session.id))
+            try:
+                result = result_of(said, needs_reward=self._needs_reward)
+                return session.rollout(result.reward, metrics=result.metrics, info=result.info)
+            except (ValueError, RolloutError) as error:
+                raise RolloutError(f"{error}; the agent ended with {said!r}") from None
+        finally:
+            self.close(session)
+            await session.close()
+
+
+def load_agent(name: str) -> Agent:
+    """The function that package.module:function names; any other text is a command. Raises ValueError."""
+    if re.fullmatch(r"[\w.]+:\w+", name) is None:
+        return Command(name)
+    function = load_function("agent", name, {})
+    if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+        raise ValueError(f"agent {name!r} must be async: the server that answers it has the same event loop")
+    return function
+
+
+class Command:
+    """An agent that is a process for each rollout, and finds its address in its environment.
+
+    Its input is the row of the prompt, as a line of JSON. The last line of its output may be an object with `reward`
+    and `metrics`. Reward functions find the end of its output in `rollout.info["output"]`. It ends with all its
+    descendants (supervisor.py), and fails with any exit code but 0.
+    """
+
+    def __init__(self, command: str) -> None:
+        """`command` is split as a shell does it. Raises ValueError if there is no such command."""
+        self._words = shlex.split(command)
+        if not self._words or shutil.which(self._words[0]) is None:
+            raise ValueError(f"agent {command!r}: there is no such command")
+
+    async def __call__(self, task: Task, address: Address) -> Any:
+        stdout, stderr = bytearray(), bytearray()
+        supervisor = str(Path(__file__).with_name("supervisor.py"))
+        words = [sys.executable, "-I", "-S", supervisor, str(os.getpid()), *self._words]
+        variables = os.environ | _variables(address)
+        with TemporaryFile() as row:
+            row.write(json.dumps(dict(task.row), default=str).encode() + b"\n")
+            row.seek(0)
+            # Not by asyncio: uvloop forks, which takes long in a process with much memory, and annoys gRPC.
+            process = Popen(words, stdin=row, stdout=PIPE, stderr=PIPE, env=variables, start_new_session=True)
+        try:
+            await asyncio.gather(_keep_end(process.stdout, stdout), _keep_end(process.stderr, stderr))
+        except asyncio.CancelledError as error:
+            error.add_note(f"the agent's output ends with: {_shown(stdout, stderr)}")  # rollouts.play shows it
+            raise
+        finally:
+            process.terminate()  # unless it has ended, which is when the pipes do
+            code = await in_daemon_thread(process.wait)
+        if code:
+            raise RolloutError(f"the agent ended with exit code {code}, its output with: {_shown(stdout, stderr)}")
+        return _last_object(bytes(stdout)) | {"info": {"output": _shown(stdout, stderr)}}
+
+
+def _variables(address: Address) -> dict[str, str]:
+    kinds = {"OPENAI": address.openai, "ANTHROPIC": address.anthropic}
+    return {f"{kind}_{name.upper()}": value for kind, given in kinds.items() for name, value in given.items()}
+
+
+async def _keep_end(pipe: Any, end: bytearray) -> None:
+    """Reads all that comes through a pipe, and keeps its end."""
+    stream = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(stream)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+    try:
+        while piece := await stream.read(_KEPT):
+            end += piece
+            del end[:-_KEPT]
+    finally:
+        transport.close()
+
+
+def _shown(*ends: bytearray) -> str:
+    texts = (bytes(end).decode(errors="replace").strip() for end in ends)
+    return "\n".join(filter(None, texts))[-MOST_SHOWN:] or "nothing"
+
+
+def _last_object(stdout: bytes) -> dict[str, Any]:
+    """The object with a reward or metrics in the last line; empty: that is another line."""
+    try:
+        said = json.loads(stdout.rstrip().rpartition(b"\n")[2])
+    except (ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) and {"reward", "metrics"} & said.keys() else {}

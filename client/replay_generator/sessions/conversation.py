@@ -1,0 +1,111 @@
+"""Conversation: messages as the chat template renders them, and what stands between two turns of the policy.
+
+What the policy wrote stays as the ids that it drew. Only what stands between two of its turns is made of text: the
+template renders the conversation with a mark in the place of each turn of the policy, and what follows the last mark
+is tokenized by itself.
+
+Some templates render earlier turns differently later, for example without their thoughts. Whoever uses the model by
+such a template lets it read something else than what it would be trained on. So each rendering, with the marks and
+with the words of the policy, has to begin with the one before. White space in the words may differ: templates trim it,
+and the tokens are those of the policy anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from replay_generator.rollouts import RolloutError, Task
+
+Message = Mapping[str, Any]
+"""As chat templates take it: `role`, `content`, and others."""
+_THINKS, _THOUGHT = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages that end where the policy has to write. It does not change; `go_on` makes the next one."""
+
+    task: Task
+    tools: Sequence[Any]
+    said: tuple[Message, ...]
+    """With what the policy wrote."""
+    marked: tuple[Message, ...]
+    """The same with a mark in the place of each of its turns."""
+    rendered: str
+    """What the template makes of `marked`. All later renderings must begin with it."""
+
+    @classmethod
+    def begin(
+        cls, task: Task, messages: Sequence[Message], tools: Sequence[Any] = ()
+    ) -> tuple[Conversation, list[int]]:
+        """A conversation in which the policy has written nothing yet, and its tokens. Raises RolloutError if there can
+        be none."""
+        if not getattr(task.tokenizer, "chat_template", None):
+            raise RolloutError("a conversation needs a model whose tokenizer has a chat template")
+        if not messages or messages[-1]["role"] == "assistant":
+            raise RolloutError("the conversation ends with words of the assistant: end it with a message of the user")
+        said = tuple(messages)
+        begun = cls(task, tools, said, said, _render(task, said, tools))
+        return begun, begun._tokens(begun.rendered)
+
+    def go_on(self, said: str, last_token: int, given: Sequence[Message]) -> tuple[Conversation, list[int]]:
+        """The conversation after a turn of the policy and the messages `given`, and the tokens between this turn and
+        the next. `said`: the turn as text; `last_token`: its last.
+
+        Raises RolloutError if the template would let the policy read something else than what it wrote.
+        """
+        place = f"{len(self.said)}-{id(self)}"
+        # No text has these marks by chance, and no template changes them. Some move thoughts, so they have a mark too.
+        mark = f"[turn-{place}]"
+        if _THOUGHT in said:
+            mark = f"{_THINKS * (_THINKS in said)}\n[thought-{place}]\n{_THOUGHT}\n\n{mark}".lstrip("\n")
+        turn = {"role": "assistant", "content": mark}
+        if given[0]["role"] == "tool" and self.said == self.marked:  # the first turn
+            answer = {**given[0], "content": f"[answer-{place}]"}
+            if answer["content"] not in _render(self.task, (*self.marked, turn, answer), self.tools):
+                raise RolloutError(
+                    "the chat template leaves out the answer of a tool: use one that knows the role tool"
+                )
+        marked = (*self.marked, turn, *given)
+        rendered, begins = _render(self.task, marked, self.tools), self.rendered + mark
+        if not rendered.startswith(begins):
+            raise RolloutError(
+                "the chat template renders earlier turns differently after an answer of a tool, so the policy would "
+                "read what it never wrote: use a template that keeps all turns as they are"
+            )
+        whole = (*self.said, {"role": "assistant", "content": said}, *given)
+        read = _without_space(_render(self.task, self.said, self.tools) + said)
+        if not _without_space(_render(self.task, whole, self.tools)).startswith(read):
+            raise RolloutError(
+                "the chat template leaves out or changes what the policy wrote in an earlier turn, for example its "
+                "thoughts: use a template that keeps all turns as they are, or a hook of your own that begins a new "
+                "RolloutSequence for each turn"
+            )
+        # The template ends the turn of the policy as the policy has ended it.
+        ending = self.task.tokenizer.decode([last_token])
+        between = self._tokens(rendered.removeprefix(begins).removeprefix(ending))
+        return Conversation(self.task, self.tools, whole, marked, rendered), between
+
+    def _tokens(self, text: str) -> list[int]:
+        return [int(token) for token in self.task.tokenizer.encode(text, add_special_tokens=False)]
+
+
+def _render(task: Task, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+    try:
+        return str(
+            task.tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=True,
+                tokenize=False,
+                **task.chat_template,
+            )
+        )
+    except Exception as error:  # a template may raise anything
+        raise RolloutError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())

@@ -1,0 +1,142 @@
+"""What all dialects read and write in the same way: fields that are refused, texts, calls, tools, errors.
+
+Equal conversations give equal messages, whichever way a client repeats an answer: no content, an empty one, or parts;
+arguments as JSON or as an object. A body of another form raises whatever it comes to, and the endpoint refuses it.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from replay_generator.sessions.turns import Ask, Refusal
+
+MODEL = "policy"
+"""The name of the policy."""
+DRAWN = "leave it out, since tokens are drawn as the generator is configured"
+FREE = "leave it out and ask in words, since nothing forces a form on what the policy writes"
+WHOLE = "send the whole conversation instead, since nothing is stored"
+KEPT = "leave it out, since the generator keeps the log-probabilities itself"
+REFUSED = {
+    "leave it out, and ask once more for another turn": "n best_of",
+    DRAWN: "presence_penalty frequency_penalty repetition_penalty length_penalty logit_bias min_tokens "
+    "ignore_eos stop_token_ids bad_words allowed_token_ids use_beam_search suffix echo chat_template "
+    "chat_template_kwargs thinking",
+    KEPT: "logprobs top_logprobs",
+    FREE: "response_format output_format structured_outputs guided_json guided_regex guided_choice guided_grammar",
+    WHOLE: "previous_response_id conversation background context_management truncation",
+    "leave it out, since a client runs all tools itself": "web_search_options mcp_servers container",
+    "send tools and tool_choice instead": "functions function_call",
+    "leave it out, since nothing stops the policy after a call": "parallel_tool_calls",
+    "leave it out, since the policy writes text": "modalities",
+}
+"""Fields that cannot be served honestly, by what their client can do."""
+_NEUTRAL: tuple[Any, ...] = (False, [], {}, ["text"], {"type": "text"}, "disabled", {"type": "disabled"})
+"""Values that ask for nothing. 0 is False."""
+_ONE = ("n", "best_of", "repetition_penalty", "length_penalty", "parallel_tool_calls")
+"""Fields that ask for nothing where they are 1. True is 1."""
+_NO_TOOL = ("none", {"type": "none"})
+_ROLES = {"system": "system", "developer": "system", "user": "user"}
+
+
+def refused(name: str, value: object, remedy: str) -> Refusal:
+    return Refusal(f"{name} {reprlib.repr(value)} is not served: {remedy}")
+
+
+def check(body: Mapping[str, Any], name: str, remedy: str, neutral: Iterable[Any] = _NEUTRAL) -> None:
+    """Raises Refusal if a field asks for anything."""
+    if (value := body.get(name)) is not None and value not in neutral:
+        raise refused(name, value, remedy)
+
+
+def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
+    """The request with this conversation. Raises Refusal for what cannot be served honestly."""
+    for remedy, names in REFUSED.items():
+        for name in names.split():
+            check(body, name, remedy, (1,) if name in _ONE else _NEUTRAL)
+    check(body, "seed", DRAWN, ())
+    if not conversation.get("messages", True):
+        raise Refusal("the request has no message: send one that the policy is to answer")
+    ways = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+    limits = {name: body[name] for name in ways if body.get(name) is not None}
+    for name, limit in limits.items():
+        if type(limit) is not int or limit < 1:
+            raise refused(name, limit, "send a whole number of at least 1")
+    stop = body.get("stop") or body.get("stop_sequences") or ()
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stop):
+        raise refused("stop", stop, "send texts of at least one character")
+    sampling = {name: body[name] for name in ("temperature", "top_p", "top_k", "min_p") if body.get(name) is not None}
+    return Ask(**conversation, max_tokens=next(iter(limits.values()), None), stop=stop, sampling=sampling)
+
+
+def kind_of(part: Mapping[str, Any], *served: str | None) -> Any:
+    """The `type` of a part of a request, one of those that are served."""
+    if (kind := part.get("type")) not in served:
+        raise refused("type", kind, f"send {' or '.join(filter(None, served))} here")
+    return kind
+
+
+def text_of(content: Any) -> str:
+    """A text, or the texts of parts, joined as they are; "" for None."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part["text"] for part in content if kind_of(part, "text", "input_text", "output_text"))
+
+
+def told(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of the user, or of the system."""
+    if (role := message["role"]) not in _ROLES:
+        raise refused("role", role, f"send {', '.join(_ROLES)}, or one of those that answer")
+    return {"role": _ROLES[role], "content": text_of(message["content"])}
+
+
+def answered(id: str, content: Any) -> dict[str, Any]:
+    """A message of a tool."""
+    return {"role": "tool", "tool_call_id": id, "content": text_of(content)}
+
+
+def said(text: str | None, thoughts: str | None = "", calls: Sequence[Any] = ()) -> dict[str, Any]:
+    """A message of the policy."""
+    message = {"role": "assistant", "content": text, "reasoning_content": thoughts, "tool_calls": calls}
+    return {name: value for name, value in message.items() if value or name == "content"}
+
+
+def call_of(id: str, function: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of the policy, whose arguments are an object, or its JSON."""
+    given = function.get("arguments", function.get("input"))
+    try:
+        arguments = given if isinstance(given, dict) else {**json.loads(given or "{}")}
+    except (ValueError, TypeError, RecursionError):
+        raise refused("arguments", given, "send those of a call as an object, as it was answered") from None
+    return {"id": id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]]:
+    """The tools of a request; none if it says that none may be called.
+
+    Nobody can promise that arguments keep to their schema (`strict`): they are as the policy wrote them.
+    """
+    check(
+        body,
+        "tool_choice",
+        FREE,
+        ("auto", {"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}, *_NO_TOOL),
+    )
+    tools = []
+    for tool in body.get("tools") or ():
+        kind_of(tool, *kinds)
+        about = tool.get("function", tool)
+        parameters = about.get("parameters") or about.get("input_schema") or {"type": "object", "properties": {}}
+        function = {"name": about["name"], "description": about.get("description") or "", "parameters": parameters}
+        tools.append({"type": "function", "function": function})
+    return [] if body.get("tool_choice") in _NO_TOOL else tools
+
+
+def error_of(refusal: Refusal) -> dict[str, Any]:
+    """An error as OpenAI has it. Anthropic reads its type and its message."""
+    kinds = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+    kind = kinds.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
+    return {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}

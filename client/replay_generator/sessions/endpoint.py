@@ -1,0 +1,182 @@
+"""SessionServer: the address at which agents ask the policy in the protocols of OpenAI and Anthropic.
+
+    /sessions/ID/v1/… ──▶ the dialect of the path ──Ask──▶ the session ──Answer──▶ a body, or events
+
+* An answer is sent when its turn has been drawn whole. Until then a stream gets comments, so that it stays open.
+* A failure has a status and a body in the words of the protocol; in a stream that has begun it is an event, the last.
+* A client that hangs up ends nothing: it may ask again, and gets the answer. Only a session that closes ends turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from ssl import SSLContext
+from typing import Any
+
+from aiohttp import web
+
+from replay_generator.sessions.dialects.chat import Chat, Completions
+from replay_generator.sessions.dialects.fields import MODEL
+from replay_generator.sessions.dialects.messages import Messages
+from replay_generator.sessions.dialects.responses import Responses
+from replay_generator.sessions.session import Session
+from replay_generator.sessions.turns import Ask, Refusal
+
+logger = logging.getLogger(__name__)
+
+Dialect = Chat | Responses | Messages
+_MOST = 32
+"""Requests of one session at once."""
+_QUIET_S = 10.0
+"""After so many seconds without an answer a stream gets a comment."""
+
+
+class SessionServer:
+    """A server of HTTP. Whoever knows the address of a session may ask it."""
+
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, *, ssl_context: SSLContext | None = None, largest: int = 8 << 20
+    ) -> None:
+        """`port` 0: any that is free. `largest`: bytes of a request. A million tokens have fewer."""
+        self.app = web.Application(client_max_size=largest)
+        """Others may add routes before it is entered."""
+        self.base_url = ""
+        """Once it is entered, with scheme, host and port."""
+        self._at, self._ssl = (host, port), ssl_context
+        self._sessions: dict[str, Session] = {}
+        self._busy: Counter[str] = Counter()
+        self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0)
+
+    async def __aenter__(self) -> SessionServer:
+        chat, messages = Chat(), Messages()
+        for dialect in (chat, Completions(), Responses(), messages):
+            self._route("POST", dialect.path, dialect, _answer)
+        self._route("POST", f"{messages.path}/count_tokens", messages, _count)
+        self._route("GET", "/v1/models", chat, _models)
+        self._route("*", "/{rest:.*}", chat, _unknown)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, *self._at, ssl_context=self._ssl).start()
+        host, port = self._runner.addresses[0][:2]
+        self.base_url = f"http{'s' * bool(self._ssl)}://{f'[{host}]' if ':' in host else host}:{port}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._runner.cleanup()
+
+    def open(self, session: Session) -> str:
+        """Serves a session from now on. Returns its address: Anthropic's base URL. OpenAI's has "/v1" behind it."""
+        self._sessions[session.id] = session
+        return f"{self.base_url}/sessions/{session.id}"
+
+    def close(self, session: Session) -> None:
+        """Serves a session no more."""
+        self._sessions.pop(session.id, None)
+
+    def _route(self, method: str, path: str, dialect: Dialect, work: _Work) -> None:
+        self.app.router.add_route(method, f"/sessions/{{id}}{path}", partial(self._serve, dialect, work))
+
+    async def _serve(self, dialect: Dialect, work: _Work, request: web.Request) -> web.StreamResponse:
+        id = request.match_info["id"]
+        self._busy[id] += 1
+        try:
+            if (session := self._sessions.get(id)) is None:
+                raise Refusal("no session is open at this address: it has ended, or never began", status=404)
+            if self._busy[id] > _MOST:
+                raise Refusal(f"the session has {_MOST} requests under way: wait for an answer", status=429)
+            return await work(dialect, session, request)
+        except Exception as error:
+            refusal = _refusal(error)
+            headers = {"Retry-After": "1"} if refusal.status == 429 else None
+            return web.json_response(dialect.error(refusal), status=refusal.status, headers=headers)
+        finally:
+            self._busy -= Counter([id])
+
+
+_Work = Callable[[Dialect, Session, web.Request], Awaitable[web.StreamResponse]]
+
+
+async def _answer(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
+    ask, body, raw = await _ask(dialect, request)
+    key = request.headers.get("Idempotency-Key", "")
+    repeated = bool(key) or request.headers.get("x-stainless-retry-count", "0") != "0"
+    digest = hashlib.sha256(b"\n".join([dialect.path.encode(), key.encode(), raw])).digest()
+    drawing = asyncio.ensure_future(session.ask(ask, digest, repeated))
+    streams = bool(body.get("stream"))
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream" if streams else "application/json"})
+    while not (await asyncio.wait({drawing}, timeout=_QUIET_S))[0]:
+        if streams:
+            await _written(request, response, b": waiting\n\n")
+    try:
+        answer = await drawing
+        events = dialect.events(answer, body) if streams else ()
+        data = b"".join(map(_event, events)) or json.dumps(dialect.answer(answer, body)).encode()
+    except Exception as error:
+        if not response.prepared:
+            raise
+        await _written(request, response, _event(dialect.error(_refusal(error))), is_all=True)
+    else:
+        if await _written(request, response, data, is_all=True):
+            session.delivered(answer)
+    return response
+
+
+async def _count(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
+    ask, *_ = await _ask(dialect, request)
+    return web.json_response({"input_tokens": await session.count(ask)})
+
+
+async def _models(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
+    card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "replay"}
+    return web.json_response({"object": "list", "data": [{**card, "max_model_len": session.task.max_length}]})
+
+
+async def _unknown(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
+    paths = ", ".join(each.path for each in (Chat, Completions, Responses, Messages))
+    raise Refusal(f"{request.method} /{request.match_info['rest']} is not served; there are {paths}", status=404)
+
+
+async def _ask(dialect: Dialect, request: web.Request) -> tuple[Ask, dict[str, Any], bytes]:
+    """What a request asks, and its body. Raises Refusal."""
+    try:
+        body = json.loads(raw := await request.read())
+        if rb"\u" in raw:
+            json.dumps(body, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        return dialect.ask(body), body, raw
+    except web.HTTPRequestEntityTooLarge as error:
+        raise Refusal(f"the request is too large: {error.text}", status=413) from None
+    except Refusal:
+        raise
+    except Exception as error:  # whatever comes of a body that is not whole, or not of the form of its path
+        raise Refusal(f"this is no request for {dialect.path}: {type(error).__name__}: {error}") from error
+
+
+def _event(data: dict[str, Any] | str) -> bytes:
+    """A server-sent event. Protocols that name their events have the name in the data too."""
+    name = f"event: {data['type']}\n" if isinstance(data, dict) and "type" in data else ""
+    return f"{name}data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
+
+
+def _refusal(error: Exception) -> Refusal:
+    if isinstance(error, Refusal):
+        return error
+    logger.error("a request of an agent failed with %s: %s", type(error).__name__, error)
+    return Refusal(f"the policy failed with {type(error).__name__}: {error}", status=500)
+
+
+async def _written(request: web.Request, response: web.StreamResponse, data: bytes, *, is_all: bool = False) -> bool:
+    """Writes to a client. Returns whether it was still there when all of it was written."""
+    with suppress(ConnectionError):
+        if request.transport is not None:
+            request.transport.set_write_buffer_limits(0)  # otherwise the last of it may wait in a buffer
+        await response.prepare(request)
+        await response.write(data)
+        if is_all:
+            await response.write_eof()
+    return request.transport is not None and not request.transport.is_closing()

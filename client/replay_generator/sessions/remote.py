@@ -1,0 +1,149 @@
+"""RemoteHook: rollouts of agents that run on other machines. They come for the next rollout, and say how it ended.
+
+    POST /sessions           ──▶ {"id", "prompt", "row", "address", "openai_base_url", "anthropic_base_url", "deadline"}
+                                 503 with Retry-After if no rollout waits for an agent, after some seconds
+    POST /sessions/ID/end    {"reward": NUMBER, "metrics": {NAME: NUMBER}} or {"failed": "why"}
+
+* That no rollout waits is an error of HTTP, and no empty answer: many clients try this one again by themselves.
+* Both need the token. The address of a session needs only its secret, so an agent cannot give itself a reward.
+* An end that comes again is answered as the first time.
+* After the deadline there is no such session any more, and its rollout is offered anew, as another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import ssl
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from replay_client.access import check_address, read_token
+from replay_generator.config import GeneratorConfig
+from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
+from replay_generator.sessions.agents import Address, SessionHook, result_of
+from replay_protos.transport import PemFiles, is_loopback
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 4.0
+"""Seconds that a client waits for a rollout. Some clients give up after five."""
+_MOST_ENDED = 4096
+"""Ends that are remembered, in case they come again."""
+
+
+@dataclass(eq=False)
+class _Seat:
+    """A rollout that an agent may play, and what that ended with."""
+
+    task: Task
+    address: Address
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class RemoteHook(SessionHook):
+    """The rollout hook of agents that come to its address."""
+
+    def __init__(self, address: str, config: GeneratorConfig, *, needs_reward: bool) -> None:
+        """`needs_reward`: as of SessionHook. Raises ValueError for an address, a token file or a certificate that
+        cannot be used, and for an address that other machines reach without a token."""
+        host, cert, key = check_address(address, "sessions"), config.sessions_tls_cert, config.sessions_tls_key
+        PemFiles.read(cert=cert, key=key, ca=None)
+        tls = None
+        if cert is not None:
+            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            tls.load_cert_chain(cert, key)
+        if config.sessions_token_file is not None:
+            read_token(config.sessions_token_file, "sessions_token_file")
+        elif not is_loopback(host):
+            raise ValueError(f"sessions {address}: other machines reach it, so it needs a sessions_token_file")
+        if tls is None and not is_loopback(host):
+            logger.warning(
+                "sessions at %s without TLS: whoever sees the traffic can read it, the token included", address
+            )
+        where = {"host": host.strip("[]"), "port": int(address.rpartition(":")[2]), "ssl_context": tls}
+        super().__init__(self._play, config, needs_reward=needs_reward, **where)
+        self.app.router.add_post("/sessions", self._offer)
+        self.app.router.add_post("/sessions/{id}/end", self._end)
+        self._free: asyncio.Queue[_Seat] = asyncio.Queue()
+        self._taken: dict[str, _Seat] = {}
+        self._ended: deque[int] = deque(maxlen=_MOST_ENDED)
+
+    async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
+        while True:
+            with suppress(TimeoutError):  # of session_deadline: another agent may play the rollout anew
+                return await super().__call__(task, policy)
+            logger.warning("prompt %r: an agent elsewhere did not end rollout %d in time", task.prompt_id, task.index)
+
+    async def _play(self, task: Task, address: Address) -> Any:
+        seat = _Seat(task, address)
+        self._free.put_nowait(seat)
+        try:
+            await seat.taken.wait()
+            async with asyncio.timeout(self._config.session_deadline):
+                said = await seat.ended
+        finally:
+            seat.ended.cancel()
+            self._taken.pop(address.key, None)
+        if "failed" in said:
+            raise RolloutError(f"the agent elsewhere failed: {said['failed']!s:.2000}")
+        return said
+
+    async def _offer(self, request: web.Request) -> web.Response:
+        self._check(request)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while (seat := await self._free.get()).ended.done():
+                    pass  # the generator has given it up
+        except TimeoutError:
+            why = "no rollout waits for an agent now"
+            raise web.HTTPServiceUnavailable(text=why, headers={"Retry-After": "1"}) from None
+        if request.transport is None or request.transport.is_closing():
+            self._free.put_nowait(seat)
+            raise web.HTTPServiceUnavailable
+        self._taken[seat.address.key] = seat
+        seat.taken.set()
+        # As this client reaches the server, which may listen on all addresses of its machine.
+        url = f"{request.url.origin()}{seat.address.url.removeprefix(self.base_url)}"
+        offer = {
+            "id": seat.address.key,
+            "prompt": seat.task.messages or seat.task.tokenizer.decode(seat.task.prompt_ids),
+            "row": dict(seat.task.row),
+            "address": url,
+            "openai_base_url": f"{url}/v1",
+            "anthropic_base_url": url,
+            "deadline": self._config.session_deadline,
+        }
+        return web.json_response(offer, dumps=partial(json.dumps, default=str))
+
+    async def _end(self, request: web.Request) -> web.Response:
+        self._check(request)
+        name, body = request.match_info["id"], await request.read()
+        if (mark := hash((name, body))) not in self._ended:
+            if name not in self._taken:
+                raise web.HTTPNotFound(text="no such session: it has ended or expired, or its generator has ended")
+            try:
+                said = json.loads(body)
+                if "failed" not in said:
+                    result_of(said, needs_reward=self._needs_reward)
+            except (ValueError, TypeError) as error:
+                raise web.HTTPBadRequest(text=f"{error}") from error
+            self._taken.pop(name).ended.set_result(said)
+            self._ended.append(mark)
+        return web.json_response({"ended": name})
+
+    def _check(self, request: web.Request) -> None:
+        """Raises an error of HTTP unless the request has the token that is in the file now."""
+        if self._config.sessions_token_file is not None:
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+            token = read_token(self._config.sessions_token_file, "sessions_token_file").encode()
+            if not hmac.compare_digest(given, token):
+                raise web.HTTPUnauthorized(text="the request needs the token of sessions_token_file, as a Bearer")

@@ -1,0 +1,220 @@
+"""Session: one rollout that an agent plays through an address.
+
+    a request ──▶ the exchange that it goes on after, and the tokens of what is new ──▶ the policy ──▶ a completion
+                                                                                              │
+    Rollout ◀── sequences ◀── the tree of exchanges (exchanges.py) ◀──────────────────────────┴──▶ Answer
+
+Only what is new in a request is rendered and tokenized; no token that the policy drew ever is. Each turn is drawn by a
+task of its own: a client that hangs up does not end it, because it may ask again for the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from bisect import bisect_left
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, TypeVar
+
+from replay_client.kept import TRUNCATING, other_sampling
+from replay_client.waits import in_daemon_thread
+from replay_generator.engines import Completion
+from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
+from replay_generator.sessions.conversation import Conversation, Message
+from replay_generator.sessions.exchanges import Exchange, Exchanges
+from replay_generator.sessions.parsers import Parsers
+from replay_generator.sessions.turns import Answer, Ask, Refusal
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_SHORT = 20_000
+"""Characters of a conversation that is rendered and tokenized in some milliseconds."""
+
+
+class Session:
+    """What one rollout asks the policy for. Its `id` is a secret: whoever knows it may ask."""
+
+    def __init__(self, task: Task, policy: RolloutPolicy, parsers: Parsers) -> None:
+        self.id = secrets.token_urlsafe(16)
+        self.task = task
+        self.exchanges = Exchanges()
+        self.context_full = False
+        """Whether a request left no room for another token."""
+        self._policy, self._parsers = policy, parsers
+        self._asked: dict[bytes, asyncio.Task[Answer]] = {}
+        """By the digest of a request: the newest turn that it asked for."""
+        self._answered: dict[str, Exchange] = {}
+        """By the id of an answer."""
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    async def ask(self, ask: Ask, digest: bytes, repeated: bool = False) -> Answer:
+        """The next turn. `digest`: of the request; one that is `repeated` gets the answer of the first.
+
+        A caller that is cancelled does not end the drawing. Raises Refusal, and any error of the engine.
+        """
+        turn = self._asked.get(digest) if repeated else None
+        if turn is None or (turn.done() and (turn.cancelled() or turn.exception() is not None)):
+            turn = self._asked[digest] = self._begin(self._turn(ask))
+        return await _result(turn)
+
+    async def count(self, ask: Ask) -> int:
+        """How many tokens the policy would read. Raises Refusal."""
+        return len((await self._exchange(ask)).token_ids)
+
+    def delivered(self, answer: Answer) -> None:
+        """The client has the whole answer."""
+        self._answered[answer.id].read = True
+
+    async def draw(self, token_ids: Sequence[int], params: Mapping[str, Any]) -> Completion:
+        """A completion of these tokens, for a client that makes tokens itself. `params`: what it says of sampling."""
+        known = ("temperature", *TRUNCATING, "max_tokens")
+        given = {name: params[name] for name in known if params.get(name) is not None}
+        exchange = await self._exchange(Ask(prompt=token_ids))
+        return await _result(self._begin(self._draw(exchange, given, ())))
+
+    def rollout(
+        self,
+        reward: float | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        finish_reason: str = "",
+        info: Mapping[str, Any] | None = None,
+    ) -> Rollout:
+        """What the agent has played, with its reward; see Rollout. Raises RolloutError if it is nothing."""
+        if not (sequences := self.exchanges.sequences(self.task.sampling)):
+            raise RolloutError(
+                "the agent asked the policy for nothing: its address is in OPENAI_BASE_URL and ANTHROPIC_BASE_URL"
+            )
+        reason = finish_reason or "length" * self.context_full
+        return Rollout(sequences, reward, reason, dict(info or {}), dict(metrics or {}))
+
+    async def close(self) -> None:
+        """Ends the requests under way, and refuses further ones."""
+        self._closed = True
+        for task in (under_way := list(self._under_way)):
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+
+    def _begin(self, turn: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(turn)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        if self._closed:
+            task.cancel()
+        return task
+
+    # ------------------------------------------------------------------------------------------------ a turn
+
+    async def _turn(self, ask: Ask) -> Answer:
+        own = vars(self.task.sampling)
+        if other := other_sampling({**own, **ask.sampling}, own):
+            name, wanted, has = other
+            raise Refusal(
+                f"{name} {wanted} is not that of the generator, {has}, which the trainer assumes: leave it out"
+            )
+        if ask.tools and not self._parsers.knows_tools:
+            raise Refusal("the request has tools: start the generator with --tool-parser, the name of the parser")
+        exchange = await self._exchange(ask)
+        size = len(exchange.token_ids)
+        if size >= self.task.max_length:
+            self.context_full = True
+            raise Refusal(
+                f"the request has {size} tokens, and the model takes {self.task.max_length} with those that it draws",
+                code="context_length_exceeded",
+            )
+        limit = min(ask.max_tokens or self.task.sampling.max_tokens, self.task.sampling.max_tokens)
+        completion = await self._draw(exchange, {"max_tokens": limit}, ask.stop)
+        stopped_by = _first(ask.stop, completion.text)
+        thoughts, text, calls = self._parsers.parse(
+            self.task.tokenizer, completion, stopped_by, ask.tools, self.task.chat_template
+        )
+        exchange.text = f"{ask.prompt}{completion.text}" if isinstance(ask.prompt, str) else ""
+        if ask.prompt is None:
+            said = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+            answer = {"role": "assistant", "content": text, "tool_calls": said}
+            self.exchanges.answered(exchange, ask.tools, [*ask.messages, answer])
+        drawn, name = len(completion.token_ids), secrets.token_hex(12)
+        self._answered[name] = exchange
+        return Answer(name, text, thoughts, calls, completion.finish_reason, stopped_by, size, drawn)
+
+    async def _exchange(self, ask: Ask) -> Exchange:
+        """The exchange of a request, before its completion. Raises Refusal."""
+        try:
+            if isinstance(ask.prompt, str):
+                return self._of_text(ask.prompt)
+            if ask.prompt is None:
+                return await self._of_messages(ask.tools, ask.messages)
+            before = self.exchanges.after_tokens(ids := list(ask.prompt))
+            return Exchange(before, ids[len(before.token_ids) :], "user") if before else Exchange(None, ids)
+        except RolloutError as error:
+            raise Refusal(str(error)) from error
+
+    def _of_text(self, text: str) -> Exchange:
+        tokenizer = self.task.tokenizer
+        if (before := self.exchanges.after_text(text)) is None:
+            return Exchange(None, tokenizer.encode(text), words=text)
+        # Where the policy ended its turn, the client may have written this as text.
+        new = text.removeprefix(before.text).removeprefix(tokenizer.decode([before.token_ids[-1]]))
+        return Exchange(before, tokenizer.encode(new, add_special_tokens=False), "user", new)
+
+    async def _of_messages(self, tools: Sequence[Any], messages: Sequence[Message]) -> Exchange:
+        before, count = self.exchanges.after_messages(tools, messages)
+        if before is not None and before.conversation is not None and before.completion is not None:
+            go_on, drawn, new = before.conversation.go_on, before.completion, messages[count:]
+            before.followed = True
+            try:
+                last = before.token_ids[-1]
+                conversation, given = await _rendered(messages, lambda: go_on(drawn.text, last, new))
+                return Exchange(before, given, new[-1]["role"], _words(new), conversation)
+            except RolloutError as error:
+                _say_once(str(error))
+        conversation, given = await _rendered(messages, lambda: Conversation.begin(self.task, messages, tools))
+        return Exchange(None, given, words=_words(messages), conversation=conversation)
+
+    async def _draw(self, exchange: Exchange, sampling: Mapping[str, Any], stop: Sequence[str]) -> Completion:
+        """Draws the completion of an exchange. The text of `stop` that comes first ends it."""
+        config = replace(self.task.sampling, **sampling)
+        completion = await self._policy.generate(exchange.token_ids, config)
+        if (text := _first(stop, completion.text)) is not None:
+            ids, decode = completion.token_ids, self.task.tokenizer.decode
+            size = bisect_left(
+                range(len(ids)), True, key=lambda n: text in decode(ids[: n + 1], skip_special_tokens=True)
+            )
+            completion = completion.cut(size + 1, decode(ids[: size + 1], skip_special_tokens=True))
+        self.exchanges.add(exchange, completion, config)
+        return completion
+
+
+def _first(texts: Sequence[str], said: str) -> str | None:
+    """The one that comes first in what was said."""
+    return min((text for text in texts if text in said), key=said.find, default=None)
+
+
+async def _rendered(messages: Sequence[Message], work: Callable[[], T]) -> T:
+    """What `work` makes of the messages; of many in a thread, so that others need not wait for it."""
+    if sum(len(message.get("content") or "") for message in messages) < _SHORT:
+        return work()
+    made: T = await in_daemon_thread(work)
+    return made
+
+
+def _words(messages: Sequence[Message]) -> str:
+    return "\n".join(str(message.get("content") or "") for message in messages)
+
+
+async def _result(task: asyncio.Task[T]) -> T:
+    """Of a task that goes on if its caller is cancelled. Raises Refusal if the session has ended it."""
+    await asyncio.wait({task})
+    if task.cancelled():
+        raise Refusal("the session has ended", status=410)
+    return task.result()
+
+
+@cache
+def _say_once(why: str) -> None:
+    logger.warning("a conversation goes on in a sequence of its own: %s", why)

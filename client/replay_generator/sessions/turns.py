@@ -1,0 +1,71 @@
+"""What a client of a session asks, and what it is answered, in the words that all protocols share.
+
+    a request of OpenAI or Anthropic ──dialect──▶ Ask ──Session──▶ Answer ──dialect──▶ a body, or events
+
+Messages and tools of an Ask have the form that chat templates take, which is that of OpenAI's chat completions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Refusal(Exception):
+    """A request that is not served, in a sentence for whoever wrote the client."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None) -> None:
+        """`status`: of HTTP. Clients try 429 and those from 500 again by themselves. `code`: OpenAI's word for the kind
+        of refusal, such as "context_length_exceeded"; None: there is none."""
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request for a turn of the policy."""
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Each has `role` ("system", "user", "assistant", "tool") and `content`, a text. One of the assistant may have
+    `tool_calls`, whose `function` has `name` and `arguments`, an object; one of a tool has `tool_call_id`."""
+    prompt: str | Sequence[int] | None = None
+    """In the place of messages: a text, or token ids."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Each is `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+    max_tokens: int | None = None
+    """Of the turn; None: as many as the generator's own limit."""
+    stop: Sequence[str] = ()
+    """Texts that end the turn; they are not part of the answer."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """What the client says of `temperature`, `top_p`, `top_k` and `min_p`, where it says anything."""
+
+
+@dataclass(frozen=True)
+class WrittenCall:
+    """One call that the policy wrote."""
+
+    id: str
+    name: str
+    arguments: str
+    """As JSON, an object, as the policy wrote it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One turn of the policy."""
+
+    id: str
+    """Of its own, of letters and digits."""
+    text: str
+    """Without thoughts, calls and special tokens."""
+    reasoning: str
+    """Its thoughts; "": none, or no parser of thoughts was named."""
+    calls: Sequence[WrittenCall]
+    finish_reason: str
+    """"stop": the policy ended it, or wrote a text of `Ask.stop`; "length": it was cut off."""
+    stopped_by: str | None
+    """The text of `Ask.stop` that ended it; None: none did."""
+    prompt_tokens: int
+    completion_tokens: int

@@ -1,0 +1,1 @@
+"""Tests of sessions: rollouts of agents that ask an address."""

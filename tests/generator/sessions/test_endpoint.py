@@ -1,0 +1,277 @@
+"""The server of sessions: failures, repetitions, clients that hang up, floods and bodies that are too much."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import ssl
+from operator import attrgetter
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from aiohttp import web
+
+from replay_generator.sessions.endpoint import SessionServer
+from replay_generator.sessions.turns import Answer, Refusal
+from tests.certificates import make_certificate
+from tests.factories import stopped_clock
+from tests.generator.sessions.fakes import ScriptedSession, answer, of_anthropic, of_openai, serving, until
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+FULL = Refusal("the context is full", code="context_length_exceeded")
+ASKS = {
+    "chat": ("/v1/chat/completions", {"messages": HELLO}),
+    "completions": ("/v1/completions", {"prompt": "hello"}),
+    "responses": ("/v1/responses", {"input": "hello"}),
+    "messages": ("/v1/messages", {"messages": HELLO, "max_tokens": 9}),
+}
+EACH = pytest.mark.parametrize(("path", "body"), ASKS.values(), ids=ASKS)
+OF_OPENAI = ("chat", "completions", "responses")
+
+
+async def ask(kind: str, address: str, **options: Any) -> Any:
+    """What the real client returns, which does not try again unless it is told to."""
+    stream, retries = options.pop("stream", False), {"max_retries": options.pop("max_retries", 0)}
+    body: Any = {"model": "any", **ASKS[kind][1], **options, "stream": stream}
+    async with (of_openai if kind in OF_OPENAI else of_anthropic)(address, **retries) as client:
+        parts = {"chat": "chat.completions"}
+        answered = await attrgetter(parts.get(kind, kind))(client).create(**body)
+        return [event async for event in answered] if stream else answered
+
+
+@pytest.mark.parametrize("kind", ASKS)
+async def test_a_failure_is_the_exception_of_its_status_in_the_words_of_the_protocol(kind):
+    api: Any = openai if kind in OF_OPENAI else anthropic
+    gone = Refusal("the session has ended", status=410)
+    async with serving(FULL, gone, RuntimeError("no GPU"), RuntimeError("no GPU")) as (_, address):
+        with pytest.raises(api.BadRequestError, match="the context is full") as full:
+            await ask(kind, address, stream=True)
+        with pytest.raises(api.APIStatusError, match="the session has ended"):
+            await ask(kind, address)
+        for stream in (False, True):
+            with pytest.raises(api.InternalServerError, match="the policy failed with RuntimeError: no GPU"):
+                await ask(kind, address, stream=stream)
+        with pytest.raises(api.NotFoundError, match="no session is open at this address"):
+            await ask(kind, f"{address}x")
+        with pytest.raises(api.BadRequestError, match="n 2 is not served"):
+            await ask(kind, address, extra_body={"n": 2})
+    if kind in OF_OPENAI:
+        assert (full.value.code, full.value.type) == ("context_length_exceeded", "invalid_request_error")
+    else:
+        assert full.value.body["error"]["message"] == "prompt is too long: the context is full"
+
+
+async def test_a_path_that_nobody_serves_is_told_which_there_are():
+    async with serving() as (_, address):
+        with pytest.raises(openai.NotFoundError, match=r"POST /v1/embeddings is not served; there are /v1/chat"):
+            async with of_openai(address) as client:
+                await client.embeddings.create(model="any", input="x")
+
+
+BAD = {
+    "no JSON": b"{",
+    "no object": b"[]",
+    "deep": b"[" * 200_000,
+    "no UTF-8": b'{"messages": "\xff"}',
+    "half a surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    "numbers": b'{"messages": 5, "prompt": 5, "input": 5}',
+    "no fields": b'{"messages": [{}], "prompt": [{}], "input": [{"role": "assistant"}]}',
+    "no texts": b'{"messages": [{"role": "user", "content": 5}], "prompt": [1.5], "input": [{"role": []}]}',
+    "tools": b'{"messages": [], "prompt": {}, "input": "x", "tools": [5]}',
+}
+
+
+@EACH
+@pytest.mark.parametrize("raw", BAD.values(), ids=BAD)
+async def test_a_body_that_is_no_request_is_refused_and_is_no_fault(path, body, raw, caplog):
+    async with serving() as (session, address), httpx.AsyncClient() as client:
+        answered = await client.post(address + path, content=raw)
+        assert answered.status_code == 400
+        assert answered.json()["error"]["type"] == "invalid_request_error"
+    assert session.asked == []
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("kind", ASKS)
+async def test_a_body_that_is_too_large_is_refused_while_others_are_served(kind):
+    large = "x" * 10_000_000
+    given: dict[str, Any] = {
+        "chat": {"messages": [{"role": "user", "content": large}]},
+        "completions": {"prompt": large},
+    }
+    given["responses"], given["messages"] = {"input": large}, given["chat"]
+    api: Any = openai if kind in OF_OPENAI else anthropic
+    async with serving(*[answer()] * 3) as (session, address):
+        heavy = [asyncio.create_task(ask(kind, address, **given[kind])) for _ in range(4)]
+        for _ in range(3):
+            await ask(kind, address)
+        for each in heavy:
+            with pytest.raises(api.APIStatusError, match="too large") as refused:
+                await each
+            assert refused.value.status_code == 413
+        assert len(session.asked) == 3
+
+
+@pytest.mark.parametrize("kind", ASKS)
+async def test_a_client_that_tries_again_after_a_failure_is_answered(kind):
+    async with serving(RuntimeError("lost"), answer()) as (session, address):
+        await ask(kind, address, max_retries=1)
+        assert len(session.read) == 1
+
+
+@EACH
+async def test_a_repeated_request_gets_the_first_answer_and_an_equal_one_is_drawn_anew(path, body):
+    first, second, third, fourth = (Answer(str(n), str(n), "", (), "stop", None, 1, 1) for n in range(4))
+    async with serving(first, second, third, fourth) as (session, address), httpx.AsyncClient() as client:
+
+        async def text(**headers: str) -> str:
+            answered = await client.post(address + path, json=body, headers=headers)
+            return answered.json()["id"].partition("_")[2] or answered.json()["id"].partition("-")[2]
+
+        assert await text(**{"x-stainless-retry-count": "0"}) == "0"
+        assert await text(**{"x-stainless-retry-count": "1"}) == "0"
+        assert await text(**{"x-stainless-retry-count": "0"}) == "1"
+        assert await text(**{"Idempotency-Key": "a"}) == "2"
+        assert await text(**{"Idempotency-Key": "a"}) == "2"
+        assert await text(**{"Idempotency-Key": "b"}) == "3"
+        assert {each.id for each in session.read} == {"0", "1", "2", "3"}
+
+
+@EACH
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_hangs_up_has_not_read_its_answer_and_gets_it_when_it_asks_again(
+    path, body, stream, caplog
+):
+    async with serving(answer()) as (session, address), httpx.AsyncClient(timeout=30) as client:
+        session.gate.clear()
+        body = {**body, "stream": stream}
+        asking = asyncio.create_task(client.post(address + path, json=body))
+        await until(lambda: session.asked)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        again = asyncio.create_task(client.post(address + path, json=body, headers={"x-stainless-retry-count": "1"}))
+        await until(lambda: len(session.asked) == 2)
+        assert session.read == []
+        session.gate.set()
+        assert "llo" in (await again).text
+        assert len(session.read) == 1
+        assert session.script == []
+    assert not caplog.records
+
+
+async def test_an_answer_that_nobody_takes_is_not_read():
+    said = answer("x" * 20_000_000)
+    async with serving(said, answer()) as (session, address):
+        url = httpx.URL(address)
+        _, writer = await asyncio.open_connection(url.host, url.port, limit=1)
+        body = b'{"prompt": "hello"}'
+        head = f"POST {url.path}/v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await until(lambda: not session.script[1:])
+        await ask("completions", address)
+        writer.transport.abort()
+        await until(lambda: session.read == [answer()])
+
+
+@EACH
+async def test_an_upload_that_breaks_off_is_no_fault(path, body, caplog):
+    async with serving(answer()) as (session, address):
+        url = httpx.URL(address)
+        _, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(f"POST {url.path}{path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode())
+        await writer.drain()
+        writer.transport.abort()
+        async with httpx.AsyncClient() as client:
+            assert (await client.post(address + path, json=body)).status_code == 200
+        assert len(session.asked) == 1
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("kind", ASKS)
+async def test_a_stream_that_waits_gets_comments_and_then_its_answer_or_an_error(kind, caplog):
+    api: Any = openai if kind in OF_OPENAI else anthropic
+    path, body = ASKS[kind]
+    lines: list[str] = []
+
+    async def read(address: str) -> None:
+        lines.clear()
+        given = {**body, "stream": True}
+        async with (
+            httpx.AsyncClient(timeout=None) as client,
+            client.stream("POST", address + path, json=given) as stream,
+        ):
+            async for line in stream.aiter_lines():
+                lines.append(line)
+
+    for said in (answer(), RuntimeError("no GPU")):
+        async with serving(said, said) as (session, address):
+            session.gate.clear()
+            with stopped_clock() as go_on:
+                raw = asyncio.create_task(read(address))
+                real = asyncio.create_task(ask(kind, address, stream=True, timeout=None))
+                await until(lambda: len(session.asked) == 2)
+                go_on(10)
+                await until(lambda: ": waiting" in lines)
+                session.gate.set()
+                await raw
+                await asyncio.wait([real])
+            if isinstance(said, Answer):
+                assert await real
+                assert "H\\u00e4llo" in "".join(lines)
+                assert len(session.read) == 2
+                continue
+            assert "no GPU" in "".join(lines)
+            assert not re.search(r"DONE|completed|stop", "".join(lines))
+            with pytest.raises(api.APIError, match="the policy failed with RuntimeError: no GPU"):
+                await real
+            assert session.read == []
+    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
+
+
+@pytest.mark.parametrize("kind", ASKS)
+async def test_a_flood_of_requests_is_told_to_wait_and_others_are_served(kind):
+    api: Any = openai if kind in OF_OPENAI else anthropic
+    calm = ScriptedSession(answer(), id="calm")
+    flooded = ScriptedSession(*[answer()] * 33)
+    flooded.gate.clear()
+    async with SessionServer() as server:
+        address = server.open(flooded)  # type: ignore[arg-type]
+        flood = [asyncio.create_task(ask(kind, address)) for _ in range(32)]
+        await until(lambda: len(flooded.asked) == 32)
+        with pytest.raises(api.RateLimitError, match="32 requests under way") as refused:
+            await ask(kind, address)
+        assert refused.value.response.headers["Retry-After"] == "1"
+        assert await ask(kind, server.open(calm))  # type: ignore[arg-type]
+        flooded.gate.set()
+        assert len(await asyncio.gather(*flood)) == 32
+        assert await ask(kind, address)
+
+
+async def test_a_session_that_was_closed_is_served_no_more():
+    async with SessionServer() as server:
+        address = server.open(session := ScriptedSession(answer()))  # type: ignore[arg-type]
+        server.close(session)  # type: ignore[arg-type]
+        with pytest.raises(openai.NotFoundError, match="it has ended"):
+            await ask("chat", address)
+
+
+async def test_others_may_add_routes_and_the_server_may_speak_tls(tmp_path):
+    async def end(request: web.Request) -> web.Response:
+        return web.Response(text=f"ended {request.match_info['id']}")
+
+    certificate = make_certificate(tmp_path, "server")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate.cert, certificate.key)
+    server = SessionServer(ssl_context=context)
+    server.app.router.add_post("/sessions/{id}/end", end)
+    async with server, httpx.AsyncClient(verify=ssl.create_default_context(cafile=str(certificate.cert))) as client:
+        address = server.open(ScriptedSession(answer()))  # type: ignore[arg-type]
+        assert re.fullmatch(r"https://127\.0\.0\.1:\d+/sessions/secret", address)
+        assert (await client.post(f"{address}/end")).text == "ended secret"
+        answered = await client.post(f"{address}/v1/chat/completions", content=json.dumps({"messages": HELLO}))
+        assert answered.json()["choices"][0]["message"]["content"] == "Hällo"

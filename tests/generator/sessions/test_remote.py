@@ -1,0 +1,258 @@
+"""Agents that run elsewhere: they come for rollouts with a token, play, and say how each ended."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from replay_generator import GeneratorConfig, RolloutGenerator
+from replay_generator.sessions import load_sessions, remote
+from tests.certificates import make_certificate
+from tests.factories import async_until, free_port
+from tests.generator.factories import RecordingClient, make_prompts
+from tests.generator.sessions.test_session import Drawing, user
+
+LONG = 600.0
+
+
+@dataclass
+class Run:
+    """A generator whose agents are elsewhere, and what they say to it."""
+
+    url: str
+    http: aiohttp.ClientSession
+    generator: RolloutGenerator
+    client: RecordingClient
+    token: str | None
+    tls: Any
+
+    async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
+        """The status and the answer."""
+        headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+        url = path if path.startswith("http") else self.url + path
+        async with self.http.post(url, json=body, headers=headers, ssl=self.tls) as response:
+            return response.status, await (response.json() if "json" in response.content_type else response.text())
+
+    async def taken(self) -> dict[str, Any]:
+        status, offer = await self.post("/sessions")
+        assert status == 200, offer
+        return offer
+
+    async def ask(self, offer: dict[str, Any]) -> int:
+        body = {"model": "any", "messages": [user("ab")]}
+        return (await self.post(f"{offer['openai_base_url']}/chat/completions", body))[0]
+
+    async def end(self, offer: dict[str, Any], **said: Any) -> tuple[int, Any]:
+        return await self.post(f"/sessions/{offer['id']}/end", said)
+
+    async def group(self) -> Any:
+        await self.client.inserted(1)
+        return self.client.inserts[0][0]
+
+
+@asynccontextmanager
+async def running(
+    *,
+    engine: Drawing | None = None,
+    group_size: int = 2,
+    host: str = "127.0.0.1",
+    token: str | None = None,
+    tls: Any = True,
+    **config: Any,
+) -> AsyncIterator[Run]:
+    port, client = free_port(), RecordingClient()
+    given = {"group_size": group_size, "max_groups": 1, "max_concurrent_groups": 1, "stop_grace": 0.1, **config}
+    settings = GeneratorConfig(**given)
+    hook = load_sessions(None, f"{host}:{port}", settings, needs_reward=True)
+    generator = RolloutGenerator(client, engine or Drawing(), make_prompts(), None, settings, rollout=hook)  # type: ignore[arg-type]
+    run = asyncio.create_task(generator.run())
+    url = f"http{'s' if tls is not True else ''}://127.0.0.1:{port}"
+    async with aiohttp.ClientSession() as http:
+        found = Run(url, http, generator, client, token, tls)
+        await async_until(lambda: generator.stats["groups_under_way"])
+        try:
+            yield found
+        finally:
+            generator.stop()
+            await run
+
+
+# ------------------------------------------------------------------------------------------------ a rollout
+
+
+async def test_agents_take_the_rollouts_of_a_group_ask_at_their_addresses_and_end_them():
+    engine = Drawing()
+    async with running(engine=engine) as run:
+        offers = [await run.taken(), await run.taken()]
+        for reward, offer in enumerate(offers):
+            assert offer["row"] == {"prompt": "0+1=", "prompt_id": "p0"}
+            assert (offer["prompt"], offer["deadline"]) == ("0+1=", LONG)
+            assert offer["address"] == f"{run.url}/sessions/{offer['id']}" == offer["anthropic_base_url"]
+            assert offer["openai_base_url"] == f"{offer['address']}/v1"
+            assert await run.ask(offer) == 200
+            assert await run.end(offer, reward=reward, metrics={"steps": 4}) == (200, {"ended": offer["id"]})
+        group = await run.group()
+    assert len({offer["id"] for offer in offers}) == 2
+    assert sorted(group.rewards.tolist()) == [0.0, 1.0]
+    assert group.extras["rewards/rollout/steps"].tolist() == [4.0, 4.0]
+    drawn = sorted(logprob for _, each in engine.drawn for logprob in each.logprobs)
+    np.testing.assert_allclose(np.sort(group.rollout_logprobs[group.trained_mask]), drawn, rtol=1e-6)
+
+
+async def test_where_no_rollout_waits_a_client_is_told_to_come_again(monkeypatch):
+    monkeypatch.setattr(remote, "PATIENCE", 0.05)
+    async with running(group_size=1) as run:
+        offer = await run.taken()
+        async with run.http.post(f"{run.url}/sessions") as response:
+            assert (response.status, response.headers["Retry-After"]) == (503, "1")
+        assert await run.ask(offer) == 200
+
+
+async def test_a_client_that_hangs_up_while_it_waits_gets_no_rollout():
+    async with running(group_size=1, max_groups=2) as run:
+        first = await run.taken()
+        await run.ask(first)
+        waiting = asyncio.create_task(run.post("/sessions"))
+        await asyncio.sleep(0.2)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await run.end(first, reward=1.0)  # the next group begins
+        second = await run.taken()
+        assert (await run.ask(second), (await run.end(second, reward=1.0))[0]) == (200, 200)
+        await run.client.inserted(2)
+
+
+async def test_an_end_that_comes_again_has_the_same_answer_and_another_one_has_none():
+    async with running() as run:
+        offer = await run.taken()
+        await run.ask(offer)
+        first = await run.end(offer, reward=1.0)
+        assert await run.end(offer, reward=1.0) == first
+        assert (await run.end(offer, reward=0.0))[0] == 404
+        assert await run.ask(offer) == 404
+        other = await run.taken()
+        await run.ask(other)
+        await run.end(other, reward=0.0)
+        assert await run.end(offer, reward=1.0) == first
+        assert sorted((await run.group()).rewards.tolist()) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({}, 'gave no {"reward": NUMBER}'),
+        ({"reward": 1.0, "metrics": {"steps": None}}, "metrics.steps: Input should be a valid number"),
+        ({"rewards": 1.0}, "did you mean 'reward'?"),
+        (7, "not iterable"),
+    ],
+)
+async def test_an_end_that_is_none_is_refused_and_the_rollout_goes_on(said, why):
+    async with running(group_size=1) as run:
+        offer = await run.taken()
+        await run.ask(offer)
+        status, text = await run.post(f"/sessions/{offer['id']}/end", said)
+        assert status == 400
+        assert why in text
+        assert (await run.end(offer, reward=1.0))[0] == 200
+        await run.group()
+
+
+async def test_an_agent_that_failed_loses_its_rollout_and_the_group_remembers_why():
+    async with running(group_size=3, min_rollouts=1) as run:
+        for said in ({"failed": "its browser is gone"}, {"reward": 0.0}, {"reward": 1.0}):
+            offer = await run.taken()
+            if said != {"reward": 0.0}:
+                await run.ask(offer)
+            assert (await run.end(offer, **said))[0] == 200
+        group = await run.group()
+    assert group.rewards.tolist() == [1.0]
+    silent, lost = sorted(group.meta["failures"])
+    assert "the agent elsewhere failed: its browser is gone" in lost
+    assert "the agent asked the policy for nothing" in silent
+    assert run.generator.stats["rollouts_failed"] == 2
+
+
+async def test_what_is_not_ended_before_its_deadline_is_offered_anew_under_another_address(caplog):
+    async with running(group_size=1, session_deadline=0.5) as run:
+        dead = await run.taken()
+        assert await run.ask(dead) == 200
+        again = await run.taken()
+        assert (again["row"], again["deadline"]) == (dead["row"], 0.5)
+        assert again["id"] != dead["id"]
+        assert (await run.end(dead, reward=9.0))[0] == 404
+        assert await run.ask(dead) == 404
+        assert (await run.ask(again), (await run.end(again, reward=1.0))[0]) == (200, 200)
+        group = await run.group()
+    assert (group.rewards.tolist(), int(group.trained_mask.sum())) == ([1.0], 5)
+    assert "prompt 'p0': an agent elsewhere did not end rollout 0 in time" in caplog.text
+
+
+async def test_a_rollout_that_nobody_takes_fails_at_its_timeout():
+    async with running(group_size=2, min_rollouts=1, rollout_timeout=1.0) as run:
+        offer = await run.taken()
+        await run.ask(offer)
+        await run.end(offer, reward=1.0)
+        group = await run.group()
+    assert group.rewards.tolist() == [1.0]
+    assert "longer than 1 s (rollout_timeout)" in group.meta["failures"][0]
+
+
+# ------------------------------------------------------------------------------------------------ tokens and TLS
+
+
+async def test_with_a_token_file_rollouts_are_for_those_who_have_the_token_that_is_there_now(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("one-token-of-the-run\n")
+    async with running(group_size=1, sessions_token_file=path, token="one-token-of-the-run") as run:
+        offer = await run.taken()
+        for run.token in ("another", "one-token-of-the-ru", "ü", "", None, offer["id"]):
+            assert (await run.post("/sessions"))[0] == (await run.end(offer, reward=1))[0] == 401
+        assert await run.ask(offer) == 200  # its address is secret enough
+        path.write_text("the-next-token")
+        run.token = "one-token-of-the-run"
+        assert (await run.end(offer, reward=1))[0] == 401
+        run.token = "the-next-token"
+        assert (await run.end(offer, reward=1))[0] == 200
+        await run.group()
+
+
+async def test_with_a_certificate_all_goes_over_tls(tmp_path):
+    authority = make_certificate(tmp_path, "authority")
+    own = make_certificate(tmp_path, "server", authority)
+    trusting = ssl.create_default_context(cafile=str(authority.cert))
+    files = {"sessions_tls_cert": str(own.cert), "sessions_tls_key": str(own.key)}
+    async with running(group_size=1, tls=trusting, **files) as run:
+        offer = await run.taken()
+        assert offer["address"].startswith("https://127.0.0.1:")
+        assert (await run.ask(offer), (await run.end(offer, reward=1.0))[0]) == (200, 200)
+        await run.group()
+
+
+@pytest.mark.parametrize(
+    ("address", "settings", "says"),
+    [
+        ("0.0.0.0:7403", {}, "other machines reach it, so it needs a sessions_token_file"),
+        ("example.org:7403", {}, "other machines reach it"),
+        ("127.0.0.1", {}, "sessions must be host:port"),
+        ("127.0.0.1:7403", {"sessions_token_file": "/nowhere/token"}, "sessions_token_file /nowhere/token"),
+        ("127.0.0.1:7403", {"sessions_tls_cert": "/nowhere/cert"}, "a certificate and its key go together"),
+        ("127.0.0.1:7403", {"tool_parser": 7}, "tool_parser: Input should be a valid string"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_the_run(address, settings, says):
+    with pytest.raises(ValueError, match=says):
+        load_sessions(None, address, GeneratorConfig(**settings), needs_reward=True)
+
+
+def test_an_address_that_other_machines_reach_without_tls_is_warned_of(tmp_path, caplog):
+    path = Path(tmp_path / "token")
+    path.write_text("a-token-of-the-run")
+    load_sessions(None, "0.0.0.0:7403", GeneratorConfig(sessions_token_file=path), needs_reward=True)
+    assert "sessions at 0.0.0.0:7403 without TLS" in caplog.text

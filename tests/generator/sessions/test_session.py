@@ -1,0 +1,354 @@
+"""Sessions: which tokens an agent's requests go on after, and what of its conversations is trained on."""
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders
+
+from replay_generator import RolloutError
+from replay_generator.engines import Completion, SamplingConfig
+from replay_generator.rollouts import RolloutPolicy, RolloutSequence, Task
+from replay_generator.sessions.parsers import Parsers
+from replay_generator.sessions.session import Session
+from replay_generator.sessions.turns import Answer, Ask, Refusal
+from tests.generator.environments import test_tool_loop
+from tests.generator.environments.test_tool_loop import FORGETS, TEMPLATE
+from tests.generator.factories import EOS, ScriptedEngine
+
+
+def chat_tokenizer(template: str = TEMPLATE) -> Any:
+    tokenizer = test_tool_loop.chat_tokenizer(template)
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+SAMPLING = SamplingConfig(max_tokens=100)
+
+
+@dataclass
+class Drawing(ScriptedEngine):
+    """Draws what `says` says, or letters by chance, each with a log-probability and a version of its own."""
+
+    tokenizer: Any = field(default_factory=chat_tokenizer)
+    max_length: int = 10_000
+    says: list[str] = field(default_factory=list)
+    drawn: list[tuple[list[int], Completion]] = field(default_factory=list)
+    """Each completion, with the tokens before it."""
+    holds: asyncio.Event | None = None
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, *_: Any) -> list[Completion]:
+        if self.holds is not None:
+            await self.holds.wait()
+        return [self._one(list(prompt_ids)) for _ in range(n)]
+
+    def _one(self, prompt_ids: list[int]) -> Completion:
+        count, text = len(self.drawn), self.text_of(prompt_ids)
+        ids = [*self.tokenizer.encode(text), EOS]
+        numbers = random.Random(-count)
+        logprobs = [-numbers.random() for _ in ids]
+        extras = {"routed": _array(count, len(ids))}
+        completion = Completion(ids, logprobs, text, "stop", [count] * len(ids), extras=extras)
+        self.drawn.append((prompt_ids, completion))
+        return completion
+
+    def text_of(self, prompt_ids: list[int]) -> str:
+        count = len(self.drawn)
+        return self.says[count] if count < len(self.says) else "".join(random.Random(count).choices("ab c", k=4))
+
+
+def _array(seed: int, size: int) -> Any:
+    import numpy as np
+
+    return np.random.default_rng(seed).integers(0, 99, size)
+
+
+def session_of(engine: Drawing, *, parsers: Parsers | None = None, **fields: Any) -> Session:
+    ids = engine.tokenizer.encode("go")
+    given = {"row": {}, "messages": None, "index": 0, "sampling": SAMPLING, "max_length": engine.max_length}
+    task = Task("p", ids, tokenizer=engine.tokenizer, **(given | fields))
+    return Session(task, RolloutPolicy(engine, task.sampling, []), parsers or Parsers())
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said(answer: Answer) -> dict[str, str]:
+    return {"role": "assistant", "content": answer.text}
+
+
+_numbers = itertools.count()
+
+
+async def ask(session: Session, *messages: Any, read: bool = True, **fields: Any) -> Answer:
+    answer = await session.ask(Ask(messages, **fields), str(next(_numbers)).encode())
+    if read:
+        session.delivered(answer)
+    return answer
+
+
+def words(engine: Drawing, ids: Sequence[int]) -> str:
+    return "".join(engine.tokenizer.convert_ids_to_tokens(ids))
+
+
+def assert_drawn(engine: Drawing, sequences: Sequence[RolloutSequence], trained: Sequence[Completion]) -> None:
+    """What is trained on are the completions of the engine after the tokens that it drew them after, each once."""
+    found = []
+    for sequence in sequences:
+        at = 0
+        for turn in sequence.turns:
+            if turn.role == "assistant":
+                part = slice(at, at + turn.tokens)
+                drawn = sequence.token_ids[part], sequence.logprobs[part], sequence.policy_versions[part]
+                (same,) = (
+                    each
+                    for prompt, each in engine.drawn
+                    if prompt == sequence.token_ids[:at]
+                    and (each.token_ids, each.logprobs, each.policy_versions) == drawn
+                )
+                assert all(sequence.sampled_mask[part])
+                extras = next(extras for start, extras, _ in sequence.drawn if start == at)
+                assert (extras["routed"] == same.extras["routed"]).all()
+                found.append(same)
+            else:
+                assert not any(sequence.sampled_mask[at : at + turn.tokens])
+            at += turn.tokens
+    assert sorted(map(id, found)) == sorted(map(id, trained))
+
+
+async def test_a_conversation_goes_on_after_the_tokens_as_they_were_drawn():
+    engine = Drawing(says=["first ", "second"])
+    session = session_of(engine)
+    one = await ask(session, user("a"))
+    await ask(session, user("a"), said(one), user("b"))
+    (sequence,) = session.rollout(1.0).sequences
+    begin = "<s>user\na<e>\n<s>assistant\n"
+    assert words(engine, sequence.token_ids) == f"{begin}first <e>\n<s>user\nb<e>\n<s>assistant\nsecond<e>"
+    assert [turn.role for turn in sequence.turns] == ["prompt", "assistant", "user", "assistant"]
+    assert_drawn(engine, [sequence], [each for _, each in engine.drawn])
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ([user("a"), {"role": "assistant", "content": "edited"}, user("b")], "the agent edited an answer"),
+        ([user("summary of it"), user("b")], "the agent compacted its history"),
+        ([{"role": "system", "content": "be brief"}, user("a"), user("b")], "another system prompt"),
+    ],
+)
+async def test_a_history_that_nobody_was_answered_begins_a_sequence_of_its_own(changed, why):
+    engine = Drawing()
+    session = session_of(engine)
+    await ask(session, user("a"))
+    await ask(session, *changed)
+    sequences = session.rollout(1.0).sequences
+    assert len(sequences) == 2, why
+    assert_drawn(engine, sequences, [each for _, each in engine.drawn])
+
+
+async def test_a_template_that_rewrites_earlier_turns_gives_each_turn_a_sequence_with_its_context():
+    engine = Drawing(tokenizer=chat_tokenizer(FORGETS), says=["one", "two"])
+    session = session_of(engine)
+    one = await ask(session, user("a"))
+    await ask(session, user("a"), said(one), user("b"))
+    sequences = session.rollout(1.0).sequences
+    assert [words(engine, each.token_ids[: each.head]) for each in sequences] == [
+        "<s>user\na<e>\n<s>assistant\n",
+        "<s>user\n<e>\n<s>assistant\n<e>\n<s>user\nb<e>\n<s>assistant\n",
+    ]
+    assert_drawn(engine, sequences, [each for _, each in engine.drawn])
+
+
+async def test_sub_agents_that_share_a_beginning_are_sequences_that_train_a_shared_turn_once():
+    engine = Drawing(says=["plan", "left", "right", "end"])
+    session = session_of(engine)
+    plan = await ask(session, user("a"))
+    shared = [user("a"), said(plan)]
+    left, _ = await asyncio.gather(ask(session, *shared, user("l")), ask(session, *shared, user("r")))
+    await ask(session, *shared, user("l"), said(left), user("more"))
+    rollout = session.rollout(1.0)
+    assert [[turn.role for turn in each.turns] for each in rollout.sequences] == [
+        ["prompt", "earlier", "user", "assistant"],
+        ["prompt", "assistant", "user", "assistant", "user", "assistant"],
+    ] or [[turn.role for turn in each.turns] for each in rollout.sequences] == [
+        ["prompt", "assistant", "user", "assistant"],
+        ["prompt", "earlier", "user", "assistant", "user", "assistant"],
+    ]
+    assert_drawn(engine, rollout.sequences, [each for _, each in engine.drawn])
+    assert rollout.text == "end"
+
+
+async def test_of_equal_answers_the_oldest_that_nobody_follows_goes_on():
+    engine = Drawing(says=["same", "same", "x", "y"])
+    session = session_of(engine)
+    one, two = await asyncio.gather(ask(session, user("a")), ask(session, user("a")))
+    assert one.text == two.text
+    await asyncio.gather(*(ask(session, user("a"), said(one), user(text)) for text in "xy"))
+    sequences = session.rollout(1.0).sequences
+    assert [len(each.turns) for each in sequences] == [4, 4]
+    assert_drawn(engine, sequences, [each for _, each in engine.drawn])
+
+
+async def test_a_turn_that_nobody_read_is_not_trained_on():
+    engine = Drawing()
+    session = session_of(engine)
+    await ask(session, user("a"), read=False)
+    await ask(session, user("a"))
+    assert_drawn(engine, session.rollout(1.0).sequences, [engine.drawn[1][1]])
+
+
+async def test_a_retry_gets_the_answer_of_the_first_and_an_equal_request_another():
+    engine = Drawing()
+    session = session_of(engine)
+    request = Ask([user("a")])
+    first = await session.ask(request, b"a")
+    assert await session.ask(request, b"a", repeated=True) is first
+    assert await session.ask(request, b"a") is not first
+    assert len(engine.drawn) == 2
+
+
+async def test_a_client_that_hangs_up_does_not_end_the_turn_that_its_retry_waits_for():
+    engine = Drawing(holds=asyncio.Event())
+    session = session_of(engine)
+    gone = asyncio.create_task(session.ask(Ask([user("a")]), b"a"))
+    await asyncio.sleep(0.05)
+    gone.cancel()
+    again = asyncio.create_task(session.ask(Ask([user("a")]), b"a", repeated=True))
+    await asyncio.sleep(0.05)
+    engine.holds.set()
+    assert (await again).text == engine.drawn[0][1].text
+    assert len(engine.drawn) == 1
+
+
+async def test_a_session_that_ends_refuses_and_ends_what_is_under_way():
+    engine = Drawing(holds=asyncio.Event())
+    session = session_of(engine)
+    waiting = asyncio.create_task(session.ask(Ask([user("a")]), b"a"))
+    await asyncio.sleep(0.05)
+    await session.close()
+    for refused in (waiting, session.ask(Ask([user("a")]), b"b")):
+        with pytest.raises(Refusal, match="the session has ended") as caught:
+            await refused
+        assert caught.value.status == 410
+    with pytest.raises(RolloutError, match="asked the policy for nothing: its address is in OPENAI_BASE_URL"):
+        session.rollout(1.0)
+
+
+async def test_a_text_of_stop_ends_the_turn_with_the_token_that_completes_it():
+    engine = Drawing(says=["think END more", "done"])
+    session = session_of(engine)
+    one = await ask(session, user("a"), stop=["more", "END"])
+    assert (one.text, one.finish_reason, one.stopped_by, one.completion_tokens) == ("think ", "stop", "END", 9)
+    await ask(session, user("a"), said(one), user("b"))
+    (sequence,) = session.rollout(1.0).sequences
+    drawn = engine.drawn[0][1]
+    assert words(engine, sequence.token_ids[sequence.head :]).startswith("think END<e>\n<s>user\nb")
+    assert sequence.logprobs[sequence.head :][:9] == drawn.logprobs[:9]
+    assert (sequence.drawn[0][1]["routed"] == drawn.extras["routed"][:9]).all()
+
+
+async def test_a_text_prompt_goes_on_after_the_tokens_of_the_one_that_it_begins_with():
+    engine = Drawing(says=["one", "two", "three"])
+    session = session_of(engine)
+    first = await session.ask(Ask(prompt="say "), b"1")
+    session.delivered(first)
+    session.delivered(await session.ask(Ask(prompt="say one<e>and "), b"2"))
+    session.delivered(await session.ask(Ask(prompt=[*engine.tokenizer.encode("say one"), EOS, 5]), b"3"))
+    sequences = session.rollout(1.0).sequences
+    assert [words(engine, each.token_ids) for each in sequences] == ["say one<e>and two<e>", "say one<e>!three<e>"]
+    assert_drawn(engine, sequences, [each for _, each in engine.drawn])
+
+
+async def test_a_full_context_is_refused_in_words_and_the_rollout_ends_for_its_length():
+    engine = Drawing(max_length=60)
+    session = session_of(engine)
+    await ask(session, user("a"))
+    with pytest.raises(Refusal, match="has 119 tokens, and the model takes 60") as caught:
+        await ask(session, user("b" * 100))
+    assert caught.value.code == "context_length_exceeded"
+    assert session.rollout(1.0).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"sampling": {"temperature": 0.5}}, "temperature 0.5 is not that of the generator, 1.0, .* leave it out"),
+        ({"sampling": {"top_p": 0.9}}, "top_p 0.9 is not that of the generator, 1.0"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "has tools: start the generator with --tool-pa"),
+        ({"messages": [{"role": "assistant", "content": "I"}]}, "ends with words of the assistant"),
+    ],
+)
+async def test_what_cannot_be_served_honestly_is_refused(fields, why):
+    with pytest.raises(Refusal, match=why):
+        await session_of(Drawing()).ask(Ask(**({"messages": [user("a")]} | fields)), b"")
+
+
+async def test_temperature_and_top_p_of_the_generator_itself_are_no_reason_to_refuse():
+    await ask(session_of(Drawing()), user("a"), sampling={"temperature": 1, "top_p": 1.0})
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"b": 3, "a": 2}}\n</tool_call>'
+TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}},)
+
+
+async def test_calls_are_those_that_the_parser_of_vllm_finds_and_their_answers_go_on_after_the_drawn_tokens():
+    engine = Drawing(says=[f"Let me see.{CALL}", "5"])
+    session = session_of(engine, parsers=Parsers("hermes"))
+    one = await ask(session, user("2+3"), tools=TOOLS)
+    (call,) = one.calls
+    assert (one.text, call.name, json.loads(call.arguments)) == ("Let me see.", "add", {"a": 2, "b": 3})
+    function = {"name": "add", "arguments": {"a": 2, "b": 3}}
+    echoed = {"role": "assistant", "content": "Let me see.", "tool_calls": [{"id": call.id, "function": function}]}
+    answer = {"role": "tool", "tool_call_id": call.id, "content": "5"}
+    await ask(session, user("2+3"), echoed, answer, tools=TOOLS)
+    (sequence,) = session.rollout(1.0).sequences
+    assert f"{CALL}<e>\n<s>tool\n5<e>\n<s>assistant\n5<e>" in words(engine, sequence.token_ids)
+    assert_drawn(engine, [sequence], [each for _, each in engine.drawn])
+
+
+async def test_thoughts_are_those_that_the_parser_of_vllm_finds():
+    engine = Drawing(says=["<think>hm</think>yes"])
+    # Any tokenizer of a model that thinks has these tokens.
+    engine.tokenizer.add_tokens(["<think>", "</think>"])
+    session = session_of(engine, parsers=Parsers(None, "deepseek_r1"))
+    answer = await ask(session, user("a"))
+    assert (answer.reasoning, answer.text) == ("hm", "yes")
+
+
+@pytest.mark.parametrize("option", ["tool_parser", "reasoning_parser"])
+def test_an_unknown_parser_is_refused_with_the_names_that_there_are(option):
+    with pytest.raises(ValueError, match=f"{option} 'klingon' is none of vLLM's: .*qwen3"):
+        Parsers(**{option: "klingon"})
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_whatever_agents_ask_each_turn_that_they_read_is_trained_on_once_as_it_was_drawn(data):
+    async def play() -> None:
+        engine = Drawing(tokenizer=chat_tokenizer(data.draw(st.sampled_from([TEMPLATE, FORGETS]))))
+        session = session_of(engine)
+        conversations: list[list[Any]] = [[]]
+        trained: list[Completion] = []
+        for _ in range(data.draw(st.integers(1, 8))):
+            at_once = data.draw(st.integers(1, 3))
+            begun = [data.draw(st.sampled_from(conversations)) for _ in range(at_once)]
+            asked = [[*each, user(data.draw(st.sampled_from(["x", "y", " "])))] for each in begun]
+            answers = await asyncio.gather(*(ask(session, *each, read=False) for each in asked))
+            for messages, answer in zip(asked, answers, strict=True):
+                drawn = session._answered[answer.id].completion
+                if data.draw(st.integers(0, 3)):
+                    session.delivered(answer)
+                    trained.append(drawn)
+                    conversations.append([*messages, said(answer)])
+        if trained:
+            assert_drawn(engine, session.rollout(1.0).sequences, trained)
+
+    asyncio.run(play())
