@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from replay_client.columns.segments import encode_columns
+from replay_client.columns import encode_columns
 
 from replay_client import ReplayClient
 from replay_protos import SHORT_METHODS
