@@ -17,9 +17,9 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from replay_client.columns import encode_columns
 
 from replay_client import ReplayClient
+from replay_client.columns import encode_columns
 from replay_protos import SHORT_METHODS
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, frame_reader

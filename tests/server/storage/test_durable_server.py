@@ -274,8 +274,7 @@ def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_on
             client.insert(b"x", {"pool": 1.0}, key=key)
             return
         with client.writer() as writer:
-            writer._aio._keys = iter([key])
-            writer.insert(b"x", {"pool": 1.0})
+            writer.insert(b"x", {"pool": 1.0}, key=key)
 
     monkeypatch.setattr(LmdbStorage, "commit", failing)
     with serving(tmp_path) as client, ThreadPoolExecutor() as pool:
