@@ -98,10 +98,13 @@ def test_a_calculator_that_is_asked_for_something_else_says_how_to_ask():
 
 
 @pytest.mark.long
-def test_the_demo_with_a_tool_trains_on_two_turns_and_counts_the_calls(tmp_path):
+@pytest.mark.parametrize(
+    ("variant", "metric"), [("WITH_TOOL", "reward/called"), ("WITH_AGENT", "reward/rollout/called")]
+)
+def test_the_demo_with_a_tool_trains_on_two_turns_and_counts_the_calls(tmp_path, variant, metric):
     out = tmp_path / "demo"
-    code = CODE.replace("DemoError, run", "WITH_TOOL, DemoError, run").replace(
-        "target_solve_rate=0.005", "variant=WITH_TOOL"
+    code = CODE.replace("DemoError, run", f"{variant}, DemoError, run").replace(
+        "target_solve_rate=0.005", f"variant={variant}"
     )
     done = subprocess.run([sys.executable, "-c", code, str(out), "4"], capture_output=True, text=True, timeout=800)
     said = done.stdout + done.stderr
@@ -110,7 +113,7 @@ def test_the_demo_with_a_tool_trains_on_two_turns_and_counts_the_calls(tmp_path)
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 4
     lines = [json.loads(line) for line in (out / "generator.jsonl").read_text().splitlines()]
-    assert any(line.get("reward/called") for line in lines)
+    assert any(line.get(metric) for line in lines)
 
 
 @pytest.mark.parametrize(
