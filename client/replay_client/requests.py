@@ -211,7 +211,8 @@ class Item:
             raise InvalidRequestError(str(error)) from None
         nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))
         lease, granted_by = (permits.id, permits.shard) if permits else (0, "")
-        return cls(key, priorities, version, payload, nbytes, timeout, lease, granted_by, labels, *_closed(closes))
+        closed = _closed(closes) if closes else ()
+        return cls(key, priorities, version, payload, nbytes, timeout, lease, granted_by, labels, *closed)
 
 
 def _closed(samples: Sequence[Sample]) -> tuple[tuple[int, ...], str]:
@@ -219,8 +220,7 @@ def _closed(samples: Sequence[Sample]) -> tuple[tuple[int, ...], str]:
     if taken := [sample.info.key for sample in samples if not sample.info.lease]:
         raise InvalidRequestError(f"item {taken[0]} cannot be closed: it was drawn without a lease")
     if len(shards := {sample.info.shard for sample in samples}) > 1:
-        several = ", ".join(sorted(shards))
-        raise InvalidRequestError(f"an item cannot close samples of several shards ({several}): draw them from one")
+        raise InvalidRequestError(f"an item closes samples of one shard, not of {', '.join(sorted(shards))}")
     return tuple(dict.fromkeys(sample.info.lease for sample in samples)), "".join(shards)
 
 
