@@ -1,6 +1,6 @@
 """What does the door of agents cost? The same turns, asked of the policy at once and through the address of a session.
 
-    python -m experiments.generator.door --model FOLDER [--engine vllm] [--at-once 64] [--tokens 64] [--rounds 5]
+    python -m experiments.generator.door --model FOLDER [--engine vllm] [--at-once 64] [--tokens 16] [--rounds 5]
 
 The model is a demo's: `make demo` leaves one in its folder, as model/. Each rollout has two turns. At once: a hook
 asks the policy. Through the door: a process of its own sends chat completions, over a connection for each rollout and
@@ -82,9 +82,9 @@ async def measure(engine: Any, hook: RolloutHook, count: int, sampling: Sampling
     return tokens / (time.monotonic() - began), 1000 * (time.process_time() - cpu) / tokens
 
 
-async def compare(model: str, engine: str, count: int, tokens: int, rounds: int) -> None:
+async def compare(model: str, engine: str, max_length: int | None, count: int, tokens: int, rounds: int) -> None:
     module, _, kind = ENGINES[engine].partition(":")
-    running = getattr(import_module(f"replay_generator.engines.{module}"), kind)(model, seed=0)
+    running = getattr(import_module(f"replay_generator.engines.{module}"), kind)(model, seed=0, max_length=max_length)
     sampling, port = SamplingConfig(max_tokens=tokens), 20_000 + os.getpid() % 10_000
     door = load_sessions(None, f"127.0.0.1:{port}", GeneratorConfig(sampling=sampling), needs_reward=True)
     found: dict[str, list[tuple[float, float]]] = {"at once": [], "through the door": []}
@@ -110,11 +110,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--engine", choices=ENGINES, default="vllm")
+    parser.add_argument("--max-length", type=int)
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    asyncio.run(compare(given.model, given.engine, given.at_once, given.tokens, given.rounds))
+    asyncio.run(compare(given.model, given.engine, given.max_length, given.at_once, given.tokens, given.rounds))
 
 
 if __name__ == "__main__":
