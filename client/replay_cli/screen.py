@@ -177,7 +177,7 @@ def balances(info: ServerInfo) -> Iterator[Text]:
 
 def permits(info: ServerInfo) -> Iterator[Text]:
     if (admission := info.admission) is not None:
-        building = f" ({admission.building} under construction)" if admission.building_table else ""
+        building = f" ({admission.building} under construction)" if admission.building_tables else ""
         yield Text(
             f"permits: {admission.running} running{building}, {admission.accepted} accepted, "
             f"{admission.capacity} available, {admission.expired} expired"

@@ -208,8 +208,8 @@ def _disk(info: ServerInfo) -> Iterator[Finding]:
 
 def _policy(info: ServerInfo) -> Finding:
     # Generators, and no trainer, sample groups under construction.
-    building = "" if info.admission is None else info.admission.building_table
-    sampled = any(table.samples for table in info.tables.values() if table.name != building)
+    building = () if info.admission is None else info.admission.building_tables
+    sampled = any(table.samples for table in info.tables.values() if table.name not in building)
     if info.policy.version == 0 and not info.policy.weights and sampled:
         return found("no-version", "policy")
     usual = f"; usual: every {duration(info.policy.usual)}" if info.policy.usual else ""
@@ -262,7 +262,8 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
         return
     if admission.expired:
         yield found("permits-expired", "permits", permits=counted(admission.expired, "permit"))
-    yield from _building(admission.building_table, info)
+    for name in admission.building_tables:
+        yield from _building(name, info)
     wait = admission.acquiring
     if not info.is_long(wait):
         return

@@ -2425,7 +2425,7 @@ class AdmissionInfo(_message.Message):
     EXPIRED_FIELD_NUMBER: _builtins.int
     TABLE_FIELD_NUMBER: _builtins.int
     BUILDING_FIELD_NUMBER: _builtins.int
-    BUILDING_TABLE_FIELD_NUMBER: _builtins.int
+    BUILDING_TABLES_FIELD_NUMBER: _builtins.int
     groups_per_step: _builtins.int
     max_staleness: _builtins.int
     accepted: _builtins.int
@@ -2435,11 +2435,13 @@ class AdmissionInfo(_message.Message):
     table: _builtins.str
     """only inserts into this table need permits"""
     building: _builtins.int
-    """Of `running`: items of the table `building` that came with a permit, drawn ones included."""
-    building_table: _builtins.str
-    """The table of groups under construction; empty: there is none."""
+    """Of `running`: items of the tables `building` that came with a permit, drawn ones included."""
     @_builtins.property
     def acquiring(self) -> Global___Waiting: ...
+    @_builtins.property
+    def building_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The tables of groups under construction; empty: there is none."""
+
     def __init__(
         self,
         *,
@@ -2452,11 +2454,11 @@ class AdmissionInfo(_message.Message):
         expired: _builtins.int = ...,
         table: _builtins.str = ...,
         building: _builtins.int = ...,
-        building_table: _builtins.str = ...,
+        building_tables: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["acquiring", b"acquiring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "acquiring", b"acquiring", "building", b"building", "building_table", b"building_table", "capacity", b"capacity", "expired", b"expired", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "running", b"running", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "acquiring", b"acquiring", "building", b"building", "building_tables", b"building_tables", "capacity", b"capacity", "expired", b"expired", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "running", b"running", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

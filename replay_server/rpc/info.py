@@ -14,7 +14,7 @@ less often than once a step, so generators have three of the trainer's intervals
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -69,7 +69,7 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
                 expired=admission.expired,
                 table=admission.table,
                 building=len(admission.building),
-                building_table=admission.config.building or "",
+                building_tables=admission.config.building,
             )
         )
     return info
@@ -231,7 +231,7 @@ def _trainer(buffer: ReplayBuffer, tables: Sequence[Table], now: float, gone: Se
         return
     # A pool may be sampled seldom. Only when no table is sampled any more is the trainer gone.
     # Generators, and not the trainer, sample groups under construction.
-    sampled = [table for table in tables if table.sampled.rhythm.usual and table.name != _building(buffer)]
+    sampled = [table for table in tables if table.sampled.rhythm.usual and table.name not in _building(buffer)]
     if sampled and all(now - table.sampled.last > _limit(table.sampled.rhythm.usual) for table in sampled):
         last = max(sampled, key=lambda table: table.sampled.last)
         age, what = now - last.sampled.last, f"nobody samples {last.name}"
@@ -245,16 +245,16 @@ def _generators(
     for table in tables:
         # What another table feeds gets its items when the trainer samples that one.
         # What is under construction says itself that nobody works at it.
-        if table.name in {_building(buffer), *forwarded} or not (usual := table.inserted.rhythm.usual):
+        if table.name in {*_building(buffer), *forwarded} or not (usual := table.inserted.rhythm.usual):
             continue
         usual = max(usual, _usual_step(buffer))
         if (age := now - table.inserted.last) > _limit(usual):
             yield _silence(Side.GENERATOR, table.name, age, usual, f"nobody inserts into {table.name}", now, gone)
 
 
-def _building(buffer: ReplayBuffer) -> str:
-    """The table of groups under construction; "": there is none."""
-    return construction.table if (construction := Construction.of(buffer)) is not None else ""
+def _building(buffer: ReplayBuffer) -> Collection[str]:
+    """The tables of groups under construction."""
+    return construction.tables if (construction := Construction.of(buffer)) is not None else ()
 
 
 def _vanished(role: Side, now: float, gone: Sequence[Client]) -> Iterator[pb.Silence]:

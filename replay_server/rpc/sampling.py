@@ -114,8 +114,7 @@ def _side(backend: Backend, table: str) -> Side:
     buffer = backend.buffer
     if table in buffer.items.copies:
         return Side.ARCHIVER
-    construction = Construction.of(buffer)
-    building = construction is not None and construction.table == table
+    building = (construction := Construction.of(buffer)) is not None and table in construction.tables
     return Side.GENERATOR if building or table in backend.clients.prompt_tables else Side.TRAINER
 
 

@@ -279,9 +279,12 @@ class AdmissionConfig(Model):
     """Policy versions that a group may lag by when it is trained on; 0: on-policy."""
     permit_ttl: float = Field(600.0, gt=0)
     """Seconds until an unused permit goes back."""
-    building: str | None = None
-    """The table of groups under construction, which is declared by this name alone. An item that comes into it with a
-    permit keeps that permit until it leaves. Absent: there is none."""
+    building: Annotated[
+        tuple[str, ...], BeforeValidator(lambda name: (name,) if isinstance(name, str) else name or ())
+    ] = ()
+    """The table of groups under construction, or a list: a stage each, such as groups without rewards. A name alone
+    declares a table. An item that comes into one of them with a permit, or in the place of such an item, keeps that
+    permit until it leaves. Absent: there is none."""
 
 
 def with_named(admission: AdmissionConfig | None, tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
@@ -297,7 +300,7 @@ def with_named(admission: AdmissionConfig | None, tables: Sequence[TableConfig])
                 raise ValueError(f"copy_to = {name!r} stands at two tables: copy each to a table of its own")
             bounds = {"max_size": 65_536, "max_bytes": 2 << 30}
             tables = _with(tables, name, f"copies of {source.name!r}", bounds)
-    if admission is not None and (name := admission.building) is not None:
+    for name in admission.building if admission is not None else ():
         if name == (admitted := admitted_table(admission, tables)):
             raise ValueError(f"[admission] building = {name!r} is the table that is trained on: name another one")
         bound = next(table.max_staleness for table in tables if table.name == admitted)
@@ -328,7 +331,7 @@ def admitted_table(admission: AdmissionConfig, tables: Sequence[TableConfig]) ->
         if all(table.name != given for table in tables):
             raise ValueError(f"[admission] table = {given!r}: there is no such table; tables: {names}")
         return given
-    others = {admission.building, *(table.copy_to for table in tables)}
+    others = {*admission.building, *(table.copy_to for table in tables)}
     tables = [table for table in tables if table.name not in others] or tables
     queues = [table for table in tables if table.rate_limiter.type in ("queue", "stack")]
     tables = [table for table in queues if table.forward_to is not None] or queues or tables

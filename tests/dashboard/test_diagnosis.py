@@ -329,7 +329,7 @@ def test_the_situations_of_this_file_meet_every_rule_of_the_table():
         tutorial({"inserting": waiting()}),
         server(
             table("building", size=1, age=pb.Quantiles(max=2 * LONG), sampled=pb.Rhythm(age=2 * LONG)),
-            admission=admission(building_table="building"),
+            admission=admission(building_tables=["building"]),
         ),
         server(table("rollouts", QUEUE | {"max_staleness": 1}, flow=pb.Flow(versions=9, staleness=1.5))),
         described(tr=("trainer", trainer_says(fresh_groups_per_step=8))),

@@ -104,7 +104,7 @@ def test_groups_under_construction_outlive_the_server_and_so_do_their_leases(tmp
         client.delete("rollouts", [key])  # accepted and not used: the permit goes back
         assert counts(client) == (0, 0, 0)
     with serving(
-        tmp_path, admission=ADMISSION.model_copy(update={"building": None}), tables=[*TABLES, BUILDING]
+        tmp_path, admission=ADMISSION.model_copy(update={"building": ()}), tables=[*TABLES, BUILDING]
     ) as client:
         assert counts(client) == (0, 0, 0)
         assert client.server_info().tables["building"].size == 1
@@ -168,3 +168,29 @@ def test_groups_that_no_generator_takes_are_seen_by_the_doctor_and_their_number_
     assert [str(line) for line in permits(info)] == [
         "permits: 1 running (1 under construction), 0 accepted, 1 available, 0 expired"
     ]
+
+
+def test_a_group_goes_from_stage_to_stage_with_its_permit_and_is_accepted_by_the_last(tmp_path):
+    stages = AdmissionConfig(groups_per_step=2, max_staleness=0, building=["building", "unscored"])
+    with serving(tmp_path, admission=stages) as client:
+        _, built = open_group(client)
+        client.insert(b"no rewards yet", {"unscored": 1.0}, closes=built)
+        assert counts(client) == (0, 1, 1)
+        client.insert(b"no permit", {"unscored": 1.0})
+        held = client.sample("unscored", lease=600.0)
+        client.renew(held, 600.0)
+    with serving(tmp_path, admission=stages) as client:
+        assert counts(client) == (0, 1, 1)
+        assert client.server_info().admission.building_tables == ["building", "unscored"]
+        client.insert(make_group(), {"rollouts": 1.0}, closes=held)
+        assert counts(client) == (1, 0, 0)
+        client.insert(b"of no unit", {"building": 1.0}, closes=client.sample("unscored", lease=600.0))
+        assert counts(client) == (1, 0, 0)
+
+
+def test_a_group_that_a_stage_drops_gives_its_permit_back():
+    stages = AdmissionConfig(groups_per_step=2, max_staleness=0, building=["building", "unscored"])
+    with serving(admission=stages) as client:
+        client.insert(b"no rewards yet", {"unscored": 1.0}, closes=open_group(client)[1])
+        client.acknowledge(client.sample("unscored", lease=600.0))
+        assert counts(client) == (0, 0, 0)

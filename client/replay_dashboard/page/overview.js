@@ -221,7 +221,7 @@ function permitsCard({ admission }) {
   return h("section", { class: "card permits", "aria-label": "Permits" },
     h("h2", null, "Permits", h("small", null, `${step} groups a step, at most ${stale} versions ahead`)),
     facts([["available now", capacity], ["running", running],
-      ...(admission.building_table ? [["of these under construction", building]] : []), ["groups accepted", accepted],
+      ...(admission.building_tables.length ? [["of these under construction", building]] : []), ["groups accepted", accepted],
       ["expired unused", expired, expired > 0]]),
     waitOf("get permits", acquiring));
 }

@@ -23,7 +23,7 @@ def configured(
     permits = dict[str, set[int]]()
     extensions.append(history := History(max((table.keep_consumed for table in tables), default=0), permits))
     if admission is not None:
-        building = [] if admission.building is None else [Construction(admission.building)]
+        building = [Construction(admission.building)] if admission.building else []
         units = building[0].marked if building else ()
         admitting = Admission(admission, admitted_table(admission, tables), clock, units)
         permits[admitting.table] = admitting.marked

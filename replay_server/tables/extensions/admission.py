@@ -30,6 +30,7 @@ from typing import Any
 
 from replay_server.errors import Refused, deadline, invalid, try_again
 from replay_server.tables.config import AdmissionConfig, TableConfig
+from replay_server.tables.extensions.construction import closes
 from replay_server.tables.extensions.extension import Extension, Place, PolicyChange
 from replay_server.tables.table import InsertBatch, SampleBatch, Table
 from replay_server.tables.waiting import Line, Pending
@@ -172,13 +173,10 @@ class Admission(Extension):
             self._earlier += len(insert)
         elif (grant := self._grants.get(insert.permits)) is not None:
             self._use(grant, len(insert))
-        if self.table in insert.priorities and (insert.permits or self._closes_building(insert)):
+        if self.table in insert.priorities and (insert.permits or closes(insert, self.building, self.kernel)):
             self.accepted += len(insert)
             self.marked.update(insert.keys)
         return ()
-
-    def _closes_building(self, insert: InsertBatch) -> bool:
-        return any(key in self.building for each in insert.closes for key in self.kernel.batches[each][1].keys.tolist())
 
     def on_take(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
         self.marked.difference_update(batch.keys.tolist())

@@ -1,45 +1,46 @@
 """Construction: groups under construction, which keep the permit that they came with until they are closed.
 
-One table may hold such groups: `building` of [admission]. An item that comes into it with a permit is a building unit
-from then on. The unit ends when its reader takes it, usually by the insert of the finished group that closes it, or
-when the item leaves in any other way. A server knows the units from the items alone, so they outlive a restart and a
-rollback as items do.
+The tables `building` of [admission] hold such groups. An item that comes into one of them with a permit is a building
+unit from then on. The unit ends when its reader takes it, usually by the insert of the finished group that closes it,
+or when the item leaves in any other way. An insert into one of these tables that closes a unit makes the new item the
+unit: so a group goes from stage to stage with its permit. A server knows the units from the items alone, so they
+outlive a restart and a rollback as items do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
 from replay_server.errors import Refused, invalid
 from replay_server.tables.config import TableConfig
-from replay_server.tables.extensions.extension import Extension
+from replay_server.tables.extensions.extension import Extension, Kernel
 from replay_server.tables.table import InsertBatch, SampleBatch, Table
 
 
 class Construction(Extension):
     mark = 2
 
-    def __init__(self, table: str) -> None:
-        """`table`: that of groups under construction."""
-        self.table = table
+    def __init__(self, tables: Collection[str]) -> None:
+        """`tables`: those of groups under construction."""
+        self.tables = {*tables}
         self.marked = set()
         """The units, drawn ones included."""
 
     def concerns(self, table: TableConfig) -> bool:
-        return table.name == self.table
+        return table.name in self.tables
 
     def why_not(self, insert: InsertBatch) -> Refused | None:
-        if not insert.permits or len(insert.priorities) == 1 or self.table not in insert.priorities:
+        if not insert.permits or len(insert.priorities) == 1 or self.tables.isdisjoint(insert.priorities):
             return None
         return invalid(
             f"item {insert.keys[0]} comes with a permit into {', '.join(insert.priorities)}: a group under "
-            f"construction, in {self.table!r}, is in no other table until it is closed"
+            f"construction is in no other table until it is closed"
         )
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
-        if insert.permits and self.table in insert.priorities:
+        if self.tables.issuperset(insert.priorities) and (insert.permits or closes(insert, self.marked, self.kernel)):
             self.marked.update(insert.keys)
         return ()
 
@@ -52,5 +53,11 @@ class Construction(Extension):
 
     def load_marked(self, keys: Sequence[int]) -> None:
         loaded = np.array(keys, dtype=np.uint64)
-        there = self.kernel.tables[self.table].columns.find(loaded) >= 0  # it may have had another name before
-        self.marked.update(loaded[there].tolist())
+        for table in self.tables:  # it may have had another name before
+            there = self.kernel.tables[table].columns.find(loaded) >= 0
+            self.marked.update(loaded[there].tolist())
+
+
+def closes(insert: InsertBatch, units: Collection[int], kernel: Kernel) -> bool:
+    """Whether an insert takes the place of one of these items."""
+    return any(key in units for each in insert.closes for key in kernel.batches[each][1].keys.tolist())

@@ -56,9 +56,9 @@ class Reference:
         return int(sum(left for left, _ in self.leases.values())) + building
 
     @property
-    def building(self) -> str | None:
-        """The table of groups under construction."""
-        return self.admission and self.admission.building
+    def building(self) -> set[str]:
+        """The tables of groups under construction."""
+        return set() if self.admission is None else {*self.admission.building}
 
     def holders(self, key: int) -> int:
         in_tables = sum(table.find(key) is not None for table in self.tables.values()) + self.kept_of(key)
@@ -120,7 +120,7 @@ class Reference:
 
     def offer_insert(self, insert: Insert, deadline: float) -> Code | str | Waiting:
         tables = [self.tables[name] for name in insert.priorities]
-        if insert.permits and self.building in insert.priorities and len(tables) > 1:
+        if insert.permits and self.building & insert.priorities.keys() and len(tables) > 1:
             return Code.INVALID_ARGUMENT
         if any(insert.cost > (table.config.max_bytes or self.max_bytes) for table in tables):
             return Code.OUT_OF_RANGE
@@ -167,7 +167,7 @@ class Reference:
             permits = {row.key for row in hand.rows if self.items[row.key].unused_permit}
             for row in hand.rows:
                 self.items[row.key].unused_permit = False
-        if table.config.name == self.building:
+        if table.config.name in self.building:
             for row in hand.rows:
                 self.items[row.key].building = False
         if hand.epoch == table.epoch:
@@ -499,7 +499,7 @@ class Reference:
         if self.admission.table in insert.priorities:
             self.items[insert.key].unused_permit = True
             self.accepted += 1
-        self.items[insert.key].building = bool(insert.permits) and self.building in insert.priorities
+        self.items[insert.key].building = insert.priorities.keys() <= self.building
         if lease := self.leases.get(insert.permits):
             self._use(insert.permits, lease, 1)
 

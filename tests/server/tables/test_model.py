@@ -75,7 +75,7 @@ class ModelMachine(RuleBasedStateMachine):
         configs=st.tuples(tables, tables, tables),
         forwards=forwards,
         max_bytes=st.sampled_from([None, None, 800, 1600]),
-        admission=st.sampled_from([None, (2, 1, None), (3, 0, None), (2, 1, "c"), (3, 0, "c")]),
+        admission=st.sampled_from([None, (2, 1, None), (3, 0, None), (2, 1, "c"), (3, 0, "bc")]),
     )
     def start(self, configs, forwards, max_bytes, admission):
         tables = [
@@ -87,7 +87,7 @@ class ModelMachine(RuleBasedStateMachine):
             groups_per_step=admission[0],
             max_staleness=admission[1],
             permit_ttl=5.0,
-            building=admission[2],
+            building=admission[2] and [*admission[2]],
         )
         self.now = 0.0
         self.log: deque[tuple] = deque()
@@ -335,7 +335,7 @@ class ModelMachine(RuleBasedStateMachine):
             self.give_back(self.hands.index(closes[0]))
         self.insert(1, tables, 1.0, 0, nbytes, wait, retry, -1, closes)
 
-    @precondition(lambda self: self.model.building is not None)
+    @precondition(lambda self: self.model.building)
     @rule(table=names, extended=st.booleans(), ends=st.sampled_from(["closed", "closed", "taken", "given back", ""]))
     def build(self, table, extended, ends):
         """A generator opens a group with a permit, is handed it or an older one, and finishes it or does not."""
