@@ -15,7 +15,7 @@ from replay_cli.archive import archive
 from replay_cli.change import policy, reset, update
 from replay_cli.connection import ROOT
 from replay_cli.doctor import doctor
-from replay_cli.generate import generate
+from replay_cli.generate import generate, score
 from replay_cli.items import delete, items, show
 from replay_cli.keep import checkpoint, export, import_items
 from replay_cli.options import Commands, taking
@@ -27,7 +27,7 @@ from replay_cli.train import train
 app = Commands(
     "A replay server for GRPO: rollout groups in rate-limited priority tables.",
     epilog="Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTERM. After either signal "
-    "`serve` and `generate` finish their work and end with 0.",
+    "`serve`, `generate` and `score` finish their work and end with 0.",
     pretty_exceptions_enable=False,
 )
 _INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -39,7 +39,7 @@ table.add(import_items, name="import")
 app.add(serve, tables, top, dashboard, items, show, doctor)
 for name, group in {"policy": policy, "table": table, "checkpoint": checkpoint}.items():
     app.add_typer(group, name=name)
-app.add(generate, train)
+app.add(generate, score, train)
 for name, group in {"archive": archive, "shards": shards}.items():
     app.add_typer(group, name=name)
 
@@ -64,8 +64,8 @@ def options(
 def run() -> NoReturn:
     """Runs the command of the command line, and exits with its status.
 
-    SIGTERM ends a command as Ctrl-C does: what it holds is given back. `serve` and `generate` handle both signals
-    themselves: they finish their work and end with status 0.
+    SIGTERM ends a command as Ctrl-C does: what it holds is given back. `serve`, `generate` and `score` handle both
+    signals themselves: they finish their work and end with status 0.
     """
     ended_by = _INTERRUPTED
 

@@ -1,4 +1,4 @@
-"""`replay generate`: completes prompts and inserts the groups into a table."""
+"""`replay generate` completes prompts and inserts the groups into a table; `replay score` scores such groups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from replay_cli.options import (
 from replay_cli.output import fail, in_words, need, tell
 from replay_cli.process import LogFormat, check_model, loading, log_to_stderr, set_up_tracing
 from replay_cli.recipes import show_recipe
-from replay_generator.config import GeneratorConfig
+from replay_generator import GeneratorConfig, ScorerConfig
 from replay_generator.engines import SamplingConfig
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ _FIELDS = (
     *options_of(GeneratorConfig, "Groups", "group_size", "min_rollouts", "max_groups", "priority"),
     option("tables", "Table to insert into; repeatable. [rollouts]", list[str], None, "--table", **_IN_GROUPS),
     option("tags", "NAME=VALUE, a tag of each group; repeatable.", list[str], None, "--tag", **_IN_GROUPS),
-    *options_of(GeneratorConfig, "Groups", "building", "metrics_path"),
+    *options_of(GeneratorConfig, "Groups", "building", "unscored", "metrics_path"),
     option("max_concurrent_groups", _ABOUT_MOST, int, rich_help_panel="Staleness"),
     *options_of(GeneratorConfig, "Staleness", "reload", "wait_for_policy", "weights_root"),
 )
@@ -114,6 +114,8 @@ def generate(
         if environment and "prompts_table" in given:
             raise ValueError("--prompts-table needs --prompts: an environment gives its own prompts one by one")
         settings = _settings_of(given, seed, environment)
+        if settings.unscored and (reward or drop_zero_variance):
+            raise ValueError("--reward and --drop-zero-variance belong to `replay score` here, because of --unscored")
         if environment:
             need("--environment", "verifiers", "verifiers")
             hook: RolloutHook = (played := load_environment(environment, environment_args))
@@ -121,12 +123,12 @@ def generate(
         else:
             shared = settings.prompts_table is not None
             rows = load_rows(str(prompts), prompt_field, split, chat, system, None if shared else seed)
-            if not (reward or any(ways.values())):
+            if not (reward or settings.unscored or any(ways.values())):
                 raise ValueError("--reward exact_match or --reward package.module:function is needed")
             hook = load_function("rollout", rollout, {}) if rollout else single_turn
             if agent or sessions:
                 need("--agent" if agent else "--sessions", "agents", "aiohttp")
-                hook = load_sessions(agent, sessions, settings, needs_reward=not reward)
+                hook = load_sessions(agent, sessions, settings, needs_reward=not (reward or settings.unscored))
         scorer = [load_reward(name) for name in reward] if reward else None
         client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
         own = {name: json_or_word(value) for name, value in pairs("--engine-arg", engine_arg).items()}
@@ -148,6 +150,47 @@ def generate(
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
     report(stats, 0.0)
+
+
+_HOW = options_of(
+    ScorerConfig,
+    "Scoring",
+    *("concurrency", "lease", "attempts", "reward_timeout", "min_rollouts", "priority", "advantage_scale"),
+    *("truncated", "when_full", "insert_timeout"),
+)
+
+
+@taking(_HOW)
+def score(
+    how: dict[str, Any],
+    context: typer.Context,
+    source: Annotated[str, typer.Option("--from", help="Table of `replay generate --unscored`.")],
+    to: Annotated[list[str], typer.Option("--to", help="Table of scored groups; repeatable.")],
+    reward: Annotated[list[str], _data("exact_match or package.module:function, perhaps =WEIGHT; repeatable.")],
+    drop_zero_variance: Annotated[
+        bool, in_panel("Scoring", "Do not insert groups without variance.", "--drop-zero-variance")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON lines, once a second.")] = False,
+    log_format: LogFormat = "text",
+) -> None:
+    """Score groups that have no rewards, until SIGTERM or Ctrl-C. Several may run."""
+    from replay_client import AsyncReplayClient
+    from replay_client.errors import ReplayError
+    from replay_client.scoring import carries_gradient
+    from replay_generator import run_scorer
+    from replay_generator.rewards import load_reward
+
+    log_to_stderr("warning", log_format)
+    set_up_tracing("replay-scorer")
+    sys.path.insert(0, os.getcwd())
+    try:
+        config = ScorerConfig(source, tuple(to), **{name: how[name] for name in typed(how)})
+        rewards = [load_reward(name) for name in reward]
+        client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
+        report, keep = reporter(as_json), carries_gradient if drop_zero_variance else None
+        report(run_scorer(lambda: client, rewards, config, keep=keep, on_group=report), 0.0)
+    except (ReplayError, ValueError, OSError, ImportError) as error:
+        fail(in_flags(in_words(error), {*typed(how), *typed(access_of(context))}))
 
 
 def _settings_of(given: dict[str, Any], seed: int, environment: str | None) -> GeneratorConfig:

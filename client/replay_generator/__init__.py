@@ -6,17 +6,21 @@ from replay_generator.metrics import GeneratorStats
 from replay_generator.policy_follower import StaleWeightsError, WeightsMismatchError, WeightsNotFoundError
 from replay_generator.prompts import PromptError
 from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, RolloutSequence, Task
+from replay_generator.scoring.config import ScorerConfig
+from replay_generator.scoring.scorer import GroupScorer, run_scorer
 from replay_generator.weights import WeightsDamagedError, WeightsNotAllowedError
 
 __all__ = [
     "GeneratorConfig",
     "GeneratorStats",
+    "GroupScorer",
     "PromptError",
     "Rollout",
     "RolloutError",
     "RolloutGenerator",
     "RolloutPolicy",
     "RolloutSequence",
+    "ScorerConfig",
     "StaleWeightsError",
     "Task",
     "WeightsDamagedError",
@@ -24,4 +28,5 @@ __all__ = [
     "WeightsNotAllowedError",
     "WeightsNotFoundError",
     "run_generator",
+    "run_scorer",
 ]

@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from replay_client import AsyncReplayClient, KeySequence, PermitLease, Sample, ServerInfo
-from replay_client.errors import DeadlineExceededError, LeaseEndedError, PayloadTooLargeError, ReplayError
+from replay_client import AsyncReplayClient, KeySequence, PermitLease, Sample
+from replay_client.errors import DeadlineExceededError, LeaseEndedError, PayloadTooLargeError
 from replay_client.waits import LAST_WORD
 from replay_generator.config import GeneratorConfig
 from replay_generator.metrics import GeneratorStats
@@ -102,9 +102,6 @@ class Site:
     def __init__(self) -> None:
         self._ready = deque[UnderConstruction]()
 
-    def check(self, info: ServerInfo, needs_permits: bool) -> None:
-        """Raises ReplayError, with the remedy, if the server cannot store these groups."""
-
     async def open(self, group: UnderConstruction, permit: PermitLease | None, version: int) -> None:
         """Begins a group, with its permit if it needs one. `version`: of the policy that is to draw its rollouts."""
         group.permit = permit
@@ -146,22 +143,10 @@ class BuildingSite(Site):
         self._answer = answer
         self._keys = KeySequence()
         lease, what = config.building_lease, "groups under construction"
-        self._items = LeasedItems(client, answer, self.table, lease, what, _decoded, _lose, stats)
+        self._items = LeasedItems(client, answer, self.table, lease, what, decoded, lose, stats)
         self._opened = set[int]()  # keys of groups that this generator has opened and not drawn
         self._looks_at = 0.0  # the moment from which on it looks for groups that others have left
         self._warned = False
-
-    def check(self, info: ServerInfo, needs_permits: bool) -> None:
-        if self.table not in info.tables:
-            raise ReplayError(
-                f"the server has no table {self.table!r} for groups under construction, only "
-                f"{', '.join(info.tables)}: set building = {self.table!r} in its [admission], or declare the table"
-            )
-        if needs_permits and info.admission is not None and info.admission.building_table != self.table:
-            raise ReplayError(
-                f"the server's [admission] has building = {info.admission.building_table!r}, and this generator "
-                f"{self.table!r}: without it, nobody counts the permits of groups under construction"
-            )
 
     async def open(self, group: UnderConstruction, permit: PermitLease | None, version: int) -> None:
         """Puts a group into the table; its permit is used up by that, and its prompt is taken.
@@ -291,7 +276,8 @@ def _item_of(group: UnderConstruction) -> list[Sample]:
     return [group.sample]
 
 
-def _decoded(sample: Sample) -> UnderConstruction:
+def decoded(sample: Sample) -> UnderConstruction:
+    """What a generator has stored. Raises ValueError."""
     opening, rollouts = Opening.decode(sample.payload)
     drawn = Drawn(opening.prompt, item=opening.item)
     group = UnderConstruction(opening, drawn, rollouts, None, sample, handed=bool(rollouts))
@@ -299,6 +285,7 @@ def _decoded(sample: Sample) -> UnderConstruction:
     return group
 
 
-def _lose(group: UnderConstruction) -> None:
+def lose(group: UnderConstruction) -> None:
+    """Another one may work at it."""
     group.lost.set()
     group.changed.set()

@@ -63,6 +63,11 @@ class GeneratorConfig:
     `min_rollouts`; otherwise it waits for all. It needs `building` and `min_rollouts`."""
     max_groups: int | None = None
     """Start this many groups and then finish; otherwise one for each prompt."""
+    unscored: str | None = None
+    """Table of whole groups without rewards, which `replay score` scores and hands on.
+
+    They come with their permits; `tables` are those that scored groups are to get to. The server's [admission] must
+    name this table in `building`. There is no reward function then, and no `keep`."""
     prompts_table: str | None = None
     """Table of prompts that all generators share, so that each is done once.
 
@@ -158,10 +163,13 @@ class GeneratorConfig:
             raise ValueError(f"min_rollouts {self.min_rollouts} is more than group_size {self.group_size}")
         if self.group_timeout is not None and (self.building is None or self.min_rollouts is None):
             raise ValueError(f"group_timeout {self.group_timeout:g} needs building and min_rollouts")
-        if self.building in self.tables:
-            raise ValueError(f"building {self.building!r} is one of the tables of finished groups: name another one")
-        if self.prompts_table is not None and self.prompts_table in (self.building, *self.tables):
-            raise ValueError(f"prompts_table {self.prompts_table!r} is a table of groups as well: name another one")
+        taken = list(self.tables)
+        for name in ("building", "unscored", "prompts_table"):
+            if (table := getattr(self, name)) in taken:
+                raise ValueError(f"{name} {table!r} is another table of this generator as well: name another one")
+            taken += [] if table is None else [table]
+        if self.unscored is not None and self.prompts_mode == "curriculum" and self.prompts_table is not None:
+            raise ValueError("prompts_mode 'curriculum' orders by rewards, and unscored groups have none: use 'epoch'")
         if not self.tables:
             raise ValueError("tables must name at least one table")
         labels_of((), self.tags)

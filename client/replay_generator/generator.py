@@ -28,7 +28,7 @@ from replay_client.waits import beat
 from replay_generator.building import SECONDS_PER_LOOK, LeaseLostError, UnderConstruction
 from replay_generator.config import GeneratorConfig
 from replay_generator.engines import CompletionError, Engine
-from replay_generator.group_maker import GroupMaker, LeftOut
+from replay_generator.group_maker import GroupMaker
 from replay_generator.metrics import GeneratorMetrics, GeneratorStats, GroupTimes
 from replay_generator.openings import Opening
 from replay_generator.policy_follower import PolicyFollower, TooOldToFinish
@@ -36,6 +36,7 @@ from replay_generator.prompts import PromptError, PromptRows, PromptSource
 from replay_generator.prompts_table import supply_of
 from replay_generator.rewards import Rewards
 from replay_generator.rollouts import RolloutHook, held, single_turn
+from replay_generator.scoring.groups import LeftOut
 from replay_generator.server import GeneratorServer
 from replay_protos import event_loop
 
@@ -79,6 +80,10 @@ class RolloutGenerator:
         after each group, with the current statistics.
         """
         self.config = config or GeneratorConfig()
+        if self.config.unscored is not None and (reward is not None or keep is not None):
+            raise ValueError(
+                f"reward and keep belong to the scorer of unscored {self.config.unscored!r}: leave them out"
+            )
         self._engine = engine
         self._rollout = rollout
         self._on_group = on_group
@@ -337,7 +342,7 @@ class RolloutGenerator:
                 if error.counts_as == "stale_refused":
                     await self._server.refused_as_old(error.__cause__)
         else:
-            await self._supply.finished(work.drawn, group.rewards, inserted=True)
+            await self._supply.finished(work.drawn, group.rewards if by_function else None, inserted=True)
             self._skipped_in_a_row = 0
             self._metrics.count_inserted(group, by_function, staleness, times)
         beat()

@@ -137,11 +137,15 @@ class GeneratorMetrics:
         staleness: int,
         times: GroupTimes,
     ) -> None:
-        """`by_function`: the rewards (G,) of each function; `staleness`: versions behind the trainer on arrival."""
+        """`by_function`: the rewards (G,) of each function; empty: it was not scored. `staleness`: versions behind the
+        trainer on arrival."""
+        rewards = group.rewards if by_function else np.full(0, math.nan)
         # What the policy did not write has no log-probability to know.
         unknown = int((np.isnan(group.rollout_logprobs) & group.trained_mask).sum())
         unknown += group.meta.get("unknown_logprobs", 0)
-        self._recent.append((time.monotonic(), group.num_tokens, float(group.rewards.mean()), times.generate))
+        self._recent.append(
+            (time.monotonic(), group.num_tokens, float(rewards.mean()) if by_function else math.nan, times.generate)
+        )
         (first, first_tokens, *_), (last, *_) = self._recent[0], self._recent[-1]
         tokens = sum(tokens for _, tokens, *_ in self._recent) - first_tokens
         self.stats["groups"] += 1
@@ -156,9 +160,9 @@ class GeneratorMetrics:
         self._nan_logprobs += unknown
         lengths_G = group.rollout_lengths
         for name, values in {
-            "reward_mean": group.rewards,
-            "solve_rate": group.rewards >= self.solved_reward,
-            "zero_variance_share": [not carries_gradient(group)],
+            "reward_mean": rewards,
+            "solve_rate": rewards >= self.solved_reward,
+            "zero_variance_share": [not carries_gradient(group)] if by_function else [],
             "completion_tokens_mean": lengths_G,
             "truncated_share": [reason == "length" for reason in group.finish_reasons or ()],
             "empty_share": lengths_G == 0,

@@ -6,6 +6,8 @@ The opening is what the generator that opened the group has inserted. Each finis
 (`client.extend`), named by its number in the group. Who is handed the item has all that is needed: it plays the numbers
 that are missing, and makes of all of them the group that one generator alone would have made.
 
+With all its rollouts it is a group that only lacks its rewards (`encode_whole`).
+
 A rollout is stored as the hook returned it, and not as a group of one: reward functions see texts, turns and `info`,
 and they run when the last rollout is there.
 """
@@ -14,18 +16,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from replay_client.columns import Buffer, check_magic, decode_arrays, decode_segments, encode_arrays
+from replay_client.columns import Buffer, check_magic, decode_arrays, decode_segments, encode_arrays, encode_columns
 from replay_client.rollout import vector
 from replay_generator.config import MOST_ROLLOUTS
 from replay_generator.engines import SamplingConfig
-from replay_generator.prompts import Prompt
+from replay_generator.prompts import Prompt, PromptError
 from replay_generator.rollouts import Rollout, RolloutSequence, Turn, checked, group_of_rollouts
 from replay_generator.stored_prompts import check_places
 from replay_generator.supply import PromptItem
@@ -55,6 +57,8 @@ class Opening:
     """Whether a group of this prompt was given up before, because it was too old."""
     item: PromptItem | None = None
     """The prompt in its table, which the opening has closed; None: it came from an iterable."""
+    failures: list[str] = field(default_factory=list)
+    """Why a whole group has no more rollouts."""
 
     def encode(self) -> bytes:
         """The bytes for `decode`. Raises PromptError for a row that msgpack cannot hold."""
@@ -97,6 +101,17 @@ class Opening:
             raise ValueError(f"the priority of its prompt must be finite, not {place.priority}")
         if not 1 <= self.group_size <= MOST_ROLLOUTS:
             raise ValueError(f"a group has 1 to {MOST_ROLLOUTS} rollouts, not {self.group_size}")
+        if {*map(type, self.failures)} - {str}:
+            raise ValueError("a failure must be a text")
+
+
+def encode_whole(opening: Opening, rollouts: Mapping[int, Rollout]) -> bytes:
+    """A group that only lacks its rewards, for `Opening.decode`. Raises PromptError for what msgpack cannot hold."""
+    try:
+        columns = {f"{ROLLOUT}{index}": encode_rollout(rollout) for index, rollout in rollouts.items()}
+    except ValueError as error:
+        raise PromptError(f"prompt {opening.prompt.prompt_id!r}: {error}") from error
+    return b"".join([opening.encode(), *encode_columns(columns, dict.fromkeys(columns, "group"))])
 
 
 def encode_rollout(rollout: Rollout) -> npt.NDArray[np.uint8]:
@@ -105,7 +120,7 @@ def encode_rollout(rollout: Rollout) -> npt.NDArray[np.uint8]:
         info = msgpack.packb(rollout.info)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            "Rollout.info is stored while its group is under construction, and holds what msgpack cannot (it can None, "
+            "Rollout.info is stored until its group is finished, and holds what msgpack cannot (it can None, "
             f"bool, int, float, str, bytes, list and dict): {error}"
         ) from error
     arrays: dict[str, npt.NDArray[Any]] = {}

@@ -101,6 +101,11 @@ class Scorer:
         self._threads = asyncio.Semaphore(threads or 1)
         self._safe_threads = asyncio.Semaphore(threads or _SAFE_THREADS)
 
+    @property
+    def scores_groups(self) -> bool:
+        """Whether one of the functions needs all rollouts of a group."""
+        return any(getattr(reward.function, _SCORES_GROUPS, False) for reward in self.rewards)
+
     async def score(
         self, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None = None
     ) -> tuple[npt.NDArray[np.float32], dict[str, npt.NDArray[np.float32]]]:

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from replay_client import AsyncReplayClient, PermitLease, RolloutGroup, ServerInfo
+from replay_client import AsyncReplayClient, KeySequence, PermitLease, RolloutGroup, ServerInfo
 from replay_client.errors import (
     DeadlineExceededError,
     LeaseEndedError,
@@ -27,11 +28,13 @@ from replay_client.records import restarted
 from replay_client.waits import LAST_WORD, Patience, WaitLog
 from replay_generator.building import BuildingSite, LeaseLostError, Site, UnderConstruction
 from replay_generator.config import GeneratorConfig
-from replay_generator.group_maker import LeftOut
 from replay_generator.metrics import GeneratorStats
+from replay_generator.openings import Opening, encode_whole
 from replay_generator.policy_follower import PolicyFollower
 from replay_generator.prompts import PromptError
 from replay_generator.rewards import load_priority
+from replay_generator.scoring.config import ScorerConfig
+from replay_generator.scoring.groups import LeftOut
 
 logger = logging.getLogger(__name__)
 
@@ -40,30 +43,131 @@ SECONDS_PER_LOOK = 5.0
 """Between two looks whether the server is there."""
 
 
-class GeneratorServer:
-    """Acquires permits and inserts groups.
+class InsertingServer:
+    """The server as one sees it that inserts groups.
 
     A server that is away, shuts down, is busy, or whose storage fails is waited for. Only a server that does not come
     back within the client's own timeout ends the run, with ServerUnavailableError.
     """
 
     def __init__(
+        self, client: AsyncReplayClient, config: GeneratorConfig | ScorerConfig, stats: GeneratorStats
+    ) -> None:
+        self._client = client
+        self._settings = config
+        self._stats = stats
+        self._priority = load_priority(config.priority)
+        self._tells_prompts = False
+        """Whether a table that groups come to indexes the tag `prompt_id`."""
+        self._waiting = WaitLog()
+        self._table_full = WaitLog()
+
+    async def look(self, *stages: str | None) -> ServerInfo:
+        """Asks the server what it is. Raises ReplayError if it lacks one of these tables of groups that are not
+        finished, or does not count their permits."""
+        info: ServerInfo = await self.answer(self._client.server_info)
+        self._tells_prompts = _index_prompts(info, self._settings.tables)
+        admission = info.admission
+        for table in filter(None, stages):
+            if table not in info.tables:
+                raise ReplayError(
+                    f"the server has no table {table!r} for groups under construction, only {', '.join(info.tables)}: "
+                    f"add it to building in its [admission], or declare the table"
+                )
+            if admission and admission.table in self._settings.tables and table not in admission.building_tables:
+                raise ReplayError(
+                    f"the server's [admission] has building = {[*admission.building_tables]}, without {table!r}: "
+                    f"nobody counts the permits of its groups"
+                )
+        return info
+
+    async def insert_scored(
+        self, group: RolloutGroup, opening: Opening, tags: Mapping[str, str | int], **options: Any
+    ) -> None:
+        """Inserts a group into its tables with its priority. `options` and errors: as `insert_into`."""
+        try:
+            priority = self._priority(group)
+        except Exception as error:
+            raise PromptError(f"prompt {group.prompt_id!r}: no priority: {type(error).__name__}: {error}") from error
+        if self._tells_prompts:
+            tags = {"prompt_id": group.prompt_id, **tags}
+        # One key, whoever inserts it: if the answer to an earlier attempt was lost, the item is not inserted twice.
+        tables = dict.fromkeys(self._settings.tables, priority)
+        await self.insert_into(group.prompt_id, group, tables, key=opening.key, tags=tags, **options)
+
+    async def insert_into(
+        self, prompt_id: str, payload: RolloutGroup | bytes, tables: Mapping[str, float], **options: Any
+    ) -> None:
+        """Returns when a group is in its tables. `options`: of the client's insert; `key` is needed.
+
+        Raises LeftOut if the group will not get there: it is too old, or its table is full and `when_full` is "drop".
+        Raises PromptError if it is too large for the server, and LeaseEndedError if the lease of what it closes has
+        ended.
+        """
+        timeout = self._settings.insert_timeout
+        try:
+            await self.answer(
+                self._client.insert, payload, tables, timeout=timeout, counts_as="insert_waits", **options
+            )
+            self._table_full.go_on()
+        except StaleItemError as error:
+            raise LeftOut("stale_refused") from error
+        except PayloadTooLargeError as error:
+            raise PromptError(f"prompt {prompt_id!r}: its group cannot be inserted: {error}") from error
+
+    async def answer(
+        self,
+        call: Callable[..., Awaitable[T]],
+        *args: Any,
+        counts_as: Literal["insert_waits", "permit_waits"] | None = None,
+        **options: Any,
+    ) -> T:
+        """The result of a call, made again while the server cannot do it. `counts_as` counts deadlines."""
+
+        async def failed(error: Exception, _: bool) -> None:
+            match error:
+                case DeadlineExceededError() if counts_as is not None:
+                    self._stats[counts_as] += 1
+                    what = "a permit" if counts_as == "permit_waits" else "room in its table"
+                    self._waiting.wait(f"a group waits for {what}: {error}")
+                case ServerUnavailableError() | ServerClosedError():
+                    self._waiting.wait(f"the server is away, and the generator tries again: {error}")
+                    # This waits for a server that is gone, and ends the run after the client's own timeout. A server
+                    # that is on its way down, or answers but refuses, is tried again.
+                    with contextlib.suppress(ServerClosedError, ServerBusyError):
+                        await self._client.policy()
+                case ServerBusyError() | StorageError():
+                    self._stats["server_refused"] += 1
+                    self._waiting.wait(f"the server refuses for now, and the generator tries again: {error}")
+                case TableFullError():
+                    self._stats["full_refused"] += 1
+                    if self._settings.when_full == "drop":
+                        self._table_full.wait(f"a full table refuses groups, which are dropped (when_full): {error}")
+                        raise LeftOut(None) from error
+                    self._table_full.wait(f"a full table refuses groups, which are tried again: {error}")
+                case _:
+                    raise error
+
+        result = await Patience(failed).result(partial(call, *args, **options))
+        self._waiting.go_on()
+        return result
+
+
+class GeneratorServer(InsertingServer):
+    """Acquires permits and inserts groups."""
+
+    def __init__(
         self, client: AsyncReplayClient, config: GeneratorConfig, stats: GeneratorStats, policy: PolicyFollower
     ) -> None:
         """`policy` is told the `max_staleness` of the tables, now and whenever somebody changes it."""
-        self._client = client
+        super().__init__(client, config, stats)
         self._policy = policy
         self._config = config
-        self._stats = stats
-        self._priority = load_priority(config.priority)
+        self._keys = KeySequence()  # of groups without rewards
         self._seen: ServerInfo | None = None
         self._is_known = False
         """Whether the server knows the settings of this generator."""
-        self._tells_prompts = False
-        """Whether a table that groups come to indexes the tag `prompt_id`."""
         self._leases: set[PermitLease] = set()
-        self._waiting = WaitLog()
-        self._table_full = WaitLog()
         self.site = Site() if config.building is None else BuildingSite(client, config, stats, self.answer)
 
     async def begin(self) -> bool:
@@ -72,12 +176,9 @@ class GeneratorServer:
         They do if one of the tables is that of [admission]. Raises ReplayError if the server has no table for groups
         under construction, and this generator needs one.
         """
-        info = await self.answer(self._client.server_info)
+        info = await self.look(self._config.building, self._config.unscored)
         await self._see(info)
-        self._tells_prompts = _index_prompts(info, self._config.tables)
-        needs_permits = (admission := info.admission) is not None and admission.table in self._config.tables
-        self.site.check(info, needs_permits)
-        return needs_permits
+        return info.admission is not None and info.admission.table in self._config.tables
 
     async def acquire(self) -> PermitLease:
         """One permit, as soon as there is one."""
@@ -109,41 +210,23 @@ class GeneratorServer:
     async def insert(self, group: RolloutGroup, work: UnderConstruction) -> None:
         """Returns when the group is in its tables, and its permit, its prompt and its item under construction are gone.
 
-        Raises LeaseLostError if another generator may have the item by now.
-        Raises LeftOut if the group will not get there: it is too old, its table is full and `when_full` is "drop", or
-        the lease of its prompt has ended.
-        Raises PromptError if the group is too large for the server, or its priority function fails.
+        Without rewards it is in the table `unscored`, with its permit. Errors: those of `insert_into`, and
+        LeaseLostError if another generator may have the item by now. An ended lease of its prompt raises LeftOut.
         """
+        opening, unscored = work.opening, self._config.unscored
+        tags = {**self._config.tags, **opening.prompt.tags}
+        options = {"permits": work.permit, "closes": work.drawn.closes if work.sample is None else (work.sample,)}
         try:
-            priority = self._priority(group)
-        except Exception as error:
-            raise PromptError(f"prompt {group.prompt_id!r}: no priority: {type(error).__name__}: {error}") from error
-        priorities = dict.fromkeys(self._config.tables, priority)
-        tags = {**self._config.tags, **work.opening.prompt.tags}
-        if self._tells_prompts:
-            tags.setdefault("prompt_id", group.prompt_id)
-        try:
-            await self.answer(
-                self._client.insert,
-                group,
-                priorities,
-                # One key for all attempts: if the answer to an earlier one was lost, the item is not inserted twice.
-                key=work.opening.key,
-                permits=work.permit,
-                timeout=self._config.insert_timeout,
-                tags=tags,
-                closes=work.drawn.closes if work.sample is None else (work.sample,),
-                counts_as="insert_waits",
-            )
-            self._table_full.go_on()
-        except StaleItemError as error:
-            raise LeftOut("stale_refused") from error
+            if unscored is None:
+                await self.insert_scored(group, opening, tags, **options)
+            else:
+                whole = encode_whole(replace(opening, failures=group.meta.get("failures", [])), work.rollouts)
+                options |= {"key": next(self._keys), "policy_version": group.policy_version, "tags": tags}
+                await self.insert_into(group.prompt_id, whole, {unscored: 1.0}, **options)
         except LeaseEndedError as error:
             if work.sample is not None:
                 raise LeaseLostError from error
             raise LeftOut("prompts_lost") from error
-        except PayloadTooLargeError as error:
-            raise PromptError(f"prompt {group.prompt_id!r}: its group cannot be inserted: {error}") from error
         if work.permit is not None:
             self.used(work.permit)
         self.site.closed(work)
@@ -155,43 +238,6 @@ class GeneratorServer:
             f"a group is too old on arrival, {which}, and is left out: {error}; {self._policy.why_old()}"
         )
         await self._see(await self.answer(self._client.server_info))
-
-    async def answer(
-        self,
-        call: Callable[..., Awaitable[T]],
-        *args: Any,
-        counts_as: Literal["insert_waits", "permit_waits"] | None = None,
-        **options: Any,
-    ) -> T:
-        """The result of a call, made again while the server cannot do it. `counts_as` counts deadlines."""
-
-        async def failed(error: Exception, _: bool) -> None:
-            match error:
-                case DeadlineExceededError() if counts_as is not None:
-                    self._stats[counts_as] += 1
-                    what = "a permit" if counts_as == "permit_waits" else "room in its table"
-                    self._waiting.wait(f"a group waits for {what}: {error}")
-                case ServerUnavailableError() | ServerClosedError():
-                    self._waiting.wait(f"the server is away, and the generator tries again: {error}")
-                    # This waits for a server that is gone, and ends the run after the client's own timeout. A server
-                    # that is on its way down, or answers but refuses, is tried again.
-                    with contextlib.suppress(ServerClosedError, ServerBusyError):
-                        await self._client.policy()
-                case ServerBusyError() | StorageError():
-                    self._stats["server_refused"] += 1
-                    self._waiting.wait(f"the server refuses for now, and the generator tries again: {error}")
-                case TableFullError():
-                    self._stats["full_refused"] += 1
-                    if self._config.when_full == "drop":
-                        self._table_full.wait(f"a full table refuses groups, which are dropped (when_full): {error}")
-                        raise LeftOut(None) from error
-                    self._table_full.wait(f"a full table refuses groups, which are tried again: {error}")
-                case _:
-                    raise error
-
-        result = await Patience(failed).result(partial(call, *args, **options))
-        self._waiting.go_on()
-        return result
 
     async def watch(self) -> None:
         """Says that the server is away, that it answers again, and whether it is a new one. Never returns.
@@ -220,7 +266,11 @@ class GeneratorServer:
         self._seen = info
         await self._policy.see(info.policy)
         # A group goes to all of its tables or to none.
-        tables = [info.tables[name] for name in (self._config.building, *self._config.tables) if name in info.tables]
+        tables = [
+            info.tables[name]
+            for name in (self._config.building, self._config.unscored, *self._config.tables)
+            if name in info.tables
+        ]
         bounds = [json.loads(table.config)["max_staleness"] for table in tables]
         await self._policy.bound(min((bound for bound in bounds if bound is not None), default=None))
         if not self._is_known:

@@ -258,7 +258,7 @@ async def test_a_rollout_that_cannot_be_stored_is_said_and_counts_all_the_same(c
             await task
             assert generator.stats["rollouts_stored"] == 0
             assert await counts(client) == (1, 0, 0)
-    assert "Rollout.info is stored while its group is under construction, and holds what msgpack cannot" in caplog.text
+    assert "Rollout.info is stored until its group is finished, and holds what msgpack cannot" in caplog.text
 
 
 async def test_a_prompt_whose_row_cannot_be_stored_is_named_and_its_permit_goes_back():

@@ -179,7 +179,8 @@ def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  #
     try:
         group = sample.group
     except ValueError as error:
-        return str(error)
+        unscored = bytes(sample.payload[:7]) == b"RPLYOPN"  # replay_generator's openings.py
+        return "it is a group without rewards: `replay score` is to draw from this table" if unscored else str(error)
     if not group.prompt_lengths.all():
         return "prompt_ids is empty, so nothing predicts the first token"
     if group.num_tokens == 0:

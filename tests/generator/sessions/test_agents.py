@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator, Task
-from replay_generator.group_maker import MOST_FAILURE, MOST_FAILURES
+from replay_generator.scoring.groups import MOST_FAILURE, MOST_FAILURES
 from replay_generator.sessions import load_sessions
 from replay_generator.sessions.agents import MOST_SHOWN, Address, SessionHook
 from tests.factories import async_until, until

@@ -1,0 +1,1 @@
+"""Scoring: what makes groups of rollouts, and the processes that do nothing else."""
