@@ -27,6 +27,8 @@ def filled(message: Message, start: int = 1) -> Message:
         elif field.message_type is not None:
             inner = getattr(message, field.name)
             filled(inner.add() if field.is_repeated else inner, 10 * number)
+        elif field.is_repeated:
+            getattr(message, field.name).append(field.name)
         elif field.cpp_type == field.CPPTYPE_STRING:
             texts = {"side": "trainer", "role": "trainer", "settings": '{"part": "1"}'}
             setattr(message, field.name, texts.get(field.name, field.name))

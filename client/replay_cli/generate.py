@@ -152,12 +152,7 @@ def generate(
     report(stats, 0.0)
 
 
-_HOW = options_of(
-    ScorerConfig,
-    "Scoring",
-    *("concurrency", "lease", "attempts", "reward_timeout", "min_rollouts", "priority", "advantage_scale"),
-    *("truncated", "when_full", "insert_timeout"),
-)
+_HOW = options_of(ScorerConfig, "Scoring", "concurrency", "lease", "priority")
 
 
 @taking(_HOW)
@@ -167,28 +162,26 @@ def score(
     source: Annotated[str, typer.Option("--from", help="Table of `replay generate --unscored`.")],
     to: Annotated[list[str], typer.Option("--to", help="Table of scored groups; repeatable.")],
     reward: Annotated[list[str], _data("exact_match or package.module:function, perhaps =WEIGHT; repeatable.")],
-    drop_zero_variance: Annotated[
-        bool, in_panel("Scoring", "Do not insert groups without variance.", "--drop-zero-variance")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON lines, once a second.")] = False,
+    more: Annotated[list[str] | None, in_panel("Scoring", "NAME=VALUE, a field of ScorerConfig.", "--set")] = None,
     log_format: LogFormat = "text",
 ) -> None:
     """Score groups that have no rewards, until SIGTERM or Ctrl-C. Several may run."""
     from replay_client import AsyncReplayClient
     from replay_client.errors import ReplayError
-    from replay_client.scoring import carries_gradient
     from replay_generator import run_scorer
     from replay_generator.rewards import load_reward
 
     log_to_stderr("warning", log_format)
     set_up_tracing("replay-scorer")
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
+    given = {name: json_or_word(value) for name, value in pairs("--set", more).items()}
+    given |= {name: how[name] for name in typed(how)}
     try:
-        config = ScorerConfig(source, tuple(to), **{name: how[name] for name in typed(how)})
+        config = ScorerConfig(source, tuple(to), **given)
         rewards = [load_reward(name) for name in reward]
         client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
-        report, keep = reporter(as_json), carries_gradient if drop_zero_variance else None
-        report(run_scorer(lambda: client, rewards, config, keep=keep, on_group=report), 0.0)
+        report = reporter(as_json=False)
+        report(run_scorer(lambda: client, rewards, config, on_group=report), 0.0)
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(in_flags(in_words(error), {*typed(how), *typed(access_of(context))}))
 

@@ -64,10 +64,11 @@ class GeneratorConfig:
     max_groups: int | None = None
     """Start this many groups and then finish; otherwise one for each prompt."""
     unscored: str | None = None
-    """Table of whole groups without rewards, which `replay score` scores and hands on.
+    """Table of whole groups without rewards.
 
-    They come with their permits; `tables` are those that scored groups are to get to. The server's [admission] must
-    name this table in `building`. There is no reward function then, and no `keep`."""
+    `replay score` scores them and hands them on. They come with their permits; `tables` are those that scored groups
+    are to get to. The server's [admission] must name this table in `building`. There is no reward function then, and
+    no `keep`."""
     prompts_table: str | None = None
     """Table of prompts that all generators share, so that each is done once.
 

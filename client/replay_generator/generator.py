@@ -10,9 +10,7 @@ Every group goes this way on its own, so a slow one holds up no other.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import signal
 import sys
 import time
 from collections import deque
@@ -37,8 +35,7 @@ from replay_generator.prompts_table import supply_of
 from replay_generator.rewards import Rewards
 from replay_generator.rollouts import RolloutHook, held, single_turn
 from replay_generator.scoring.groups import LeftOut
-from replay_generator.server import GeneratorServer
-from replay_protos import event_loop
+from replay_generator.server import GeneratorServer, run_worker
 
 logger = logging.getLogger(__name__)
 
@@ -412,15 +409,7 @@ def run_generator(
     The other parameters and the errors are those of RolloutGenerator.
     """
 
-    async def main() -> GeneratorStats:
-        async with connect() as client:
-            generator = RolloutGenerator(
-                client, engine, prompts, reward, config, rollout=rollout, keep=keep, on_group=on_group
-            )
-            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    asyncio.get_running_loop().add_signal_handler(number, generator.stop)
-            await generator.run()
-            return generator.stats
+    def make(client: AsyncReplayClient) -> RolloutGenerator:
+        return RolloutGenerator(client, engine, prompts, reward, config, rollout=rollout, keep=keep, on_group=on_group)
 
-    return event_loop.run(main())
+    return run_worker(connect, make)

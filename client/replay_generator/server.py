@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,7 @@ from replay_generator.prompts import PromptError
 from replay_generator.rewards import load_priority
 from replay_generator.scoring.config import ScorerConfig
 from replay_generator.scoring.groups import LeftOut
+from replay_protos import event_loop
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +94,8 @@ class InsertingServer:
         if self._tells_prompts:
             tags = {"prompt_id": group.prompt_id, **tags}
         # One key, whoever inserts it: if the answer to an earlier attempt was lost, the item is not inserted twice.
-        tables = dict.fromkeys(self._settings.tables, priority)
-        await self.insert_into(group.prompt_id, group, tables, key=opening.key, tags=tags, **options)
+        options |= {"key": opening.key, "tags": tags}
+        await self.insert_into(group.prompt_id, group, dict.fromkeys(self._settings.tables, priority), **options)
 
     async def insert_into(
         self, prompt_id: str, payload: RolloutGroup | bytes, tables: Mapping[str, float], **options: Any
@@ -104,11 +106,9 @@ class InsertingServer:
         Raises PromptError if it is too large for the server, and LeaseEndedError if the lease of what it closes has
         ended.
         """
-        timeout = self._settings.insert_timeout
+        options |= {"timeout": self._settings.insert_timeout, "counts_as": "insert_waits"}
         try:
-            await self.answer(
-                self._client.insert, payload, tables, timeout=timeout, counts_as="insert_waits", **options
-            )
+            await self.answer(self._client.insert, payload, tables, **options)
             self._table_full.go_on()
         except StaleItemError as error:
             raise LeftOut("stale_refused") from error
@@ -278,6 +278,22 @@ class GeneratorServer(InsertingServer):
                 said = self._config.described() | {"model": json.dumps(await self._policy.facts())}
                 await self._client.describe(said, timeout=SECONDS_PER_LOOK)
                 self._is_known = True
+
+
+def run_worker(connect: Callable[[], AsyncReplayClient], make: Callable[[AsyncReplayClient], Any]) -> GeneratorStats:
+    """Runs what `make` returns to its end, or until Ctrl-C or SIGTERM. Returns the last statistics."""
+
+    async def main() -> GeneratorStats:
+        async with connect() as client:
+            worker = make(client)
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    asyncio.get_running_loop().add_signal_handler(number, worker.stop)
+            await worker.run()
+            stats: GeneratorStats = worker.stats
+            return stats
+
+    return event_loop.run(main())
 
 
 def _index_prompts(info: ServerInfo, tables: Sequence[str]) -> bool:

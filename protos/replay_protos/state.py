@@ -44,7 +44,7 @@ def _value(value: Any, field: FieldDescriptor, option: pb.Field) -> Any:
     if isinstance(value, Mapping):  # a record has the tables by their names
         return {name: document(each, field.message_type) for name, each in value.items()}
     if field.is_repeated:
-        return [document(each, field.message_type) for each in value]
+        return [document(each, field.message_type) if field.message_type else each for each in value]
     if field.message_type is not None:
         return document(value, field.message_type)
     if option.json:

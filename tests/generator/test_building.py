@@ -420,7 +420,7 @@ async def test_rollouts_that_are_to_be_stored_when_the_insert_has_closed_their_g
     [
         ({"group_timeout": 1.0}, "group_timeout 1 needs building"),
         ({"group_timeout": 1.0, "building": "building"}, "group_timeout 1 needs building"),
-        ({"building": "rollouts"}, "building 'rollouts' is one of the tables of finished groups"),
+        ({"building": "rollouts"}, "building 'rollouts' is another table of this generator as well"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(fields, words):

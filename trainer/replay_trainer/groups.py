@@ -174,13 +174,16 @@ class Inspector:
         self._undeleted = again
 
 
+UNSCORED = "it is a group without rewards: `replay score` is to draw from this table"
+"""Of what replay_generator's openings.py has written."""
+
+
 def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  # noqa: B008, it is frozen
     """Why no step can train on this group; empty: it can. limits: of the model, if they are known."""
     try:
         group = sample.group
     except ValueError as error:
-        unscored = bytes(sample.payload[:7]) == b"RPLYOPN"  # replay_generator's openings.py
-        return "it is a group without rewards: `replay score` is to draw from this table" if unscored else str(error)
+        return UNSCORED if bytes(sample.payload[:7]) == b"RPLYOPN" else str(error)
     if not group.prompt_lengths.all():
         return "prompt_ids is empty, so nothing predicts the first token"
     if group.num_tokens == 0:

@@ -36,6 +36,8 @@ class ScorerConfig:
     """The `scale` of `scoring.group_advantages`."""
     truncated: Literal["keep", "mask"] = "keep"
     """Completions that ended only because of their length: keep them, or mask them in the loss."""
+    drop_zero_variance: bool = False
+    """Hand on no group whose rewards teach nothing; its permit goes back."""
     when_full: Literal["wait", "drop"] = "wait"
     """When a full table refuses a group, for its own `when_full` is "reject": wait, or drop the group."""
     insert_timeout: Seconds = 30.0

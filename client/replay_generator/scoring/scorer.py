@@ -2,7 +2,7 @@
 
     [ unscored ] ──draw, under a lease──▶ rewards, rollout by rollout ──▶ one insert: the scored group takes its place
 
-Any number of them share a table: each draws a group when it has a free slot, so that a slow one takes fewer. Who dies
+Any number of them share a table: each draws a group when it has few left, so that a slow one takes fewer. Who dies
 leaves its groups to the others when its leases end. Then reward functions run again; their results count once.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from replay_client import AsyncReplayClient, RolloutGroup, Sample, tracing
 from replay_client.errors import DeadlineExceededError, LeaseEndedError, ReplayError
+from replay_client.scoring import carries_gradient
 from replay_client.waits import LAST_WORD, beat
 from replay_generator.building import UnderConstruction, decoded, lose
 from replay_generator.metrics import GeneratorMetrics, GeneratorStats, GroupTimes
@@ -29,9 +29,8 @@ from replay_generator.rewards import RewardError, Rewards, Scorer
 from replay_generator.rollouts import Rollout
 from replay_generator.scoring.config import ScorerConfig
 from replay_generator.scoring.groups import ByFunction, LeftOut, Scoring
-from replay_generator.server import InsertingServer
+from replay_generator.server import InsertingServer, run_worker
 from replay_generator.supply import LeasedItems
-from replay_protos import event_loop
 
 logger = logging.getLogger(__name__)
 
@@ -65,21 +64,18 @@ class GroupScorer:
         self.config = config
         self._client, self._on_group = client, on_group
         self._metrics = GeneratorMetrics(solved_reward=1.0)
-        stats = self._metrics.stats
+        self.stats = stats = self._metrics.stats
+        """`skipped` counts groups that were dropped because scoring failed."""
+        keep = carries_gradient if config.drop_zero_variance else keep
         scorer = Scorer(reward, threads=config.concurrency, timeout=config.reward_timeout)
         self._scoring = RolloutScoring(scorer, config, config.source, keep, stats)
         self._server = InsertingServer(client, config, stats)
         what = "groups without rewards"
         self._items = LeasedItems(client, self._server.answer, config.source, config.lease, what, decoded, lose, stats)
-        self._left = 0  # rollouts of groups that it has, and that are not scored
-        self._scored = asyncio.Event()
+        self._left = 0  # rollouts of the groups that it has
+        self._handed_on = asyncio.Event()
         self._ended = asyncio.Event()
         self._dropped_in_a_row = 0
-
-    @property
-    def stats(self) -> GeneratorStats:
-        """A copy of the current statistics. `skipped` counts groups that were dropped because scoring failed."""
-        return self._metrics.stats.copy()
 
     async def run(self) -> None:
         """Score until `stop` is called or something fails. What is not handed on by then goes back."""
@@ -90,14 +86,13 @@ class GroupScorer:
         ended = asyncio.create_task(self._ended.wait())
         try:
             await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()  # it has failed
         finally:
-            failed = work.done()
             work.cancel()
             ended.cancel()
             await asyncio.gather(work, ended, return_exceptions=True)
             await self._items.close()
-        if failed:
-            work.result()
         await self._client.leave(timeout=LAST_WORD)
 
     def stop(self) -> None:
@@ -108,9 +103,10 @@ class GroupScorer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    while self._left >= (self.config.concurrency or _CONCURRENCY):
-                        self._scored.clear()
-                        await self._scored.wait()
+                    # Twice: slots that a slow rollout's group leaves free are for the next group.
+                    while self._left >= 2 * (self.config.concurrency or _CONCURRENCY):
+                        self._handed_on.clear()
+                        await self._handed_on.wait()
                     with contextlib.suppress(DeadlineExceededError):
                         sample, work = await self._items.draw(_DRAW_SECONDS)
                         self._left += len(work.rollouts)
@@ -121,18 +117,13 @@ class GroupScorer:
 
     async def _score(self, sample: Sample, work: UnderConstruction) -> None:
         """Score one group, and hand it on or drop it."""
-        stats, times = self._metrics.stats, GroupTimes()
+        info, times = sample.info, GroupTimes()
         try:
-            info = sample.info
-            try:
-                group, by_function = await self._scoring.score(work, info.policy_version, times, work.opening.failures)
-            finally:
-                self._left -= len(work.rollouts)
-                self._scored.set()
+            group, by_function = await self._scoring.score(work, info.policy_version, times, work.opening.failures)
             group.meta |= tracing.carrier()
             await self._server.insert_scored(group, work.opening, info.tags, closes=(sample,))
         except LeaseEndedError:
-            stats["leases_lost"] += 1  # another one scores it
+            self.stats["leases_lost"] += 1  # another one scores it
             self._items.let_go([sample])
         except (LeftOut, PromptError) as error:
             await self._items.end([sample])
@@ -141,6 +132,9 @@ class GroupScorer:
             self._items.let_go([sample])
             self._dropped_in_a_row = 0
             self._metrics.count_inserted(group, by_function, info.staleness, times)
+        finally:
+            self._left -= len(work.rollouts)
+            self._handed_on.set()
         beat()
         if self._on_group is not None:
             self._on_group(self.stats)
@@ -149,9 +143,9 @@ class GroupScorer:
         """Counts a group that is not handed on. Its permit is back."""
         if isinstance(error, LeftOut):
             if error.counts_as is not None:
-                self._metrics.stats[error.counts_as] += 1
+                self.stats[error.counts_as] += 1
             return
-        self._metrics.stats["skipped"] += 1
+        self.stats["skipped"] += 1
         logger.warning("dropped: %s", error)
         self._dropped_in_a_row += 1
         if self._dropped_in_a_row >= _MOST_DROPPED:
@@ -159,7 +153,7 @@ class GroupScorer:
 
 
 class RolloutScoring(Scoring):
-    """Scores each rollout by itself, a bounded number at a time, and again if that fails."""
+    """Scores each rollout on its own, a bounded number at a time, and again if that fails."""
 
     def __init__(self, scorer: Scorer, config: ScorerConfig, *others: Any) -> None:
         super().__init__(scorer, config, *others)
@@ -170,18 +164,20 @@ class RolloutScoring(Scoring):
         self, scorer: Scorer, prompt: Prompt, rollouts: list[Rollout]
     ) -> tuple[list[Rollout], npt.NDArray[np.float32], ByFunction, list[str]]:
         parts = [rollouts] if scorer.scores_groups else [[rollout] for rollout in rollouts]
+        finished, rewards, functions, errors = list[Rollout](), list[Any](), list[ByFunction](), list[RewardError]()
         results = await asyncio.gather(*(self._tried(scorer, prompt, part) for part in parts))
-        scored = [(part, *result) for part, result in zip(parts, results, strict=True) if isinstance(result, tuple)]
-        finished = [rollout for part, *_ in scored for rollout in part]
-        errors = [
-            result for part, result in zip(parts, results, strict=True) for _ in part if not isinstance(result, tuple)
-        ]
+        for part, result in zip(parts, results, strict=True):
+            if isinstance(result, RewardError):
+                errors += [result] * len(part)
+            else:
+                finished += part
+                rewards.append(result[0])
+                functions.append(result[1])
         failures = self.see_failures(prompt, errors, len(finished), len(rollouts))
-        if len({frozenset(by_function) for *_, by_function in scored}) != 1:
+        if len({*map(frozenset, functions)}) > 1:
             raise PromptError(f"prompt {prompt.prompt_id!r}: some rollouts have a reward of their own, and some none")
-        rewards = np.concatenate([rewards for _, rewards, _ in scored])
-        names = scored[0][2]
-        return finished, rewards, {name: np.concatenate([each[2][name] for each in scored]) for name in names}, failures
+        by_function = {name: np.concatenate([each[name] for each in functions]) for name in functions[0]}
+        return finished, np.concatenate(rewards), by_function, failures
 
     async def _tried(
         self, scorer: Scorer, prompt: Prompt, rollouts: list[Rollout]
@@ -212,13 +208,4 @@ def run_scorer(
     As `run_generator` does: `connect` makes the client on the event loop; Ctrl-C and SIGTERM stop the run gracefully.
     """
 
-    async def main() -> GeneratorStats:
-        async with connect() as client:
-            scorer = GroupScorer(client, reward, config, keep=keep, on_group=on_group)
-            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    asyncio.get_running_loop().add_signal_handler(number, scorer.stop)
-            await scorer.run()
-            return scorer.stats
-
-    return event_loop.run(main())
+    return run_worker(connect, lambda client: GroupScorer(client, reward, config, keep=keep, on_group=on_group))

@@ -1,0 +1,45 @@
+"""`replay generate --unscored` and `replay score` as their user runs them."""
+
+from replay_client import ReplayClient
+from tests.factories import server_process, until
+
+CONFIG = """
+tables = [{ name = "rollouts", rate_limiter = { type = "queue", max_size = 12 } }]
+[admission]
+groups_per_step = 4
+max_staleness = 1
+building = ["unscored"]
+"""
+
+
+def test_groups_of_the_one_command_get_their_rewards_from_the_other(tmp_path, replay, model_folder):
+    prompts = str(model_folder.parent / "prompts.jsonl")
+    with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address, timeout=90.0) as client:
+        generating = [
+            *("--address", server.address, "generate", "--engine", "transformers", "--model", str(model_folder)),
+            *("--prompts", prompts, "--group-size", "4", "--max-tokens", "6", "--unscored", "unscored"),
+        ]
+        scoring = ["--address", server.address, "score", "--from", "unscored", "--to", "rollouts"]
+        refused = replay(*generating, "--reward", "exact_match")
+        generator = replay(*generating)
+        rewards = ("--reward", "tests.rewards:even_start", "--reward", "tests.rewards:is_long=0.5")
+        scorers = [replay(*scoring, *rewards, "--concurrency", "4", "--set", "min_rollouts=2") for _ in range(2)]
+        groups = [sample.group for sample in client.sample("rollouts", 6)]
+        for group in groups:
+            even, long = group.extras["rewards/even_start"], group.extras["rewards/is_long"]
+            assert group.rewards.tolist() == (even + 0.5 * long).tolist()
+        generator.terminate()
+        assert generator.wait(timeout=200) == 0, generator.output()
+        until(lambda: not client.server_info().tables["unscored"].size)
+        for scorer in scorers:
+            scorer.terminate()
+            assert scorer.wait(timeout=200) == 0, scorer.output()
+            assert "groups, reward" in scorer.output()
+        info = client.server_info()
+        assert (info.admission.running, info.admission.building) == (0, 0)
+        assert info.admission.accepted == 6 + info.tables["rollouts"].size
+        wrong = replay(*scoring, "--reward", "exact_match", "--set", "leese=3")
+        assert wrong.wait(timeout=200) == 1
+        assert "lease" in wrong.output()
+        assert refused.wait(timeout=200) == 1
+        assert "--reward and --drop-zero-variance belong to `replay score`" in refused.output()
