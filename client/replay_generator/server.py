@@ -215,7 +215,8 @@ class GeneratorServer(InsertingServer):
         """
         opening, unscored = work.opening, self._config.unscored
         tags = {**self._config.tags, **opening.prompt.tags}
-        options = {"permits": work.permit, "closes": work.drawn.closes if work.sample is None else (work.sample,)}
+        closes = work.drawn.closes if work.sample is None else (work.sample,)
+        options: dict[str, Any] = {"permits": work.permit, "closes": closes}
         try:
             if unscored is None:
                 await self.insert_scored(group, opening, tags, **options)

@@ -300,12 +300,13 @@ def with_named(admission: AdmissionConfig | None, tables: Sequence[TableConfig])
                 raise ValueError(f"copy_to = {name!r} stands at two tables: copy each to a table of its own")
             bounds = {"max_size": 65_536, "max_bytes": 2 << 30}
             tables = _with(tables, name, f"copies of {source.name!r}", bounds)
-    for name in admission.building if admission is not None else ():
-        if name == (admitted := admitted_table(admission, tables)):
-            raise ValueError(f"[admission] building = {name!r} is the table that is trained on: name another one")
-        bound = next(table.max_staleness for table in tables if table.name == admitted)
-        use = "groups under construction ([admission] building)"
-        tables = _with(tables, name, use, {"when_full": "block", "max_staleness": bound})
+    if admission is not None:
+        for name in admission.building:
+            if name == (admitted := admitted_table(admission, tables)):
+                raise ValueError(f"[admission] building = {name!r} is the table that is trained on: name another one")
+            bound = next(table.max_staleness for table in tables if table.name == admitted)
+            use = "groups under construction ([admission] building)"
+            tables = _with(tables, name, use, {"when_full": "block", "max_staleness": bound})
     return tuple(tables)
 
 
