@@ -239,8 +239,8 @@ def _sides(info: ServerInfo) -> Iterator[Finding]:
         yield Finding("clients", Level.OK, f"{' and '.join(ended)} have ended", headline="The run has ended")
     for client in info.clients:
         part = read_described(client.settings).get("part")  # others come and go
-        others = [each.name for each in info.clients_of(str(part)) if each.open]
-        if others and not client.open and not client.ended and info.long_wait <= client.age < RECENT:
+        others = [each.name for each in info.clients if each.open and read_described(each.settings).get("part") == part]
+        if part and others and not client.open and not client.ended and info.long_wait <= client.age < RECENT:
             age = duration(client.age)
             yield found("one-gone", "clients", part=part, client=client.name, age=age, others=listed(others))
 

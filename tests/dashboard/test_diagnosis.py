@@ -11,7 +11,7 @@ from replay_client.records import ServerInfo, TableInfo, server_info_of
 from replay_client.shards.merging import merge_infos
 from replay_dashboard import diagnosis
 from replay_dashboard.diagnosis import Finding, Level, diagnose
-from replay_generator import GeneratorConfig
+from replay_generator import GeneratorConfig, ScorerConfig
 from replay_generator.engines import SamplingConfig
 from replay_protos import replay_pb2 as pb
 from replay_server import TableConfig
@@ -319,6 +319,17 @@ OF_THE_COMMAND = {"not-encrypted", "no-server", "server-hangs", "refused", "slow
 
 def generator(name: str, **facts: Any) -> pb.ClientInfo:
     return pb.ClientInfo(name=name, role="generator", settings=json.dumps(GeneratorConfig().described()), **facts)
+
+
+def test_a_scorer_that_died_is_named_beside_the_others_of_its_part():
+    def scorer(name: str, **facts: Any) -> pb.ClientInfo:
+        settings = json.dumps(ScorerConfig("unscored").described())
+        return pb.ClientInfo(name=name, role="generator", settings=settings, **facts)
+
+    info = server(clients=[scorer("a", open=1), scorer("b", age=2 * LONG), generator("c", open=1)])
+    (said,) = [each.message for each in diagnose(info, info.version, 0.0) if "is not connected" in each.message]
+    assert said.startswith("scorer b is not connected")
+    assert said.endswith("others: a")
 
 
 def test_the_situations_of_this_file_meet_every_rule_of_the_table():
