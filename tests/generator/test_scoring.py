@@ -239,6 +239,18 @@ async def test_a_function_of_whole_groups_sees_all_rollouts_and_keep_sees_the_sc
     assert sample.group.extras["rewards/ranked"].tolist() == [SIZE] * SIZE
 
 
+async def test_groups_that_teach_nothing_can_be_left_out_and_their_permits_go_back():
+    async def against_the_hook(row: Any, text: str, rollout: Rollout) -> float:
+        return -rollout.info["number"] if row["prompt_id"] == "p0" else 0.0
+
+    with serving() as address:
+        await play(address)
+        async with scoring(address, against_the_hook, drop_zero_variance=True) as (scorer, client, _):
+            await inserted(client, 2)
+            await async_until(lambda: scorer.stats["filtered"] == 1)
+            assert await counts(client) == (2, 0, 0)
+
+
 async def test_why_the_generator_lacks_rollouts_arrives_with_the_scored_group():
     with serving() as address:
         await play(address, Hook(*range(SIZE), fails=(2,)), max_groups=1, min_rollouts=3)
