@@ -98,18 +98,16 @@ class Project:
     def health(self, service: str) -> str:
         return str(self.container(service)["State"]["Health"]["Status"])
 
+    def has_ended(self, service: str) -> bool:
+        return bool(self.container(service)["State"]["Status"] == "exited")
+
     def kill(self, service: str) -> None:
         """SIGKILL from outside. After `docker kill` no restart policy applies: it counts as a stop by hand."""
         os.kill(self.container(service)["State"]["Pid"], 9)
 
     def wait(self, service: str, timeout: float = 600.0) -> int:
         """The exit status of a service that ends."""
-        until(
-            lambda: self.container(service)["State"]["Status"] == "exited",
-            f"{service} goes on",
-            seconds=timeout,
-            pause=0.5,
-        )
+        until(lambda: self.has_ended(service), f"{service} goes on", seconds=timeout, pause=0.5)
         return int(self.container(service)["State"]["ExitCode"])
 
     def remove(self) -> None:
