@@ -133,8 +133,9 @@ async def _count(dialect: Dialect, session: Session, request: web.Request) -> we
 
 
 async def _models(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
+    # One token less: the policy writes at least one more.
     card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "replay"}
-    return web.json_response({"object": "list", "data": [{**card, "max_model_len": session.task.max_length}]})
+    return web.json_response({"object": "list", "data": [{**card, "max_model_len": session.task.max_length - 1}]})
 
 
 async def _unknown(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:

@@ -131,7 +131,8 @@ class RemoteHook(SessionHook):
             if name not in self._taken:
                 raise web.HTTPNotFound(text="no such session: it has ended or expired, or its generator has ended")
             try:
-                said = json.loads(body)
+                if not isinstance(said := json.loads(body), dict):
+                    raise ValueError(f"an end is an object with `reward` or `failed`, not {said!r:.80}")
                 if "failed" not in said:
                     result_of(said, needs_reward=self._needs_reward)
             except (ValueError, TypeError) as error:

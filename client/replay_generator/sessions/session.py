@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from replay_client.kept import TRUNCATING, other_sampling
 from replay_client.waits import in_daemon_thread
@@ -90,8 +90,9 @@ class Session:
             raise RolloutError(
                 "the agent asked the policy for nothing: its address is in OPENAI_BASE_URL and ANTHROPIC_BASE_URL"
             )
-        reason = finish_reason or "length" * self.context_full
-        return Rollout(sequences, reward, reason, dict(info or {}), dict(metrics or {}))
+        return Rollout(
+            sequences, reward, finish_reason or "length" * self.context_full, dict(info or {}), dict(metrics or {})
+        )
 
     async def close(self) -> None:
         """Ends the requests under way, and refuses further ones."""
@@ -156,7 +157,7 @@ class Session:
 
     def _of_text(self, text: str) -> Exchange:
         tokenizer = self.task.tokenizer
-        if (before := self.exchanges.after_text(text)) is None:
+        if not (before := self.exchanges.after_text(text)):
             return Exchange(None, tokenizer.encode(text), words=text)
         # Where the policy ended its turn, the client may have written this as text.
         new = text.removeprefix(before.text).removeprefix(tokenizer.decode([before.token_ids[-1]]))
@@ -164,11 +165,11 @@ class Session:
 
     async def _of_messages(self, tools: Sequence[Any], messages: Sequence[Message]) -> Exchange:
         before, count = self.exchanges.after_messages(tools, messages)
-        if before is not None and before.conversation is not None and before.completion is not None:
-            go_on, drawn, new = before.conversation.go_on, before.completion, messages[count:]
+        if before and before.conversation and before.completion:
+            go_on, drawn, last = before.conversation.go_on, before.completion, before.token_ids[-1]
+            new = messages[count:]
             before.followed = True
             try:
-                last = before.token_ids[-1]
                 conversation, given = await _rendered(messages, lambda: go_on(drawn.text, last, new))
                 return Exchange(before, given, new[-1]["role"], _words(new), conversation)
             except RolloutError as error:
@@ -180,7 +181,7 @@ class Session:
         """Draws the completion of an exchange. The text of `stop` that comes first ends it."""
         config = replace(self.task.sampling, **sampling)
         completion = await self._policy.generate(exchange.token_ids, config)
-        if (text := _first(stop, completion.text)) is not None:
+        if text := _first(stop, completion.text):
             ids, decode = completion.token_ids, self.task.tokenizer.decode
             size = bisect_left(
                 range(len(ids)), True, key=lambda n: text in decode(ids[: n + 1], skip_special_tokens=True)
@@ -199,8 +200,7 @@ async def _rendered(messages: Sequence[Message], work: Callable[[], T]) -> T:
     """What `work` makes of the messages; of many in a thread, so that others need not wait for it."""
     if sum(len(message.get("content") or "") for message in messages) < _SHORT:
         return work()
-    made: T = await in_daemon_thread(work)
-    return made
+    return cast("T", await in_daemon_thread(work))
 
 
 def _words(messages: Sequence[Message]) -> str:
