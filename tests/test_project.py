@@ -172,7 +172,7 @@ MAX_CODE = {
     "replay_server/storage": (1_534, 15_837),
     "replay_server/rpc": (2_144, 20_706),
     "replay_client": (4_900, 47_286),
-    "replay_generator": (5_885, 55_850),
+    "replay_generator": (5_883, 55_841),
     "replay_dashboard": (1_800, 20_424),
     "replay_cli": (2_739, 26_305),
     "replay_trainer": (3_997, 39_079),

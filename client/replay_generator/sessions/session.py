@@ -82,7 +82,6 @@ class Session:
         reward: float | None = None,
         *,
         metrics: Mapping[str, float] | None = None,
-        finish_reason: str = "",
         info: Mapping[str, Any] | None = None,
     ) -> Rollout:
         """What the agent has played, with its reward; see Rollout. Raises RolloutError if it is nothing."""
@@ -90,9 +89,7 @@ class Session:
             raise RolloutError(
                 "the agent asked the policy for nothing: its address is in OPENAI_BASE_URL and ANTHROPIC_BASE_URL"
             )
-        return Rollout(
-            sequences, reward, finish_reason or "length" * self.context_full, dict(info or {}), dict(metrics or {})
-        )
+        return Rollout(sequences, reward, "length" * self.context_full, dict(info or {}), dict(metrics or {}))
 
     async def close(self) -> None:
         """Ends the requests under way, and refuses further ones."""
