@@ -11,7 +11,7 @@ from replay_client import ReplayClient
 from replay_dashboard.app import Settings
 from replay_server import ReplayServer, TableConfig
 from tests.dashboard.conftest import PHONE, serving, until
-from tests.dashboard.load import make_tokenizer
+from tests.dashboard.load import Run, make_tokenizer
 from tests.factories import make_group
 
 CUT = "all => all.filter(each => each.scrollWidth > each.clientWidth + 1).map(each => each.innerText)"
@@ -207,8 +207,23 @@ def test_a_tap_tells_what_is_cut_off_and_what_stands_behind_an_element(opened, p
     assert is_on_the_screen(tab, "#told p")
 
 
-def test_a_phone_shows_the_numbers_of_a_group_sorts_the_list_and_inspects_tokens(opened, page_url):
-    tab = opened(page_url, viewport=PHONE, has_touch=True).go("groups/replay")
+@pytest.fixture
+def still_url(tmp_path: Path):
+    """A page of twelve groups that nobody samples: what a test taps is still there when the page asks for it."""
+    run = Run(tmp_path)
+    with (
+        ReplayServer(tables=[TableConfig(name="replay")], port=0) as server,
+        ReplayClient(server.address) as client,
+        serving(Settings({"address": server.address})) as url,
+    ):
+        client.set_policy_version(0, str(tmp_path / "weights"))
+        for number in range(12):
+            client.insert(run.group(number), {"replay": 1.0})
+        yield url
+
+
+def test_a_phone_shows_the_numbers_of_a_group_sorts_the_list_and_inspects_tokens(opened, still_url):
+    tab = opened(still_url, viewport=PHONE, has_touch=True).go("groups/replay")
     tab.wait_for_selector(".space .row:not(.blank)")
     shown = "all => all.filter(each => each.offsetParent).map(each => getComputedStyle(each, '::before').content)"
     names = {each.strip('" ') for each in tab.eval_on_selector_all(".space .row:not(.blank) .num", shown)}
