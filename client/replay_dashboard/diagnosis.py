@@ -182,12 +182,11 @@ def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
         yield found("memory-nearly-full", "memory", held=held, share=share, bound=bound)
     else:
         yield _ok("memory", held)
-    if not info.memory_available:
-        return
-    room = info.max_bytes - info.bytes if info.max_bytes else 0
-    if info.memory_available < max(room, FEW_BYTES):
-        growth = f", and its tables may grow by {byte_size(room)}" if room else ""
-        yield found("machine-nearly-full", "memory", left=byte_size(info.memory_available), growth=growth)
+    for check, server in _each(info, "memory"):
+        room = server.max_bytes - server.bytes if server.max_bytes else 0
+        if server.memory_available and server.memory_available < max(room, FEW_BYTES):
+            growth = f", and its tables may grow by {byte_size(room)}" if room else ""
+            yield found("machine-nearly-full", check, left=byte_size(server.memory_available), growth=growth)
 
 
 def _disk(info: ServerInfo) -> Iterator[Finding]:
@@ -197,13 +196,18 @@ def _disk(info: ServerInfo) -> Iterator[Finding]:
         yield found("fell-back", "disk", reason=info.fell_back)
     if info.damaged:
         yield found("disk-damaged", "disk", items=counted(info.damaged, "item"))
-    if not info.disk_available:
-        return
-    left = byte_size(info.disk_available)
-    if info.disk_available < max(info.bytes, FEW_BYTES):
-        yield found("disk-nearly-full", "disk", left=left, held=byte_size(info.bytes))
-    else:
-        yield _ok("disk", f"{left} left on the disk of data_dir")
+    for check, server in _each(info, "disk"):
+        left = byte_size(server.disk_available)
+        if server.disk_available and server.disk_available < max(server.bytes, FEW_BYTES):
+            yield found("disk-nearly-full", check, left=left, held=byte_size(server.bytes))
+        elif server.disk_available:
+            yield _ok(check, f"{left} left on the disk of data_dir")
+
+
+def _each(info: ServerInfo, check: str) -> list[tuple[str, ServerInfo]]:
+    """Each server that answers, and what to call a check of it: one has to live with what its own machine has left."""
+    shards = [(f"{check} of {name}", shard) for name, shard in shards_of(info) if shard is not None]
+    return shards or [(check, info)]
 
 
 def _policy(info: ServerInfo) -> Finding:

@@ -45,6 +45,12 @@ def server(*tables: TableInfo, **fields: Any) -> ServerInfo:
     return server_info_of(pb.ServerInfo(tables=tables, **defaults | fields))
 
 
+def three(**of_b: Any) -> ServerInfo:
+    """Three servers on machines of their own. Each has room for its own bound, but not for that of all three."""
+    room = {"bytes": 2 * 10**9, "max_bytes": 4 * 10**9, "memory_available": 5 * 10**9, "disk_available": 5 * 10**9}
+    return merge_infos({name: server(table("pool"), **room | (of_b if name == "b" else {})) for name in "abc"}, ())
+
+
 def waiting(seconds: float = 2 * LONG, reason: str = "the reason", count: int = 1) -> pb.Waiting:
     return pb.Waiting(count=count, reason=reason, seconds=seconds)
 
@@ -96,6 +102,7 @@ HEALTHY = {
         {"max_staleness": 4}, inserts=1000, samples=4000, stale=900, size=100
     ),
     "items that wait a moment for a column": tutorial(lacks(LONG / 2, value=1)),
+    "three servers, each with room for what it may hold": three(),
     "an on-disk server with room on its disk": tutorial(disk_available=10**11, commits=100),
     "priorities of 0 in a queue, which ignores them": tutorial({"priority": pb.Quantiles()}),
     "tables with bounds of their own on a server without one": server(
@@ -117,6 +124,12 @@ WARNINGS = {
         "memory",
         "200.0 MB left, and its tables may grow by 1.0 GB",
     ),
+    "one machine of three with less memory than its server's bound": (
+        three(memory_available=15 * 10**8),
+        "memory of b",
+        "1.5 GB left, and its tables may grow by 2.0 GB",
+    ),
+    "one disk of three that is nearly full": (three(disk_available=10**6), "disk of b", "1.0 MB left"),
     "a disk that is nearly full": (server(disk_available=10**6), "disk", "1.0 MB left"),
     "one damaged record": (server(damaged=1), "disk", "1 item lost, because"),
     "damaged records": (server(damaged=3), "disk", "3 items lost, because bytes on disk are damaged"),
