@@ -178,7 +178,7 @@ MAX_CODE = {
     "replay_trainer": (3_997, 39_079),
     "replay_adapters": (2_325, 23_896),
     "examples": (737, 6_726),
-    "experiments": (4_308, 46_216),
+    "experiments": (4_314, 46_284),
     "benchmarks": (2_295, 21_373),
     "tests": (39_533, 431_109),
 }

@@ -66,7 +66,7 @@ class Steps:
     def step(self) -> None:
         """Generates, draws, trains, and makes the next policy version."""
         self.last = {}
-        taken = self.source.next(self.version + 1)
+        taken = self.source.replace(self.version + 1, self.source.collect())
         self._note("zero_variance", taken.counts["groups_zero_variance"] / max(1, len(taken.fresh)))
         self._note("replayed", len(taken.replaced))
         if taken.replaced:

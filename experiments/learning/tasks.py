@@ -3,6 +3,7 @@
     sums     "58+7="      "56"         an addition, units first; operand sizes as in the demo
     steps    "38+5+9="    "34 25"      both sums on the way, units first: every step must be right
     sort     "52817?"     "12578"      held out: nothing was tuned on it
+    reverse  "52817?"     "71825"      held out too
     split    "473="       "964+4"      any two numbers that add up to it, the second one of a digit: nine right answers
 
 All right answers of a prompt are known, so a model's solve rate at temperature 1 is computed exactly, as the mean of
@@ -43,9 +44,18 @@ class Problems:
     held_out: list[Row]
 
 
+def _digits(rng: random.Random) -> str:
+    return "".join(str(rng.randrange(10)) for _ in range(rng.choice((4, 5, 6))))
+
+
 def _sort(rng: random.Random) -> tuple[str, str]:
-    digits = [str(rng.randrange(10)) for _ in range(rng.choice((4, 5, 6)))]
-    return "".join(digits) + "?", "".join(sorted(digits))
+    digits = _digits(rng)
+    return digits + "?", "".join(sorted(digits))
+
+
+def _reverse(rng: random.Random) -> tuple[str, str]:
+    digits = _digits(rng)
+    return digits + "?", digits[::-1]
 
 
 def _split(rng: random.Random) -> tuple[str, str]:
@@ -64,10 +74,10 @@ TASKS = {
         Task("sums", a_sum, 6),
         Task("steps", two_steps, 9),
         Task("sort", _sort, 8),
+        Task("reverse", _reverse, 8),
         Task("split", _split, 7, _splits),
     )
 }
-HELD_OUT_TASK = "sort"
 WARM_UP_ROWS, TRAIN_ROWS, HELD_OUT_ROWS = 3000, 512, 512
 
 
