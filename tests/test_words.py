@@ -154,9 +154,9 @@ def test_every_path_that_a_page_names_exists():
 
 # ---------------------------------------------------------------------------------------------------- how many words
 
-MAX_WORDS = 29_590
-"""Words of all pages but the record. They only get fewer, but for a page of something new: any-agent.md had 590, and
-rewards from elsewhere 250."""
+MAX_WORDS = 29_703
+"""Words of all pages but the record. They only get fewer, but for a page of something new: any-agent.md had 590,
+rewards from elsewhere 250, and the order of an upgrade 115."""
 MAX_RECORD = 7_000
 """Words of the record beside its tables."""
 SHORT = {"README.md": 750, "docs/performance.md": 600, "docs/reliability.md": 600, "docs/learning.md": 600}

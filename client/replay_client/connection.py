@@ -28,6 +28,7 @@ from replay_client.transport import NOT_KNOWN, Transport, check_grpc, failure, f
 from replay_client.waits import Patience
 from replay_protos import REASON_KEY, SHORT_METHODS
 from replay_protos import replay_pb2 as pb
+from replay_protos.framing import SERVICE
 
 T = TypeVar("T")
 
@@ -287,6 +288,10 @@ def reported(error: grpc.aio.AioRpcError, address: str, timeout: float | None) -
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == "Deadline Exceeded":
         # This text is gRPC's own: the server did not answer, even after the grace.
         return error_of(error.code(), f"{address} did not answer within {timeout} s")
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED and error.details() == "Method not found!":
+        # This text, too: the server has no such service, or no such method of it.
+        other = f"{address} is of another version than this client, which speaks {SERVICE}"
+        return error_of(error.code(), f"{other}: install one version of replay-server on both sides")
     reason = (error.trailing_metadata() or {}).get(REASON_KEY, "")
     return error_of(error.code(), error.details() or "", str(reason))
 
