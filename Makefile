@@ -140,6 +140,8 @@ protos: setup-dev
 	@touch $@
 
 # Renews docker/constraints: the newest versions that pyproject.toml allows, for the oldest Python, on Linux.
+# Without hashes: with one in a constraint, pip refuses `--editable .`, and each requirement that is a range. A list that
+# it takes would be another file for each set of extras, and CPU builds of torch from a plain index have none.
 constraints: setup-dev
 	$(RESOLVE) $(SERVER_EXTRAS:%=--extra %) --output-file docker/constraints/server.txt
 	$(RESOLVE) $(GPU_EXTRAS:%=--extra %) --output-file docker/constraints/gpu.txt

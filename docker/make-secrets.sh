@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes the secrets that compose.secure.yaml mounts: an authority, the server's certificate, and a token for each role.
-# Usage: make-secrets.sh [FOLDER]; a FOLDER that exists stays as it is.
+# Makes an authority, the server's certificate, a token for each role, and of these what compose.secure.yaml mounts: the
+# folders `server` and `client`. Usage: make-secrets.sh [FOLDER]; a FOLDER that exists stays as it is.
 set -eu
 
 folder=${1:-$(dirname "$0")/secrets}
@@ -24,7 +24,13 @@ for role in read-only read-write admin; do
     openssl rand -hex 32 > "token-$role"
     echo "$role:$(cat "token-$role")" >> tokens
 done
+mkdir -m 755 server client
+mv server.crt server.key tokens server
+cp ca.crt server
+cp ca.crt client
+cp token-read-only server/token
+cp token-read-write client/token
 # The containers' user is not the owner, and compose keeps owner and mode. Nobody else gets into this folder.
-chmod 444 ca.crt server.crt server.key token*
+chmod 444 ca.crt token-* server/* client/*
 chmod 400 ca.key
 echo "made $folder: keep ca.key elsewhere; the server's certificate ends in a year"

@@ -24,5 +24,5 @@ def requirements(project: dict, extras: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    path, *extras = sys.argv[1:]
+    path, *extras = " ".join(sys.argv[1:]).split()
     print("\n".join(requirements(tomllib.loads(Path(path).read_text())["project"], extras)))

@@ -65,13 +65,9 @@ def dockerfile_of(service: Mapping[str, Any]) -> Path | None:
     return None if build is None else DOCKER / build["context"] / build["dockerfile"]
 
 
-def secret_and_config_files(compose: Mapping[str, Any], service: Mapping[str, Any]) -> dict[str, Path]:
+def config_files(compose: Mapping[str, Any], service: Mapping[str, Any]) -> dict[str, Path]:
     """The files that compose mounts, by their path in the container."""
     mounted = {}
-    for kind, folder in (("configs", "/"), ("secrets", "/run/secrets/")):
-        for entry in service.get(kind, []):
-            entry = {"source": entry} if isinstance(entry, str) else entry
-            target = entry.get("target", entry["source"])
-            path = target if target.startswith("/") else folder + target
-            mounted[path] = DOCKER / compose[kind][entry["source"]]["file"]
+    for entry in service.get("configs", []):
+        mounted[entry["target"]] = DOCKER / compose["configs"][entry["source"]]["file"]
     return mounted

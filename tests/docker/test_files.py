@@ -13,6 +13,7 @@ from examples.demo.run import GROUP_SIZE, GROUPS_PER_STEP
 from replay_client.waits import STOP_SECONDS
 from replay_server import Config
 from tests.docker import files
+from tests.docker.engine import make_secrets
 
 DOCKERFILES = sorted(files.DOCKER.glob("Dockerfile.*"))
 BIN = Path(sys.executable).parent
@@ -123,9 +124,11 @@ def test_what_services_mount_and_wait_for_exists():
     compose = files.load("compose.yaml", "compose.secure.yaml")
     for service in compose["services"].values():
         for volume in service.get("volumes", []):
-            assert volume.split(":")[0] in compose["volumes"]
-        for path in files.secret_and_config_files(compose, service).values():
-            assert path.exists() or path.parent.name == "secrets"
+            # A folder of secrets that is missing must not be made, empty and of root.
+            assert isinstance(volume, dict) or volume.split(":")[0] in compose["volumes"]
+            assert isinstance(volume, str) or volume["bind"] == {"create_host_path": False}
+        for path in files.config_files(compose, service).values():
+            assert path.exists()
         for other, wanted in service.get("depends_on", {}).items():
             check = compose["services"][other].get("healthcheck", {})
             assert wanted["condition"] != "service_healthy" or not check.get("disable")
@@ -158,9 +161,27 @@ def test_the_server_of_the_files_is_the_one_that_the_demo_needs():
     assert config.admission is not None
     assert config.admission.groups_per_step == GROUPS_PER_STEP
     assert [table.name for table in config.tables] == ["rollouts", "replay"]
-    (scrape,) = yaml.safe_load((files.DOCKER / "prometheus.yml").read_text())["scrape_configs"]
-    assert config.server.metrics_address is not None
-    port = config.server.metrics_address.rpartition(":")[2]
-    assert scrape["static_configs"] == [{"targets": [f"server:{port}"]}]
     for name in ("generator", "generator-cpu"):
         assert f"--group-size={GROUP_SIZE}" in our_services()[name]["command"]
+
+
+def test_prometheus_asks_each_server_of_the_run_at_its_metrics(tmp_path):
+    (line,) = files.load()["services"]["prometheus"]["command"]
+    write = line.partition(" && ")[0].replace("$$", "$").replace("/tmp/servers.yml", str(tmp_path / "servers.yml"))
+    subprocess.run(["sh", "-c", write], env={"ADDRESSES": "server:7400,server-1:7400,server-2:7400"}, check=True)
+    (found,) = yaml.safe_load((tmp_path / "servers.yml").read_text())
+    (scrape,) = yaml.safe_load((files.DOCKER / "prometheus.yml").read_text())["scrape_configs"]
+    (relabel,) = scrape["relabel_configs"]
+    asked = [re.sub(relabel["regex"], relabel["replacement"].replace("$", "\\"), one) for one in found["targets"]]
+    assert asked == ["server:7401", "server-1:7401", "server-2:7401"]
+    assert Config.load(files.DOCKER / "replay.toml").server.metrics_address == "0.0.0.0:7401"
+
+
+def test_secrets_that_exist_stay_and_each_side_gets_no_more_than_it_needs(tmp_path):
+    make_secrets(tmp_path / "secrets")
+    held = {each: {path.name for path in (tmp_path / "secrets" / each).iterdir()} for each in ("server", "client")}
+    assert held == {"server": {"ca.crt", "server.crt", "server.key", "token", "tokens"}, "client": {"ca.crt", "token"}}
+    token = (tmp_path / "secrets/client/token").read_text()
+    make_secrets(tmp_path / "secrets")
+    assert (tmp_path / "secrets/client/token").read_text() == token
+    assert f"read-write:{token}" in (tmp_path / "secrets/server/tokens").read_text()

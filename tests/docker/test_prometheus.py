@@ -42,11 +42,11 @@ def ask(server, tmp_path_factory):
     """Asks a Prometheus that has seen a server at work."""
     folder = tmp_path_factory.mktemp("prometheus")
     config = (DOCKER / "prometheus.yml").read_text()
-    assert "server:7401" in config
+    assert "/tmp/servers.yml" in config
     assert "scrape_interval: 5s" in config
-    config = config.replace("server:7401", server.metrics_address).replace(
-        "scrape_interval: 5s", "scrape_interval: 250ms"
-    )
+    (folder / "servers.yml").write_text(f"- targets: [{server.metrics_address}]")
+    config = config.replace("/tmp/servers.yml", str(folder / "servers.yml"))
+    config = config.replace("scrape_interval: 5s", "scrape_interval: 250ms")
     assert "rule_files: [alerts.yml]" in config
     config = config.replace("[alerts.yml]", f"[{DOCKER / 'alerts.yml'}]")
     (folder / "prometheus.yml").write_text(config)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from replay_client import TLS, ReplayClient
-from replay_client.errors import ReplayError
+from replay_client.errors import AuthenticationError, ReplayError
 from tests.docker.engine import Project, docker, make_secrets, missing
 from tests.factories import until
 
@@ -25,6 +25,7 @@ VERSION = f"docker-test-{os.getpid()}"
 STEPS = 30
 IMAGES = ("replay-server", "replay-trainer", "replay-generator")
 SHARDS = "server:7400,server-1:7400,server-2:7400"
+ROTATED = "a-token-of-the-next-month-0123456789"
 RINGS = """
 import re
 from replay_client import ReplayClient
@@ -92,6 +93,13 @@ def steps(project: Project) -> list[int]:
     return [json.loads(line)["step"] for line in lines]
 
 
+def lets_in(client: ReplayClient) -> bool:
+    try:
+        return client.server_info().items >= 0
+    except AuthenticationError:
+        return False
+
+
 def has_trained(project: Project) -> None:
     assert project.wait("trainer-cpu", timeout=1200) == 0, project("logs", "trainer-cpu")
     assert steps(project) == list(range(1, STEPS + 1))
@@ -157,5 +165,10 @@ def test_with_tokens_and_certificates_the_demo_trains_and_nobody_without_them_ge
     for access, message in (({"tls": tls}, "token"), ({}, "TLS")):
         with pytest.raises(ReplayError, match=message):
             ReplayClient(project.address, timeout=5.0, **access).server_info()
+    # As `mv` does it: the file is another one under the same name.
+    (secrets / "tokens.new").write_text((secrets / "server/tokens").read_text() + f"read-only:{ROTATED}\n")
+    (secrets / "tokens.new").replace(secrets / "server/tokens")
+    with ReplayClient(project.address, token=ROTATED, tls=tls, timeout=30.0) as client:
+        until(lambda: lets_in(client), "the server does not see the new tokens", 30, pause=0.5)
     has_trained(project)
     assert "7400 without" not in project("logs", "server")  # the warning of missing tokens or TLS
