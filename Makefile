@@ -43,7 +43,7 @@ GPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo lora trainer vllm vllm-server
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-annotate --custom-compile-command "make constraints" pyproject.toml
 
-.PHONY: demo demo-real test test-long adapters-test docker-test crash-test fuzz soak bench bench-trainer bench-learning learning-page lint format count protos docs constraints \
+.PHONY: demo demo-real test test-long adapters-test docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page lint format count protos docs constraints \
   setup setup-dev setup-real clean
 
 demo: setup
@@ -53,7 +53,7 @@ demo: setup
 demo-real: setup-real
 	$(BIN)/python -m experiments.learning.real.demo --engine $(ENGINE) $(DEMO_ARGS)
 
-test: setup-dev $(VERIFIERS)/.ready
+test: setup-dev $(VERIFIERS)/.ready $(BIN)/helm
 	$(BIN)/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
 	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m "not long" --numprocesses 0 $(VERIFIERS_TESTS))
 
@@ -71,6 +71,11 @@ adapters-test: setup-dev
 # All images, and what the compose files promise of them, by a container engine that is there; ten minutes and more.
 docker-test: setup-dev
 	$(BIN)/python -m pytest --override-ini timeout=0 -n0 -v -s tests/docker/whole.py $(TEST_ARGS)
+
+# The Helm chart by a real Kubernetes of one node, which it starts: as root, on Linux; half an hour. K8S_BIN is a folder with
+# its programs and images, as tests/docker/k8s/cluster.py lists them.
+k8s-test: setup-dev $(BIN)/helm
+	K8S_BIN=$(K8S_BIN) $(BIN)/python -m pytest --override-ini timeout=0 -n0 -v -s tests/docker/k8s/whole.py $(TEST_ARGS)
 
 # Kills a server with SIGKILL under load N times and checks what it promised after each.
 crash-test: setup-dev
@@ -164,6 +169,10 @@ $(VERIFIERS)/.ready: docker/constraints/verifiers.txt $(VENV)/.ready-dev-$(ENGIN
 	  > $$each/behind.pth; done
 	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< verifiers
 	@touch $@
+
+# Helm and kubectl, for the tests of the chart.
+$(BIN)/helm: | $(VENV)/.ready-dev-$(ENGINE)
+	$(BIN)/python -m tests.docker.chart $(BIN)
 
 # Agents of the index, which know nothing of this project and need nothing of it.
 $(AGENTS)/.ready: docker/constraints/agents.txt $(BIN)/python

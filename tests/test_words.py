@@ -137,9 +137,9 @@ def test_every_path_and_name_in_the_tables_of_a_page_exists(page):
 
 
 def test_every_make_target_in_the_pages_exists():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in MARKDOWN:
-        for target in re.findall(r"(?:^    |`)(?:\w+=\S+ )*make ([a-z-]+)", page.read_text(), re.MULTILINE):
+        for target in re.findall(r"(?:^    |`)(?:\w+=\S+ )*make ([a-z0-9-]+)", page.read_text(), re.MULTILINE):
             assert target in targets, f"{page.relative_to(ROOT)}: make {target}"
 
 

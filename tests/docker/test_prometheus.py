@@ -21,7 +21,7 @@ from tests.docker.files import DOCKER, ROOT
 from tests.factories import PATIENCE, free_port, until
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus")
-DASHBOARD = json.loads((DOCKER / "grafana/replay.json").read_text())
+DASHBOARD = json.loads((DOCKER / "chart/dashboard.json").read_text())
 ALERTS = re.findall(r"^\| `(.+)` \|", (ROOT / "docs/how-to/look.md").read_text(), re.MULTILINE)
 VARIABLES = {"$__rate_interval": "10s", "$instance": ".*", "$table": ".*"}
 
@@ -48,7 +48,7 @@ def ask(server, tmp_path_factory):
     config = config.replace("/tmp/servers.yml", str(folder / "servers.yml"))
     config = config.replace("scrape_interval: 5s", "scrape_interval: 250ms")
     assert "rule_files: [alerts.yml]" in config
-    config = config.replace("[alerts.yml]", f"[{DOCKER / 'alerts.yml'}]")
+    config = config.replace("[alerts.yml]", f"[{DOCKER / 'chart/alerts.yml'}]")
     (folder / "prometheus.yml").write_text(config)
     address = f"127.0.0.1:{free_port()}"
     command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
@@ -101,7 +101,8 @@ def test_no_alert_of_the_documentation_goes_off_without_need(ask, expression):
 
 NEEDS_PROMTOOL = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
 RULES = {
-    rule["alert"]: rule["expr"] for rule in yaml.safe_load((DOCKER / "alerts.yml").read_text())["groups"][0]["rules"]
+    rule["alert"]: rule["expr"]
+    for rule in yaml.safe_load((DOCKER / "chart/alerts.yml").read_text())["groups"][0]["rules"]
 }
 SERVER = {"instance": "server:7401", "job": "replay"}
 HEALTHY = {
@@ -146,7 +147,7 @@ def fired(folder, values):
     quiet = [{"eval_time": "9m", "alertname": name, "exp_alerts": []} for name in RULES]
     tests = [{"interval": "10s", "input_series": series, "alert_rule_test": quiet}]
     path = folder / "alerts_test.yml"
-    path.write_text(json.dumps({"rule_files": [str(DOCKER / "alerts.yml")], "tests": tests}))
+    path.write_text(json.dumps({"rule_files": [str(DOCKER / "chart/alerts.yml")], "tests": tests}))
     done = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True)
     names = set(re.findall(r"alertname:\s*(\w+), time: 9m", done.stdout + done.stderr))
     assert (done.returncode == 0) == (not names), done.stdout + done.stderr
@@ -209,7 +210,7 @@ def test_a_server_on_disk_has_the_metrics_of_the_disk(tmp_path):
 @NEEDS_PROMTOOL
 def test_promtool_finds_nothing_to_complain_about(server, ask):
     subprocess.run(["promtool", "check", "config", str(DOCKER / "prometheus.yml")], check=True)
-    subprocess.run(["promtool", "check", "rules", str(DOCKER / "alerts.yml")], check=True)
+    subprocess.run(["promtool", "check", "rules", str(DOCKER / "chart/alerts.yml")], check=True)
     with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=PATIENCE) as response:
         result = subprocess.run(["promtool", "check", "metrics"], input=response.read(), capture_output=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")

@@ -172,7 +172,7 @@ def test_every_metric_of_the_dashboard_is_in_a_scrape(server, client):
     client.insert(b"x", {"replay": 1.0})
     client.policy()
     names = {key[0] for key in scrape(server.metrics_address)}
-    dashboard = json.loads((ROOT / "docker/grafana/replay.json").read_text())
+    dashboard = json.loads((ROOT / "docker/chart/dashboard.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     queries += [entry["query"]["query"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"]
     used = {name for query in queries for name in re.findall(r"\b(?:replay|process)_[a-z_]+", query)}
