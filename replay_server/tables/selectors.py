@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from replay_server.tables.columns import FloatArray, IntArray, RowFacts, rows_at
+from replay_server.tables.columns import FloatArray, IntArray, RowFacts
 
 NONE = np.zeros(0, dtype=np.int64)
 _STRIDE = 50.0
@@ -92,11 +92,10 @@ class Placed(Selector):
 
     def _put(self, slots: IntArray, start: int) -> None:
         """Writes `slots` (n,) at [start, start + n)."""
-        if (top := int(slots.max(initial=-1))) >= self._place.size:
-            self._place = np.concatenate([self._place, np.full(top + 1, -1, dtype=np.int64)])
-        rows = rows_at(slots)
+        if (lacking := self._columns.order.size - self._place.size) > 0:
+            self._place = np.concatenate([self._place, np.full(lacking, -1, dtype=np.int64)])
         self._slots[start : start + slots.size] = slots
-        self._place[rows] = np.arange(start, start + slots.size)
+        self._place[slots] = np.arange(start, start + slots.size)
 
     def selectable(self) -> int:
         return self._count
@@ -155,9 +154,8 @@ class Fifo(Placed):
         self._put(held, self._start)
 
     def delete(self, slots: IntArray) -> None:
-        rows = rows_at(slots)
-        self._slots[self._place[rows]] = -1
-        self._place[rows] = -1
+        self._slots[self._place[slots]] = -1
+        self._place[slots] = -1
         self._count -= slots.size
         if not self._count:
             self._start = self._stop = 0
@@ -171,9 +169,9 @@ class Fifo(Placed):
         """The index of the first slot that is held. Looks at twice as many each time."""
         seen = 0
         while True:
-            found = np.flatnonzero(slots[seen : 2 * seen + 16] >= 0)
-            if found.size:
-                return seen + int(found[0])
+            held = slots[seen : 2 * seen + 16] >= 0
+            if held[first := int(held.argmax())]:
+                return seen + first
             seen = 2 * seen + 16
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
@@ -250,9 +248,8 @@ class Uniform(Placed):
 
     def delete(self, slots: IntArray) -> None:
         self._count -= slots.size
-        rows = rows_at(slots)
-        gaps = self._place[rows].copy()
-        self._place[rows] = -1
+        gaps = self._place[slots]
+        self._place[slots] = -1
         last = self._slots[self._count : self._count + slots.size]
         last = last[self._place[last] >= 0]
         gaps = gaps[gaps < self._count]  # as many as are left of the last slots, which fill them

@@ -47,7 +47,6 @@ from replay_server.tables.columns import (
     TagColumn,
     WaitingRows,
     costs,
-    rows_at,
     total,
 )
 from replay_server.tables.config import TableConfig
@@ -171,6 +170,7 @@ class Table:
     """The newest policy version that was undone. Those from the current one to here do not exist any more."""
 
     def __post_init__(self) -> None:
+        self.name = self.config.name
         self.rng = np.random.default_rng(self.config.seed)
         self._rng_seen: tuple[Mapping[str, Any], str] = {}, ""
         """Its state when it was last recorded, and as JSON."""
@@ -206,10 +206,6 @@ class Table:
         # that wait, and only the sampler balances.
         if config.remover != config.sampler or config.requires or self.balanced is not None:
             self.remover = config.remover.build(columns)
-
-    @property
-    def name(self) -> str:
-        return self.config.name
 
     @property
     def size(self) -> int:
@@ -284,7 +280,7 @@ class Table:
 
     def evict_slots(self, slots: IntArray) -> None:
         """Removes these items (n,) to make room."""
-        self.counters.evicted_unsampled += int(np.count_nonzero(self.columns.times_sampled[rows_at(slots)] == 0))
+        self.counters.evicted_unsampled += slots.size - int(np.count_nonzero(self.columns.times_sampled[slots]))
         self._drop(slots, "evicted")
 
     def _evict_excess(self) -> None:
@@ -309,13 +305,12 @@ class Table:
         """
         columns = self.columns
         slots = columns.add(keys)
-        rows = rows_at(slots)
-        columns.priority[rows] = priorities
-        columns.policy_version[rows] = policy_versions
-        columns.order[rows] = orders
-        columns.inserted_at[rows] = inserted_at
-        columns.size[rows], columns.cost[rows] = sizes, costs(sizes, labels)
-        columns.times_sampled[rows] = times_sampled
+        columns.priority[slots] = priorities
+        columns.policy_version[slots] = policy_versions
+        columns.order[slots] = orders
+        columns.inserted_at[slots] = inserted_at
+        columns.size[slots], columns.cost[slots] = sizes, costs(sizes, labels)
+        columns.times_sampled[slots] = times_sampled
         if labels is not None:
             for tag in columns.tags.values():
                 tag.set(slots, labels)
@@ -323,7 +318,7 @@ class Table:
 
     def _show(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
         """From now on the rows (n,), at least one, count. Selectors may choose them, unless they wait for columns."""
-        self.bytes += total(self.columns.cost[rows_at(slots)])
+        self.bytes += total(self.columns.cost[slots])
         self._offer(slots, labels)
 
     def _offer(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
@@ -347,7 +342,7 @@ class Table:
             self.sampler.delete(ready)
         if self.remover is not self.sampler:
             self.remover.delete(slots)
-        self.bytes -= total(self.columns.cost[rows_at(slots)])
+        self.bytes -= total(self.columns.cost[slots])
 
     # ------------------------------------------------------------------------------------------------ extend
 
@@ -448,10 +443,7 @@ class Table:
     def draw_slots(self, slots: IntArray, probabilities: FloatArray, scope: str = "") -> SampleBatch:
         """Draws exactly these rows (n,)."""
         columns, n = self.columns, slots.size
-        if n == 1:  # five times as fast
-            columns.times_sampled[rows_at(slots)] += 1
-        else:
-            np.add.at(columns.times_sampled, slots, 1)
+        np.add.at(columns.times_sampled, slots, 1)
         times_sampled = columns.times_sampled[slots]
         limit = self.config.max_times_sampled
         batch = SampleBatch(
