@@ -14,6 +14,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from replay_server.telemetry.prometheus import Latencies
 
 M = TypeVar("M", bound=Message)
+_AT_LEISURE = nullcontext()
+"""In the place of a timeout of None, which costs 2 µs a response."""
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -75,7 +78,7 @@ class Call:
             self._came = None
         stall = self._method.stall_timeout
         try:
-            async with asyncio.timeout(stall):
+            async with asyncio.timeout(stall) if stall is not None else _AT_LEISURE:
                 if self.carrier is None or (response := await self.carrier.place(response)) is not None:
                     await self.context.write(response)
         except TimeoutError:

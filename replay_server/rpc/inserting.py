@@ -389,7 +389,7 @@ def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Paylo
     rows, everything = len(sizes), slice(None)
     priorities: dict[str, FloatArray] = {}
     chosen: dict[str, list[int] | slice] = {}
-    for target in request.targets:
+    for target in request.targets[:]:
         table, some, numbers = target.table, target.rows[:], target.priorities[:]
         if table in priorities:
             raise invalid(f"table {table[:100]!r} is a target twice")
@@ -414,7 +414,7 @@ def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Paylo
         permits=request.permits,
         moved=request.moved,
         labels=labels_in(request),
-        closes=tuple(dict.fromkeys(request.closes)),
+        closes=tuple(dict.fromkeys(request.closes[:])),
     )
     if all(some is everything for some in chosen.values()):
         yield batch

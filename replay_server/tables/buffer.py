@@ -400,7 +400,7 @@ class ReplayBuffer:
 
     def _progress(self, tables: Iterable[Table]) -> None:
         """Serves the lines of `tables`, and of every table that this changes, until nothing more can proceed."""
-        dirty = dict.fromkeys(table.name for table in tables)
+        dirty = {table.name: None for table in tables}
         while dirty or self.items.freed:
             if self.items.freed:  # inserts into any table may have waited for the bytes
                 self.items.freed = False

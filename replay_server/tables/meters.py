@@ -94,10 +94,10 @@ class Meter:
         return sum(self._buckets) / min(WINDOW, max(1.0, now - self._started))
 
     def _advance(self, now: float) -> None:
-        second = int(now)
-        for passed in range(self._second + 1, min(second, self._second + WINDOW) + 1):
-            self._buckets[passed % WINDOW] = 0.0
-        self._second = max(self._second, second)
+        if (second := int(now)) > self._second:
+            for passed in range(self._second + 1, min(second, self._second + WINDOW) + 1):
+                self._buckets[passed % WINDOW] = 0.0
+            self._second = second
 
 
 class BlockedTime:
