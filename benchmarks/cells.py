@@ -96,12 +96,13 @@ GROUPS = {"8x1k": 8 * 1024, "8x8k": 8 * 8192, "8x32k": 8 * 32_768}
 DICTS = {"256MB": 256_000_000, "1GB": 1_000_000_000}
 FSYNC = {"always": "always", "never": "no"}
 """Our values of `fsync`, and Redis's of `appendfsync` that promise as much."""
-RESTART_GIGABYTES = 10.0
+ASKED = r"^(?!.*(/(4|40|400)kB|/2-(writers|readers)|8x32k|/tls|fsync-never|scaling|large|ray_store|zmq_pickle))"
+"""Matches the names of the cells that are measured without --all."""
 CHECKPOINT = "checkpoint"
 """The durability of a server in memory that writes its tables when a client asks."""
 
 
-def all_comparisons(gigabytes: float = RESTART_GIGABYTES) -> Iterator[Comparison]:
+def all_comparisons(gigabytes: float) -> Iterator[Comparison]:
     """`gigabytes`: what the larger restarts load. With them a million small items come for each 10 GB."""
     for payload, nbytes in PAYLOADS.items():
         yield _against_reverb(payload, nbytes)

@@ -106,7 +106,7 @@ class Report:
         return table
 
     def draw(self, path: Path) -> None:
-        """A bar for each cell, on a logarithmic axis; its whisker spans the rounds."""
+        """A bar for each cell, on a logarithmic axis, and a dot for each of its rounds."""
         import matplotlib
 
         matplotlib.use("Agg")
@@ -119,7 +119,7 @@ class Report:
         for row, (cell, ratio) in enumerate(cells):
             ratios = [each.ratio for each in cell.rounds]
             axes.barh(row, ratio - 1, left=1, color="tab:green" if ratio >= 1 else "tab:red", height=0.7)
-            axes.plot([min(ratios), max(ratios)], [row, row], color="black", linewidth=1)
+            axes.scatter(ratios, [row] * len(ratios), color="black", s=6, zorder=2)
         axes.set_xscale("log")
         axes.axvline(1, color="black", linewidth=1)
         labels = [f"{cell.cell}  ({cell.against})" for cell, _ in cells]

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.cells import RESTART_GIGABYTES, Comparison, all_comparisons, select
+from benchmarks.cells import ASKED, Comparison, all_comparisons, select
 from benchmarks.environments import FILES, OURS, REDIS, REVERB, ROOT, TRANSFERQUEUE
 from benchmarks.interpreter import build_of
 from benchmarks.measure import CellResult, Effort, measure
@@ -121,16 +121,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("quick", "full"):
         text = f"{EFFORTS[name].rounds} rounds of {EFFORTS[name].seconds:g} s (default: 3 of 0.8 s)"
         effort.add_argument(f"--{name}", dest="effort", action="store_const", const=name, help=text)
-    parser.add_argument("--only", default="", metavar="PATTERN", help="only cells whose name matches this expression")
+    parser.add_argument("--only", default=ASKED, metavar="PATTERN", help="only cells whose name matches")
+    parser.add_argument("--all", dest="only", action="store_const", const="", help="the cells that few ask about too")
     parser.add_argument("--list", action="store_true", help="only print the names of the cells")
     parser.add_argument(
-        "--restart-gigabytes", type=float, metavar="GB", help="what restarts load (default: 10, with --quick 0.2)"
+        "--restart-gigabytes", type=float, default=1.0, metavar="GB", help="what restarts load (default: 1)"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for benchmark.json and benchmark.png")
-    options = parser.parse_args(arguments)
-    if options.restart_gigabytes is None:
-        options.restart_gigabytes = 0.2 if options.effort == "quick" else RESTART_GIGABYTES
-    return options
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
