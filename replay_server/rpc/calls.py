@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from replay_server.telemetry.prometheus import Latencies
 
 M = TypeVar("M", bound=Message)
-_AT_LEISURE = nullcontext()
-"""In the place of a timeout of None, which costs 2 µs a response."""
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -78,7 +76,7 @@ class Call:
             self._came = None
         stall = self._method.stall_timeout
         try:
-            async with asyncio.timeout(stall) if stall is not None else _AT_LEISURE:
+            async with asyncio.timeout(stall) if stall is not None else nullcontext():  # 2 us less
                 if self.carrier is None or (response := await self.carrier.place(response)) is not None:
                     await self.context.write(response)
         except TimeoutError:
