@@ -305,7 +305,7 @@ class ReplayServer:
             _warn_of_open_metrics(metrics.address)
         log.info("serving the tables %s", ", ".join(buffer.tables))  # `replay serve` prints the address
         tasks = [asyncio.create_task(BlockedLog(buffer).run())]
-        tasks.append(asyncio.create_task(buffer.items.leaving.run(buffer.clear_slice)))
+        tasks.append(asyncio.create_task(buffer.items.leaving.run()))
         if self._authorizer.tokens is not None:
             tasks.append(asyncio.create_task(self._authorizer.end_revoked()))
         if checkpointer is not None and checkpoints.every_minutes is not None:

@@ -335,11 +335,6 @@ class ReplayBuffer:
                     table.delete([key])
         self._progress(self.tables.values())
 
-    def clear_slice(self) -> None:
-        """Clears away a slice of the rows that have left in a large change, and serves who waits for their bytes."""
-        self.items.leaving.clear_slice()
-        self._progress(())
-
     def refuse_damaged(self, damage: DamagedPayloads) -> Refused:
         """Removes the damaged items. Returns the error for a client that has received a part of the response."""
         self.discard(damage.keys)

@@ -298,11 +298,14 @@ class Leaving:
         """How many rows of this item wait to be cleared away."""
         return sum(columns.leaving(key) is not None for columns in self._columns)
 
-    async def run(self, clear_slice: Callable[[], None]) -> None:
-        """Calls `clear_slice` for each slice, and lets the event loop go on in between, until it is cancelled."""
+    async def run(self) -> None:
+        """Clears away slice by slice, and lets the event loop go on in between, until it is cancelled.
+
+        Nobody waits for these bytes: the first insert of a line clears away by itself what it lacks.
+        """
         while True:
             await self._more.wait()
             self._more.clear()
             while self._slices:
-                clear_slice()
+                self.clear_slice()
                 await asyncio.sleep(0)

@@ -127,10 +127,11 @@ def test_after_a_reboot_the_wall_clock_says_how_much_time_has_passed(wall, tmp_p
         client.acquire_permits(8)
     wall.ahead = HOURS
     monkeypatch.setattr(records, "boot_id", lambda: "the next boot")
-    with serving(tmp_path) as client:
-        info = client.server_info()
-        assert (info.admission.running, info.admission.expired) == (0, 8)
-        assert HOURS <= info.tables["pool"].age.max < HOURS + 300
+    for _ in range(2):
+        with serving(tmp_path) as client:
+            info = client.server_info()
+            assert (info.admission.running, info.admission.expired) == (0, 8)
+            assert HOURS <= info.tables["pool"].age.max < HOURS + 300
 
 
 def test_scopes_keep_their_order_when_the_clock_is_set_back_between_two_starts(wall, tmp_path, monkeypatch):

@@ -5,8 +5,10 @@ What operations mean is stated in reference.py, and compared with it by test_mod
 
 import math
 
+import numpy as np
 import pytest
 
+from replay_protos.labels import labels_of
 from replay_server.errors import Code, Refused
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.extensions.admission import Admission
@@ -218,6 +220,45 @@ def test_a_key_that_comes_again_for_other_tables_is_refused_and_not_acknowledged
     bench.buffer.delete("t", [key])
     assert refusal(bench.insert, "other", key=key).code is Code.INVALID_ARGUMENT
     assert bench.table("other").size == 0
+
+
+def test_an_insert_that_waits_for_bytes_comes_in_when_the_last_reader_of_a_deleted_item_has_them():
+    bench = Bench(table(when_full="block"), max_bytes=10)
+    key = bench.insert()
+    bench.buffer.items.hold([key])  # somebody reads its payload
+    bench.buffer.delete("t", [key])
+    waiting = bench.insert()
+    assert not waiting.done
+    bench.buffer.release([key])
+    assert waiting.done
+
+
+@pytest.mark.parametrize("sampler", ["fifo", "lifo", "uniform", "min_heap", "max_heap", "prioritized"])
+def test_no_sampler_gives_a_row_that_waits_after_anything_that_happens_to_it(sampler):
+    half_life = {"half_life": 2.0} if sampler in ("min_heap", "max_heap", "prioritized") else {}
+    buffer = Bench(table(sampler={"type": sampler} | half_life, requires=["value"])).buffer
+    for key in range(1, 9):
+        labels = [labels_of(["value"] if key % 2 else [], None)]
+        buffer.insert(rows_of([key], {"t": 1.0}, version=key, labels=labels))
+    buffer.update_priorities("t", np.arange(1, 9, dtype=np.uint64), np.linspace(1, 2, 8))
+    for version in (3, 400, 2):  # weights are computed anew, for all rows
+        buffer.set_policy_version(version, "", rollback=version < 400)
+        batch_id, batch = buffer.sample("t", SampleRequest(4, 4)).result()
+        assert sorted(batch.keys.tolist()) == [1, 3, 5, 7]
+        buffer.give_back(batch_id)
+    assert buffer.table("t").weigh(SampleRequest(1, 1))["items"] == 4
+    buffer.extend(2, ["value"], (b"x",))
+    _, batch = buffer.sample("t", SampleRequest(5, 5)).result()
+    assert sorted(batch.keys.tolist()) == [1, 2, 3, 5, 7]
+
+
+def test_an_item_has_a_bounded_number_of_columns():
+    bench = Bench(table())
+    buffer, key = bench.buffer, bench.insert()
+    buffer.extend(key, [f"column{n}" for n in range(1024)], (b"x",))
+    with pytest.raises(Refused, match="item 1: an item has at most 1024 columns, not 1025"):
+        buffer.extend(key, ["one more"], (b"y",))
+    assert buffer.items[key].nbytes == 11
 
 
 # ------------------------------------------------------------------------------ what random sequences seldom meet

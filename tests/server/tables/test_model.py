@@ -503,7 +503,7 @@ class ModelMachine(RuleBasedStateMachine):
     def clear_away(self, slices):
         """Nobody sees a difference, except that bytes become free."""
         for _ in range(slices):
-            self.buffer.clear_slice()
+            self.buffer.items.leaving.clear_slice()
         self.follow()
 
     @precondition(lambda self: self.admission is not None)
@@ -661,7 +661,7 @@ class ModelMachine(RuleBasedStateMachine):
             self.buffer.give_back(batch_id)
         self.buffer.reset()
         while self.buffer.items.leaving:
-            self.buffer.clear_slice()
+            self.buffer.items.leaving.clear_slice()
         assert self.buffer.items == {}
         assert self.buffer.items.bytes == 0
         self.nothing_is_stored()
