@@ -21,7 +21,6 @@ pytest.importorskip("trl", reason="pip install '.[trl]'")
 import trl
 
 from examples.demo.task import make_tokenizer
-from replay_adapters.hooks import hooks_of
 from replay_adapters.trl import (
     ReplayGRPOTrainer,
 )
@@ -407,15 +406,6 @@ def test_a_group_that_trl_has_no_place_for_is_put_aside_with_its_key(tmp_path, s
     assert [log["replay/groups_put_aside"] for log in trainer.state.log_history if "replay/groups_put_aside" in log]
     [warning] = [line for line in caplog.messages if "is put aside" in line]  # once, however often it is drawn
     assert f"key {key} in table 'replay' has {words}" in warning
-
-
-def test_a_trl_with_other_hooks_is_refused_with_the_difference(monkeypatch):
-    monkeypatch.setattr(trl.GRPOTrainer, "_calculate_rewards", lambda self, inputs, prompts, completions: None)
-    with (
-        pytest.raises(ImportError, match=r"_calculate_rewards takes \(inputs, prompts, completions\), not "),
-        hooks_of("TRL"),
-    ):
-        pass
 
 
 def test_a_run_that_goes_on_says_that_the_pool_inside_the_process_is_empty(tmp_path, server, caplog):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 
 import pytest
 
@@ -13,15 +12,13 @@ from tests.factories import server_process
 CONFIG = """
 [server]
 data_dir = "{folder}/data"
-[checkpoints]
-on_stop = {on_stop}
 [[tables]]
 name = "plain"
 """
 
 
-def config(folder, on_stop="false"):
-    return CONFIG.format(folder=folder, on_stop=on_stop)
+def config(folder):
+    return CONFIG.format(folder=folder)
 
 
 def test_checkpoints_are_made_listed_verified_and_restored_from(tmp_path):
@@ -73,17 +70,6 @@ def test_what_cannot_be_started_is_one_clear_line(tmp_path):
     assert "is damaged" in cut.stderr
     assert "--restore latest" in cut.stderr
     assert "Traceback" not in cut.stderr
-
-
-def test_a_signal_saves_and_ends_with_status_zero(tmp_path):
-    with server_process(tmp_path, config(tmp_path, on_stop="true")) as server, ReplayClient(server.address) as client:
-        client.insert(b"x", {"plain": 1.0})
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(timeout=200) == 0
-    (checkpoint,) = (tmp_path / "data" / "checkpoints").iterdir()
-    assert checkpoint.name.startswith("auto-")
-    with server_process(tmp_path, config(tmp_path)) as server, ReplayClient(server.address) as client:
-        assert client.server_info().items == 1
 
 
 def test_a_schedule_of_checkpoints_needs_a_folder_that_can_be_written(tmp_path):

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from replay_client import AsyncReplayClient, MutationResult, ReplayClient
+from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -74,42 +74,12 @@ def test_items_come_without_their_payloads_if_nobody_wants_them(client):
 
 
 @pytest.mark.usefixtures("transport")
-@pytest.mark.parametrize("nbytes", [0, 1, 400, 1 << 20, (1 << 20) + 1, 5_000_001])
-def test_payloads_of_any_size_keep_their_bytes(client, nbytes):
-    payload = np.random.default_rng(nbytes).bytes(nbytes)
-    key = client.insert(payload, {"plain": 1.0})
-    with client.writer() as writer:
-        second = writer.insert(payload, {"plain": 1.0})
-    assert [bytes(item.payload) for item in client.get([key, second])] == [payload] * 2
-    assert [bytes(sample.payload) for sample in client.sample("plain", 2)] == [payload] * 2
-    with client.sampler("plain", batch_size=2) as sampler:
-        assert [bytes(sample.payload) for sample in next(sampler)] == [payload] * 2
-
-
-@pytest.mark.usefixtures("transport")
 def test_the_writer_keeps_order_and_a_flush_means_stored(client):
     with client.writer(max_in_flight=16) as writer:
         keys = [writer.insert(bytes([n % 256]), {"plain": 1.0}) for n in range(1000)]
         writer.flush()
         assert size(client, "plain") == 1000
     assert [sample.info.key for sample in client.sample("plain", 1000)] == keys
-
-
-@pytest.mark.usefixtures("transport")
-def test_the_writer_waits_for_room_in_a_full_queue_and_loses_nothing(client):
-    got = []
-
-    def consume():
-        with client.sampler("rollouts", batch_size=5) as sampler:
-            for _, batch in zip(range(20), sampler, strict=False):
-                got.extend(sample.info.key for sample in batch)
-
-    consumer = threading.Thread(target=consume)
-    consumer.start()
-    with client.writer(max_in_flight=4) as writer:
-        keys = [writer.insert(make_group(seed=n), {"rollouts": 0.0}) for n in range(100)]
-    consumer.join()
-    assert got == keys
 
 
 @pytest.mark.usefixtures("transport")
@@ -253,67 +223,6 @@ def test_every_wait_ends_at_its_deadline_and_says_why(client):
     with pytest.raises(DeadlineExceededError, match=r"rollouts: inserting blocked: .* > max_diff 8"):
         client.insert(b"x", {"rollouts": 1.0}, timeout=1.0)
     assert client.sample("rollouts", 3, min_samples=1, timeout=0)
-
-
-@pytest.mark.usefixtures("transport")
-def test_what_was_drawn_ahead_and_not_delivered_goes_back(client):
-    keys = [client.insert(bytes([n]), {"rollouts": 0.0}) for n in range(8)]
-    with client.sampler("rollouts", batch_size=1, prefetch=6) as sampler:
-        assert next(sampler)[0].info.key == keys[0]
-        until(lambda: client.server_info().tables["rollouts"].reserved == 6)
-    until(lambda: not client.server_info().tables["rollouts"].reserved)
-    info = client.server_info().tables["rollouts"]
-    assert (info.size, info.samples, info.reserved) == (7, 1, 0)
-    assert [sample.info.key for sample in client.sample("rollouts", 7)] == keys[1:]
-
-
-def test_nothing_stale_is_handed_out_from_a_prefetch(client):
-    for version in (0, 0, 1, 1):
-        client.insert(make_group(version=version), {"fresh": 1.0})
-    with client.sampler("fresh", batch_size=2, prefetch=2) as sampler:
-        next(sampler)
-        client.set_policy_version(2)
-        assert [sample.info.policy_version for sample in next(sampler)] == [1, 1]
-    assert client.server_info().tables["fresh"].stale == 2
-
-
-def test_update_delete_list_and_reset(client):
-    keys = [client.insert(bytes(n), {"plain": float(n)}) for n in range(5)]
-    assert client.update_priorities("plain", {keys[0]: 9.0, 42: 1.0}) == MutationResult(1, (42,))
-    assert client.delete("plain", [keys[4], 42]) == MutationResult(1, (42,))
-    page = client.list_items("plain", order_by="priority", descending=True, limit=3)
-    assert [item.key for item in page] == [item.key for item in page.items] == [keys[0], keys[3], keys[2]]
-    assert len(page) == 3
-    assert (page.matching, page.items[0].priority, page.items[1].nbytes) == (4, 9.0, 3)
-    rest = client.list_items("plain", order_by="priority", descending=True, limit=3, page=page.next_page)
-    assert ([item.key for item in rest.items], rest.next_page) == ([keys[1]], "")
-    assert [item.key for item in client.list_items("plain", max_priority=2.0, order_by="size").items] == [
-        keys[1],
-        keys[2],
-    ]
-    assert client.reset("plain") == 4
-    assert size(client, "plain") == 0
-
-
-def test_leased_samples_go_back_unless_they_are_acknowledged_in_time(client):
-    keys = [client.insert(bytes([n]), {"rollouts": 1.0}) for n in range(3)]
-    kept, returned, expired = (client.sample("rollouts", 1, lease=seconds) for seconds in (60.0, 60.0, 0.2))
-    assert client.acknowledge(kept).applied == 1
-    assert client.acknowledge(returned, give_back=True).applied == 1
-    assert client.acknowledge(kept, give_back=True).missing == (kept[0].info.lease,)  # what is settled stays so
-    assert client.acknowledge(returned).missing == (returned[0].info.lease,)
-    assert [sample.info.key for sample in client.sample("rollouts", 2, timeout=60.0)] == keys[1:]
-    assert client.acknowledge(expired).missing == (expired[0].info.lease,)
-    info = client.server_info().tables
-    assert (info["rollouts"].samples, info["rollouts"].reserved, info["replay"].size) == (3, 0, 3)
-
-
-def test_watching_the_policy_sees_the_current_one_and_every_change(client, server):
-    client.set_policy_version(1, "one")
-    watch = client.watch_policy()
-    assert (next(watch).version, client.set_policy_version(2, "two").weights) == (1, "two")
-    assert next(watch).weights == "two"
-    watch.close()
 
 
 def test_permits_pace_generators_over_the_wire():

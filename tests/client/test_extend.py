@@ -130,6 +130,12 @@ BAD_COLUMNS = {
     "a dtype that is no number": ({"a": np.array(["x"])}, {}, "extras['a'] has dtype <U1"),
     "an axis that there is not": ({"a": np.zeros(2)}, {"a": "turn"}, "axes['a'] is 'turn', not one of"),
     "an axis of nothing": ({"a": np.zeros(2)}, {"b": "token"}, "axes names 'b', which extras does not have"),
+    "axes that disagree": (
+        {"x": np.zeros(3), "y": np.zeros(4)},
+        {"x": "token", "y": "token"},
+        "extras['y'] has the shape (4,)",
+    ),
+    "no offset": ({"x": np.zeros(3), "x/offsets": np.zeros(0, int)}, {"x": "ragged:token"}, "the shape (1,)"),
     "a name without letters": ({"": np.zeros(2)}, {}, "column '' has a name of 0 bytes: 1 to 256"),
     "a long name": ({"x" * 257: np.zeros(2)}, {}, "has a name of 257 bytes: 1 to 256"),
 }
@@ -226,9 +232,6 @@ def test_what_a_table_requires_can_change_while_it_runs(client):
     assert keys_of(client.sample("plain", 2)) == [lacking, whole]
     with pytest.raises(InvalidRequestError, match="requires names one twice: a, a"):
         client.update_table("plain", requires=["a", "a"])
-
-
-# ------------------------------------------------------------------------------------------------ what survives
 
 
 # ------------------------------------------------------------------------------------------------ the wire

@@ -84,32 +84,6 @@ def test_who_looks_for_groups_to_build_is_a_generator_and_no_trainer(client):
         assert {each.role for each in client.server_info().clients if each.name == "builder"} == {"generator"}
 
 
-def test_groups_under_construction_outlive_the_server_and_so_do_their_leases(tmp_path):
-    with serving(tmp_path) as client:
-        _, left = open_group(client)
-        client.acknowledge(left, give_back=True)
-        client.extend(left[0].info.key, {"rollout/0": np.frombuffer(b"abc", np.uint8)})
-        client.insert(b"no permit", {"building": 1.0})
-        assert counts(client) == (0, 1, 1)
-        held = client.sample("building", lease=600.0)  # the older one
-        client.renew(held, 600.0)
-    with serving(tmp_path) as client:
-        assert counts(client) == (0, 1, 1)
-        client.set_policy_version(0, rollback=True)
-        assert counts(client) == (0, 1, 1)
-        key = client.insert(make_group(), {"rollouts": 1.0}, closes=held)
-        assert counts(client) == (1, 0, 0)
-    with serving(tmp_path) as client:
-        assert counts(client) == (1, 0, 0)
-        client.delete("rollouts", [key])  # accepted and not used: the permit goes back
-        assert counts(client) == (0, 0, 0)
-    with serving(
-        tmp_path, admission=ADMISSION.model_copy(update={"building": ()}), tables=[*TABLES, BUILDING]
-    ) as client:
-        assert counts(client) == (0, 0, 0)
-        assert client.server_info().tables["building"].size == 1
-
-
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [
@@ -186,6 +160,10 @@ def test_a_group_goes_from_stage_to_stage_with_its_permit_and_is_accepted_by_the
         assert counts(client) == (1, 0, 0)
         client.insert(b"of no unit", {"building": 1.0}, closes=client.sample("unscored", lease=600.0))
         assert counts(client) == (1, 0, 0)
+    ordinary = {"admission": ADMISSION.model_copy(update={"building": ()}), "tables": [*TABLES, BUILDING]}
+    with serving(tmp_path, **ordinary) as client:
+        assert counts(client) == (1, 0, 0)
+        assert client.server_info().tables["building"].size == 1
 
 
 def test_a_group_that_a_stage_drops_gives_its_permit_back():

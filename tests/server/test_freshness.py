@@ -66,19 +66,6 @@ def test_a_half_life_can_be_set_changed_and_taken_away_while_the_server_runs():
         assert drawn_probabilities(client) == pytest.approx({first: 4 / 14, second: 1 / 14, third: 9 / 14})
 
 
-def test_an_ageing_remover_evicts_what_is_worth_least_now():
-    table = TableConfig(name="pool", remover={"type": "min_heap", "half_life": 4.0}, max_size=3)
-    with serving(table) as client:
-        client.set_policy_version(8)
-        first, second, third = insert_three(client)  # now worth 1.0, 0.5 and 9.0
-        client.set_policy_version(20)
-        # The others are worth 0.125, 0.0625 and 1.125 now.
-        client.insert(b"x", {"pool": 0.05}, policy_version=20)
-        assert set(effective(client)) == {first, second, third}
-        newest = client.insert(b"x", {"pool": 0.1}, policy_version=20)
-        assert set(effective(client)) == {first, third, newest}
-
-
 @pytest.mark.parametrize("durable", [True, False], ids=["a restart", "a checkpoint"])
 def test_the_age_of_every_item_is_kept_over(tmp_path, durable):
     options = {"data_dir": tmp_path} if durable else {"checkpoints": CheckpointsSection(dir=tmp_path)}
@@ -93,16 +80,3 @@ def test_the_age_of_every_item_is_kept_over(tmp_path, durable):
         assert client.policy().version == 3000
         assert effective(client) == pytest.approx(before)
         assert drawn_probabilities(client) == pytest.approx(shares(before))
-
-
-def test_a_forwarded_item_ages_from_the_version_it_was_made_by():
-    tables = (
-        TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 10}, forward_to="pool"),
-        TableConfig(name="pool", sampler={"type": "prioritized", "half_life": 4.0}),
-    )
-    with serving(*tables) as client:
-        key = client.insert(b"x", {"queue": 1.0}, policy_version=0)
-        client.set_policy_version(8)
-        client.sample("queue", 1)
-        assert effective(client) == pytest.approx({key: 0.25})
-        assert effective(client, "queue") == {}

@@ -88,26 +88,6 @@ def test_a_replaced_group_is_corrected_by_its_own_samplers_logprobs(tmp_path):
     assert metrics["train/zero_variance_fraction"] == 0.0
 
 
-def test_the_update_is_weighted_and_rejected_as_configured(tmp_path):
-    group = make_group(rewards=[1.0, 0.0])
-    group.rollout_logprobs[:] = logprobs_of(make_model(), [group]).numpy() - math.log(4.0)
-
-    def change(name: str, **correction: Any) -> torch.Tensor:
-        client = FakeClient([[make_sample(group)]])
-        config = CorrectionConfig(**correction)
-        trainer = make_trainer(
-            client, tmp_path / name, max_steps=1, max_grad_norm=math.inf, learning_rate=0.1, correction=config
-        )
-        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
-        trainer.train()
-        return trainer.model.lm_head.weight.detach() - make_model().lm_head.weight.detach()
-
-    unweighted = change("unweighted", clip_min=1.0, clip_max=1.0)
-    assert unweighted.abs().max() > 1e-3
-    torch.testing.assert_close(change("truncated", clip_max=2.0), 2 * unweighted, atol=1e-6, rtol=1e-3)
-    assert change("rejected", rejection=Rejection("k1", "token", high=3.0)).abs().max() == 0
-
-
 @pytest.mark.parametrize("on_empty", ["keep", "drop"])
 def test_a_step_without_any_variance_is_done_and_changes_nothing(tmp_path, on_empty):
     client = FakeClient([[make_sample(make_group(rewards=ALL_WRONG))]])

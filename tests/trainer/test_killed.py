@@ -122,29 +122,6 @@ def test_groups_that_a_step_leaves_for_the_next_one_are_neither_lost_nor_used_tw
     assert client.sample("rollouts", 1, timeout=60.0)[0].info.key == keys[9]
 
 
-def test_a_trainer_that_is_killed_again_and_again_gets_through(client, tmp_path):
-    keys = insert(client)
-    for step, phase in enumerate(("updated", "written", "announced", "sampled"), start=1):
-        kill_in_a_process(client.address, tmp_path, phase, step, resume=True)
-        until_gone(client)
-    run(client.address, tmp_path, resume=True)
-    assert trained(tmp_path) == sorted(keys)
-    check_used_up(client, keys, len(keys))
-
-
-@pytest.mark.parametrize("phase", ["updated", "written"])
-def test_trainer_and_server_killed_together_come_back_together(tmp_path, phase):
-    config = durable(tmp_path)
-    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
-        keys = insert(client)
-        kill_in_a_process(server.address, tmp_path, phase, 2)
-        server.kill()
-    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
-        run(server.address, tmp_path, resume=True)
-        assert trained(tmp_path) == sorted(keys)
-        check_used_up(client, keys, len(keys))
-
-
 def test_a_server_that_restarts_in_the_middle_of_a_step_gives_no_group_twice(tmp_path):
     config, address = durable(tmp_path), f"127.0.0.1:{free_port()}"
     servers = []

@@ -12,11 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_client import RolloutGroup
-from replay_trainer import LossConfig, PaddedBatch, correct, from_padded, policy_loss, to_padded
-from replay_trainer.batching import to_batch
-from replay_trainer.logprobs import LogprobModel
-from replay_trainer.losses import corrected_policy_loss
-from tests.trainer.factories import make_group, make_model
+from replay_trainer import PaddedBatch, from_padded, to_padded
+from tests.trainer.factories import make_group
 
 
 def make_groups() -> list[RolloutGroup]:
@@ -54,39 +51,6 @@ def test_every_tensor_can_be_written_to():
     for tensor in vars(to_padded(decoded)).values():
         if tensor is not None:  # token advantages, which no group here has
             tensor[0] = 0
-
-
-def test_the_loss_on_padded_tensors_is_that_of_the_trainer():
-    groups, model = make_groups(), make_model()
-    padded, batch = to_padded(groups), to_batch(groups)
-    logits_BSV = model(
-        input_ids=padded.input_ids_BS, attention_mask=padded.attention_mask_BS, position_ids=padded.position_ids_BS
-    ).logits
-    P = padded.prompt_ids_BP.shape[1]
-    logits_BTV = logits_BSV[:, P - 1 : -1] / padded.temperature_B[:, None, None]
-    logprobs_BT = logits_BTV.log_softmax(-1).gather(-1, padded.completion_ids_BT[..., None]).squeeze(-1)
-    correction = correct(logprobs_BT.detach(), padded.rollout_logprobs_BT, padded.loss_mask_BT)
-    loss, _ = policy_loss(
-        logprobs_BT,
-        logprobs_BT.detach(),
-        padded.advantages_B,
-        padded.loss_mask_BT,
-        LossConfig("dapo"),
-        weights=correction.weights,
-        keep=correction.mask,
-    )
-    ours_BT, _ = LogprobModel(make_model())(batch)
-    expected, _ = corrected_policy_loss(
-        ours_BT,
-        ours_BT.detach(),
-        batch.rollout_logprobs_BT,
-        batch.advantages_B,
-        batch.mask_BT,
-        correction.ratios.config,
-    )
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
-    loss.backward()
-    assert model.lm_head.weight.grad.abs().max() > 0
 
 
 def test_no_groups_make_a_batch_without_rows():

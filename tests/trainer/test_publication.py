@@ -222,6 +222,7 @@ def test_weights_that_compute_nan_are_neither_published_nor_saved(tmp_path):
             train(client, tmp_path, max_steps=4, resume=True, learning_rate=1e30)
         assert [folder.name for folder in published(tmp_path)] == ["step-0", "step-1", "step-2"]
         assert (client.version, client.weights) == (2, str(tmp_path.resolve() / "step-2"))
+        assert client.deleted == []  # the groups are not to blame
     train(client, tmp_path, max_steps=4, resume=True)
     assert client.version == 4
 

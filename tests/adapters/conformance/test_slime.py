@@ -137,14 +137,6 @@ def test_a_sample_that_slime_leaves_out_of_the_loss_is_stored_so_and_does_not_co
     assert second.samples[0][1].loss_mask == [0, 1]  # its own, as slime has it until it trains
 
 
-def test_rollouts_that_may_fan_out_are_replaced_if_each_has_one_sample(server):
-    informative, barren = make_samples(0, [0.0, 1.0]), make_samples(7, [1.0, 1.0])
-    _, second = run(server, [[[sample] for sample in informative]], [[[sample] for sample in barren]])
-    assert [[told(sample) for sample in rollout] for rollout in second.samples[0]] == [
-        [told(sample)] for sample in informative
-    ]
-
-
 @pytest.mark.parametrize(
     "spoil",
     [

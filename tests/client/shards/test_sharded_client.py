@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import replay_client.shards.policy
-from replay_client import AsyncReplayClient, ReplayClient, ShardedInfo
+from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -117,24 +117,6 @@ def test_a_token_goes_unencrypted_to_no_shard_on_another_machine():
 # ------------------------------------------------------------------------------------------------ insert, sample
 
 
-def test_inserts_spread_and_every_item_is_found_by_its_key(client):
-    keys = insert_many(client, "pool", MANY)
-    held = sizes(client, "pool")
-    assert sum(held.values()) == MANY
-    assert all(held.values())
-    assert [item.key for item in client.get(reversed(keys))] == keys[::-1]
-    assert client.server_info().tables["pool"].size == MANY
-
-
-def test_batches_take_each_item_of_all_shards_once(client):
-    keys = set(insert_many(client, "queue", MANY))
-    first, second = client.sample("queue", 18), client.sample("queue", MANY - 18)
-    assert {sample.info.key for sample in first + second} == keys
-    assert {sample.info.shard for sample in first + second} == set(sizes(client, "queue"))
-    info = client.server_info().tables["queue"]
-    assert (info.size, info.samples, info.consumed) == (0, MANY, MANY)
-
-
 def test_order_is_kept_within_each_shard(client):
     keys = insert_many(client, "queue", 40)
     shard_of = {item.key: sample for item in client.get(keys) for sample in [item]}
@@ -175,13 +157,6 @@ def test_a_lease_is_acknowledged_on_the_shards_that_gave_the_samples(client):
     assert client.acknowledge(back).applied == 0
 
 
-def test_probabilities_are_those_of_one_table(client):
-    priorities = {client.insert(b"", {"pool": float(i)}): float(i) for i in range(1, 21)}
-    for sample in client.sample("pool", 5):
-        assert sample.info.probability == pytest.approx(priorities[sample.info.key] / 210)
-        assert sample.info.table_size == 20
-
-
 @pytest.mark.parametrize("prefetch", [None, 0, 2], ids=["single batches", "sampler", "sampler that draws ahead"])
 def test_an_item_with_nearly_all_of_the_weight_is_in_every_batch_once(client, prefetch):
     weight = 1e11  # another item comes first once in 10^9 draws
@@ -216,13 +191,6 @@ def test_bad_requests_get_the_errors_of_one_server(client):
 
 
 # ------------------------------------------------------------------------------------------------ writer, sampler
-
-
-def test_a_writer_spreads_items_and_its_flush_acknowledges_all_of_them(client):
-    with client.writer(max_in_flight=8) as writer:
-        keys = [writer.insert(b"x" * 1000, {"pool": 1.0}) for _ in range(200)]
-    assert {item.key for item in client.get(keys)} == set(keys)
-    assert all(sizes(client, "pool").values())
 
 
 async def test_a_writer_never_has_more_in_flight_than_it_may(service):
@@ -325,17 +293,6 @@ def test_pages_are_in_one_order_and_hold_every_item_once(client, order_by, desce
     values = [getattr(item, "nbytes" if order_by == "size" else order_by) for item in listed]
     if order_by != "age":
         assert values == sorted(values, reverse=descending)
-
-
-def test_infos_add_up_and_keep_the_shards(client):
-    insert_many(client, "queue", 10)
-    info = client.server_info()
-    assert isinstance(info, ShardedInfo)
-    assert info.items == sum(shard.items for shard in info.shards.values()) == 10
-    assert info.tables["queue"].size == 10
-    assert info.gone == ()
-    assert client.update_table("pool", max_size=10).name == "pool"
-    assert client.reset("queue") == 10
 
 
 # ---------------------------------------------------------------------------------------------- policy, permits

@@ -163,15 +163,6 @@ async def test_an_emptied_table_is_loaded_anew():
         assert Counter(await made(client)) == names(10, 3)
 
 
-async def test_the_server_goes_on_after_a_restart_where_the_epoch_was(tmp_path):
-    for half in range(2):
-        async with serving(data_dir=tmp_path / "data") as client:
-            await make_generator(client, max_groups=None if half else 5, max_concurrent_groups=1).run()
-            assert len(await made(client)) == (10 if half else 5)
-            counted = Counter(await made(client))
-    assert counted == names(10)
-
-
 @pytest.mark.parametrize(
     ("table", "words"),
     [

@@ -197,14 +197,6 @@ async def test_of_equal_answers_the_oldest_that_nobody_follows_goes_on():
     assert_drawn(engine, sequences, [each for _, each in engine.drawn])
 
 
-async def test_a_turn_that_nobody_read_is_not_trained_on():
-    engine = Drawing()
-    session = session_of(engine)
-    await ask(session, user("a"), read=False)
-    await ask(session, user("a"))
-    assert_drawn(engine, session.rollout(1.0).sequences, [engine.drawn[1][1]])
-
-
 async def test_a_retry_gets_the_answer_of_the_first_and_an_equal_request_another():
     engine = Drawing()
     session = session_of(engine)

@@ -85,10 +85,6 @@ def bearer(token: str) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------ tokens
 
 
-def test_every_method_of_the_protocol_has_a_role():
-    assert ROLES.keys() == {method.name for method in METHODS}
-
-
 @pytest.mark.parametrize("method", [method.name for method in METHODS])
 def test_each_method_takes_its_role_and_those_above_it_and_no_other(server, method):
     assert code_of(server.address, method) is Code.UNAUTHENTICATED
@@ -548,13 +544,6 @@ def test_a_bad_setting_is_named_and_no_secret_is_shown(tmp_path, environment, co
         Access.find(environment=environment, client_config=str(path))
     assert "secret" not in str(caught.value)
     assert "se cret" not in str(caught.value)
-
-
-def test_a_client_is_made_from_the_environment(server, monkeypatch):
-    monkeypatch.setenv("REPLAY_ADDRESS", server.address)
-    monkeypatch.setenv("REPLAY_TOKEN", ADMIN)
-    with ReplayClient.from_env(timeout=60.0) as client:
-        assert client.policy().version == 0
 
 
 def test_no_representation_shows_the_token():

@@ -6,7 +6,6 @@ import pytest
 
 import replay_server.rpc.items
 from replay_client import ReplayClient
-from replay_client.errors import InvalidRequestError
 from replay_server import ReplayServer, TableConfig
 from tests.factories import until
 
@@ -65,11 +64,6 @@ def test_pages_orders_and_bounds_hold_for_a_list_by_tags(client, keys, table):
     second = client.list_items(table, tags={"environment": "math"}, page=first.next_page, **options)
     assert ([item.key for item in second.items], second.next_page) == ([keys[0]], "")
     assert not client.list_items(table, tags={"environment": "math"}, min_priority=9.5).items
-
-
-def test_tags_that_no_item_can_have_are_refused_with_one_line(client):
-    with pytest.raises(InvalidRequestError, match=r"^tag 'level' is 1\.5: a tag is a string, or an integer of 64 bits"):
-        client.list_items("plain", tags={"level": 1.5})
 
 
 def test_an_index_that_begins_while_the_server_runs_finds_the_items_of_before(client, keys):

@@ -31,22 +31,6 @@ def test_what_could_not_be_written_comes_again():
     assert again.tables["a"].rng.random() == buffer.tables["a"].rng.random()
 
 
-def test_an_item_that_was_forwarded_and_that_only_a_batch_holds_has_no_record():
-    buffer = replay_buffer([TableConfig(name="a", forward_to="b"), TableConfig(name="b", max_size=1)], time.monotonic)
-    collector = ChangeCollector(buffer)
-    buffer.watchers.append(collector)
-    buffer.insert(rows_of([7], {"a": 1.0}))
-    taken, _ = buffer.sample("a", SampleRequest(1, 1)).result()
-    buffer.take(taken)
-    buffer.sample("a", SampleRequest(1, 1)).result()  # in hand to the end
-    buffer.insert(rows_of([8], {"b": 1.0}))
-    collector.written(collector.collect())
-    buffer.delete("a", [7])
-    assert buffer.items[7].forwarded == ("a",)
-    delta = collector.collect()
-    assert (len(delta.items), delta.removed) == (0, [7])
-
-
 def test_what_a_restart_finds_damaged_gives_its_place_in_a_queue_back():
     tables = [TableConfig(name="a", rate_limiter={"type": "queue", "max_size": 2})]
     buffer = replay_buffer(tables, time.monotonic)

@@ -2,7 +2,6 @@
 
 import os
 import struct
-import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -17,10 +16,8 @@ from replay_client.errors import ReplayError, ServerUnavailableError, StorageErr
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from replay_server.storage import lmdb as lmdb_storage
 from replay_server.storage import records
 from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
-from replay_server.storage.records import Delta
 from tests.commands import fails
 from tests.factories import keys_in, make_group, small_disk, until
 
@@ -57,26 +54,6 @@ def try_insert(client, payload):
         return None
 
 
-@OVER_BOTH
-def test_what_was_in_hand_and_not_taken_is_back_after_a_kill(tmp_path):
-    server = ReplayServer(TABLES, port=0, data_dir=tmp_path)
-    server.start()
-    copy = tmp_path.parent / "as-after-a-kill"
-    with ReplayClient(server.address) as client:
-        for n in range(6):
-            client.insert(bytes([n]), {"queue": 1.0})
-        sampler = client.sampler("queue", batch_size=1, prefetch=2)
-        taken = next(sampler)[0].info.key
-        client.sample("queue", 1, lease=60.0)
-        client.delete("pool", [taken])  # so that a commit follows on the draws
-        subprocess.run(["cp", "-r", tmp_path, copy], check=True)
-    with serving(copy) as client:
-        info = client.server_info().tables["queue"]
-        assert (info.size, info.samples, info.consumed) == (5, 1, 1)
-        assert taken not in keys_in(client, "queue")
-    server.stop()
-
-
 def test_a_second_server_on_the_directory_is_refused(tmp_path):
     with serving(tmp_path), pytest.raises(UnusableDirectory, match="in use by another server"):
         ReplayServer(TABLES, port=0, data_dir=tmp_path).start()
@@ -99,31 +76,6 @@ def test_a_directory_that_was_used_and_lost_its_file_is_refused(tmp_path):
     os.truncate(tmp_path / "data.mdb", 0)
     with pytest.raises(UnusableDirectory, match=r"data.mdb is gone or empty.*--restore latest"):
         ReplayServer(TABLES, port=0, data_dir=tmp_path).start()
-
-
-def test_a_kill_in_the_middle_of_a_large_commit_costs_nothing_but_that_commit(tmp_path, monkeypatch):
-    with serving(tmp_path) as client:
-        first = client.insert(b"first", {"pool": 1.0})
-    monkeypatch.setattr(lmdb_storage, "BYTES_PER_TRANSACTION", 10_000)
-    storage = LmdbStorage(tmp_path)
-    storage.load()
-    storage.put(list(range(100, 200)), [(bytes(1000),)] * 100)
-
-    def die(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "_write_records", die)
-        with pytest.raises(KeyboardInterrupt):
-            storage.commit(Delta(), storage.begin_commit())
-    storage.close()
-    with serving(tmp_path) as client:
-        assert keys_in(client, "pool") == [first]
-        client.insert(b"more", {"pool": 1.0})  # with a commit that removes what was left behind
-    storage = LmdbStorage(tmp_path)
-    with storage._env.begin() as txn:
-        assert txn.stat(storage._payloads)["entries"] == 2
-    storage.close()
 
 
 def test_what_the_configuration_has_no_room_for_is_dropped_and_said(tmp_path, caplog):

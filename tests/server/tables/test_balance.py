@@ -98,51 +98,6 @@ def test_within_a_value_items_are_drawn_as_the_sampler_does(sampler, rows):
     assert_distribution(counts, shares)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_the_probability_of_a_row_is_the_share_of_its_value_times_that_within_it(sampler):
-    pool = Pool(sampler, {"math": 3.0}).fill(math=4, code=2)
-    alone = {value: Pool(sampler, balance=None).fill(**{value: n}) for value, n in (("math", 4), ("code", 2))}
-    batch = pool.draw(SampleRequest(6, 6), 6)
-    within = {}
-    for value, table in alone.items():
-        rows = table.draw(SampleRequest(len(table.tags), 1), len(table.tags))
-        within |= {
-            (value, priority): probability
-            for priority, probability in zip(rows.priorities.tolist(), rows.probabilities.tolist(), strict=True)
-        }
-    for key, priority, probability in zip(
-        batch.keys.tolist(), batch.priorities.tolist(), batch.probabilities.tolist(), strict=True
-    ):
-        value = pool.tags[key]
-        assert probability == pytest.approx({"math": 0.75, "code": 0.25}[value] * within[value, priority])
-
-
-def test_the_order_of_an_ordered_sampler_holds_within_each_value():
-    pool = Pool("fifo").fill(math=30, code=30)
-    keys = pool.drawn(40)
-    for value in ("math", "code"):
-        drawn = [key for key in keys if pool.tags[key] == value]
-        assert drawn == pool.keys_of(value)[: len(drawn)]
-
-
-EMPTY = {
-    "no item of it was ever there": lambda pool: None,
-    "all its items were deleted": lambda pool: pool.delete(pool.add(["law"] * 5, np.ones(5))),
-    "its weight is 0": lambda pool: pool.add(["never"] * 5, np.ones(5)),
-}
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("make_empty", EMPTY.values(), ids=EMPTY)
-def test_the_share_of_an_empty_value_goes_to_the_others_in_proportion(sampler, make_empty):
-    pool = Pool(sampler, {"math": 2.0, "law": 7.0, "never": 0.0}).fill(math=3, code=90)
-    make_empty(pool)
-    draws = 2_000
-    counts = Counter(pool.tags[key] for _ in range(draws) for key in pool.drawn(1))
-    assert_shares(counts, {"math": 2 / 3, "code": 1 / 3}, draws)
-    assert pool.available(SampleRequest(1, 1)) == 93
-
-
 def test_a_value_whose_items_all_have_priority_0_is_empty_until_one_of_them_has_more():
     pool = Pool("prioritized", {"math": 1000.0}).fill(code=5)
     keys = pool.add(["math"] * 3, [0.0, 0.0, 0.0])
@@ -201,12 +156,6 @@ def test_distinct_draws_choose_values_as_draws_one_after_the_other_do():
     assert_distribution(counts, shares)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_batch_of_everything_has_each_item_once(sampler):
-    pool = Pool(sampler, {"math": 1e6, "code": 1e-6}).fill(math=300, code=5, none=70)
-    assert sorted(pool.drawn(375)) == sorted(pool.tags)
-
-
 def test_ages_count_within_a_value_and_after_the_version_moved():
     pool = Pool(sampler={"type": "prioritized", "half_life": 1.0})
     for version in (0, 3):
@@ -218,18 +167,6 @@ def test_ages_count_within_a_value_and_after_the_version_moved():
     batch = pool.draw(SampleRequest(4, 4), 4)
     found = dict(zip(batch.keys.tolist(), batch.probabilities.tolist(), strict=True))
     assert found == pytest.approx({1: 0.1, 2: 0.1, 4: 0.4, 5: 0.4})
-
-
-def test_integers_are_named_by_their_digits_and_items_without_the_tag_by_nothing():
-    pool = Pool(weights={"3": 5.0, "": 4.0})
-    pool.add([3, "3", None, "", 4], np.ones(5))
-    assert {key: round(p, 9) for key, p in zip(*first_probabilities(pool), strict=True)} == {
-        1: 0.25,
-        2: 0.25,
-        3: 0.2,
-        4: 0.2,
-        5: 0.1,
-    }
 
 
 def first_probabilities(pool: Pool) -> tuple[list[int], list[float]]:

@@ -40,13 +40,6 @@ def test_a_configuration_of_many_tables_gets_short_errors():
     assert len(str(caught.value)) < 500
 
 
-def test_an_error_names_all_of_few_tables():
-    buffer = replay_buffer([TableConfig(name="rollouts"), TableConfig(name="replay")], Clock())
-    with pytest.raises(Refused) as caught:
-        buffer.table("nope")
-    assert caught.value.message == "no table 'nope'; tables: rollouts, replay"
-
-
 def test_a_long_wait_says_that_the_other_side_is_silent_and_that_generators_lack_permits():
     clock = Clock()
     admission = AdmissionConfig(groups_per_step=1, max_staleness=0)

@@ -69,15 +69,6 @@ def test_heaps_name_the_first_of_many_in_order_after_churn(kind, sign, n):
     assert pool.select(n) == expected[:n]
 
 
-def test_prioritized_never_names_an_item_of_priority_zero():
-    pool = filled("prioritized", 0.0, 1.0, 0.0, 2.0)
-    assert sorted(pool.select(4)) == [1, 3]
-    pool.update(k1=0.0, k3=0.0)
-    assert pool.select(1) == []
-    pool.update(k0=1e-300)
-    assert pool.select(1) == [0]
-
-
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     """z-score of the chi-square statistic (normal approximation: mean k, variance 2 k)."""
     expected = counts.sum() * probabilities
@@ -175,16 +166,6 @@ class AgeingPool(Pool):
         largest = max(weights.values(), default=0.0)
         relative = {key: 2.0 ** (weight - largest) for key, weight in weights.items()}
         return {key: weight / sum(relative.values()) for key, weight in relative.items()}
-
-
-def test_aged_priorities_are_drawn_in_proportion_to_what_is_left_of_them():
-    pool = AgeingPool("prioritized", exponent=0.5, half_life=4.0)
-    versions = np.arange(0, 40, 2)
-    for key, version in enumerate(versions.tolist()):
-        pool.insert(key, 1.0 + key % 3, version)
-    pool.move(45)
-    weights = (1.0 + np.arange(20) % 3) ** 0.5 * 0.5 ** ((45 - versions) / 4.0)
-    assert abs(chi_square(first_draws(pool, 20_000, 20), weights / weights.sum())) < 4
 
 
 @pytest.mark.parametrize("half_life", [0.01, 0.7, 5.0, 300.0])
