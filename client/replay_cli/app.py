@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from replay_cli.archive import archive
+from replay_cli.archive.copying import copy
 from replay_cli.change import policy, reset, update
 from replay_cli.connection import ROOT
 from replay_cli.doctor import doctor
@@ -27,7 +28,7 @@ from replay_cli.train import train
 app = Commands(
     "A replay server for GRPO: rollout groups in rate-limited priority tables.",
     epilog="Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTERM. After either signal "
-    "`serve`, `generate` and `score` finish their work and end with 0.",
+    "`serve`, `generate`, `score` and `copy` finish their work and end with 0.",
     pretty_exceptions_enable=False,
 )
 _INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -40,6 +41,7 @@ app.add(serve, tables, top, dashboard, items, show, doctor)
 for name, group in {"policy": policy, "table": table, "checkpoint": checkpoint}.items():
     app.add_typer(group, name=name)
 app.add(generate, score, train)
+app.add(copy)
 for name, group in {"archive": archive, "shards": shards}.items():
     app.add_typer(group, name=name)
 
@@ -64,8 +66,8 @@ def options(
 def run() -> NoReturn:
     """Runs the command of the command line, and exits with its status.
 
-    SIGTERM ends a command as Ctrl-C does: what it holds is given back. `serve`, `generate` and `score` handle both
-    signals themselves: they finish their work and end with status 0.
+    SIGTERM ends a command as Ctrl-C does: what it holds is given back. `serve`, `generate`, `score` and `copy`
+    handle both signals themselves: they finish their work and end with status 0.
     """
     ended_by = _INTERRUPTED
 

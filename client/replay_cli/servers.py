@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replay_cli.archive.copying import fetch
 from replay_cli.connection import access_of, ask
 from replay_cli.options import ABOUT_RECIPE, Commands, option, taking
 from replay_cli.output import AsJson, Yes, confirm, console, fail, misuse, plain_table, print_json, say
@@ -46,7 +47,8 @@ def serve(
         str | None,
         typer.Option(
             "--restore",
-            help="Restore this checkpoint at startup, or `latest`. A damaged one gives way to the newest whole one.",
+            help="Restore this checkpoint at startup, or `latest`; of an address of `replay copy`, the newest there. A "
+            "damaged one gives way to the newest whole one.",
         ),
     ] = None,
     replace: Annotated[
@@ -77,6 +79,8 @@ def serve(
             loaded = loaded.model_copy(update={"server": section})
         server = ReplayServer.from_config(loaded, os.environ)
         if restore is not None:
+            if "://" in restore and (folder := loaded.checkpoint_dir) is not None:
+                restore = fetch(restore, folder)
             server.restore(restore, replace=replace)
         elif replace:
             misuse("--replace goes with --restore")

@@ -1,0 +1,157 @@
+"""`replay copy`: the finished files of a folder, also in an object store; and a checkpoint of there in a folder again.
+
+A file that has its name is finished: checkpoints and files of an archive get theirs when they are whole on the disk. So
+this process asks neither a server nor an archiver, and neither waits for it. It removes nothing, here or there.
+
+fsspec reaches the stores. Credentials come from the environment, where the stores' own tools look for them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from replay_cli.output import complain, fail, in_words, need, say
+
+LOOK_SECONDS = 5.0
+"""Between two looks at the folder."""
+_FINISHED = re.compile(r"[\w.\-]+\.checkpoint|groups-[\w\-]+\.parquet")
+_PACKAGES = {"s3": ("s3fs",), "gs": ("gcsfs",)}
+_SEAL = 64
+"""Bytes at the end of a checkpoint that no other one has: a checksum of it, and its time."""
+
+
+class Store:
+    """The finished files at an address of fsspec. Raises what the store raises, of any type."""
+
+    def __init__(self, address: str) -> None:
+        need(address, "objects", "fsspec", *_PACKAGES.get(address.partition("://")[0], ()))
+        from fsspec.core import url_to_fs
+
+        self._fs, self._root = url_to_fs(address)
+
+    def files(self) -> dict[str, Any]:
+        """What the store says of each file, by its name; of one if the address is that of a file."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:  # nothing was copied yet
+            return {}
+        return {Path(entry["name"]).name: entry for entry in found if _FINISHED.fullmatch(Path(entry["name"]).name)}
+
+    def has(self, path: Path, entry: Any) -> bool:
+        """Whether a file of the folder is the one that `files` gave under its name."""
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _SEAL))
+            if entry is None or entry["size"] != size:
+                return False
+            return path.suffix != ".checkpoint" or bool(self._fs.tail(entry["name"], _SEAL) == file.read())
+
+    def send(self, path: Path) -> None:
+        from fsspec import Callback
+
+        from replay_client.waits import beat
+
+        target, progress = f"{self._root}/{path.name}", Callback(hooks={"beat": lambda *_, **__: beat()})
+        if not getattr(self._fs, "local_file", False):  # an object is there when it is whole
+            self._fs.put_file(str(path), target, callback=progress)
+            return
+        self._fs.makedirs(self._root, exist_ok=True)
+        self._fs.put_file(str(path), target + ".tmp")
+        self._fs.mv(target + ".tmp", target)
+
+    def newest_checkpoint(self) -> Any:
+        found = [entry for name, entry in self.files().items() if name.endswith(".checkpoint")]
+        if not found:
+            raise ValueError("there is no checkpoint")
+        return max(found, key=lambda entry: (self._fs.modified(entry["name"]), entry["name"]))
+
+    def bring(self, entry: Any, path: Path) -> None:
+        unfinished = path.with_name(path.name + ".tmp")
+        try:
+            self._fs.get_file(entry["name"], str(unfinished))
+            unfinished.rename(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def copy(
+    folder: Annotated[Path, typer.Argument(help="The server's folder of checkpoints, or that of an archive.")],
+    address: Annotated[str, typer.Argument(help="s3://BUCKET/PATH, gs://BUCKET/PATH, or another folder.")],
+) -> None:
+    """Copy finished checkpoints and files of an archive to an object store, until SIGTERM or Ctrl-C.
+
+    Needs the extra `objects`. `replay serve --restore ADDRESS` starts from the newest checkpoint there.
+    """
+    from replay_client.waits import beat
+
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    os.nice(19)  # every other process of the machine goes first
+    try:
+        store = Store(address)
+    except ValueError as error:
+        fail(f"{address}: {error}")
+    say(f"copying {folder} to {address}")
+    done: dict[str, tuple[int, int]] = {}
+    said, is_last = "", False
+    while True:
+        problem = copy_finished(folder, store, done)
+        if not problem:
+            beat()
+        if bool(problem) != bool(said):
+            complain(f"{folder} is not copied: {problem}; it is tried again") if problem else say("copying goes on")
+        said = problem
+        if is_last:
+            break
+        is_last = ended.wait(LOOK_SECONDS)  # what is finished at the end is copied, too
+    if said:
+        raise typer.Exit(1)
+
+
+def copy_finished(folder: Path, store: Store, done: dict[str, tuple[int, int]]) -> str:
+    """Copies what `store` lacks, the oldest first. Returns why some of it could not be copied, or "".
+
+    `done`: time and size of each file that is there, as far as known.
+    """
+    problem = ""
+    try:
+        found = {path: path.stat() for path in folder.iterdir() if _FINISHED.fullmatch(path.name) and path.is_file()}
+        marks = {path: (status.st_mtime_ns, status.st_size) for path, status in found.items()}
+        fresh = sorted((path for path in marks if done.get(path.name) != marks[path]), key=marks.__getitem__)
+        there = store.files() if fresh else {}
+    except Exception as error:  # each store has its own
+        return in_words(error)
+    for path in filter(Path.exists, fresh):  # the server may have removed it meanwhile
+        try:
+            if not store.has(path, there.get(path.name)):
+                store.send(path)
+                say(f"{path.name}: {marks[path][1]} bytes copied")
+            done[path.name] = marks[path]
+        except Exception as error:
+            problem = f"{path.name}: {in_words(error)}"
+    return problem
+
+
+def fetch(address: str, folder: Path) -> str:
+    """Copies the newest checkpoint at an address, or that file, into a folder. Returns its name. Raises ValueError."""
+    store = Store(address)
+    try:
+        entry = store.newest_checkpoint()
+        path = folder / Path(entry["name"]).name
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            store.bring(entry, path)
+        elif not store.has(path, entry):
+            raise ValueError(f"{path} is another one of its name: move it away, or restore it by its name")
+    except Exception as error:  # each store has its own
+        raise ValueError(f"{address}: {in_words(error)}") from error
+    return path.name.removesuffix(".checkpoint")
