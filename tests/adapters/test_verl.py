@@ -15,13 +15,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.environments import ROOT, BuiltEnvironment
+from replay_adapters.hooks import RUN_WITH
 from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig
 
 VERL = BuiltEnvironment(
     ROOT / ".venv-verl",
     (
-        *("verl==0.9.1", "TransferQueue==0.1.11", "cachetools", "fastapi", "uvicorn"),
+        *RUN_WITH["verl"].replace(" ", "==").split(",=="),
+        *("cachetools", "fastapi", "uvicorn"),
         *("grpcio>=1.80,<1.84", "ml-dtypes>=0.5", "msgpack>=1.1", "protobuf>=6.33.5,<8", "xxhash>=3.5"),
     ),
 )

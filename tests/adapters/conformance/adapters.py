@@ -1,6 +1,6 @@
 """What each adapter of another project's trainer was shown to do: the table of docs/record/adapters.md.
 
-python -m tests.adapters.conformance.adapters     prints the table
+python -m tests.adapters.conformance.adapters     prints the table, and the commands that have the sources
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from replay_adapters.hooks import RUN_WITH
+from tests.adapters.conformance.sources import COMMITS
 
 SHOWN_ON = "2026-11-23"
 COLUMNS = {
@@ -174,5 +175,15 @@ def markdown() -> str:
     return "\n".join([*lines, *versions, "", *(f"{i}. {reason}." for i, reason in enumerate(reasons, 1))]) + "\n"
 
 
+def clones() -> str:
+    """The commands that have the sources at the commits of the table."""
+    repositories = {name.lower(): said.partition(" at ")[0] for name, said in RUN_WITH.items()}
+    return "".join(
+        f"$ git clone https://github.com/{repositories[name]} sources/{name}\n"
+        f"$ git -C sources/{name} checkout {commit}\n"
+        for name, commit in COMMITS.items()
+    )
+
+
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(markdown(), clones(), sep="\n", end="")

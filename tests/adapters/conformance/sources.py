@@ -18,6 +18,8 @@ COMMITS = {
 """The commits that the table in docs/record/adapters.md was shown with. On GitHub: THUDM/slime, radixark/miles and
 NovaSky-AI/SkyRL."""
 VARIABLE = "REPLAY_SOURCES"
+ANY = "REPLAY_ANY_COMMIT"
+"""Is set where the sources may be at other commits: `make adapters-latest`."""
 
 
 def missing(framework: str) -> str:
@@ -28,13 +30,13 @@ def missing(framework: str) -> str:
     folder = Path(named, framework).resolve()
     if not folder.is_dir():
         return f"{named} has no folder {framework}"
-    if (folder / ".git").exists() and (found := _commit(folder)) != COMMITS[framework]:
+    if ANY not in os.environ and (folder / ".git").exists() and (found := commit_of(folder)) != COMMITS[framework]:
         return f"{folder} is at {found[:10]}, and the adapter is tested at {COMMITS[framework][:10]}"
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # last: each has folders such as `tests` and `tools`
     return ""
 
 
-def _commit(folder: Path) -> str:
+def commit_of(folder: Path) -> str:
     done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     return done.stdout.strip()
