@@ -208,9 +208,10 @@ def test_a_server_on_disk_has_the_metrics_of_the_disk(tmp_path):
 
 
 @NEEDS_PROMTOOL
-def test_promtool_finds_nothing_to_complain_about(server, ask):
-    subprocess.run(["promtool", "check", "config", str(DOCKER / "prometheus.yml")], check=True)
-    subprocess.run(["promtool", "check", "rules", str(DOCKER / "chart/alerts.yml")], check=True)
+def test_promtool_finds_nothing_to_complain_about(server, ask, tmp_path):
+    for name in ("prometheus.yml", "chart/alerts.yml"):  # side by side, as compose mounts them
+        shutil.copy(DOCKER / name, tmp_path)
+    subprocess.run(["promtool", "check", "config", str(tmp_path / "prometheus.yml")], check=True)
     with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=PATIENCE) as response:
         result = subprocess.run(["promtool", "check", "metrics"], input=response.read(), capture_output=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
