@@ -9,13 +9,13 @@ from replay_client import ReplayClient
 from tests.docker.engine import Project, needs_compose, needs_engine
 from tests.factories import make_group, until
 
-SOURCE = "a place"
+SOURCE, REVISION = "a place", "0123abc"
 PROFILES = ("cpu", "gpu", "metrics", "shards")
 
 
 @pytest.fixture(scope="module")
 def server():
-    project = Project(SOURCE_URL=SOURCE)
+    project = Project(SOURCE_URL=SOURCE, REVISION=REVISION)
     try:
         project("build", "server")
         project("up", "--detach", "--wait", "server")
@@ -39,6 +39,12 @@ def test_the_image_says_which_version_it_holds(server):
     labels = server.container("server")["Config"]["Labels"]
     assert labels["org.opencontainers.image.version"] == server.name
     assert labels["org.opencontainers.image.source"] == SOURCE
+    assert labels["org.opencontainers.image.revision"] == REVISION
+
+
+@needs_engine
+def test_the_image_has_what_traces_the_page_and_the_archive_need(server):
+    server("exec", "--no-TTY", "server", "python", "-c", "import opentelemetry.sdk.trace, pyarrow, uvicorn, uvloop")
 
 
 @needs_engine
