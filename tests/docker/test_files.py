@@ -69,7 +69,7 @@ def test_a_change_of_the_code_leaves_the_layer_with_the_dependencies(dockerfile)
     stage = files.last_stage(dockerfile)
     first, second, *later = [rest.split() for word, rest in stage if word == "COPY"]
     assert first[:2] == ["pyproject.toml", "docker/requirements.py"]
-    assert re.fullmatch(r"docker/constraints/(\$\{VARIANT\}|server)\.txt", first[2])
+    assert re.fullmatch(r"docker/constraints/(\$\{VARIANT\}|cpu)\.txt", first[2])
     assert second[0] == "--from=wheel"
     assert later == ([["examples", "/examples"]] if dockerfile.name == "Dockerfile.trainer" else [])
     *_, dependencies, wheel = [rest for word, rest in stage if word == "RUN"]
