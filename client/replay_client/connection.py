@@ -155,7 +155,8 @@ class Connection:
         async def attempt(seconds: float | None) -> Any:
             transport = self.transport
             if data is not None and transport.short_calls.free:
-                answer = await transport.short_calls.exchange([pb.CallRequest(method=method, request=data)], seconds)
+                requests = [pb.CallRequest(method=method, request=data)]
+                answer = await transport.short_calls.exchange(lambda _: requests, seconds)
                 if answer.code:
                     raise failure(answer.code, answer.message, answer.reason)
                 return pb.MutationResponse.FromString(answer.response)
@@ -165,9 +166,8 @@ class Connection:
 
     async def insert(self, item: Item) -> pb.InsertResponse:
         """Inserts or extends one item, and tries again likewise. Raises the reason if the server refuses it."""
-        frames = list(pack_items([item]))
         answer: pb.InsertResponse = await self.call(
-            lambda left: self.transport.inserts.exchange(frames, left), item.timeout
+            lambda left: self.transport.inserts.exchange(lambda size: pack_items([item], size), left), item.timeout
         )
         for error in answer.errors:
             raise error_of(error.code, error.message, error.reason)

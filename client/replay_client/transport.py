@@ -221,14 +221,14 @@ class IdleStreams:
         """Whether fewer streams are in use than may stay open."""
         return self._busy < _MOST_IDLE
 
-    async def exchange(self, messages: Iterable[Any], timeout: float | None) -> Any:
-        """The server's answer to these messages. Raises AioRpcError if it is late, or the stream breaks."""
+    async def exchange(self, messages: Callable[[int], Iterable[Any]], timeout: float | None) -> Any:
+        """The answer to messages of about so many bytes. Raises AioRpcError if it is late or the stream breaks."""
         stream = self._idle.pop() if self._idle else self._open()
         self._busy += 1
         try:
             async with asyncio.timeout(timeout):
                 with suppress(asyncio.InvalidStateError):  # it ended while it was idle; the read raises the reason
-                    for message in messages:
+                    for message in messages(stream.bytes_per_message):
                         await stream.write(message)
                 answer = await stream.read()
         except TimeoutError:

@@ -32,7 +32,8 @@ def keep_freed_memory() -> None:
 LARGE_PLACE = 32 << 20
 """Bytes from which on malloc maps each block by itself, and gives it back as soon as it is freed."""
 _HUGE = 2 << 20
-_MOST_IDLE = 2
+_MOST_IDLE = 2 << 30
+"""Bytes."""
 _idle: deque[mmap.mmap] = deque()
 """Blocks that nobody uses. Whole operations of a deque are atomic, so that any thread may free a block."""
 
@@ -40,15 +41,29 @@ _idle: deque[mmap.mmap] = deque()
 def large_place(size: int) -> npt.NDArray[np.uint8]:
     """`size` bytes, of any content, in memory of a place before that no view holds any more, if there is such memory.
 
-    Up to _MOST_IDLE blocks wait for the next place. The system may take their pages at any time (MADV_FREE), and does
-    when memory is short; otherwise the next place has them as they are, without a fault. Raises OSError, OverflowError
-    or ValueError if there is no memory.
+    Blocks of up to _MOST_IDLE bytes wait for the next place. The system may take their pages at any time (MADV_FREE),
+    and does when memory is short; otherwise the next place has them as they are, without a fault. Raises OSError,
+    OverflowError or ValueError if there is no memory.
     """
     block = _idle_block(size) or _new_block(size)
     place = np.frombuffer(block, np.uint8, size)
     # Every view of the place, also through numpy or torch, keeps this array alive.
     weakref.finalize(place, _give_back, block).atexit = False
     return place
+
+
+def copied(view: memoryview) -> bytes | memoryview:
+    """A copy: of whole huge pages, as large rows are cut, in a large place."""
+    if not view or len(view) % _HUGE:
+        return bytes(view)
+    place = memoryview(large_place(len(view)))
+    place[:] = view
+    return place
+
+
+def give_back_idle() -> None:
+    """Gives the blocks that wait back to the system."""
+    _idle.clear()
 
 
 def _idle_block(size: int) -> mmap.mmap | None:
@@ -72,7 +87,7 @@ def _new_block(size: int) -> mmap.mmap:
 def _give_back(block: mmap.mmap) -> None:
     if _advise(block, "MADV_FREE"):  # else it goes back now, with the last reference
         _idle.append(block)
-        while len(_idle) > _MOST_IDLE:
+        while sum(map(len, list(_idle))) > _MOST_IDLE:
             _idle.popleft()
 
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from replay_protos.framing import Frame, M, SharedFrame
+from replay_protos.memory import copied
 
 HEADER = 4096
 """Bytes of a segment before its ring."""
@@ -220,18 +221,18 @@ class RingReader:
         self._freed = segment.view[_FREED : _FREED + 8].cast("Q")
         self._end = 0
 
-    def take(self, position: int, size: int, rows: Sequence[int]) -> list[bytes]:
+    def take(self, position: int, size: int, rows: Sequence[int]) -> list[bytes | memoryview]:
         """Copies `size` bytes out and frees them. One chunk for each of `rows` if these are sizes that add up to it.
 
         Raises ValueError if no writer can have put them there.
         """
         if sum(rows) != size:
             rows = (size,)
-        copies: list[bytes] = []
+        copies: list[bytes | memoryview] = []
         self.lend(
             position,
             size,
-            lambda lent: copies.extend(bytes(lent[start:end]) for start, end in pairwise(accumulate(rows, initial=0))),
+            lambda lent: copies.extend(copied(lent[start:end]) for start, end in pairwise(accumulate(rows, initial=0))),
         )
         return copies
 

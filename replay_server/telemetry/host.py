@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from replay_protos.memory import give_back_idle
+
 log = logging.getLogger("replay_server")
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -183,7 +185,8 @@ class MemoryGuard:
 
 
 def give_back_freed() -> None:
-    """Without this the C library keeps the memory of items that have left, and the guard would stay as it is."""
+    """Without this the memory of items that have left waits for others, and the guard would stay as it is."""
+    give_back_idle()
     if sys.platform == "linux":
         try:
             ctypes.CDLL(None).malloc_trim(0)

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from replay_protos.memory import LARGE_PLACE, large_place
+from replay_protos.memory import LARGE_PLACE, copied, large_place
 
 _PROGRAM = """
 import resource
@@ -57,3 +57,15 @@ def test_a_much_smaller_place_leaves_a_freed_one_alone():
     address = first.ctypes.data
     del first
     assert large_place(3 * LARGE_PLACE).ctypes.data != address
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="this system gives freed memory back at once")
+def test_a_part_of_a_large_row_is_copied_to_where_an_earlier_one_was_and_never_over_one_that_is_held():
+    parts = [bytes([number]) * (4 << 20) for number in range(3)]
+    held, freed = copied(memoryview(parts[0])), copied(memoryview(parts[1]))
+    address = np.frombuffer(freed, np.uint8).ctypes.data
+    del freed
+    again = copied(memoryview(parts[2]))
+    assert np.frombuffer(again, np.uint8).ctypes.data == address
+    assert (held, again) == (parts[0], parts[2])
+    assert [copied(memoryview(parts[1])[:size]) for size in (0, 1, 1 << 20)] == [b"", b"\x01", parts[1][: 1 << 20]]
