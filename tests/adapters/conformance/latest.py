@@ -11,13 +11,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
+import typing_extensions
+
 from replay_adapters.hooks import HOOKS, RUN_WITH, hooks_of
 from tests.adapters.conformance.sources import ANY, COMMITS, VARIABLE, commit_of
+from tests.adapters.conformance.test_skyrl import PACKAGES
 from tests.count import ROOT
 
 OURS = [str(ROOT / name) for name in ("", "client", "trainer", "protos")]
@@ -64,9 +68,10 @@ def check(framework: str, sources: Path | None) -> bool:
         return True
     else:
         environment[VARIABLE] = str(sources)
-        environment["REPLAY_MAKE_ENVIRONMENTS"] = "1"
-        paths += [str(source), str(source / "skyrl-gym")]
-        paths += map(str, (ROOT / ".venv-skyrl").glob("lib/*/site-packages"))
+        paths.append(str(source))
+        if framework == "SkyRL":
+            PACKAGES.ensure()
+            paths += [str(source / "skyrl-gym"), *map(str, PACKAGES.folder.glob("lib/*/site-packages"))]
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         found = environment | {"PYTHONPATH": os.pathsep.join(paths)}
@@ -90,6 +95,8 @@ def check(framework: str, sources: Path | None) -> bool:
 def main() -> int:
     match sys.argv[1:]:
         case ["--hooks", framework]:
+            if sys.version_info < (3, 12):
+                typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]  # as run_skyrl.py does
             lacking = list(differences(framework))
             print("\n  ".join([installed(framework), *lacking]))
             return bool(lacking)
