@@ -15,6 +15,7 @@ import time
 import traceback
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
@@ -109,6 +110,15 @@ def until(
         assert time.monotonic() < deadline, otherwise
         time.sleep(pause)
     return value
+
+
+def in_a_thread(call: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
+    """What `call` answers or raises, as soon as the thread that it has for itself has ended it."""
+    thread = ThreadPoolExecutor(1)
+    try:
+        return thread.submit(call, *arguments, **options)
+    finally:
+        thread.shutdown(wait=False)
 
 
 def every_item(client: ReplayClient, table: str) -> list[ItemInfo]:

@@ -180,7 +180,7 @@ MAX_CODE = {
     "examples": (737, 6_726),
     "experiments": (4_314, 46_284),
     "benchmarks": (2_293, 21_371),
-    "tests": (39_451, 428_372),
+    "tests": (39_389, 428_252),
 }
 """Lines and tokens of code of each part (`tests/count.py`). A commit that cuts lowers them; no other changes them."""
 MAX_P95 = {

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +22,7 @@ from replay_generator.prompts import Prompt
 from replay_generator.stored_prompts import LoadMark, StoredPrompt
 from replay_protos import replay_pb2 as pb
 from tests.commands import COMMAND, Running, fails
-from tests.factories import make_group, make_sequences, server_process, until
+from tests.factories import in_a_thread, make_group, make_sequences, server_process, until
 
 
 def document(result):
@@ -33,8 +32,7 @@ def document(result):
 
 def test_tables_shows_sizes_and_who_waits_and_why(client, replay):
     client.insert(b"12345", {"replay": 1.0})
-    thread = threading.Thread(target=lambda: client.sample("replay", 2, timeout=None))
-    thread.start()
+    waiting = in_a_thread(client.sample, "replay", 2, timeout=None)
     until(lambda: client.server_info().tables["replay"].sampling.count)
     shown = replay("tables")
     assert shown.returncode == 0
@@ -48,7 +46,7 @@ def test_tables_shows_sizes_and_who_waits_and_why(client, replay):
     policy = {"version": 0, "weights": "", "age": data["policy"]["age"], "usual": None, "state": ""}
     assert (data["policy"], data["admission"]) == (policy, None)
     client.insert(b"x", {"replay": 1.0})
-    thread.join()
+    assert len(waiting.result()) == 2
 
 
 def test_tables_names_who_works_here_and_who_has_ended(client, server, replay):

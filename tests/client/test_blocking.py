@@ -1,13 +1,13 @@
 """ReplayClient has every method of AsyncReplayClient, with its signature and docstring."""
 
 import inspect
-import threading
 import typing
 
 import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.client import Wake
+from tests.factories import in_a_thread
 
 METHODS = [name for name, _ in inspect.getmembers(AsyncReplayClient, inspect.isfunction) if not name.startswith("_")]
 WRAPPED = [name for name in METHODS if inspect.iscoroutinefunction(getattr(AsyncReplayClient, name))]
@@ -41,10 +41,8 @@ def test_a_wake_that_is_set_twice_wakes_once():
     wake.set()  # several shards may each set the wake of one writer
     wake.set()
     wake.wait()
-    waiting = threading.Thread(target=wake.wait)
-    waiting.start()
-    waiting.join(0.01)
-    assert waiting.is_alive()
+    waiting = in_a_thread(wake.wait)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.01)
     wake.set()
-    waiting.join(60.0)
-    assert not waiting.is_alive()
+    waiting.result(60.0)

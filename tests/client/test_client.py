@@ -5,6 +5,9 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import product
+from typing import Any
 
 import grpc
 import numpy as np
@@ -24,7 +27,7 @@ from replay_client.errors import (
 )
 from replay_client.transport import Stream
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.factories import ctrl_c_raises, make_group, until
+from tests.factories import ctrl_c_raises, in_a_thread, make_group, until
 
 TABLES = [
     TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}, forward_to="replay"),
@@ -207,6 +210,27 @@ def test_errors_name_the_value_and_the_remedy(client):
     assert size(client, "plain") == 0
 
 
+def test_a_list_has_the_items_within_all_bounds_in_the_order_that_is_asked_for(client):
+    client.set_policy_version(3)
+    keys = [client.insert(bytes(n * 7 % 5), {"plain": n % 4}, policy_version=n // 4) for n in range(16)]
+    client.sample("plain", 5)
+    oldest_first = client.list_items("plain", descending=True).items
+    assert [item.key for item in oldest_first] == keys
+    for order, descending in product(["priority", "policy_version", "times_sampled", "size"], [False, True]):
+        field, sign = "nbytes" if order == "size" else order, -1 if descending else 1
+        found = client.list_items("plain", order_by=order, descending=descending).items
+        expected = sorted(oldest_first, key=lambda item: sign * getattr(item, field))
+        assert [item.key for item in found] == [item.key for item in expected]
+    for low, high, newest, stalest in product([None, 0, 2], repeat=4):
+        bounds = {"min_priority": low, "max_priority": high, "min_staleness": newest, "max_staleness": stalest}
+        assert [item.key for item in client.list_items("plain", **bounds).items] == [
+            item.key
+            for item in reversed(oldest_first)
+            if (low is None or item.priority >= low) and (high is None or item.priority <= high)
+            if (newest is None or item.staleness >= newest) and (stalest is None or item.staleness <= stalest)
+        ]
+
+
 def test_every_wait_ends_at_its_deadline_and_says_why(client):
     with pytest.raises(
         DeadlineExceededError, match=r"rollouts: sampling blocked: items there: 0, wanted: 1 \(size 0 < min_size 1\)"
@@ -247,47 +271,24 @@ def test_without_admission_asking_for_permits_says_so(client):
 
 
 def test_several_threads_share_one_client(client):
-    errors = []
-
-    def work(worker: int) -> None:
-        try:
-            for n in range(50):
-                client.insert(bytes([worker, n]), {"plain": 1.0})
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert size(client, "plain") == 200
+    with ThreadPoolExecutor(4) as threads:
+        inserts = [threads.submit(client.insert, b"x", {"plain": 1.0}) for _ in range(200)]
+    assert len({insert.result() for insert in inserts}) == size(client, "plain") == 200
 
 
-def wait_in_a_thread(client: ReplayClient) -> tuple[threading.Thread, list[str]]:
-    """A thread that waits for a sample, and the words with which that will have ended."""
-    outcome = []
-
-    def wait() -> None:
-        try:
-            client.sample("plain", 1, timeout=None)
-        except ServerClosedError as error:
-            outcome.append(str(error))
-
-    thread = threading.Thread(target=wait)
-    thread.start()
+def wait_in_a_thread(client: ReplayClient) -> Future[Any]:
+    waiting = in_a_thread(client.sample, "plain", 1, timeout=None)
     until(lambda: client.server_info().tables["plain"].sampling.count)
-    return thread, outcome
+    return waiting
 
 
 @pytest.mark.usefixtures("transport")
 def test_closing_a_client_ends_the_waits_of_its_other_threads(server):
     client = ReplayClient(server.address)
-    thread, outcome = wait_in_a_thread(client)
+    waiting = wait_in_a_thread(client)
     client.close()
-    thread.join(timeout=60)
-    assert outcome == ["this client was closed while the call waited"]
+    with pytest.raises(ServerClosedError, match=r"^this client was closed while the call waited$"):
+        waiting.result(60)
 
 
 @pytest.mark.usefixtures("transport")
@@ -354,10 +355,10 @@ def test_no_server_gives_a_clear_error_in_time():
 
 def test_stopping_the_server_ends_every_wait_with_a_clear_error(server):
     with ReplayClient(server.address) as client:
-        thread, outcome = wait_in_a_thread(client)
+        waiting = wait_in_a_thread(client)
         server.stop()
-        thread.join(timeout=60)
-        assert outcome == ["the server is shutting down"]
+        with pytest.raises(ServerClosedError, match=r"^the server is shutting down$"):
+            waiting.result(60)
 
 
 ONE_LOOP_AFTER_ANOTHER = """

@@ -1,7 +1,6 @@
 """Columns that arrive later: `extend`, rows that wait for them, and what goes wrong, against real servers."""
 
 import re
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from replay_client.errors import (
 )
 from replay_protos import replay_pb2 as pb
 from replay_server import Config, ReplayServer, ServerSection, TableConfig
-from tests.factories import make_group, until
+from tests.factories import in_a_thread, make_group, until
 from tests.server.rpc.calls import connection
 
 QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 6}, requires=["teacher_logprobs"])
@@ -197,14 +196,11 @@ def test_a_row_waits_for_its_column_and_then_serves_who_waits_for_it_in_its_plac
         DeadlineExceededError, match=r"1 of 2 samples available \(size 5, 4 wait for teacher_logprobs\)"
     ):
         client.sample("queue", 2, timeout=0.1)
-    drawn: list[int] = []
-    reader = threading.Thread(target=lambda: drawn.extend(keys_of(client.sample("queue", 3, timeout=20.0))))
-    reader.start()
+    drawn = in_a_thread(client.sample, "queue", 3, timeout=20.0)
     until(lambda: client.server_info().tables["queue"].sampling.count)
     for key in (keys[2], keys[0]):
         client.extend(key, LOGPROBS)
-    reader.join()
-    assert drawn == [keys[0], keys[2], ready]
+    assert keys_of(drawn.result()) == [keys[0], keys[2], ready]
     assert client.server_info().tables["queue"].waiting_rows == 2
 
 

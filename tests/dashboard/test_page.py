@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from replay_server.rpc import info as rpc_info
 from tests.client.shards.conftest import connected
 from tests.dashboard.conftest import LAPTOP, PHONE, serving, until
 from tests.dashboard.load import HOSTILE, make_tokenizer
-from tests.factories import free_port, make_group, make_sequences, server_process
+from tests.factories import free_port, in_a_thread, make_group, make_sequences, server_process
 
 AXE = Path(__file__).with_name("axe.min.js").read_text()
 LEVEL_AA = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
@@ -152,8 +151,7 @@ def test_it_says_which_column_groups_wait_for_and_that_nobody_extends_them(opene
     table = TableConfig(name="rollouts", sampler="fifo", requires=["teacher_logprobs"])
     with ReplayServer(tables=[table], port=0) as server, ReplayClient(server.address, name="gen-a") as client:
         keys = [client.insert(make_group(), {"rollouts": 1.0}) for _ in range(3)]
-        trainer = threading.Thread(target=lambda: client.sample("rollouts", 3, timeout=None))
-        trainer.start()
+        trainer = in_a_thread(client.sample, "rollouts", 3, timeout=None)
         with serving(Settings({"address": server.address})) as url:
             tab = opened(url).go("overview")
             tab.wait_for_selector(".verdict h1 >> text=rollouts is blocked: nobody extends its items")
@@ -164,7 +162,7 @@ def test_it_says_which_column_groups_wait_for_and_that_nobody_extends_them(opene
             check_accessibility(tab)
             for key in keys:
                 client.extend(key, {"teacher_logprobs": np.zeros(6, np.float32)})
-            trainer.join()
+            trainer.result()
             until(lambda: "teacher_logprobs" not in tab.inner_text("main"))
 
 

@@ -3,13 +3,12 @@
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError, ServerUnavailableError
-from tests.factories import free_port, server_process, until
+from tests.factories import free_port, in_a_thread, server_process, until
 
 CONFIG = """
 tables = [{ name = "plain", sampler = "fifo" }]
@@ -23,27 +22,17 @@ def test_killing_the_server_gives_clear_errors_and_no_hang(tmp_path):
         ReplayClient(server.address, timeout=1.0) as hasty,
     ):
         client.insert(b"x", {"plain": 1.0})
-        errors: list[ReplayError] = []
-
-        def wait_for_more() -> None:
-            try:
-                client.sample("plain", 5, timeout=5.0)
-            except ReplayError as error:
-                errors.append(error)
-
         writer = hasty.writer()
         writer.insert(b"y", {"plain": 1.0})
         writer.flush(timeout=60.0)
-        thread = threading.Thread(target=wait_for_more)
-        thread.start()
+        waiting = in_a_thread(client.sample, "plain", 5, timeout=5.0)
         until(lambda: client.server_info().tables["plain"].sampling.count)
         server.kill()
         writer.insert(b"z", {"plain": 1.0})
         with pytest.raises(ServerUnavailableError, match="is it running"):
             writer.flush()
         writer.close()
-        thread.join()
-        assert [type(error) for error in errors] == [ServerUnavailableError]
+        assert type(waiting.exception()) is ServerUnavailableError
 
 
 def test_writers_and_samplers_go_on_by_themselves_when_the_server_comes_back(tmp_path):
@@ -72,13 +61,11 @@ def test_a_signal_ends_the_server_with_status_zero(tmp_path, number):
         client.insert(b"x", {"plain": 1.0})
         watch, sampler, writer = client.watch_policy(), client.sampler("plain", batch_size=1), client.writer()
         next(watch), next(sampler), writer.insert(b"y", {"plain": 1.0}), writer.flush()
-        thread = threading.Thread(target=lambda: pytest.raises(ReplayError, client.sample, "plain", 9))
-        thread.start()
+        waiting = in_a_thread(client.sample, "plain", 9)
         until(lambda: client.server_info().tables["plain"].sampling.count)
         server.process.send_signal(number)
         assert server.process.wait(timeout=200) == 0
-        thread.join(timeout=60)
-        assert not thread.is_alive()
+        assert isinstance(waiting.exception(60), ReplayError)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError, TableNotFoundError
 from replay_trainer.background import ServerWaits
-from tests.factories import until
+from tests.factories import in_a_thread, until
 
 
 class Server:
@@ -39,13 +39,10 @@ def test_a_long_wait_is_logged_with_its_reason_again_and_again_and_at_its_end(ca
         yield 1
 
     watched = ServerWaits(Server(7, None, 8), "rollouts", seconds=0.02).watch(batches())
-    results: list[int] = []
-    trainer = threading.Thread(target=lambda: results.extend(watched))
-    trainer.start()
+    trainer = in_a_thread(list, watched)
     until(lambda: len(caplog.messages) >= 3)
     go_on.set()
-    trainer.join(60)
-    assert results == [1]
+    assert trainer.result(60) == [1]
     assert "items there: 0" in caplog.messages[0]
     assert "no replay server answers" in caplog.messages[1]
     assert "the server was restarted, and holds 0 items now" in caplog.messages[2]

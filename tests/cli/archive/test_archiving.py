@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from replay_client import ReplayClient, RolloutGroup
 from replay_client.errors import ServerUnavailableError
 from replay_server import ReplayServer, TableConfig
 from tests.commands import COMMAND, fails, run_replay
-from tests.factories import free_port, make_group, make_sequences, server_process, start_server, until
+from tests.factories import free_port, in_a_thread, make_group, make_sequences, server_process, start_server, until
 
 CONFIG = """
 [server]
@@ -316,30 +315,25 @@ def test_a_mistake_is_answered_with_one_line(stored, words, said):
 
 def test_a_server_that_comes_back_is_archived_on_and_one_that_stays_away_ends_its_archiver(tmp_path, monkeypatch):
     monkeypatch.setattr(archiving, "MOST_SILENCE", 10.0)
-    folder, address, failures = tmp_path / "archive", f"127.0.0.1:{free_port()}", list[Exception]()
+    folder, address = tmp_path / "archive", f"127.0.0.1:{free_port()}"
 
     def archive() -> None:
         with ReplayClient(address, timeout=2.0) as client:
-            try:
-                Archiver(client, folder, print, segment_seconds=0.1).run(lambda: False)
-            except ServerUnavailableError as error:
-                failures.append(error)
+            Archiver(client, folder, print, segment_seconds=0.1).run(lambda: False)
 
     def insert_and_see() -> None:
         with ReplayClient(address, timeout=60.0) as client:
             keys = insert_some(client, 3)
             until(lambda: set(keys) <= set(archived(folder)), "it is not archived")
-        assert failures == []
+        assert not running.done()
 
     with server_process(tmp_path, config(), address=address):
         folder.mkdir()
-        thread = threading.Thread(target=archive)
-        thread.start()
+        running = in_a_thread(archive)
         insert_and_see()
     with server_process(tmp_path, config(), address=address):
         insert_and_see()
-    thread.join(60)
-    assert len(failures) == 1
+    assert type(running.exception(60)) is ServerUnavailableError
 
 
 def test_an_archiver_ends_when_there_are_no_copies_any_more(tmp_path):

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import threading
 
 import pytest
 
 from replay_client import ReplayClient
-from tests.factories import free_port, start_server, until
+from tests.factories import PATIENCE, free_port, in_a_thread, start_server, until
 
 CONFIG = """
 tables = [
@@ -86,23 +85,15 @@ def test_a_writer_goes_on_with_the_others(client, hangs):
 
 
 def test_a_writer_whose_window_lies_with_it_goes_on_with_the_others(client, hangs):
-    keys: list[int] = []
     with client.writer(max_in_flight=4) as writer:
         hangs.stop()
-
-        def write() -> None:
-            for _ in range(60):
-                keys.append(writer.insert(b"x", {"queue": 1.0}))
-
-        thread = threading.Thread(target=write)
-        thread.start()
+        written = in_a_thread(lambda: [writer.insert(b"x", {"queue": 1.0}) for _ in range(60)])
         try:
-            until(lambda: len(keys) == 60)
+            keys = written.result(PATIENCE)
             assert is_away(client, hangs)
             assert writer.refused == {}
         finally:
             hangs.go_on()
-            thread.join()
     until(lambda: client.server_info().gone == ())
     assert {item.key for item in client.get(keys)} == set(keys)
     assert client.server_info().tables["queue"].size == 60
@@ -111,16 +102,10 @@ def test_a_writer_whose_window_lies_with_it_goes_on_with_the_others(client, hang
 def test_an_insert_whose_answer_is_open_stays_with_it(client, hangs):
     client.insert(b"x", {"pool": 1.0})
     hangs.stop()
-    inserts = [
-        threading.Thread(target=client.insert, args=(b"x", {"pool": 1.0}), kwargs={"key": number, "timeout": 120.0})
-        for number in range(30)
-    ]
-    for insert in inserts:
-        insert.start()
+    inserts = [in_a_thread(client.insert, b"x", {"pool": 1.0}, key=key, timeout=120.0) for key in range(30)]
     until(lambda: is_away(client, hangs))
     hangs.go_on()
-    for insert in inserts:
-        insert.join()
+    assert [insert.result() for insert in inserts] == list(range(30))
     until(lambda: client.server_info().gone == ())
     assert client.server_info().tables["pool"].size == 31
     assert len(client.get(range(30))) == 30

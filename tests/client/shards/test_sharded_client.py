@@ -3,7 +3,6 @@
 import asyncio
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 
 import grpc
@@ -23,7 +22,7 @@ from replay_client.transport import failure
 from replay_server import ReplayServer
 from replay_server.tables.config import AdmissionConfig
 from tests.client.shards.conftest import TABLES, all_up, connected
-from tests.factories import PATIENCE, until
+from tests.factories import PATIENCE, in_a_thread, until
 from tests.system.harness import Servers
 
 MANY = 60
@@ -340,11 +339,9 @@ def test_permits_come_from_all_shares_and_their_groups_go_to_the_shard_that_gran
         for name, info in client.server_info().shards.items():
             mine = [lease for lease in leases[:4] if lease.shard == name]
             assert info.admission.accepted == info.tables["queue"].size == len(mine)
-        waiting = threading.Thread(target=lambda: leases.append(client.acquire_permits(2)))
-        waiting.start()
+        waiting = in_a_thread(client.acquire_permits, 2)
         client.set_policy_version(1)
-        waiting.join(timeout=PATIENCE)
-        assert len(leases) == 6
+        assert waiting.result(PATIENCE)
         until(lambda: client.server_info().admission.running == 2)  # what a slower shard granted went back
 
 

@@ -1,10 +1,8 @@
 """Batches that no shard can give alone come as soon as all together have enough, and nobody holds a part of one."""
 
-import threading
-
 from replay_client import ReplayClient
 from tests.client.shards.test_sharded_client import insert_many
-from tests.factories import PATIENCE, until
+from tests.factories import PATIENCE, in_a_thread, until
 
 
 def test_three_shards_with_20_groups_each_give_48_at_once_and_64_as_soon_as_four_more_arrive(service, client):
@@ -17,10 +15,7 @@ def test_three_shards_with_20_groups_each_give_48_at_once_and_64_as_soon_as_four
     batch = client.sample("queue", 48, lease=60.0, timeout=0.0)
     assert len({sample.info.key for sample in batch}) == 48
     client.acknowledge(batch, give_back=True)
-    got = []
-    waiting = threading.Thread(target=lambda: got.extend(client.sample("queue", 64, timeout=None)))
-    waiting.start()
+    waiting = in_a_thread(client.sample, "queue", 64, timeout=None)
     until(lambda: client.server_info().tables["queue"].reserved == 0)  # nobody holds what is not enough
     fill(1, 4)
-    waiting.join(timeout=PATIENCE)
-    assert len({sample.info.key for sample in got}) == 64
+    assert len({sample.info.key for sample in waiting.result(PATIENCE)}) == 64

@@ -27,6 +27,7 @@ from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.environments import load_environment
 from replay_server import ReplayServer, TableConfig
 from tests.docs.blocks import ROOT, write_files
+from tests.factories import in_a_thread
 from tests.generator.factories import (
     EOS,
     RecordedEngine,
@@ -283,7 +284,7 @@ def test_an_environment_of_two_turns_trains_for_fifty_steps(tmp_path):
 @contextmanager
 def in_thread(address: str, engine: Any, environment: Any, config: GeneratorConfig) -> Iterator[None]:
     """A generator on an event loop of its own until the end of the block. Raises the error that ended it."""
-    stop, ended = threading.Event(), []
+    stop = threading.Event()
 
     async def run() -> None:
         async with AsyncReplayClient(address) as client:
@@ -295,18 +296,9 @@ def in_thread(address: str, engine: Any, environment: Any, config: GeneratorConf
             generator.stop()
             await running
 
-    def main() -> None:
-        try:
-            asyncio.run(run())
-        except BaseException as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=main, name="generator")
-    thread.start()
+    generator = in_a_thread(asyncio.run, run())
     try:
         yield
     finally:
         stop.set()
-        thread.join()
-        if ended:
-            raise ended[0]
+        generator.result()

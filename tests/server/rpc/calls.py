@@ -12,6 +12,7 @@ import grpc
 
 from replay_client import ReplayClient
 from replay_protos.replay_pb2_grpc import ReplayStub
+from tests.factories import in_a_thread
 
 
 @contextmanager
@@ -47,22 +48,16 @@ def bystander(client: ReplayClient) -> Iterator[None]:
     A call that reaches the client's deadline fails the block. How many there are says nothing: on a busy machine the
     thread that makes them may get no turn.
     """
-    failures: list[Exception] = []
     stop = threading.Event()
 
     def call() -> None:
-        try:
+        client.policy()
+        while not stop.is_set():
             client.policy()
-            while not stop.is_set():
-                client.policy()
-        except Exception as error:
-            failures.append(error)
 
-    thread = threading.Thread(target=call)
-    thread.start()
+    calls = in_a_thread(call)
     try:
         yield
     finally:
         stop.set()
-        thread.join()
-    assert failures == []
+    calls.result()

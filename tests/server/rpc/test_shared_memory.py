@@ -21,13 +21,12 @@ import grpc
 import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient
-from replay_client.errors import ReplayError
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import HEADER, Mailbox, Segment
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import LimitsSection
-from tests.factories import free_port, server_process, small_disk, until
+from tests.factories import free_port, in_a_thread, server_process, small_disk, until
 from tests.server.rpc.calls import Requests, bystander, connection
 from tests.server.rpc.rings import CAPACITY, Asking, insert_of, open_rings, own_folder
 
@@ -445,18 +444,14 @@ def test_a_killed_server_leaves_nothing_and_clients_go_on_with_the_next_one(tmp_
     with server_process(tmp_path, config, address) as server:
         client = ReplayClient(address, timeout=60.0)
         client.insert(bytes(MB), {"pool": 1.0})
-        busy, stop, failures = start_client(address), threading.Event(), []
+        busy, stop = start_client(address), threading.Event()
 
         def insert() -> None:
-            try:
-                with client.writer() as writer:
-                    while not stop.is_set():
-                        writer.insert(random.randbytes(200_000), {"pool": 1.0})
-            except ReplayError as error:
-                failures.append(error)
+            with client.writer() as writer:
+                while not stop.is_set():
+                    writer.insert(random.randbytes(200_000), {"pool": 1.0})
 
-        thread = threading.Thread(target=insert)
-        thread.start()
+        inserting = in_a_thread(insert)
         until(lambda: client.server_info().items > 8, "the writer and the other client have their rings")
         server.kill()
         busy.kill()
@@ -465,8 +460,7 @@ def test_a_killed_server_leaves_nothing_and_clients_go_on_with_the_next_one(tmp_
         until(lambda: not list(folder.iterdir()), "something is left of a killed server")
     with server_process(tmp_path, config, address):
         stop.set()
-        thread.join()
-        assert failures == []
+        inserting.result()
         until(lambda: client.insert(bytes(MB), {"pool": 1.0}) and client.transport == "shared memory")
         key = client.insert(b"x" * MB, {"pool": 1.0})
         assert bytes(client.get([key])[0].payload) == b"x" * MB

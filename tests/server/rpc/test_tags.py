@@ -7,7 +7,7 @@ import pytest
 import replay_server.rpc.items
 from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig
-from tests.factories import until
+from tests.factories import in_a_thread, until
 
 TABLES = [TableConfig(name="plain"), TableConfig(name="indexed", index=["environment", "level"])]
 TAGS = [
@@ -86,8 +86,7 @@ def test_what_leaves_while_its_tags_are_looked_at_is_left_out_and_others_are_ser
         while not stop.is_set():
             answers.append(client.list_items("plain", tags={"source": "web"}, limit=400))
 
-    thread = threading.Thread(target=list_again_and_again)
-    thread.start()
+    listing = in_a_thread(list_again_and_again)
     until(lambda: answers)
     for _ in range(10):
         client.delete("plain", [item.key for item in client.list_items("plain", limit=20).items])
@@ -95,7 +94,7 @@ def test_what_leaves_while_its_tags_are_looked_at_is_left_out_and_others_are_ser
     seen = len(answers)
     until(lambda: len(answers) > seen + 1)
     stop.set()
-    thread.join()
+    listing.result()
     assert answers[0].matching == 400
     assert all(len(answer.items) == answer.matching for answer in answers)
     assert answers[-1].matching == 0

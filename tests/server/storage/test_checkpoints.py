@@ -17,7 +17,7 @@ from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, Tab
 from replay_server.rpc.limits import OpenCalls
 from replay_server.storage import checkpointer, checkpoints, state
 from replay_server.storage.checkpoints import CheckpointDirectory, DamagedCheckpoint, verified
-from tests.factories import keys_in, make_group, small_disk, until
+from tests.factories import in_a_thread, keys_in, make_group, small_disk, until
 from tests.system.ledger import payload_of
 
 TABLES = (
@@ -102,14 +102,11 @@ def test_a_checkpoint_under_load_is_of_one_moment(tmp_path, durable):
                         other.delete("first", [key - 1])
                         other.delete("second", [key - 1 + (1 << 32)])
 
-        workers = [threading.Thread(target=work)]
-        for worker in workers:
-            worker.start()
+        worker = in_a_thread(work)
         until(lambda: client.server_info().tables["second"].inserts > 2000)
         names = [client.checkpoint(f"under-load-{n}") for n in range(4)]
         stop.set()
-        for worker in workers:
-            worker.join()
+        worker.result()
     grew = []
     for name in names:
         with serving(tmp_path, restore=name, tables=tables) as client:
@@ -142,15 +139,14 @@ def test_a_checkpoint_while_items_are_extended_has_each_item_whole(tmp_path, mon
                     assert other.extend(key, {name: np.full(50, key % 1000)}).added
                     extended.append(key)
 
-        teacher = threading.Thread(target=teach)
-        teacher.start()
+        teacher = in_a_thread(teach)
         before = []
         for number in range(3):
             until(lambda number=number: len(extended) > 40 * (number + 1))
             before.append(len(extended))
             client.checkpoint(f"taught-{number}")
         stop.set()
-        teacher.join()
+        teacher.result()
     for number, least in enumerate(before):
         with serving(tmp_path, restore=f"taught-{number}", tables=tables) as client:
             items = [item for at in range(0, 1500, 500) for item in client.get(keys[at : at + 500])]
