@@ -178,7 +178,7 @@ MAX_CODE = {
     "replay_trainer": (3_997, 39_079),
     "replay_adapters": (2_325, 23_896),
     "examples": (737, 6_726),
-    "experiments": (4_314, 46_284),
+    "experiments": (4_629, 49_332),
     "benchmarks": (2_293, 21_371),
     "tests": (39_389, 428_252),
 }

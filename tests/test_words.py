@@ -154,14 +154,14 @@ def test_every_path_that_a_page_names_exists():
 
 # ---------------------------------------------------------------------------------------------------- how many words
 
-MAX_WORDS = 29_703
+MAX_WORDS = 29_927
 """Words of all pages but the record. They only get fewer, but for a page of something new: any-agent.md had 590,
-rewards from elsewhere 250, and the order of an upgrade 115."""
+rewards from elsewhere 250, the order of an upgrade 115, and an outage in figures 500."""
 MAX_RECORD = 7_000
 """Words of the record beside its tables."""
 SHORT = {"README.md": 750, "docs/performance.md": 600, "docs/reliability.md": 600, "docs/learning.md": 600}
 MAX_HOW_TO = 900
-MAX_PAGES = 33
+MAX_PAGES = 34
 """Pages beside the record. Those that are written out of the code do not count."""
 
 
