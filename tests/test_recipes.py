@@ -6,8 +6,8 @@ import tomllib
 
 import pytest
 
-from examples.demo.run import SHARING
-from experiments.learning.arms import OPSM
+from examples.demo.compare import RECIPE as COMPARED
+from experiments.learning.arms import ARMS
 from replay_cli.recipes import RECIPES, recipe_of
 from replay_generator import GeneratorConfig
 from replay_server import Config
@@ -57,11 +57,13 @@ def test_a_name_that_there_is_not_is_refused_with_those_that_there_are():
 def test_the_demo_and_the_experiments_compare_what_the_recipe_is():
     """They write its settings down, because neither knows of recipes."""
     train, serve = recipe_of("replay")["train"], recipe_of("replay")["serve"]
-    assert GRPOConfig(output_dir="x", correction=train["correction"]).correction == OPSM
-    assert tomllib.loads(SHARING.correction) == train["correction"]
-    assert tomllib.loads(SHARING.pool).items() <= serve["tables"][1].items()
-    assert (SHARING.groups, tomllib.loads(SHARING.replay)) == (train["groups_per_step"], {"replay_share": 0.5})
-    assert (SHARING.fresh, SHARING.priority) == (
+    arm = ARMS["small50-right"]
+    assert GRPOConfig(output_dir="x", correction=train["correction"]).correction == arm.correction
+    assert (arm.stored, arm.fresh, arm.replay) == (train["replay_rollouts"], 4, 4)
+    assert tomllib.loads(COMPARED.correction) == train["correction"]
+    assert tomllib.loads(COMPARED.pool).items() <= serve["tables"][1].items()
+    assert {"groups_per_step": COMPARED.groups, **tomllib.loads(COMPARED.replay)}.items() <= train.items()
+    assert (COMPARED.fresh, COMPARED.priority) == (
         serve["admission"]["groups_per_step"],
         recipe_of("replay")["generate"]["priority"],
     )

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import matplotlib  # noqa: F401, better to know now that it is missing than when it draws the picture at the end
 
-from examples.demo.run import COMPARED_STEPS, TASKS, DemoError, compare, run
+from examples.demo.compare import COMPARED_STEPS, compare
+from examples.demo.run import TASKS, DemoError, run
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
-    parser.add_argument("--max-steps", type=int, help="training steps (150, tools 50, compared 60)")
+    parser.add_argument("--max-steps", type=int, help="training steps (150, tools 50, compared 48)")
     parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the training")
     parser.add_argument("--engine", default="vllm", choices=["vllm", "transformers"])
     parser.add_argument("--output-dir", type=Path, default=Path("runs/demo"), help="folder for the files of the run")
@@ -24,7 +25,9 @@ def main() -> None:
         choices=TASKS,
         help="tools: to multiply with a calculator, in two turns; agent: the same, by the package openai",
     )
-    parser.add_argument("--compare", action="store_true", help="train on as many groups without the pool and with it")
+    parser.add_argument(
+        "--compare", action="store_true", help="plain, a quarter of the batch, and the recipe; three seeds each"
+    )
     given = parser.parse_args()
     variant = TASKS[given.task]
     if given.compare and given.task != parser.get_default("task"):

@@ -50,7 +50,7 @@ SMOOTH = 10
 
 def draw(metrics: list[dict[str, Any]], path: Path, panels: Mapping[str, tuple[str, str]] = PANELS) -> None:
     """Writes a PNG with a panel for each of `panels`."""
-    with _figure(path, 2, 2, figsize=(10, 6), sharex=True) as (figure, axes):
+    with figure_of(path, 2, 2, figsize=(10, 6), sharex=True) as (figure, axes):
         for axis, (title, (name, meaning)) in zip(axes.flat, panels.items(), strict=True):
             points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
             steps, values = [step for step, _ in points], [value for _, value in points]
@@ -65,24 +65,8 @@ def draw(metrics: list[dict[str, Any]], path: Path, panels: Mapping[str, tuple[s
         figure.tight_layout(rect=(0, 0.05, 1, 1))
 
 
-Curve = tuple[Sequence[float], Sequence[float]]
-"""Generated tokens, ascending, and the mean reward of what was generated there."""
-
-
-def draw_comparison(curves: Mapping[str, Curve], path: Path) -> None:
-    """Writes a PNG with the fresh reward by generated tokens of each curve, by its name."""
-    with _figure(path, figsize=(7, 4.5)) as (figure, axis):
-        for name, (tokens, rewards) in curves.items():
-            axis.plot([count / 1000 for count in tokens], rewards, label=name)
-        axis.set_xlabel("thousand generated tokens")
-        axis.set_ylabel("mean reward of the groups generated now")
-        axis.grid(alpha=0.3)
-        axis.legend()
-        figure.tight_layout()
-
-
 @contextmanager
-def _figure(path: Path, *shape: int, **options: Any) -> Iterator[tuple[Any, Any]]:
+def figure_of(path: Path, *shape: int, **options: Any) -> Iterator[tuple[Any, Any]]:
     """A figure and its axes, which are saved at the end."""
     import matplotlib
 
@@ -141,12 +125,6 @@ sample_timeout = {sample_timeout:g}
 TRUNCATE = """level = "token"
 action = "truncate"
 clip_max = 2.0"""
-RECIPE_CORRECTION = """objective = "bypass_reinforce"
-clip_min = 1.0
-clip_max = 1.0
-off_policy_mask_threshold = 0.1"""
-RECIPE_POOL = """sampler = { type = "prioritized", exponent = 0.6 }
-max_size = 256"""
 REPLACING_POOL = """sampler = "prioritized"
 max_size = 512
 max_times_sampled = 4
@@ -204,18 +182,6 @@ class Variant:
 
 
 DEMO = Variant()
-WITHOUT_POOL = Variant(replay='zero_variance = "none"', learning_rate=1e-4, task="steps", max_tokens=9)
-SHARING = Variant(
-    groups=8,
-    fresh=4,
-    replay="replay_share = 0.5",
-    correction=RECIPE_CORRECTION,
-    pool=RECIPE_POOL,
-    learning_rate=1e-4,
-    priority="learnability",
-    task="steps",
-    max_tokens=9,
-)
 WITH_TOOL = Variant(
     task="tools",
     max_tokens=12,
@@ -523,63 +489,3 @@ def summarise(metrics: list[dict[str, Any]], generated: dict[str, Any]) -> Itera
         f"engine, trainer     differ by {generated.get('probe_max_difference', math.nan):.1e} nats on the probe, after "
         f"{generated.get('reloads', 0)} reloads of the weights"
     )
-
-
-RARE = 0.08
-"""Solve rate at which the warm-up ends."""
-COMPARED_STEPS = 60
-"""Steps of the run without the pool. More would show more, and take longer than people wait: the other run has four
-times as many, and trains on twice as many groups in all."""
-VARIANTS: dict[str, Variant] = {"without": WITHOUT_POOL, "with": SHARING}
-"""without: 16 fresh groups a step, and no pool. with: 4 fresh groups a step, and up to 4 of the pool, with the loss
-that docs/learning.md recommends. Success is rare at the start, which is where the pool matters."""
-SMOOTHED_GROUPS = 320
-"""Fresh groups in each running mean of the reward."""
-
-
-def compare(out: Path, steps: int, seed: int, engine: str, target_solve_rate: float = RARE) -> None:
-    """Runs both variants for as many fresh groups as `steps` steps have without the pool. Raises DemoError."""
-    check_folder(out)
-    for name in VARIANTS:
-        shutil.rmtree(out / name, ignore_errors=True)
-    curves: dict[str, Curve] = {}
-    first: Path | None = None
-    for name, variant in VARIANTS.items():
-        Console().print(f"\n{name} the pool:", highlight=False)
-        run(out / name, steps * GROUPS_PER_STEP // variant.fresh, seed, engine, target_solve_rate, variant, warm=first)
-        first = first or out / name
-        curves[name] = curve(read_metrics(out / name / "metrics.jsonl"), variant)
-    if not all(rewards for _, rewards in curves.values()):
-        raise DemoError("a run has no steps to compare")
-    draw_comparison({f"{name} the pool": curve for name, curve in curves.items()}, out / "compare.png")
-    for line in compared(curves):
-        Console().print(line, highlight=False, soft_wrap=True)
-    Console().print(f"picture: {out / 'compare.png'}", highlight=False, soft_wrap=True)
-
-
-def curve(metrics: list[dict[str, Any]], variant: Variant, smoothed: int = SMOOTHED_GROUPS) -> Curve:
-    """Of each step: the tokens of all fresh groups so far, and the mean reward of the last `smoothed` of them."""
-    tokens, total = [], 0.0
-    for line in metrics:
-        total += line["fresh/groups"] * GROUP_SIZE * line["fresh/completion_length_mean"]
-        tokens.append(total)
-    return tokens, running_mean([line["fresh/reward_mean"] for line in metrics], smoothed // variant.fresh)
-
-
-def compared(curves: Mapping[str, Curve]) -> Iterator[str]:
-    """Where each curve ended, and when the pool's reached the end of the other."""
-    yield ""
-    for name, (tokens, rewards) in curves.items():
-        yield f"{name:<8} the pool: fresh reward {rewards[-1]:.3f} after {tokens[-1]:.0f} generated tokens"
-    level = max(curves["without"][1])
-    reached_at = {
-        name: next((at for at, reward in zip(*curve, strict=True) if reward >= level), None)
-        for name, curve in curves.items()
-    }
-    if reached_at["with"] is None:
-        yield f"with the pool, the reward never reached {level:.3f}: one seed proves little, see docs/learning.md"
-    else:
-        yield (
-            f"a fresh reward of {level:.3f} took {reached_at['without']:.0f} tokens without the pool, and "
-            f"{reached_at['with']:.0f} with it"
-        )

@@ -212,7 +212,7 @@ def main(command: str, folder: Path, seed: int, target_solve_rate: float, kind: 
     torch.set_num_threads(1)
     taught, checked = lessons(tokenizer, rows, kind)
     end = time.process_time() + _WARM_UP_SECONDS
-    for stats in imitate(model, taught, checked, seed=seed, learning_rate=1.5e-3, check_every=5):
+    for stats in imitate(model, taught, checked, seed=seed, learning_rate=1.5e-3, check_every=2):
         print(json.dumps(stats), flush=True)
         if stats["solve_rate"] >= target_solve_rate:
             break

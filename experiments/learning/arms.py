@@ -33,7 +33,6 @@ class Arm:
     max_times_sampled: int = 3
     max_staleness: int | None = 20
     remover: Literal["min_heap", "fifo"] = "min_heap"
-    prompts: Literal["epochs", "thompson", "skip"] = "epochs"
     start: int = 0
     """Steps before the pool is used."""
     lag: int = 0
@@ -57,17 +56,14 @@ WIDE = LossConfig(epsilon=0.2, epsilon_high=1.0)
 BYPASS = CorrectionConfig(objective="bypass")
 """The clip is on the ratio to the policy that wrote the tokens: a token that has moved that far gets no gradient."""
 
-OPSM = CorrectionConfig(objective="bypass_reinforce", clip_min=1.0, clip_max=1.0, off_policy_mask_threshold=0.1)
+RECIPE = CorrectionConfig(objective="bypass_reinforce", clip_min=1.0, clip_max=1.0)
 """The correction of the recipe. Every token has weight 1, and no ratio is clipped: a right answer counts in full,
-however old. A completion with A < 0 leaves the loss once its tokens are 0.1 nats less likely, on average, than when
-they were sampled (off-policy sequence mask, arXiv 2512.02556)."""
+however old."""
+OPSM = replace(RECIPE, off_policy_mask_threshold=0.1)
+"""The same for a pool of whole groups. A completion with A < 0 leaves the loss once its tokens are 0.1 nats less
+likely, on average, than when they were sampled (off-policy sequence mask, arXiv 2512.02556)."""
 FOR_EVER: dict[str, object] = {"correction": OPSM, "half_life": None, "max_staleness": None}
 """Options of a pool whose groups do not age: what is right stays right."""
-
-
-def masked_above(threshold: float) -> CorrectionConfig:
-    """The correction of the recipe with another threshold of its mask, in nats a token."""
-    return replace(OPSM, off_policy_mask_threshold=threshold)
 
 
 def share(name: str, replayed: int, **options: object) -> Arm:
@@ -87,10 +83,9 @@ ARMS = {
         Arm("half", fresh=8),
         Arm("quarter", fresh=4),
         Arm("eighth", fresh=2),
-        # The recipe without its pool, and instead of it more updates on what was generated.
+        # The loss of OPSM without a pool, and instead of it more updates on what was generated.
         Arm("quarter-opsm", fresh=4, correction=OPSM),
         Arm("quarter-opsm-twice", fresh=4, correction=OPSM, num_iterations=2),
-        Arm("quarter-opsm-4-times", fresh=4, correction=OPSM, num_iterations=4),
         Arm("quarter-twice", fresh=4, correction=BYPASS, num_iterations=2),
         Arm(
             "replace",
@@ -103,34 +98,20 @@ ARMS = {
         ),
         share("share25", 4),
         share("share50", 8),
-        share("share75", 12),
         share("share50-ageless", 8, half_life=None),
         # With 4 fresh groups a step, twice as many versions pass for the same generated tokens.
-        share("share75-long", 12, half_life=10.0, max_staleness=40),
         share("share75-wide", 12, half_life=10.0, max_staleness=40, loss=WIDE),
-        share("small50", 4, fresh=4, half_life=10.0, max_staleness=40),
         share("small50-wide", 4, fresh=4, half_life=10.0, max_staleness=40, loss=WIDE),
         share("share50-opsm", 8, **FOR_EVER),
-        share("share75-opsm", 12, **FOR_EVER),
         share("small50-opsm", 4, fresh=4, **FOR_EVER),
-        share("small50-opsm-half", 4, fresh=4, **(FOR_EVER | {"correction": masked_above(0.5)})),
-        share("small50-opsm-one", 4, fresh=4, **(FOR_EVER | {"correction": masked_above(1.0)})),
-        share("small50-right", 4, fresh=4, stored="right", **FOR_EVER),
+        share(
+            "small50-opsm-half", 4, fresh=4, **(FOR_EVER | {"correction": replace(OPSM, off_policy_mask_threshold=0.5)})
+        ),
+        share("small50-right", 4, fresh=4, stored="right", **(FOR_EVER | {"correction": RECIPE})),
         share("small50-distinct", 4, fresh=4, stored="distinct", pool_size=4096, exponent=0.0, **FOR_EVER),
-        share("share50-truncate", 8, correction=CorrectionConfig()),
-        share("share50-3-times", 8, max_times_sampled=3),
-        share("share50-advantage", 8, priority="advantage", exponent=1.0),
-        share("share50-keep", 8, zero_variance="keep"),
         Arm("dynamic", zero_variance="dynamic"),
-        Arm("half-dynamic", fresh=8, zero_variance="dynamic"),
-        Arm("thompson", prompts="thompson"),
-        Arm("half-thompson", fresh=8, prompts="thompson"),
-        Arm("half-skip", fresh=8, prompts="skip"),
         Arm("stale16-truncate", lag=16),
         Arm("stale16-mask", lag=16, correction=CorrectionConfig(action="mask", clip_min=0.5, clip_max=2.0)),
-        Arm("stale16-bypass", lag=16, correction=BYPASS),
-        Arm("stale16-bypass-wide", lag=16, correction=BYPASS, loss=WIDE),
-        Arm("stale16-sequence", lag=16, correction=CorrectionConfig(level="sequence", clip_max=5.0)),
         Arm("stale16-opsm", lag=16, correction=OPSM),
         Arm("stale16-off", lag=16, correction=CorrectionConfig(clip_min=1.0, clip_max=1.0)),
     )

@@ -25,6 +25,31 @@ COSTS = {"3:1": (3.0, 1.0, 0.0, 0.0, 0.0), "10:1": (10.0, 1.0, 0.0, 0.0, 0.0)}
 """Cost of a generated token against a trained one."""
 Records = dict[int, dict[str, Any]]
 """By seed."""
+NAMES = {
+    "plain": "plain",
+    "half": "half of the batch",
+    "quarter": "quarter of the batch",
+    "eighth": "eighth of the batch",
+    "small50-right": "recipe",
+    "small50-opsm": "stored groups whole, masked",
+    "small50-opsm-half": "stored groups whole, masked at 0.5",
+    "small50-distinct": "each right answer once",
+    "small50-wide": "4 fresh, 4 stored, wide clip",
+    "share25": "12 fresh, 4 stored, clipped",
+    "share50": "8 fresh, 8 stored, clipped",
+    "share50-ageless": "8 fresh, 8 stored, no half-life",
+    "share50-opsm": "8 fresh, 8 stored, masked",
+    "share75-wide": "4 fresh, 12 stored, wide clip",
+    "quarter-opsm": "quarter, recipe's loss",
+    "quarter-opsm-twice": "quarter, recipe's loss, two updates",
+    "replace": "holes filled from the pool",
+    "dynamic": "dynamic sampling",
+    "stale16-truncate": "16 versions behind, truncated",
+    "stale16-mask": "16 versions behind, masked tokens",
+    "stale16-opsm": "16 versions behind, masked answers",
+    "stale16-off": "16 versions behind, uncorrected",
+}
+"""What readers call an arm; an arm that is not here has its own name."""
 
 
 def setting_of(record: dict[str, Any]) -> str:
@@ -73,7 +98,7 @@ def table(records: Iterable[dict[str, Any]]) -> list[str]:
         for name, arm in arms.items():
             starts = np.mean([record["curve"][0][s.SOLVE_RATE] for record in arm.values()])
             ends = np.mean([s.end(record) for record in arm.values()])
-            cells = [setting, name, str(len(arm)), f"{starts:.3f} → {ends:.3f}"]
+            cells = [setting, NAMES.get(name, name), str(len(arm)), f"{starts:.3f} → {ends:.3f}"]
             if name == "plain":
                 cells += ["", "", "", "", ""]
             else:
@@ -99,7 +124,7 @@ def pair_table(records: Iterable[dict[str, Any]], pairs: Iterable[tuple[str, str
             seeds = sorted(arm.keys() & baseline.keys())
             if not seeds:
                 continue
-            cells = [setting, f"{name} / {other}", " ".join(map(str, seeds))]
+            cells = [setting, f"{NAMES.get(name, name)} / {NAMES.get(other, other)}", " ".join(map(str, seeds))]
             cells += [shown(compare(arm, baseline, weights)) for weights in (GENERATED_ONLY, *COSTS.values())]
             cells += [shown(gain(arm, baseline), "+.3f"), shown(gain(arm, baseline, s.end), "+.3f")]
             lines.append(f"| {' | '.join(cells)} |")
@@ -107,11 +132,11 @@ def pair_table(records: Iterable[dict[str, Any]], pairs: Iterable[tuple[str, str
 
 
 SHORT = {
-    "recipe": ("small50-opsm", "plain"),
-    "recipe, stored right answers alone": ("small50-right", "plain"),
-    "quarter of the batch, no pool": ("quarter", "plain"),
-    "recipe / quarter of the batch": ("small50-opsm", "quarter"),
-    "stored right answers alone / quarter": ("small50-right", "quarter"),
+    "recipe": ("small50-right", "plain"),
+    "stored groups whole, masked": ("small50-opsm", "plain"),
+    "quarter of the batch": ("quarter", "plain"),
+    "recipe / quarter": ("small50-right", "quarter"),
+    "stored groups whole, masked / quarter": ("small50-opsm", "quarter"),
 }
 """Columns of `short_table`: an arm, and the baseline that its tokens are divided by."""
 
@@ -147,9 +172,8 @@ def variety_table(records: Iterable[dict[str, Any]]) -> list[str]:
                 for other in ("plain", "quarter")
             ]
             shifts = [f"{start:.2f} → {end:.2f}" for start, end in zip(starts, ends, strict=True)]
-            lines.append(
-                f"| {setting} | {name} | {len(arm)} | {shifts[0]} | {' | '.join(passed)} | {shifts[1]} | {shifts[2]} |"
-            )
+            cells = [setting, NAMES.get(name, name), str(len(arm)), shifts[0], *passed, *shifts[1:]]
+            lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -202,7 +226,9 @@ def draw(records: Iterable[dict[str, Any]], arms: list[str], path: Path) -> None
             grid = np.linspace(0, min(curve[-1, s.GENERATED] for curve in curves), 40)
             rates = np.array([np.interp(grid, curve[:, s.GENERATED], curve[:, s.SOLVE_RATE]) for curve in curves])
             error = rates.std(axis=0, ddof=1) / math.sqrt(len(rates)) if len(rates) > 1 else 0 * rates[0]
-            axis.plot(grid / 1000, rates.mean(axis=0), color=f"C{number}", label=f"{arm} ({len(rates)})")
+            axis.plot(
+                grid / 1000, rates.mean(axis=0), color=f"C{number}", label=f"{NAMES.get(arm, arm)} ({len(rates)})"
+            )
             axis.fill_between(
                 grid / 1000, rates.mean(axis=0) - error, rates.mean(axis=0) + error, color=f"C{number}", alpha=0.15
             )

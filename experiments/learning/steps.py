@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,6 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from experiments.learning.arms import GROUP_SIZE, Arm
-from experiments.learning.prompts import prompt_choice
 from experiments.learning.stored import DistinctAnswers
 from replay_client import ReplayClient, RolloutGroup, Sample
 from replay_client.scoring import carries_gradient
@@ -46,6 +46,13 @@ class Policy(Protocol):
         """A scored group of each chosen prompt, from the model as it is or with the weights of `state`."""
 
 
+def _epochs(count: int, seed: int) -> Iterator[int]:
+    """All prompts in a random order, then all again in another."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield from rng.permutation(count).tolist()
+
+
 class Steps:
     """The state of one run between its steps."""
 
@@ -53,7 +60,7 @@ class Steps:
         self.arm, self.client, self.policy, self.model = arm, client, policy, policy.model
         self.logprobs = LogprobModel(self.model, packing=policy.packing)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
-        self.prompts = prompt_choice(arm.prompts, policy.prompts, seed)
+        self.prompts = _epochs(policy.prompts, seed)
         self.source = self._source()
         self.answers = DistinctAnswers()
         self.version = self.generated_tokens = self.trained_tokens = 0
@@ -107,11 +114,10 @@ class Steps:
                 self._past.append({"version": self.version, "state": state})
             if len(self._past) > self.arm.lag + 1:
                 self._past.popleft()
-        chosen = self.prompts.next(count, self.version)
+        chosen = list(islice(self.prompts, count))
         past = self._past[0]["state"] if self.arm.lag else None
         groups = self.policy.sample(chosen, GROUP_SIZE, self.version - lag, past)
-        for index, group in zip(chosen, groups, strict=True):
-            self.prompts.told(index, group)
+        for group in groups:
             self.generated_tokens += group.completion_ids.size
             self.client.insert(group, {"rollouts": self._priority(group)})
         return self.client.sample("rollouts", count, timeout=30.0)

@@ -40,8 +40,8 @@ class BudgetSpent(Exception):
 
 def run(arm: Arm, settings: Settings, warm_starts: Path, engine: str) -> dict[str, Any]:
     """As loop.run, through the whole system; the record names the engine."""
-    if arm.prompts != "epochs" or arm.lag:
-        raise ValueError(f"arm {arm.name!r} chooses prompts or delays its generator, which only the harness does")
+    if arm.lag:
+        raise ValueError(f"arm {arm.name!r} delays its generator, which only the harness does")
     if arm.stored == "distinct":
         raise ValueError(f"arm {arm.name!r} stores answers instead of groups, which only the harness does")
     task = load_task(settings.task)

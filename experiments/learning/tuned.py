@@ -21,7 +21,7 @@ BUDGETS = {
     "sums": 30_000,
     "steps": 40_000,
     "sort": 40_000,
-    "reverse": 40_000,
+    "reverse": 20_000,
     "split": 30_000,
     "chain_sum": 9_000,
     "two_terms": 8_000,

@@ -41,7 +41,7 @@ def test_an_answer_without_an_advantage_is_stored_when_it_has_one():
 
 
 @pytest.mark.parametrize("name", ["small50-right", "small50-distinct"])
-def test_an_arm_that_stores_right_answers_alone_trains_on_fewer_tokens_than_the_recipe(name, monkeypatch, tmp_path):
+def test_an_arm_that_stores_right_answers_alone_trains_on_fewer_tokens_than_whole_groups(name, monkeypatch, tmp_path):
     whole, parts = (run_coin(arm, monkeypatch, tmp_path, budget=400) for arm in ("small50-opsm", name))
     assert parts["means"]["replayed"] > 0
     trained, generated = (parts["curve"][-1][column] for column in (statistics.TRAINED, statistics.GENERATED))
@@ -116,7 +116,7 @@ def test_the_table_of_varieties_compares_the_ends_by_seed():
     records = [measured("plain", 0, 0.5), measured("small50-opsm", 0, 0.75), measured("small50-opsm", 1, 0.1), old]
     rows = report.variety_table(records)[2:]
     assert len(rows) == 2
-    assert "| small50-opsm | 2 | 0.40 → 0.42 | **+0.250** [+0.250, +0.250] |" in rows[1]
+    assert "| stored groups whole, masked | 2 | 0.40 → 0.42 | **+0.250** [+0.250, +0.250] |" in rows[1]
 
 
 def test_a_run_begins_when_the_file_that_pauses_it_is_gone(monkeypatch, tmp_path):

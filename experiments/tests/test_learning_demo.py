@@ -21,9 +21,9 @@ def published_run(arm, seed, end, *, learning_rate=5e-5):
 
 
 def test_the_demo_trains_as_the_recipe_of_the_experiment_does(tmp_path):
-    arm = ARMS["small50-opsm"]
+    arm = ARMS["small50-right"]
     config = GRPOConfig(output_dir=tmp_path, **tomllib.loads(demo.REAL.train_config))
-    assert config.correction == arm.correction
+    assert (config.correction, config.replay_rollouts) == (arm.correction, arm.stored)
     assert (config.fresh_groups_per_step, config.replayed_groups_per_step) == (arm.fresh, arm.replay)
     (tmp_path / "replay.toml").write_text(demo.REAL.server_config)
     server = Config.load(tmp_path / "replay.toml")

@@ -167,7 +167,7 @@ def test_the_look_into_runs_leaves_out_a_run_that_was_cut_off_and_those_on_tunin
     steps = [step(1, 80, 0.9), step(2, 90, 0.9), step(1, 301, 0.2), step(1, 80, 0.4, arm="plain")]
     steps += [step(1, 301, 0.7, seed=100)]
     rows = [line.split(" | ") for line in look.look(steps, 3)[2:]]
-    assert [row[1:6] for row in rows] == [["quarter", "3 of 3", "1", "1", "0.2"]]
+    assert [row[1:6] for row in rows] == [["quarter of the batch", "3 of 3", "1", "1", "0.2"]]
 
 
 def test_runs_are_added_to_the_published_ones_and_take_the_place_of_the_same_runs(tmp_path, monkeypatch):

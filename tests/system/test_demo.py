@@ -12,10 +12,12 @@ import pytest
 
 from examples.demo import tools
 from examples.demo.__main__ import main
+from examples.demo.compare import ARMS, compare, compared, curve
 from examples.demo.task import make_tokenizer, padded
 from replay_generator import RolloutPolicy, Task
 from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.rewards import exact_match
+from replay_trainer.metrics import read_metrics
 from tests.factories import until
 
 CODE = (
@@ -142,34 +144,30 @@ def test_a_signal_ends_the_demo_while_it_prepares(tmp_path):
     assert not any(process.is_running() for process in running)
 
 
+def test_a_comparison_says_what_share_of_plains_tokens_each_arm_needed_to_plains_best():
+    plain, quick, never = (([1e3, 2e3, 3e3], rewards) for rewards in ([0.1, 0.2, 0.3], [0.1, 0.3, 0.4], [0.1] * 3))
+    runs = {"plain": [plain] * 3, "quarter": [never, quick, never], "recipe": [quick, quick, never]}
+    _, quarter, recipe = compared(runs, {"plain": 9_000, "quarter": 9_000, "recipe": 7_200}).splitlines()
+    assert "0.10, 0.40, 0.10 at the end; plain's best with never of its generated tokens (0.67, never" in quarter
+    assert "plain's best with 0.67 of its generated tokens (0.67, 0.67, never); 0.8 trained tokens" in recipe
+
+
+def test_a_curve_begins_where_its_mean_is_of_enough_groups():
+    steps = [{"fresh/groups": 4, "fresh/completion_length_mean": 5.0, "fresh/reward_mean": i / 8} for i in range(8)]
+    tokens, rewards = curve(steps, fresh=4, smoothed=16)
+    assert (tokens[0], rewards[0]) == (320.0, 0.0625)
+
+
 @pytest.mark.long
-def test_a_comparison_trains_both_ways_on_the_same_number_of_groups_and_draws_both(tmp_path):
-    out = tmp_path / "demo"
-    code = CODE.replace("DemoError, run", "DemoError, compare as run")
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(out), "3"], capture_output=True, text=True, timeout=800, check=False
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    lines = {
-        name: [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("without", "with")
-    }
-    assert {name: sum(line["fresh/groups"] for line in each) for name, each in lines.items()} == {
-        "without": 48,
-        "with": 48,
-    }
-    assert {name: {line["fresh/groups"] for line in each} for name, each in lines.items()} == {
-        "without": {16},
-        "with": {4},
-    }
-    assert "replay_share" in (out / "with" / "train.toml").read_text()
-    assert "without  the pool: fresh reward" in said
-    assert "with     the pool: fresh reward" in said
-    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
-    assert (out / "without" / "warm" / "model.safetensors").read_bytes() == (
-        out / "with" / "warm" / "model.safetensors"
-    ).read_bytes()
+def test_a_comparison_trains_each_arm_from_one_start_on_as_many_groups_and_draws_them(tmp_path, capsys):
+    compare(tmp_path / "demo", 3, 0, "transformers", 0.005, seeds=1)
+    said = capsys.readouterr().out
+    folders = [tmp_path / "demo" / f"{name}-0" for name in ARMS]
+    groups = [[line["fresh/groups"] for line in read_metrics(each / "metrics.jsonl")] for each in folders]
+    assert groups == [[16] * 3, [4] * 12, [4] * 12]
+    assert len({(each / "warm" / "model.safetensors").read_bytes() for each in folders}) == 1
+    assert all(f"{name}: reward " in said for name in ARMS)
+    assert (tmp_path / "demo" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.long

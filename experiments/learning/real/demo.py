@@ -3,7 +3,7 @@
     python -m experiments.learning.real.demo --steps 40 --out runs/demo-real
 
 The processes, the display and the files are those of the demo. Three things are of the experiment: the model, the
-task (`two_terms` of gym.py), and the settings, which are those of the arm `small50-opsm`. So its curve lies beside the
+task (`two_terms` of gym.py), and the settings, which are those of the arm `small50-right`. So its curve lies beside the
 published curves of the arms, which took turns between engine and trainer where this one runs both at a time.
 """
 
@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from examples.demo.run import SHARING, Curve, DemoError, check_folder, curve, draw_comparison, run
+from examples.demo.compare import RECIPE, Curve, curve, draw_comparison
+from examples.demo.run import DemoError, check_folder, run
 from experiments.learning import statistics as s
 from experiments.learning.real.gym import GYM_TASKS, GymProblems, gym_problems
 from experiments.learning.real.smollm2 import smollm2
-from experiments.learning.report import by_setting
+from experiments.learning.report import NAMES, by_setting
 from experiments.learning.run import read_records, usual_rate
 from experiments.learning.tuned import PRETRAINED
 from replay_trainer.metrics import read_metrics
@@ -32,16 +33,16 @@ from replay_trainer.metrics import read_metrics
 ROOT = Path(__file__).parents[3]
 PUBLISHED = ROOT / "experiments" / "results" / "learning_real.json"
 TASK = GYM_TASKS["two_terms"]
-ARMS = {"small50-opsm": "recipe", "quarter": "quarter of the batch", "plain": "plain"}
-"""The published arms beside this run, and how the curves are called."""
+ARMS = ("small50-right", "quarter", "plain")
+"""The published arms beside this run."""
 SMOOTHED = 16
 """Fresh groups in each mean of this run; as many as a point of the published curves has."""
 EACH = 1000
 """Generated tokens between two lines of the table."""
 REAL = replace(
-    SHARING,
+    RECIPE,
     # A full state is 1.6 GB, and nobody resumes a demo; bfloat16 halves a step, where the CPU knows it.
-    replay=f"{SHARING.replay}\nsave_every = 1_000_000\nmax_tokens_per_micro_batch = 1024\nbf16 = true",
+    replay=f"{RECIPE.replay}\nsave_every = 1_000_000\nmax_tokens_per_micro_batch = 1024\nbf16 = true",
     learning_rate=usual_rate(TASK.name, PRETRAINED),
     task=TASK.name,
     max_tokens=TASK.max_tokens,
@@ -80,7 +81,7 @@ def published(path: Path = PUBLISHED) -> dict[str, Curve]:
     """The mean over the seeds of each published arm that is in ARMS, by its name."""
     arms = by_setting(read_records(path)).get(f"{TASK.name}, {PRETRAINED}", {})
     curves: dict[str, Curve] = {}
-    for arm, name in ARMS.items():
+    for arm in ARMS:
         if arm not in arms:
             continue
         # As measured: with so few points, the mean of neighbours would move the first steps forward.
@@ -88,7 +89,7 @@ def published(path: Path = PUBLISHED) -> dict[str, Curve]:
         tokens = np.linspace(0, min(each[-1, s.GENERATED] for each in runs), 40)
         rates = np.mean([np.interp(tokens, each[:, s.GENERATED], each[:, s.SOLVE_RATE]) for each in runs], axis=0)
         seeds = f"{len(runs)} seed{'s' if len(runs) > 1 else ''}"
-        curves[f"{name} (docs, {seeds})"] = tokens.tolist(), rates.tolist()
+        curves[f"{NAMES[arm]} (docs, {seeds})"] = tokens.tolist(), rates.tolist()
     return curves
 
 
@@ -117,8 +118,8 @@ def main() -> None:
         check_folder(out)
         start = make_start(out / "start", arguments.models, arguments.seed)
         run(out, arguments.steps, arguments.seed, arguments.engine, variant=REAL, warm=start)
-        curves = {"this run": curve(read_metrics(out / "metrics.jsonl"), REAL, SMOOTHED)} | published()
-        draw_comparison(curves, out / "compare.png")
+        curves = {"this run": curve(read_metrics(out / "metrics.jsonl"), REAL.fresh, SMOOTHED)} | published()
+        draw_comparison({name: [each] for name, each in curves.items()}, out / "compare.png")
     except (DemoError, RuntimeError) as error:
         sys.exit(f"demo-real: {error}")
     except KeyboardInterrupt:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.learning.report import rounded, setting_of
+from experiments.learning.report import NAMES, rounded, setting_of
 from experiments.learning.run import read_records
 from experiments.learning.tuned import TUNING_SEEDS
 
@@ -48,7 +48,13 @@ def look(steps: Iterable[dict[str, Any]], parts: int) -> list[str]:
         "|---" * (5 + len(COLUMNS)) + "|",
     ]
     for (setting, arm, part), rows in sorted(found.items()):
-        cells = [setting, arm, f"{part + 1} of {parts}", str(len({row["seed"] for row in rows})), str(len(rows))]
+        cells = [
+            setting,
+            NAMES.get(arm, arm),
+            f"{part + 1} of {parts}",
+            str(len({row["seed"] for row in rows})),
+            str(len(rows)),
+        ]
         for name in COLUMNS:
             values = [row[name] for row in rows if name in row]
             cells.append(f"{np.mean(values):.3g}" if values else "")

@@ -89,7 +89,7 @@ def test_a_recipe_that_there_is_not_is_one_line(command, options):
 def test_three_commands_with_one_word_train_agree_and_measure_one_staleness(tmp_path, replay, generate, model_folder):
     config = tmp_path / "train.toml"
     # Nothing is drawn ahead, so that the trainer trains on all that the server has counted as drawn.
-    config.write_text("prefetch = 0\n[correction]\noff_policy_mask_threshold = 0.2\n")
+    config.write_text("prefetch = 0\n[correction]\nclip_max = 1.5\n")
     with (
         server_process(tmp_path, options=("--recipe", "replay")) as server,
         ReplayClient(server.address, timeout=60.0) as client,
@@ -115,8 +115,8 @@ def test_three_commands_with_one_word_train_agree_and_measure_one_staleness(tmp_
         trainer = train("--max-steps", str(STEPS))
         assert trainer.wait(timeout=300) == 0, trainer.output()
         assert shown(generator.output()) == declared("generate")
-        threshold = {"correction.off_policy_mask_threshold": "0.2  (yours; the recipe has 0.1)"}
-        assert shown(trainer.output()) == declared("train") | threshold
+        own = {"correction.clip_max": "1.5  (yours; the recipe has 1.0)"}
+        assert shown(trainer.output()) == declared("train") | own
         flow = client.server_info().tables["rollouts"].flow
         lines = [json.loads(line) for line in Path(tmp_path / "run/metrics.jsonl").read_text().splitlines()]
         stale = [line["fresh/staleness_mean"] for line in lines if "fresh/staleness_mean" in line]
