@@ -67,6 +67,12 @@ class Servers:
     def restart(self, number: int = 0) -> None:
         self.running[number] = self._start(self._configs[number], self.addresses[number])
 
+    def kill_for_a_while(self, books: Books, rng: random.Random) -> None:
+        self.kill()
+        books.killed()
+        time.sleep(rng.random())
+        self.restart()
+
     def end_leases(self, number: int) -> None:
         """Ends the leases of a killed server while its clients cannot see it."""
         server = self._start(self._configs[number])
@@ -199,6 +205,49 @@ class Fleet:
     def kill_all(self) -> None:
         for process in self.running:
             self._kill(process)
+
+
+def kill_amid_work(kills: list[Callable[[], None]], books: Any, rng: random.Random) -> None:
+    """Kills in a random order, each when a group or two more have come."""
+    rng.shuffle(kills)
+    for kill in kills:
+        enough = len(books.groups) + rng.randrange(1, 3)
+        until(lambda enough=enough: len(books.groups) >= enough or books.violations, "nobody inserts", BLOCKED)
+        time.sleep(rng.random() * 0.3)
+        kill()
+        if books.violations:
+            break
+
+
+def finish(
+    client: ReplayClient, trainer: Trainer, books: Any, finisher: Callable[[], BaseProcess], *stages: str
+) -> None:
+    """Lets others finish what is left in the table "building", and whoever lives what is in later `stages`.
+
+    Then no permit is out, nothing is left, and what was accepted is what the trainer got.
+    """
+
+    def left(*names: str) -> int:
+        tables = client.server_info().tables
+        return sum(tables[name].size + tables[name].reserved for name in names)
+
+    deadline = time.monotonic() + BLOCKED
+    while left("building") and not books.violations and time.monotonic() < deadline:
+        process = finisher()
+        process.join(BLOCKED)
+        if process.exitcode != 0:
+            books.violated(f"who was to finish what is left ended with {process.exitcode}")
+        time.sleep(0.1)  # until the leases of the dead end
+    until(lambda: not left(*stages, "rollouts") or books.violations, "groups stay", BLOCKED)
+    # A generator that is killed between its permit and the opening of its group leaves the permit for its lease.
+    until(lambda: not client.server_info().admission.running, "permits of the dead stay away", BLOCKED)  # type: ignore[union-attr]
+    trainer.stop()
+    admission, held = client.server_info().admission, left("building", *stages)
+    assert admission is not None
+    if (admission.running, admission.building, held) != (0, 0, 0):
+        books.violated(f"{admission.running} permits running, {admission.building} building, {held} items left")
+    if admission.accepted != len(books.groups):
+        books.violated(f"{admission.accepted} groups accepted, and the trainer got {len(books.groups)}")
 
 
 def settle(client: ReplayClient) -> None:

@@ -22,6 +22,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from replay_generator.engines import SamplingConfig
 from replay_generator.openings import Opening, decode_rollout
 from tests.factories import server_process, start, until
 from tests.system.building.engine import EngineServer, RemoteEngine, number_of
-from tests.system.harness import BLOCKED, Books, Fleet, Trainer, program
+from tests.system.harness import BLOCKED, Books, Fleet, Trainer, finish, program
 
 GROUP_SIZE, GROUPS_PER_STEP, CONCURRENT = 8, 4, 3
 LEASE = 2.0
@@ -73,6 +74,11 @@ class ToldClient(AsyncReplayClient):
         return result
 
 
+def prompts(name: str, new_groups: bool) -> Iterator[dict[str, str]]:
+    for number in itertools.count() if new_groups else ():
+        yield {"prompt": "+", "prompt_id": f"{name}-{number}"}
+
+
 def generate(address: str, port: int, notes: Path, name: str, building: bool, new_groups: bool) -> None:
     """A generator, until it is killed or, without new groups, nothing is left to finish."""
 
@@ -81,10 +87,6 @@ def generate(address: str, port: int, notes: Path, name: str, building: bool, ne
         client.notes, client.prompts = notes, {}
         return client
 
-    def prompts() -> Iterator[dict[str, str]]:
-        for number in itertools.count() if new_groups else ():
-            yield {"prompt": "+", "prompt_id": f"{name}-{number}"}
-
     config = GeneratorConfig(
         group_size=GROUP_SIZE,
         sampling=SamplingConfig(max_tokens=400),
@@ -92,7 +94,7 @@ def generate(address: str, port: int, notes: Path, name: str, building: bool, ne
         building="building" if building else None,
         building_lease=LEASE,
     )
-    run_generator(connect, RemoteEngine(port), prompts(), lambda row, text: float(len(text)), config)
+    run_generator(connect, RemoteEngine(port), prompts(name, new_groups), lambda row, text: float(len(text)), config)
 
 
 class Groups(Books):
@@ -157,10 +159,6 @@ def kill_generators(kills: int, folder: Path, seed: int, *, without: bool = Fals
                 BLOCKED,
             )
 
-        def left() -> int:
-            table = client.server_info().tables["building"]
-            return table.size + table.reserved
-
         trainer = Trainer(server.address, books, books.look, GROUPS_PER_STEP)
         fleet = Fleet(start_one, generators, books, rng)
         try:
@@ -171,24 +169,8 @@ def kill_generators(kills: int, folder: Path, seed: int, *, without: bool = Fals
             go_on()
         finally:
             fleet.kill_all()
-        deadline = time.monotonic() + BLOCKED
-        while left() and not books.violations and time.monotonic() < deadline:
-            finisher = start_one(new_groups=False)
-            finisher.join(BLOCKED)
-            if finisher.exitcode != 0:
-                books.violated(f"who was to finish what is left ended with {finisher.exitcode}")
-            time.sleep(0.1)  # until the leases of the dead end
-        until(lambda: client.server_info().tables["rollouts"].size == 0 or books.violations, "groups stay", BLOCKED)
-        # A generator that is killed between its permit and the opening of its group leaves the permit for its lease.
-        until(lambda: not client.server_info().admission.running, "permits of the dead stay away", BLOCKED)  # type: ignore[union-attr]
-        trainer.stop()
+        finish(client, trainer, books, partial(start_one, new_groups=False))
         engine.stop()
-        admission = client.server_info().admission
-        assert admission is not None
-        if (admission.running, admission.building, left()) != (0, 0, 0):
-            books.violated(f"{admission.running} permits running, {admission.building} building, {left()} items left")
-        if admission.accepted != len(books.groups):
-            books.violated(f"{admission.accepted} groups accepted, and the trainer got {len(books.groups)}")
     check_rollouts(notes, books)
     lost = engine.drawn - books.tokens
     books.totals |= {

@@ -18,8 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import time
-from collections.abc import Iterator
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,19 @@ from replay_client.errors import ReplayError
 from replay_generator import GeneratorConfig, ScorerConfig, run_generator, run_scorer
 from replay_generator.engines import SamplingConfig
 from replay_generator.openings import Opening
-from tests.factories import start, until
+from tests.factories import start
 from tests.system.building.engine import EngineServer, RemoteEngine
-from tests.system.building.kills import CONCURRENT, GROUP_SIZE, GROUPS_PER_STEP, LEASE, ToldClient, check_rollouts
+from tests.system.building.kills import (
+    CONCURRENT,
+    GROUP_SIZE,
+    GROUPS_PER_STEP,
+    LEASE,
+    ToldClient,
+    check_rollouts,
+    prompts,
+)
 from tests.system.building.kills import CONFIG as BUILDING
-from tests.system.harness import BLOCKED, Books, Fleet, Servers, Trainer, program
+from tests.system.harness import BLOCKED, Books, Fleet, Servers, Trainer, finish, kill_amid_work, program
 from tests.system.sessions.kills import Played
 from tests.system.sessions.kills import reward as reward_of
 
@@ -63,10 +70,6 @@ def generate(address: str, engine: int, folder: Path, name: str, new_groups: boo
         client.notes, client.handed, client.prompts = folder / "acknowledged", folder / "handed", {}
         return client
 
-    def prompts() -> Iterator[dict[str, str]]:
-        for number in itertools.count() if new_groups else ():
-            yield {"prompt": "+", "prompt_id": f"{name}-{number}"}
-
     config = GeneratorConfig(
         group_size=GROUP_SIZE,
         sampling=SamplingConfig(max_tokens=400),
@@ -75,7 +78,7 @@ def generate(address: str, engine: int, folder: Path, name: str, new_groups: boo
         building_lease=LEASE,
         unscored="unscored",
     )
-    run_generator(connect, RemoteEngine(engine), prompts(), None, config)
+    run_generator(connect, RemoteEngine(engine), prompts(name, new_groups), None, config)
 
 
 def score(address: str, seed: int) -> None:
@@ -106,50 +109,22 @@ def kill_all_sorts(
         def start_scorer() -> BaseProcess:
             return start(score, running.address, rng.getrandbits(30))
 
-        def kill_server() -> None:
-            running.kill()
-            books.killed()
-            time.sleep(rng.random())
-            running.restart()
-
-        def left(*names: str) -> int:
-            tables = client.server_info().tables
-            return sum(tables[name].size + tables[name].reserved for name in names)
-
         trainer = Trainer(running.address, books, books.look, GROUPS_PER_STEP)
         trainer.refusals = ReplayError
         generating = Fleet(start_generator, fleet[0], books, rng)
         scoring = Fleet(start_scorer, fleet[1], books, rng)
-        victims = [scoring.kill_one] * scorers + [generating.kill_one] * generators + [kill_server] * servers
-        rng.shuffle(victims)
+        kills = (
+            [scoring.kill_one] * scorers
+            + [generating.kill_one] * generators
+            + [partial(running.kill_for_a_while, books, rng)] * servers
+        )
         try:
-            for kill in victims:
-                enough = len(books.groups) + rng.randrange(1, 3)
-                until(lambda enough=enough: len(books.groups) >= enough or books.violations, "nobody inserts", BLOCKED)
-                time.sleep(rng.random() * 0.3)
-                kill()
-                if books.violations:
-                    break
+            kill_amid_work(kills, books, rng)
         finally:
             generating.kill_all()
-        deadline = time.monotonic() + BLOCKED
-        while left("building") and not books.violations and time.monotonic() < deadline:
-            finisher = start_generator(new_groups=False)
-            finisher.join(BLOCKED)
-            if finisher.exitcode != 0:
-                books.violated(f"who was to finish what is left ended with {finisher.exitcode}")
-            time.sleep(0.1)  # until the leases of the dead end
-        until(lambda: not left("unscored", "rollouts") or books.violations, "groups stay", BLOCKED)
+        finish(client, trainer, books, partial(start_generator, new_groups=False), "unscored")
         scoring.kill_all()
-        until(lambda: not client.server_info().admission.running, "permits of the dead stay away", BLOCKED)  # type: ignore[union-attr]
-        trainer.stop()
         engine.stop()
-        admission = client.server_info().admission
-        assert admission is not None
-        if (admission.running, admission.building, left("building", "unscored")) != (0, 0, 0):
-            books.violated(f"{admission.running} permits running, {admission.building} building, or items are left")
-        if admission.accepted != len(books.groups):
-            books.violated(f"{admission.accepted} groups accepted, and the trainer got {len(books.groups)}")
     told = handed.read_text().split()
     if len({*told}) < len(told):
         books.violated("a group was handed on twice")

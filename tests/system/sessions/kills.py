@@ -22,7 +22,7 @@ import random
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from replay_client.errors import ReplayError
 from replay_generator import GeneratorConfig, run_generator
 from replay_generator.engines import SamplingConfig
 from replay_generator.sessions import load_sessions
-from tests.factories import free_port, start, until
+from tests.factories import free_port, start
 from tests.system.building.engine import EngineServer, OneToken, RemoteEngine, number_of
 from tests.system.building.kills import (
     CONCURRENT,
@@ -42,9 +42,10 @@ from tests.system.building.kills import (
     Groups,
     ToldClient,
     check_rollouts,
+    prompts,
 )
 from tests.system.building.kills import CONFIG as BUILDING
-from tests.system.harness import BLOCKED, Books, Fleet, Servers, Trainer, program
+from tests.system.harness import BLOCKED, Books, Fleet, Servers, Trainer, finish, kill_amid_work, program
 
 CONFIG = BUILDING.format(data_dir="{folder}")
 DEADLINE = 3.0
@@ -67,10 +68,6 @@ def generate(address: str, engine: int, notes: Path, ports: Path, name: str, new
         client.notes, client.prompts = notes, {}
         return client
 
-    def prompts() -> Iterator[dict[str, str]]:
-        for number in itertools.count() if new_groups else ():
-            yield {"prompt": "+", "prompt_id": f"{name}-{number}"}
-
     config = GeneratorConfig(
         group_size=GROUP_SIZE,
         sampling=SamplingConfig(max_tokens=400),
@@ -84,7 +81,7 @@ def generate(address: str, engine: int, notes: Path, ports: Path, name: str, new
     hook = load_sessions(None, f"127.0.0.1:{(port := free_port())}", config, needs_reward=True)
     with ports.open("a") as file:
         file.write(f"{port}\n")
-    run_generator(connect, remote, prompts(), None, config, rollout=hook)
+    run_generator(connect, remote, prompts(name, new_groups), None, config, rollout=hook)
 
 
 def play(ports: Path, seed: int) -> None:
@@ -140,50 +137,22 @@ def kill_all_sorts(
         def start_agent() -> BaseProcess:
             return start(play, ports, rng.getrandbits(30))
 
-        def kill_server() -> None:
-            running.kill()
-            books.killed()
-            time.sleep(rng.random())
-            running.restart()
-
-        def left() -> int:
-            table = client.server_info().tables["building"]
-            return table.size + table.reserved
-
         trainer = Trainer(running.address, books, books.look, GROUPS_PER_STEP)
         trainer.refusals = ReplayError
         generating = Fleet(start_generator, fleet[0], books, rng)
         playing = Fleet(start_agent, fleet[1], books, rng)
-        victims = [playing.kill_one] * agents + [generating.kill_one] * generators + [kill_server] * servers
-        rng.shuffle(victims)
+        kills = (
+            [playing.kill_one] * agents
+            + [generating.kill_one] * generators
+            + [partial(running.kill_for_a_while, books, rng)] * servers
+        )
         try:
-            for kill in victims:
-                enough = len(books.groups) + rng.randrange(1, 3)
-                until(lambda enough=enough: len(books.groups) >= enough or books.violations, "nobody inserts", BLOCKED)
-                time.sleep(rng.random() * 0.3)
-                kill()
-                if books.violations:
-                    break
+            kill_amid_work(kills, books, rng)
         finally:
             generating.kill_all()
-        deadline = time.monotonic() + BLOCKED
-        while left() and not books.violations and time.monotonic() < deadline:
-            finisher = start_generator(new_groups=False)
-            finisher.join(BLOCKED)
-            if finisher.exitcode != 0:
-                books.violated(f"who was to finish what is left ended with {finisher.exitcode}")
-            time.sleep(0.1)  # until the leases of the dead end
+        finish(client, trainer, books, partial(start_generator, new_groups=False))
         playing.kill_all()
-        until(lambda: client.server_info().tables["rollouts"].size == 0 or books.violations, "groups stay", BLOCKED)
-        until(lambda: not client.server_info().admission.running, "permits of the dead stay away", BLOCKED)  # type: ignore[union-attr]
-        trainer.stop()
         engine.stop()
-        admission = client.server_info().admission
-        assert admission is not None
-        if (admission.running, admission.building, left()) != (0, 0, 0):
-            books.violated(f"{admission.running} permits running, {admission.building} building, {left()} items left")
-        if admission.accepted != len(books.groups):
-            books.violated(f"{admission.accepted} groups accepted, and the trainer got {len(books.groups)}")
     check_rollouts(notes, books)
     books.totals["groups"] = len(books.groups)
     return books
