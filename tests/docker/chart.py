@@ -27,13 +27,14 @@ CPU = ("--values", str(CHART / "values-cpu.yaml"))
 EVERYTHING = (
     *CPU,
     "--set=access.enabled=true,monitoring.enabled=true,archiver.enabled=true,page.enabled=true,server.replicas=3",
-    "--set=sharedMemory=/dev/shm/replay,runs.class=shared,server.storage.class=fast,images.pullSecrets[0].name=key",
+    "--set=runs.class=shared,server.storage.class=fast,images.pullSecrets[0].name=key",
 )
 OVERLAYS = {
     "gpu": (),
     "cpu": CPU,
     "shards": ("--set=server.replicas=3",),
     "secure": ("--set=access.enabled=true",),
+    "one node": ("--set=sharedMemory=/dev/shm/replay",),
     "everything": EVERYTHING,
 }
 """Values that somebody may give, by a name."""
@@ -48,7 +49,7 @@ def helm(*words: object) -> str:
     """What `helm WORDS` prints, errors included. Raises CalledProcessError if it fails."""
     command = [found("helm") or "helm", *map(str, words)]
     return subprocess.run(
-        command, check=True, text=True, timeout=120, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, check=True, text=True, timeout=600, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ).stdout
 
 
