@@ -91,7 +91,7 @@ class Cluster:
     def down(self) -> None:
         """Ends pods first: their processes are not ours."""
         with suppress(AssertionError, subprocess.TimeoutExpired):
-            self.kubectl("delete", "pods,jobs,deployments,statefulsets", "--all", "--grace-period=5", "--timeout=120s")
+            self.kubectl("delete", "deployments,statefulsets,jobs,pods", "--all", "--grace-period=5", "--timeout=120s")
         self._over.set()
         for process in reversed(self._processes):
             if process.args[-1] == "containerd":  # type: ignore[index]
