@@ -154,9 +154,10 @@ def test_every_path_that_a_page_names_exists():
 
 # ---------------------------------------------------------------------------------------------------- how many words
 
-MAX_WORDS = 29_927
+MAX_WORDS = 30_060
 """Words of all pages but the record. They only get fewer, but for a page of something new: any-agent.md had 590,
-rewards from elsewhere 250, the order of an upgrade 115, and an outage in figures 500."""
+rewards from elsewhere 250, the order of an upgrade 115, an outage in figures 500, and weights without a shared disk
+180."""
 MAX_RECORD = 7_000
 """Words of the record beside its tables."""
 SHORT = {"README.md": 750, "docs/performance.md": 600, "docs/reliability.md": 600, "docs/learning.md": 600}

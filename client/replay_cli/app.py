@@ -21,7 +21,7 @@ from replay_cli.items import delete, items, show
 from replay_cli.keep import checkpoint, export, import_items
 from replay_cli.options import Commands, taking
 from replay_cli.output import complain, say
-from replay_cli.servers import serve, shards
+from replay_cli.servers import serve, shards, weights
 from replay_cli.tables import dashboard, tables, top
 from replay_cli.train import train
 
@@ -42,7 +42,7 @@ for name, group in {"policy": policy, "table": table, "checkpoint": checkpoint}.
     app.add_typer(group, name=name)
 app.add(generate, score, train)
 app.add(copy)
-for name, group in {"archive": archive, "shards": shards}.items():
+for name, group in {"archive": archive, "weights": weights, "shards": shards}.items():
     app.add_typer(group, name=name)
 
 

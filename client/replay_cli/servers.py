@@ -1,4 +1,4 @@
-"""`replay serve` and `replay shards`: one server as a process, and several in a Ray cluster as one service."""
+"""`replay serve`, `replay weights serve`, `replay shards`: a server, weights for generators, several servers in Ray."""
 
 from __future__ import annotations
 
@@ -118,6 +118,36 @@ def _announce(server: ReplayServer) -> None:
     say(f"listening on {server.address}")
     if server.metrics_address is not None:
         say(f"metrics at http://{server.metrics_address}/metrics")
+
+
+# ------------------------------------------------------------------------------------------------ weights
+
+weights = Commands("Give weights to generators that do not see their folder.")
+
+
+def serve_weights(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(help="weights_dir of the trainer, whose weights_url leads here.")],
+    address: Annotated[str, typer.Argument(help="host:port to listen on.")],
+) -> None:
+    """Serve the versions in a folder over HTTP, until SIGTERM or Ctrl-C.
+
+    --token-file, --tls-cert and --tls-key before the command, or their variables, are those of this address.
+    """
+    from replay_generator.remote_weights import Door, WeightsServer
+
+    log_to_stderr("warning")
+    given, names = access_of(context), ("token_file", "tls_cert", "tls_key")
+    token, cert, key = (given[name] or os.environ.get(f"REPLAY_{name.upper()}") for name in names)
+    try:
+        server = WeightsServer(folder, Door("weights", address, token, cert, key))
+    except (ValueError, OSError) as error:
+        fail(f"{address}: {error}" if isinstance(error, OSError) else error)
+    say(f"weights of {folder} at {address}")
+    server.serve_forever()
+
+
+weights.add(serve_weights, name="serve")
 
 
 # ------------------------------------------------------------------------------------------------ shards

@@ -97,7 +97,14 @@ class GeneratorConfig:
     weights_root: str | Path | None = None
     """Load weights only from this folder and its subfolders. Otherwise from any folder that the policy names.
 
-    Any client that may write to the server can set that folder. Weights are only read, never executed."""
+    Any client that may write to the server can set that folder. Weights are only read, never executed. Of weights that
+    are fetched: the address, up to the slash before step-N."""
+    weights_cache: str | Path | None = None
+    """Folder of this generator alone for weights that it fetches: three versions at most."""
+    weights_token_file: str | Path | None = None
+    """File with the token of `replay weights serve`."""
+    weights_ca: str | Path | None = None
+    """Authority of its certificate, in PEM format. None: the public ones."""
     probe_tolerance: Annotated[float, Field(gt=0)] = 0.02
     """Largest difference, in nats, between the trainer's and the engine's log-probability of any token of the probe.
 

@@ -41,6 +41,8 @@ class GeneratorStats(TypedDict):
     """Over the latest groups; NaN before the first."""
     policy_version: int
     reloads: int
+    fetched_bytes: int
+    """Of weights that are on no disk of this machine."""
     probe_max_difference: float
     """Of the latest weights, in nats; NaN without a probe."""
     skipped: int

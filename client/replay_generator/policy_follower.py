@@ -16,10 +16,11 @@ from typing import Any
 
 from replay_client import AsyncReplayClient, Policy
 from replay_client.errors import ReplayError, ServerBusyError, ServerClosedError
-from replay_client.waits import LOG_SECONDS, WaitLog, beat, in_daemon_thread
+from replay_client.waits import LOG_SECONDS, Deadline, WaitLog, beat, in_daemon_thread
 from replay_generator.config import GeneratorConfig
 from replay_generator.engines import Engine
 from replay_generator.metrics import GeneratorMetrics
+from replay_generator.remote_weights.fetching import Fetcher, WeightsAwayError, is_remote
 from replay_generator.weights import (
     Probe,
     WeightsDamagedError,
@@ -68,6 +69,7 @@ class PolicyFollower:
         self._engine = engine
         self._config = config
         self._metrics = metrics
+        self._fetcher = Fetcher(config, metrics.stats)
         self._condition = asyncio.Condition()
         self._generating = 0
         self._under_way: dict[asyncio.Timeout, int] = {}
@@ -173,7 +175,7 @@ class PolicyFollower:
         log.go_on()
         await self.see(policy)
         if policy.weights:
-            await self._load(policy)
+            await self._load(*await self._fetched(policy))
 
     async def follow(self) -> None:
         """Load every newer policy. Never returns."""
@@ -215,29 +217,54 @@ class PolicyFollower:
             await asyncio.sleep(_PAUSE)
 
     async def _reload(self, policy: Policy) -> None:
+        policy, folder = await self._fetched(policy)
         self._reloading = True
         if self._config.reload == "between_groups":
             async with self._condition:
                 await self._condition.wait_for(lambda: self._generating == 0)
-            # Load the newest policy: another one may have come while groups finished.
+            # Load the newest policy: another one may have come while groups finished. One that must be fetched comes
+            # after this one: nothing is generated now.
             with contextlib.suppress(ServerClosedError, ServerBusyError):
                 newest = await self._client.policy()
-                policy = newest if newest.weights else policy
-        await self._load(policy)
+                if newest.weights and not is_remote(newest.weights):
+                    policy, folder = newest, newest.weights
+        await self._load(policy, folder)
         # Not in a `finally`: after a failure the run ends, and waiting groups must not go on.
         self._reloading = False
         async with self._condition:
             self._condition.notify_all()
 
-    async def _load(self, policy: Policy) -> None:
+    async def _fetched(self, policy: Policy) -> tuple[Policy, str]:
+        """The folder of its weights on this machine, or those of its successor if they cannot be had before that.
+
+        The engine goes on meanwhile. If it has no weights yet, raises WeightsNotFoundError after `stale_timeout`.
+        """
+        deadline, log = Deadline(None if self._following else self._config.stale_timeout), WaitLog()
+        while is_remote(policy.weights):
+            try:
+                folder = await in_daemon_thread(partial(self._fetcher.folder_of, policy.weights))
+                log.go_on()
+                return policy, folder
+            except WeightsAwayError as error:
+                if deadline.passed:
+                    raise WeightsNotFoundError(f"policy {policy.version}: {error} (stale_timeout)") from error
+                log.wait(f"policy {policy.version}: {error}")
+            await asyncio.sleep(_LOOK)
+            with contextlib.suppress(ServerClosedError, ServerBusyError):
+                await self.see(newest := await self._client.policy())
+                policy = newest if newest.weights else policy
+        return policy, policy.weights
+
+    async def _load(self, policy: Policy, folder: str) -> None:
         """Load and check the weights of `policy`, or of its successor if the trainer has replaced them meanwhile."""
         started = time.monotonic()
         while True:
             try:
-                of = policy.weights, self._config.weights_root, self._engine.model, self._names
+                root = None if is_remote(policy.weights) else self._config.weights_root
                 # In a thread: it may read all files, as the engine does right after it.
-                probe, names = await in_daemon_thread(partial(check_folder, *of))
-                await self._engine.load_weights(policy.weights, policy.version)
+                check = partial(check_folder, folder, root, self._engine.model, self._names)
+                probe, names = await in_daemon_thread(check)
+                await self._engine.load_weights(folder, policy.version)
                 # An engine that several generators share may have been given a newer version by another one.
                 await self._check(policy, probe)
                 self._names = names or self._names
@@ -251,7 +278,7 @@ class PolicyFollower:
                         f"policy {policy.version}: {error}. The trainer must save weights where the generator can "
                         "read them (a shared file system, the same path on both), and keep the newest"
                     ) from error
-                policy = newest
+                policy, folder = await self._fetched(newest)
         beat()
         self._loaded = _named(policy)
         self.version = policy.version

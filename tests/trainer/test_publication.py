@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from replay_trainer import publication
@@ -168,6 +169,59 @@ def test_versions_may_be_published_in_memory_and_full_states_on_disk(tmp_path, r
     assert_same_weights(weights(memory / "step-6"), whole)
     with pytest.raises(FileExistsError, match=r"memory holds step-\d of an earlier run: set resume=True"):
         train(FakeClient(make_batches(6)), tmp_path / "other", **options)
+
+
+@pytest.mark.parametrize("reboot", [True, False])
+def test_deltas_lie_beside_whole_versions_in_the_engines_dtype_and_a_resume_serves_its_version_again(tmp_path, reboot):
+    served, run = tmp_path / "served", tmp_path / "run"
+    options: dict[str, Any] = {"max_steps": 6, "save_every": 2, "publish": "delta", "weights_dir": served}
+    options["weights_url"] = url = "http://trainer:7410"
+    whole = train(FakeClient(make_batches(6)), tmp_path / "whole", max_steps=6, tied=True)
+    announced: list[tuple[str, str]] = []
+
+    class Client(FakeClient):
+        def set_policy_version(self, version: int, weights: str = "", **given: Any) -> None:
+            announced.append((weights, published(served)[-1].name))
+            super().set_policy_version(version, weights, **given)
+
+    client = Client(make_batches(6))
+    with pytest.raises(Killed):
+        train(client, run, on_step=killed_in(6), tied=True, **options)
+    assert client.weights == f"{url}/step-5"
+    assert [folder.name for folder in published(served)] == ["step-3", "step-4", "step-5"]
+    assert {path.name for path in (served / "step-5/delta").iterdir()} == {"base.json", "model.safetensors"}
+    if reboot:
+        shutil.rmtree(served)
+    announced.clear()
+    resumed = train(client, run, resume=True, tied=True, **options)
+    assert announced[0] == (f"{url}/step-4", "step-4")  # it is there before it is announced
+    assert announced[-1] == (f"{url}/step-6", "step-6")
+    tensors = load_file(served / "step-6/model.safetensors")
+    assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
+    assert "lm_head.weight" not in tensors  # tied weights are in the file once
+    for name, each in resumed.state_dict().items():
+        assert name not in tensors or torch.equal(each.to(torch.bfloat16), tensors[name])
+    assert_same_weights(resumed, whole)  # what a resume reads has lost no bit
+
+
+def test_a_delta_that_cannot_be_written_leaves_no_version_behind(tmp_path, monkeypatch):
+    def fail(base: Path, folder: Path) -> None:
+        (folder / "delta").mkdir()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("replay_trainer.weights.write_deltas", fail)
+    client, served = FakeClient(make_batches(2)), tmp_path / "served"
+    with pytest.raises(RuntimeError, match=r"step-1 cannot be written .* No space left"):
+        train(client, tmp_path / "run", max_steps=2, publish="delta", weights_dir=served)
+    assert (client.version, client.weights) == (0, str(served.resolve() / "step-0"))
+    assert [folder.name for folder in published(served)] == ["step-0"]
+
+
+@pytest.mark.parametrize("options", [{"publish": "delta"}, {"weights_url": "https://trainer:7410"}])
+def test_what_generators_fetch_lies_apart_from_training_checkpoints(tmp_path, options):
+    for folder in (None, tmp_path / "run", tmp_path / "x/../run"):
+        with pytest.raises(ValueError, match="need a weights_dir that is not output_dir"):
+            make_trainer(FakeClient(), tmp_path / "run", weights_dir=folder, **options)
 
 
 def test_a_host_copy_keeps_its_values_and_what_is_tied():

@@ -22,13 +22,17 @@ from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import DeadlineExceededError
 from replay_client.records import read_described
 from replay_client.scoring import group_priority
-from replay_generator import GeneratorConfig, RolloutGenerator
+from replay_generator import GeneratorConfig, GeneratorStats, RolloutGenerator
+from replay_generator.engines import SamplingConfig
+from replay_generator.engines.transformers import TransformersEngine
+from replay_generator.remote_weights import Door, WeightsServer
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import Config
 from replay_trainer import TableEvaluation
 from replay_trainer.weights import published
 from tests.commands import run_replay
 from tests.docs.blocks import ROOT, write_files
+from tests.factories import free_port, until
 from tests.generator.factories import ScriptedEngine, make_prompts
 from tests.trainer.factories import lines_of, make_group, make_model, make_trainer
 
@@ -132,13 +136,20 @@ class Generators:
                 scores = iter(range(10**9))
                 prompts = make_prompts(10_000 if config.max_groups is None else config.max_groups)
                 reward = partial(lambda row, text, scores: float(next(scores) % 2), scores=scores)
-                generator = RolloutGenerator(client, ScriptedEngine(**self._engine), prompts, reward, config)
+                engine = self._engine.get("engine") or ScriptedEngine(**self._engine)
+                generator = RolloutGenerator(client, engine, prompts, reward, config)
                 self._running.append(generator)
                 tasks.append(asyncio.create_task(generator.run()))
             await asyncio.gather(*tasks)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Generators:
         self._thread.start()
+        return self
+
+    @property
+    def stats(self) -> GeneratorStats:
+        """Of the first one."""
+        return self._running[0].stats
 
     def __exit__(self, *_: object) -> None:
         for generator in self._running:
@@ -215,6 +226,41 @@ def test_evaluation_from_a_table_takes_no_permits_out_of_trainings_budget(tmp_pa
     assert sum(line.get("eval/groups") or 0 for line in steps) > 0
     bound = (config.admission.max_staleness + STEPS + 1) * config.admission.groups_per_step
     assert STEPS * config.admission.groups_per_step <= admission.accepted + admission.running <= bound
+
+
+def test_a_generator_without_the_trainers_disk_follows_it_by_deltas(client, tmp_path):
+    base, served, cache, port = tmp_path / "model", tmp_path / "served", tmp_path / "cache", free_port()
+    (tokenizer := make_tokenizer()).save_pretrained(base)
+    (model := make_model(vocabulary=len(tokenizer))).save_pretrained(base)
+    config = GeneratorConfig(
+        tables=("rollouts",),
+        group_size=2,
+        sampling=SamplingConfig(max_tokens=4),
+        wait_for_policy=True,
+        weights_cache=cache,
+        weights_root=f"http://127.0.0.1:{port}",
+        probe_tolerance=0.05,  # of a model that is so small
+        stop_grace=0.2,
+    )
+    far = {"publish": "delta", "weights_dir": served, "weights_url": config.weights_root}
+    few = {"groups_per_step": FRESH, "learning_rate": 1e-5}
+    trainer = make_trainer(client, tmp_path / "run", model=model, tokenizer=tokenizer, **few, **far)
+    with (
+        WeightsServer(served, Door("weights", f"127.0.0.1:{port}")) as server,
+        Generators(client.address, config, engine=TransformersEngine(base, seed=0)) as generators,
+    ):
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        trainer.train()
+        until(lambda: generators.stats["policy_version"] == 3)
+        fetched = generators.stats["fetched_bytes"]
+        server.shutdown()
+    assert [line["fresh/groups"] for line in lines_of(tmp_path / "run")] == [FRESH] * 3
+    newest, files = cache / "replay-weights/step-3", [*(served / "step-3").glob("*.*")]
+    assert {file.name: file.read_bytes() for file in newest.iterdir()} == {
+        each.name: each.read_bytes() for each in files
+    }
+    whole = sum(file.stat().st_size for file in files)
+    assert whole < fetched < 2 * whole  # of four versions
 
 
 def test_replay_train_holds_bfloat16_models_in_float32_so_that_small_steps_count(tmp_path, client):

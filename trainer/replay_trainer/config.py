@@ -190,6 +190,14 @@ class GRPOConfig(LossConfig):
     weights_dir: str | Path | None = None
     """Folder for the published weights, such as one in /dev/shm; None: output_dir. Generators must see this folder.
     Training checkpoints are written to output_dir as well, after the announcement: memory does not survive a reboot."""
+    publish: Literal["full", "delta"] = "full"
+    """delta: weights_dir gets each version in weights_dtype, and beside it what changed since the version before, for
+    generators that fetch it."""
+    weights_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """With delta: what engines compute in."""
+    weights_url: Annotated[str, Field(pattern=r"^https?://.*[^/]$")] | None = None
+    """Where `replay weights serve` gives weights_dir to generators, such as https://trainer:7410. They then fetch the
+    weights, and need not see the folder."""
     publish_in_background: bool = True
     """Write and announce a version while the next step runs. False: the next step waits. Either way the trainer keeps a
     copy of the weights in host memory, and one of the optimizer state after the first training checkpoint."""
@@ -228,6 +236,9 @@ class GRPOConfig(LossConfig):
                 f"groups_per_step={self.groups_per_step} with replay_share={self.replay_share} leaves no fresh group: "
                 f"raise groups_per_step or lower replay_share"
             )
+        apart = Path(self.weights_dir or self.output_dir).resolve() != Path(self.output_dir).resolve()
+        if (self.publish == "delta" or self.weights_url) and not apart:
+            raise ValueError("publish='delta' and weights_url need a weights_dir that is not output_dir")
         LossConfig.__post_init__(self)
 
     def described(self) -> dict[str, str]:

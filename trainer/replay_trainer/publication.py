@@ -61,6 +61,7 @@ from replay_trainer.ranks import Ranks
 from replay_trainer.weights import (
     Adapter,
     OutputLock,
+    WithDelta,
     damaged,
     load_state,
     load_weights,
@@ -160,8 +161,9 @@ class Publication:
                 logger.warning("%s has lost files or parts of them: it is passed over for step-%d", folder, version)
         newest = max(map(version_of, self._published())) if folders else 0
         policy = self.client.policy()
-        ours = bool(folders) and Path(policy.weights).parent in (self.output_dir, self.weights_dir)
-        another = Path(policy.weights).parent if policy.weights and not ours else None
+        place = policy.weights.rpartition("/")[0]
+        ours = bool(folders) and place in (str(self.output_dir), str(self.weights_dir), self.config.weights_url)
+        another = place if policy.weights and not ours else None
         if another is not None or (policy.version > newest and not ours):
             raise RuntimeError(
                 f"the server is at policy version {policy.version}"
@@ -212,33 +214,47 @@ class Publication:
             if state["cuda_random"][self.ranks.index] is not None and torch.cuda.is_available():
                 torch.cuda.set_rng_state(state["cuda_random"][self.ranks.index])
         self._last_saved = version
+        location = self._restored(version, folder)
         if self.ranks.is_first:
             groups = TrainedGroups.from_state_dict(state["groups"])
             self.leases.acknowledge(groups)
             # Before groups go back: the server measures their staleness against the version that trains on them.
-            self._go_back(version, folder, **state["history"])
+            self._go_back(version, location, **state["history"])
             if self.leases.give_back_of_dead(groups, rolled_back=self._keeps):
-                self.client.set_policy_version(version, weights=str(folder), rollback=True)  # counts permits anew
+                self.client.set_policy_version(version, weights=location, rollback=True)  # counts permits anew
             self._describe()
             for later in self._published():
                 if version_of(later) > version:
                     remove(later)
         self.ranks.wait()
 
-    def _go_back(self, version: int, folder: Path, id: str, before: str) -> None:
+    def _restored(self, version: int, folder: Path) -> str:
+        """Where generators load a version that was restored from: if they fetch it, it is written anew for them."""
+        if self.config.weights_url is None:
+            return str(folder)
+        probe, weights = self.probe(), self._weights()
+        if self.ranks.is_first:
+            for later in published(self.weights_dir):
+                if version_of(later) >= version:
+                    remove(later)
+            self._weights_copy.wait()
+            self._write_to(self.weights_dir, version, probe, weights)
+        return self._location(folder)
+
+    def _go_back(self, version: int, location: str, id: str, before: str) -> None:
         """Takes the server back to a training checkpoint, which comes after the state `before`. Both are ids."""
         self._state_id = id
         # Otherwise the trainer was killed before it named the state, or the server has started again without its items
         # and knows no state: then it has nothing that was consumed since.
         if self._keeps and self.client.policy().state not in (before, ""):
             try:
-                self.client.set_policy_version(version, weights=str(folder), rollback=True, state=id)
+                self.client.set_policy_version(version, weights=location, rollback=True, state=id)
                 return
             except InvalidRequestError as error:
                 logger.warning("groups that were consumed after step %d do not come back: %s", version, error)
-        self.client.set_policy_version(version, weights=str(folder), rollback=True)
+        self.client.set_policy_version(version, weights=location, rollback=True)
         if self._keeps:
-            self.client.set_policy_version(version, weights=str(folder), state=id)
+            self.client.set_policy_version(version, weights=location, state=id)
 
     def publish(self, version: int, left: Sequence[Sample] = ()) -> None:
         """Copy the weights to the host, with the training checkpoint if one is due; then write and announce them.
@@ -331,46 +347,58 @@ class Publication:
     ) -> None:
         """Write one version and announce it; on a thread, so without any collective operation of the loop's group."""
 
-        def write(directory: Path, **full_state: Any) -> Path:
-            # safetensors and torch have errors of their own for a full disk.
-            with writing(directory / f"step-{version}", RuntimeError, SafetensorError):
-                return publish_weights(
-                    self.adapter or self.policy.model,
-                    self.tokenizer,
-                    directory,
-                    version=version,
-                    keep=self.config.keep_weights,
-                    probe=probe,
-                    weights=weights,
-                    **full_state,
-                )
-
         apart, announced = self.weights_dir != self.output_dir, False
         try:
             self._weights_copy.wait()
             if apart:
-                folder = write(self.weights_dir)
+                folder = self._write_to(self.weights_dir, version, probe, weights)
                 # Before the state: the generators need not wait for the disk. Nor does the disk wait for the server.
                 with suppress(ServerUnavailableError, DeadlineExceededError):
-                    self.client.set_policy_version(version, weights=str(folder), timeout=FIRST_TRY)
+                    self.client.set_policy_version(version, weights=self._location(folder), timeout=FIRST_TRY)
                     announced = True
         finally:
             # After an error too: the other ranks wait for this one.
             parts = self._write_rows(version, rows)
         if state is not None or not apart:
-            saved_in = write(self.output_dir, state=state, server_checkpoint=checkpoint, parts=parts)
+            full_state: dict[str, Any] = {"state": state, "server_checkpoint": checkpoint, "parts": parts}
+            saved_in = self._write_to(self.output_dir, version, probe, weights, **full_state)
             folder = folder if apart else saved_in
         self._announcing = f"version {version} in {folder}"
         with self._waits.waiting(f"to announce version {version}, which is in {folder},"):
             if not announced:
-                self.client.set_policy_version(version, weights=str(folder))
+                self.client.set_policy_version(version, weights=self._location(folder))
             # Last: a trainer that is killed before this resumes from the state, which names its groups.
             self.leases.acknowledge(groups)
             if state is not None and self._keeps:
                 # After the groups that it contains: what the server hears of later comes back with a rollback to it.
-                self.client.set_policy_version(version, weights=str(folder), state=state["history"]["id"])
+                self.client.set_policy_version(version, weights=self._location(folder), state=state["history"]["id"])
         self._describe()  # each time, for the server may have started again
         self._announcing = ""
+
+    def _write_to(
+        self, directory: Path, version: int, probe: dict[str, list[Any]], weights: dict[str, Tensor], **full_state: Any
+    ) -> Path:
+        """Writes one version to one of the directories."""
+        model: Any = self.adapter or self.policy.model
+        if self.config.publish == "delta" and directory == self.weights_dir:
+            model = WithDelta(model, directory, self.config.weights_dtype)
+        # safetensors and torch have errors of their own for a full disk.
+        with writing(directory / f"step-{version}", RuntimeError, SafetensorError):
+            return publish_weights(
+                model,
+                self.tokenizer,
+                directory,
+                version=version,
+                keep=self.config.keep_weights,
+                probe=probe,
+                weights=weights,
+                **full_state,
+            )
+
+    def _location(self, folder: Path) -> str:
+        """Where generators load a version from: a folder, or an address if they do not see it."""
+        url = self.config.weights_url
+        return str(folder) if url is None else f"{url}/{folder.name}"
 
     def _describe(self) -> None:
         """Tells the server the settings of this trainer, for `replay doctor`. The run does not depend on it."""

@@ -4,9 +4,9 @@
                  probe.json    log-probabilities of a fixed token sequence under these weights, to check a reload
                  trainer.pt    optimizer and random state: a run can resume from this folder (not every folder)
                  optimizer/    with partitioned weights, of a training checkpoint: each rank's rows of its state
-                 manifest.json version, files with their sizes, the server's checkpoint, of a training checkpoint the
-                               checksums of its files; written last, so a folder with a manifest is complete, and a
-                               trainer wrote it
+                 delta/        what changed since the version before, for generators that fetch it (not every folder)
+                 manifest.json version, files with their sizes and checksums, the server's checkpoint; written last, so
+                               a folder with a manifest is complete, and a trainer wrote it
 
 * A folder gets its name when it is complete; one with a training checkpoint is on disk before that.
 * Only files that a manifest names are removed.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import fcntl
-import hashlib
 import json
 import os
 import random
@@ -30,10 +29,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from replay_generator.remote_weights import checksum_of, write_deltas
 from replay_generator.weights import no_progress_bars
 from replay_trainer.ranks import gather_full
 
@@ -148,10 +147,9 @@ def publish_weights(
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
     manifest = {"version": version, "files": sizes, "server_checkpoint": server_checkpoint}
-    if state is not None:
-        manifest["checksums"] = {
-            name: parts[name][1] if name in parts else checksum_of(unfinished / name) for name in sizes
-        }
+    manifest["checksums"] = {
+        name: parts[name][1] if name in parts else checksum_of(unfinished / name) for name in sizes
+    }
     (unfinished / _MANIFEST).write_text(json.dumps(manifest, indent=1))
     if state is not None:
         for path in [*unfinished.rglob("*"), unfinished]:
@@ -241,12 +239,6 @@ def remove(folder: Path) -> None:
             path.rmdir()
 
 
-def checksum_of(path: Path) -> str:
-    """The checksum of a file, in the form that the manifest has."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-
-
 def to_disk(path: Path) -> None:
     """Flush the content of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -271,6 +263,24 @@ def _files(folder: Path) -> dict[str, int]:
 
 def _are_there(folder: Path, files: dict[str, int]) -> bool:
     return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
+
+
+class WithDelta:
+    """Saves a model or an adapter in the dtype of the engines, and beside it what changed since the last version."""
+
+    def __init__(self, model: Any, directory: Path, dtype: str) -> None:
+        """`directory` has the versions before."""
+        self._model, self._directory, self._dtype = model, directory, getattr(torch, dtype)
+
+    def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
+        """Write weights to a folder, as PreTrainedModel.save_pretrained does."""
+        cast: dict[Any, Tensor] = {}  # tensors that share memory still do
+        for each in state_dict.values():
+            cast[each.data_ptr(), each.shape] = each.to(self._dtype) if each.is_floating_point() else each
+        named = {name: cast[each.data_ptr(), each.shape] for name, each in state_dict.items()}
+        self._model.save_pretrained(folder, state_dict=named)
+        if before := published(self._directory):
+            write_deltas(before[-1], folder)
 
 
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -13,10 +13,8 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
-import ssl
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,11 +23,10 @@ from typing import Any
 
 from aiohttp import web
 
-from replay_client.access import check_address, read_token
 from replay_generator.config import GeneratorConfig
 from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.sessions.agents import Address, SessionHook, result_of
-from replay_protos.transport import PemFiles, is_loopback
+from replay_generator.sessions.door import Door
 
 logger = logging.getLogger(__name__)
 
@@ -55,22 +52,10 @@ class RemoteHook(SessionHook):
     def __init__(self, address: str, config: GeneratorConfig, *, needs_reward: bool) -> None:
         """`needs_reward`: as of SessionHook. Raises ValueError for an address, a token file or a certificate that
         cannot be used, and for an address that other machines reach without a token."""
-        host, cert, key = check_address(address, "sessions"), config.sessions_tls_cert, config.sessions_tls_key
-        PemFiles.read(cert=cert, key=key, ca=None)
-        tls = None
-        if cert is not None:
-            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            tls.load_cert_chain(cert, key)
-        if config.sessions_token_file is not None:
-            read_token(config.sessions_token_file, "sessions_token_file")
-        elif not is_loopback(host):
-            raise ValueError(f"sessions {address}: other machines reach it, so it needs a sessions_token_file")
-        if tls is None and not is_loopback(host):
-            logger.warning(
-                "sessions at %s without TLS: whoever sees the traffic can read it, the token included", address
-            )
-        where = {"host": host.strip("[]"), "port": int(address.rpartition(":")[2]), "ssl_context": tls}
-        super().__init__(self._play, config, needs_reward=needs_reward, **where)
+        cert, key = config.sessions_tls_cert, config.sessions_tls_key
+        self._door = Door("sessions", address, config.sessions_token_file, cert, key, "sessions_token_file")
+        (host, port), tls = self._door.place, self._door.tls()
+        super().__init__(self._play, config, needs_reward=needs_reward, host=host, port=port, ssl_context=tls)
         self.app.router.add_post("/sessions", self._offer)
         self.app.router.add_post("/sessions/{id}/end", self._end)
         self._free: asyncio.Queue[_Seat] = asyncio.Queue()
@@ -143,8 +128,5 @@ class RemoteHook(SessionHook):
 
     def _check(self, request: web.Request) -> None:
         """Raises an error of HTTP unless the request has the token that is in the file now."""
-        if self._config.sessions_token_file is not None:
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-            token = read_token(self._config.sessions_token_file, "sessions_token_file").encode()
-            if not hmac.compare_digest(given, token):
-                raise web.HTTPUnauthorized(text="the request needs the token of sessions_token_file, as a Bearer")
+        if not self._door.lets_in(request.headers.get("Authorization", "")):
+            raise web.HTTPUnauthorized(text="the request needs the token of sessions_token_file, as a Bearer")

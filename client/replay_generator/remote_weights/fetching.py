@@ -1,0 +1,153 @@
+"""Fetcher: brings versions from `replay weights serve` to this machine, as deltas if it can.
+
+    <weights_cache>/replay-weights/step-12/    a version, whole and checked
+                                   part/       one that is being fetched
+
+* It keeps the version that the engine has and the newest one, beside the one that is being fetched.
+* Whatever a delta makes has the checksum that the trainer wrote for the whole. If it has not, if a delta is missing, or
+  if none leads from what is here to the newest version, the whole is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import ssl
+from collections.abc import Iterator, Mapping, Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from replay_client.access import read_token
+from replay_client.errors import ReplayError
+from replay_generator.config import GeneratorConfig
+from replay_generator.metrics import GeneratorStats
+from replay_generator.remote_weights.delta import BASE, FOLDER, MANIFEST, checksum_of, is_weights, patch, weights_of
+from replay_generator.weights import WeightsNotAllowedError
+
+logger = logging.getLogger(__name__)
+
+_SILENCE = 60.0
+"""Seconds without a byte after which a connection is given up."""
+_CHUNK = 4 << 20
+Checksums = Mapping[str, str]
+"""Of the files of a version, by their names."""
+Held = tuple[Path, Checksums]
+
+
+class WeightsAwayError(ReplayError):
+    """The newest weights cannot be had now. Later they may."""
+
+
+def is_remote(location: str) -> bool:
+    """Whether the weights of a policy are at an address, and not in a folder."""
+    return location.startswith(("http://", "https://"))
+
+
+class Fetcher:
+    """The versions on this machine. Its methods block."""
+
+    def __init__(self, config: GeneratorConfig, stats: GeneratorStats) -> None:
+        self._config, self._stats = config, stats
+        self._newest: Path | None = None
+        self._said = False
+
+    def folder_of(self, location: str) -> str:
+        """A folder on this machine with the weights at a remote location.
+
+        Raises WeightsNotAllowedError without weights_cache or the right token, or for an address outside of
+        weights_root, and WeightsAwayError if nobody answers there, or not with what the trainer wrote.
+        """
+        root, location = self._config.weights_root, location.rstrip("/")
+        if ".." in location.split("/") or not location.startswith("" if root is None else f"{root}".rstrip("/") + "/"):
+            raise WeightsNotAllowedError(
+                f"the weights are at {location}, and this generator loads only from weights_root {str(root)!r}. If "
+                "they are the trainer's, start it with the address before /step-N as --weights-root"
+            )
+        if self._config.weights_cache is None:
+            raise WeightsNotAllowedError(f"the weights are at {location}: set weights_cache to a folder for them")
+        try:
+            return str(self._fetch(location, Path(self._config.weights_cache) / "replay-weights"))
+        except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise WeightsAwayError(f"{location} cannot be fetched: {str(error) or type(error).__name__}") from error
+
+    def _fetch(self, location: str, cache: Path) -> Path:
+        text = b"".join(self._read(f"{location}/{MANIFEST}"))
+        wanted, folder, part = json.loads(text)["checksums"], cache / location.rpartition("/")[2], cache / "part"
+        manifests = {path.parent: json.loads(path.read_text()) for path in cache.glob(f"step-*/{MANIFEST}")}
+        held = {weights_of(each["checksums"]): (path, each["checksums"]) for path, each in manifests.items()}
+        try:
+            self._get_files(part, location, wanted, *self._way(location, wanted, held))
+        except (FileNotFoundError, ValueError, LookupError) as error:
+            if held and not self._said:
+                why = "is fetched whole, because no delta makes it of what is here"
+                logger.warning("%s %s: %s (said once)", location, why, error)
+                self._said = True
+            self._get_files(part, location, wanted, None, ())
+        (part / MANIFEST).write_bytes(text)
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+        for each in {*cache.iterdir()} - {folder, self._newest}:
+            shutil.rmtree(each, ignore_errors=True)
+        self._newest = folder
+        return folder
+
+    def _way(self, location: str, wanted: Checksums, held: Mapping[Any, Held]) -> tuple[Held, list[str]]:
+        """A version that is here, and where the deltas are that lead from it to the wanted one, oldest first.
+
+        Raises FileNotFoundError if there is none.
+        """
+        steps, weights = list[str](), weights_of(wanted)
+        while weights not in held:
+            before = json.loads(b"".join(self._read(f"{location}/{BASE}")))
+            steps.insert(0, location)
+            location, weights = f"{location.rpartition('/')[0]}/{before['version']}", weights_of(before["checksums"])
+        return held[weights], steps
+
+    def _get_files(
+        self, folder: Path, location: str, wanted: Checksums, held: Held | None, steps: Sequence[str]
+    ) -> None:
+        """Raises ValueError if a file has other bytes than the trainer wrote."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        base, known = held or (folder, {})
+        for name in wanted:
+            file, delta = folder / name, folder / ".delta"
+            if "/" in name or name == "trainer.pt":  # deltas, and what only a resume needs
+                continue
+            if held and (is_weights(name) or known.get(name) == wanted[name]):
+                shutil.copyfile(base / name, file)
+                for at in steps if is_weights(name) else ():
+                    self._download(f"{at}/{FOLDER}/{name}", delta)
+                    patch(file, delta)
+                    delta.unlink()
+            else:
+                self._download(f"{location}/{name}", file)
+            if checksum_of(file) != wanted[name]:
+                raise ValueError(f"{name} has other bytes than the trainer wrote")
+
+    def _download(self, url: str, file: Path) -> None:
+        with file.open("wb") as out:
+            out.writelines(self._read(url))
+
+    def _read(self, url: str) -> Iterator[bytes]:
+        """Raises FileNotFoundError if there is no such file, and OSError or HTTPException for other trouble."""
+        config, request = self._config, Request(url)
+        tls = ssl.create_default_context(cafile=config.weights_ca)
+        if config.weights_token_file is not None:
+            token = read_token(config.weights_token_file, "weights_token_file")
+            request.add_header("Authorization", f"Bearer {token}")
+        try:
+            with urlopen(request, timeout=_SILENCE, context=tls) as answer:
+                while data := answer.read(_CHUNK):
+                    self._stats["fetched_bytes"] += len(data)
+                    yield data
+        except HTTPError as error:
+            if error.code in (401, 403):
+                raise WeightsNotAllowedError(f"{url} is refused: weights_token_file is that of its server") from error
+            if error.code == 404:
+                raise FileNotFoundError(f"{url} is not there") from error
+            raise
