@@ -29,7 +29,7 @@ from replay_cli.options import (
 from replay_cli.output import fail, in_words, need, tell
 from replay_cli.process import LogFormat, check_model, loading, log_to_stderr, set_up_tracing
 from replay_cli.recipes import show_recipe
-from replay_generator import GeneratorConfig, ScorerConfig
+from replay_generator import GeneratorConfig, ScorerConfig, StageConfig
 from replay_generator.engines import SamplingConfig
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def generate(
     report(stats, 0.0)
 
 
-_HOW = options_of(ScorerConfig, "Scoring", "concurrency", "lease", "priority")
+_HOW = (*options_of(ScorerConfig, "Scoring", "concurrency"), *options_of(StageConfig, "Scoring", "lease", "priority"))
 
 
 @taking(_HOW)
@@ -163,6 +163,7 @@ def score(
     to: Annotated[list[str], typer.Option("--to", help="Table of scored groups; repeatable.")],
     reward: Annotated[list[str], _data("exact_match or package.module:function, perhaps =WEIGHT; repeatable.")],
     more: Annotated[list[str] | None, in_panel("Scoring", "NAME=VALUE, a field of ScorerConfig.", "--set")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON lines, once a second.")] = False,
     log_format: LogFormat = "text",
 ) -> None:
     """Score groups that have no rewards, until SIGTERM or Ctrl-C. Several may run."""
@@ -177,11 +178,10 @@ def score(
     given = {name: json_or_word(value) for name, value in pairs("--set", more).items()}
     given |= {name: how[name] for name in typed(how)}
     try:
-        config = ScorerConfig(source, tuple(to), **given)
-        rewards = [load_reward(name) for name in reward]
+        config = ScorerConfig(source, tables=tuple(to), **given)
         client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
-        report = reporter(as_json=False)
-        report(run_scorer(lambda: client, rewards, config, on_group=report), 0.0)
+        report = reporter(as_json)
+        report(run_scorer(lambda: client, [load_reward(name) for name in reward], config, on_group=report), 0.0)
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(in_flags(in_words(error), {*typed(how), *typed(access_of(context))}))
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from replay_client.kept import TRUNCATING, truncates
-from replay_client.records import ServerInfo, TableInfo, read_described, shards_of
+from replay_client.records import ClientInfo, ServerInfo, TableInfo, read_described, shards_of
 from replay_dashboard.units import byte_size, counted, duration, listed, waiting, waits_for
 
 YOUNG = 60.0
@@ -289,7 +289,13 @@ def _building(name: str, info: ServerInfo) -> Iterator[Finding]:
     table = info.tables.get(name)
     if table is not None and table.size and table.age.max > info.long_wait and table.sampled.age > info.long_wait:
         groups, age = counted(table.size, "group"), duration(table.age.max)
-        yield found("construction-idle", name, table=name, groups=groups, age=age)
+        seen = _last_seen(each for each in info.clients if read_described(each.settings).get("source") == name)
+        yield found("construction-idle", name, table=name, groups=groups, age=age, seen=seen)
+
+
+def _last_seen(clients: Iterable[ClientInfo]) -> str:
+    seen = listed([f"{each.name} ({duration(each.age)} ago)" for each in clients])
+    return seen and f"; last seen: {seen}"
 
 
 # ------------------------------------------------------------------------------------- what the parts say of themselves
@@ -357,8 +363,7 @@ def _lacking(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
     """Rows that wait for columns, of which nobody has brought one for a long time."""
     if not table.waiting_rows or table.waiting_seconds < info.long_wait:
         return
-    teachers = [f"{each.name} ({duration(each.age)} ago)" for each in info.clients if "teacher" in each.role]
-    seen = f"; last seen: {listed(teachers)}" if teachers else ""
+    seen = _last_seen(info.clients_of("teacher"))
     rule = "columns-block" if info.is_long(table.sampling) or info.is_long(table.inserting) else "columns-awaited"
     waits, age = waits_for(table.lacking), duration(table.waiting_seconds)
     yield found(rule, table.name, table=table.name, waits=waits, age=age, seen=seen)

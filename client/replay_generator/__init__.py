@@ -6,14 +6,17 @@ from replay_generator.metrics import GeneratorStats
 from replay_generator.policy_follower import StaleWeightsError, WeightsMismatchError, WeightsNotFoundError
 from replay_generator.prompts import PromptError
 from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, RolloutSequence, Task
-from replay_generator.scoring.config import ScorerConfig
+from replay_generator.scoring.config import ScorerConfig, StageConfig
+from replay_generator.scoring.groups import HandOn
 from replay_generator.scoring.scorer import GroupScorer, run_scorer
+from replay_generator.scoring.stage import run_stage
 from replay_generator.weights import WeightsDamagedError, WeightsNotAllowedError
 
 __all__ = [
     "GeneratorConfig",
     "GeneratorStats",
     "GroupScorer",
+    "HandOn",
     "PromptError",
     "Rollout",
     "RolloutError",
@@ -21,6 +24,7 @@ __all__ = [
     "RolloutPolicy",
     "RolloutSequence",
     "ScorerConfig",
+    "StageConfig",
     "StaleWeightsError",
     "Task",
     "WeightsDamagedError",
@@ -29,4 +33,5 @@ __all__ = [
     "WeightsNotFoundError",
     "run_generator",
     "run_scorer",
+    "run_stage",
 ]

@@ -143,7 +143,7 @@ class BuildingSite(Site):
         self._answer = answer
         self._keys = KeySequence()
         lease, what = config.building_lease, "groups under construction"
-        self._items = LeasedItems(client, answer, self.table, lease, what, decoded, lose, stats)
+        self._items = LeasedItems(client, answer, self.table, lease, what, decoded, _lose, stats)
         self._opened = set[int]()  # keys of groups that this generator has opened and not drawn
         self._looks_at = 0.0  # the moment from which on it looks for groups that others have left
         self._warned = False
@@ -285,7 +285,7 @@ def decoded(sample: Sample) -> UnderConstruction:
     return group
 
 
-def lose(group: UnderConstruction) -> None:
+def _lose(_: Sample, group: UnderConstruction) -> None:
     """Another one may work at it."""
     group.lost.set()
     group.changed.set()

@@ -104,7 +104,6 @@ class RolloutGenerator:
         self._started = 0
         self._ended = asyncio.Event()  # by `stop` or by a failure
         self._failure: BaseException | None = None
-        self._skipped_in_a_row = 0
 
     @property
     def stats(self) -> GeneratorStats:
@@ -340,7 +339,6 @@ class RolloutGenerator:
                     await self._server.refused_as_old(error.__cause__)
         else:
             await self._supply.finished(work.drawn, group.rewards if by_function else None, inserted=True)
-            self._skipped_in_a_row = 0
             self._metrics.count_inserted(group, by_function, staleness, times)
         beat()
         if self._on_group is not None:
@@ -383,13 +381,9 @@ class RolloutGenerator:
 
     def _skip(self, error: PromptError) -> None:
         """Leave a prompt out, or end the run with its error."""
-        self._skipped_in_a_row += 1
         if not self._may_skip(error):
             raise error
-        if self._skipped_in_a_row >= _MOST_SKIPPED:
-            raise PromptError(f"{self._skipped_in_a_row} groups in a row were skipped, the last because of: {error}")
-        self._metrics.stats["skipped"] += 1
-        logger.warning("skipped: %s", error)
+        self._metrics.count_skipped(error, _MOST_SKIPPED)
 
 
 def run_generator(

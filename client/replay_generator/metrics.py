@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections import defaultdict, deque
@@ -17,6 +18,9 @@ import numpy.typing as npt
 from replay_client.kept import unknown_sets
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import carries_gradient
+from replay_generator.prompts import PromptError
+
+logger = logging.getLogger(__name__)
 
 _RECENT_GROUPS = 64  # rates and means of GeneratorStats cover this many groups
 
@@ -129,7 +133,7 @@ class GeneratorMetrics:
         self._recent: deque[tuple[float, int, float, float]] = deque(maxlen=_RECENT_GROUPS)
         self._values = defaultdict[str, list[float]](list, {name: [] for name in _MEANS})
         """Since the line before, by the name that their mean gets there."""
-        self._nan_logprobs = 0
+        self._nan_logprobs = self._skipped_in_a_row = 0
         self._since = time.monotonic()
 
     def count_inserted(
@@ -150,6 +154,7 @@ class GeneratorMetrics:
         )
         (first, first_tokens, *_), (last, *_) = self._recent[0], self._recent[-1]
         tokens = sum(tokens for _, tokens, *_ in self._recent) - first_tokens
+        self._skipped_in_a_row = 0
         self.stats["groups"] += 1
         self.stats["completions"] += group.group_size
         self.stats["tokens"] += group.num_tokens
@@ -196,6 +201,14 @@ class GeneratorMetrics:
         self.stats["policy_version"] = version
         if self.path is not None:
             self._values["reload_seconds_mean"].append(seconds)
+
+    def count_skipped(self, error: Exception, most: int) -> None:
+        """Counts a group that is left out. Raises PromptError for the last of `most` in a row."""
+        self.stats["skipped"] += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= most:
+            raise PromptError(f"{most} groups in a row were skipped, the last because of: {error}")
+        logger.warning("skipped: %s", error)
 
     def create_file(self) -> None:
         """Creates the file, if one is wanted. Raises OSError if that is impossible, before the run has begun."""

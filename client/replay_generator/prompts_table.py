@@ -242,7 +242,7 @@ def _decoded(sample: Sample) -> StoredPrompt | LoadMark:
     return decode_item(sample.payload)
 
 
-def _lose(_: StoredPrompt | LoadMark) -> None:
+def _lose(_: Sample, __: StoredPrompt | LoadMark) -> None:
     logger.warning("the lease of a prompt has ended: another generator gets it")
 
 

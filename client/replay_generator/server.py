@@ -30,12 +30,12 @@ from replay_client.waits import LAST_WORD, Patience, WaitLog
 from replay_generator.building import BuildingSite, LeaseLostError, Site, UnderConstruction
 from replay_generator.config import GeneratorConfig
 from replay_generator.metrics import GeneratorStats
-from replay_generator.openings import Opening, encode_whole
+from replay_generator.openings import encode_whole
 from replay_generator.policy_follower import PolicyFollower
 from replay_generator.prompts import PromptError
 from replay_generator.rewards import load_priority
-from replay_generator.scoring.config import ScorerConfig
-from replay_generator.scoring.groups import LeftOut
+from replay_generator.scoring.config import StageConfig
+from replay_generator.scoring.groups import HandOn, LeftOut
 from replay_protos import event_loop
 
 logger = logging.getLogger(__name__)
@@ -53,28 +53,32 @@ class InsertingServer:
     """
 
     def __init__(
-        self, client: AsyncReplayClient, config: GeneratorConfig | ScorerConfig, stats: GeneratorStats
+        self, client: AsyncReplayClient, config: GeneratorConfig | StageConfig, stats: GeneratorStats, who: str
     ) -> None:
+        """`who` waits, in the log."""
         self._client = client
         self._settings = config
         self._stats = stats
-        self._priority = load_priority(config.priority)
+        self._who = who
+        self._keys = KeySequence()  # of what has no key yet
+        self._seen: ServerInfo | None = None
+        self._is_known = False
+        """Whether the server knows the settings of this process."""
         self._tells_prompts = False
         """Whether a table that groups come to indexes the tag `prompt_id`."""
-        self._waiting = WaitLog()
-        self._table_full = WaitLog()
+        self._waiting, self._table_full = WaitLog(who), WaitLog(who)
 
     async def look(self, *stages: str | None) -> ServerInfo:
-        """Asks the server what it is. Raises ReplayError if it lacks one of these tables of groups that are not
-        finished, or does not count their permits."""
+        """Asks the server what it is. Raises ReplayError if it lacks one of these tables, or does not count the permits
+        of their groups."""
         info: ServerInfo = await self.answer(self._client.server_info)
         self._tells_prompts = _index_prompts(info, self._settings.tables)
         admission = info.admission
         for table in filter(None, stages):
             if table not in info.tables:
                 raise ReplayError(
-                    f"the server has no table {table!r} for groups under construction, only {', '.join(info.tables)}: "
-                    f"add it to building in its [admission], or declare the table"
+                    f"the server has no table {table!r}, only {', '.join(info.tables)}: declare it or, for groups that "
+                    f"are not finished, add it to building in its [admission]"
                 )
             if admission and admission.table in self._settings.tables and table not in admission.building_tables:
                 raise ReplayError(
@@ -83,37 +87,68 @@ class InsertingServer:
                 )
         return info
 
-    async def insert_scored(
-        self, group: RolloutGroup, opening: Opening, tags: Mapping[str, str | int], **options: Any
-    ) -> None:
-        """Inserts a group into its tables with its priority. `options` and errors: as `insert_into`."""
+    async def watch(self) -> None:
+        """Says that the server is away, that it answers again, and whether it is a new one. Never returns.
+
+        The client repeats calls by itself for as long as its timeout, so their errors would say so much later.
+        """
+        away = WaitLog(self._who)
+        while True:
+            await asyncio.sleep(SECONDS_PER_LOOK)
+            try:
+                info = await self._client.server_info(timeout=SECONDS_PER_LOOK)
+            except ReplayError as error:
+                away.wait(f"the server does not answer, and {self._who} tries again: {error}")
+                continue
+            away.go_on()
+            await self.see(info)
+
+    async def see(self, info: ServerInfo) -> None:
+        """Says so if a server that answers now is another process than before: it may be empty.
+
+        A server that does not know the settings of this process is told of them.
+        """
+        if self._seen is not None and restarted(self._seen, info):
+            self._is_known = False
+            logger.warning("the server was restarted: it holds %d items, version %d", info.items, info.policy.version)
+        self._seen = info
+        if not self._is_known:
+            with contextlib.suppress(ReplayError):
+                await self._client.describe(await self._described(), timeout=SECONDS_PER_LOOK)
+                self._is_known = True
+
+    async def _described(self) -> dict[str, str]:
+        return self._settings.described()
+
+    def hand_on(self, group: RolloutGroup, tags: Mapping[str, str | int], key: int | None = None) -> HandOn:
+        """A scored group with its priority, for its tables. Raises PromptError if it gets none."""
         try:
-            priority = self._priority(group)
+            priority = load_priority(self._settings.priority)(group)
         except Exception as error:
             raise PromptError(f"prompt {group.prompt_id!r}: no priority: {type(error).__name__}: {error}") from error
         if self._tells_prompts:
             tags = {"prompt_id": group.prompt_id, **tags}
-        # One key, whoever inserts it: if the answer to an earlier attempt was lost, the item is not inserted twice.
-        options |= {"key": opening.key, "tags": tags}
-        await self.insert_into(group.prompt_id, group, dict.fromkeys(self._settings.tables, priority), **options)
+        return HandOn(group, dict.fromkeys(self._settings.tables, priority), tags, key)
 
-    async def insert_into(
-        self, prompt_id: str, payload: RolloutGroup | bytes, tables: Mapping[str, float], **options: Any
-    ) -> None:
-        """Returns when a group is in its tables. `options`: of the client's insert; `key` is needed.
+    async def insert_into(self, name: str, handed: HandOn, **options: Any) -> None:
+        """Returns when a group is in its tables. `name`: of what it is made from. `options`: of the client's insert.
 
         Raises LeftOut if the group will not get there: it is too old, or its table is full and `when_full` is "drop".
         Raises PromptError if it is too large for the server, and LeaseEndedError if the lease of what it closes has
         ended.
         """
-        options |= {"timeout": self._settings.insert_timeout, "counts_as": "insert_waits"}
+        # One key at each attempt: if the answer to one was lost, the item is not inserted twice.
+        key = next(self._keys) if handed.key is None else handed.key
+        options |= {"key": key, "timeout": self._settings.insert_timeout}
+        if handed.tags is not None:
+            options["tags"] = handed.tags
         try:
-            await self.answer(self._client.insert, payload, tables, **options)
+            await self.answer(self._client.insert, handed.group, handed.tables, counts_as="insert_waits", **options)
             self._table_full.go_on()
         except StaleItemError as error:
             raise LeftOut("stale_refused") from error
         except PayloadTooLargeError as error:
-            raise PromptError(f"prompt {prompt_id!r}: its group cannot be inserted: {error}") from error
+            raise PromptError(f"{name}: its group cannot be inserted: {error}") from error
 
     async def answer(
         self,
@@ -131,14 +166,14 @@ class InsertingServer:
                     what = "a permit" if counts_as == "permit_waits" else "room in its table"
                     self._waiting.wait(f"a group waits for {what}: {error}")
                 case ServerUnavailableError() | ServerClosedError():
-                    self._waiting.wait(f"the server is away, and the generator tries again: {error}")
+                    self._waiting.wait(f"the server is away, and {self._who} tries again: {error}")
                     # This waits for a server that is gone, and ends the run after the client's own timeout. A server
                     # that is on its way down, or answers but refuses, is tried again.
                     with contextlib.suppress(ServerClosedError, ServerBusyError):
                         await self._client.policy()
                 case ServerBusyError() | StorageError():
                     self._stats["server_refused"] += 1
-                    self._waiting.wait(f"the server refuses for now, and the generator tries again: {error}")
+                    self._waiting.wait(f"the server refuses for now, and {self._who} tries again: {error}")
                 case TableFullError():
                     self._stats["full_refused"] += 1
                     if self._settings.when_full == "drop":
@@ -160,13 +195,9 @@ class GeneratorServer(InsertingServer):
         self, client: AsyncReplayClient, config: GeneratorConfig, stats: GeneratorStats, policy: PolicyFollower
     ) -> None:
         """`policy` is told the `max_staleness` of the tables, now and whenever somebody changes it."""
-        super().__init__(client, config, stats)
+        super().__init__(client, config, stats, "the generator")
         self._policy = policy
         self._config = config
-        self._keys = KeySequence()  # of groups without rewards
-        self._seen: ServerInfo | None = None
-        self._is_known = False
-        """Whether the server knows the settings of this generator."""
         self._leases: set[PermitLease] = set()
         self.site = Site() if config.building is None else BuildingSite(client, config, stats, self.answer)
 
@@ -177,7 +208,7 @@ class GeneratorServer(InsertingServer):
         under construction, and this generator needs one.
         """
         info = await self.look(self._config.building, self._config.unscored)
-        await self._see(info)
+        await self.see(info)
         return info.admission is not None and info.admission.table in self._config.tables
 
     async def acquire(self) -> PermitLease:
@@ -219,11 +250,11 @@ class GeneratorServer(InsertingServer):
         options: dict[str, Any] = {"permits": work.permit, "closes": closes}
         try:
             if unscored is None:
-                await self.insert_scored(group, opening, tags, **options)
+                handed = self.hand_on(group, tags, opening.key)
             else:
                 whole = encode_whole(replace(opening, failures=group.meta.get("failures", [])), work.rollouts)
-                options |= {"key": next(self._keys), "policy_version": group.policy_version, "tags": tags}
-                await self.insert_into(group.prompt_id, whole, {unscored: 1.0}, **options)
+                handed, options["policy_version"] = HandOn(whole, {unscored: 1.0}, tags), group.policy_version
+            await self.insert_into(f"prompt {group.prompt_id!r}", handed, **options)
         except LeaseEndedError as error:
             if work.sample is not None:
                 raise LeaseLostError from error
@@ -238,33 +269,10 @@ class GeneratorServer(InsertingServer):
         self._waiting.wait(
             f"a group is too old on arrival, {which}, and is left out: {error}; {self._policy.why_old()}"
         )
-        await self._see(await self.answer(self._client.server_info))
+        await self.see(await self.answer(self._client.server_info))
 
-    async def watch(self) -> None:
-        """Says that the server is away, that it answers again, and whether it is a new one. Never returns.
-
-        The client repeats calls by itself for as long as its timeout, so their errors would say so much later.
-        """
-        away = WaitLog()
-        while True:
-            await asyncio.sleep(SECONDS_PER_LOOK)
-            try:
-                info = await self._client.server_info(timeout=SECONDS_PER_LOOK)
-            except ReplayError as error:
-                away.wait(f"the server does not answer, and the generator tries again: {error}")
-                continue
-            away.go_on()
-            await self._see(info)
-
-    async def _see(self, info: ServerInfo) -> None:
-        """Says so if a server that answers now is another process than before: it may be empty.
-
-        A server that does not know the settings of this generator is told of them.
-        """
-        if self._seen is not None and restarted(self._seen, info):
-            self._is_known = False
-            logger.warning("the server was restarted: it holds %d items, version %d", info.items, info.policy.version)
-        self._seen = info
+    async def see(self, info: ServerInfo) -> None:
+        """Also tells the policy of the versions there, and of their bounds."""
         await self._policy.see(info.policy)
         # A group goes to all of its tables or to none.
         tables = [
@@ -274,11 +282,10 @@ class GeneratorServer(InsertingServer):
         ]
         bounds = [json.loads(table.config)["max_staleness"] for table in tables]
         await self._policy.bound(min((bound for bound in bounds if bound is not None), default=None))
-        if not self._is_known:
-            with contextlib.suppress(ReplayError):
-                said = self._config.described() | {"model": json.dumps(await self._policy.facts())}
-                await self._client.describe(said, timeout=SECONDS_PER_LOOK)
-                self._is_known = True
+        await super().see(info)
+
+    async def _described(self) -> dict[str, str]:
+        return self._config.described() | {"model": json.dumps(await self._policy.facts())}
 
 
 def run_worker(connect: Callable[[], AsyncReplayClient], make: Callable[[AsyncReplayClient], Any]) -> GeneratorStats:

@@ -102,7 +102,7 @@ class IteratedPrompts(PromptSupply):
 
 
 class LeasedItems(Generic[T]):
-    """The items of a table that this generator has drawn, under leases that it renews until it has done with them."""
+    """The items of a table that this process has drawn, under leases that it renews until it has done with them."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class LeasedItems(Generic[T]):
         lease: float,
         what: str,
         decode: Callable[[Sample], T],
-        on_lost: Callable[[T], None],
+        on_lost: Callable[[Sample, T], object],
         stats: GeneratorStats,
     ) -> None:
         """`what` such a table is of. `decode` raises ValueError for what nobody can work at, and that is set aside.
@@ -170,4 +170,4 @@ class LeasedItems(Generic[T]):
     def _lose(self, lost: list[SampleInfo]) -> None:
         for sample, item in [self.held[info.lease] for info in lost if info.lease in self.held]:
             self.let_go([sample])
-            self._on_lost(item)
+            self._on_lost(sample, item)

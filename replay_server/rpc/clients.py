@@ -41,6 +41,13 @@ class Side(StrEnum):
     """It extends items with later columns."""
     ARCHIVER = "archiver"
     """It draws from copies (`copy_to`)."""
+    SCORER = "scorer"
+    """It says that it gives groups their rewards. Whatever else it does, it is that."""
+    STAGE = "stage"
+    """It says that it passes items on. Whatever else it does, it is that."""
+
+
+_PASSING = (Side.SCORER, Side.STAGE)
 
 
 @dataclass
@@ -133,6 +140,8 @@ class Clients:
             client.roles.discard(Side.TRAINER)  # it may have drawn prompts before it said so
         if (part := settings.get("part", "").strip('"')) in (Side.TRAINER, Side.GENERATOR):
             client.roles.add(Side(part))  # it may load its model for minutes, before it does anything
+        elif part in _PASSING:
+            client.roles = {Side(part)}
 
     def leave(self, context: Context) -> None:
         """The client says that it ends. It counts for nothing under the name of another connection."""
@@ -157,7 +166,7 @@ class Clients:
         else:
             self._by_name.move_to_end(name)
         client.seen, client.ended = self._clock(), False
-        if role is not None:
+        if role is not None and client.roles.isdisjoint(_PASSING):
             client.roles.add(role)
         return client
 

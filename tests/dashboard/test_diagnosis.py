@@ -337,8 +337,14 @@ def generator(name: str, **facts: Any) -> pb.ClientInfo:
 def test_a_scorer_that_died_is_named_beside_the_others_of_its_part():
     def scorer(name: str, **facts: Any) -> pb.ClientInfo:
         settings = json.dumps(ScorerConfig("unscored").described())
-        return pb.ClientInfo(name=name, role="generator", settings=settings, **facts)
+        return pb.ClientInfo(name=name, role="scorer", settings=settings, **facts)
 
+    idle = table("unscored", size=3, age=pb.Quantiles(max=2 * LONG), sampled=pb.Rhythm(age=2 * LONG))
+    alone = server(idle, admission=admission(building_tables=["unscored"]), clients=[scorer("b", age=2 * LONG)])
+    (said,) = [each for each in troubles(alone) if each.rule == "construction-idle"]
+    assert "3 groups under construction" in said.message
+    assert said.message.endswith("; last seen: b (40 s ago)")
+    assert "replay score --from unscored" in said.remedy
     info = server(clients=[scorer("a", open=1), scorer("b", age=2 * LONG), generator("c", open=1)])
     (said,) = [each.message for each in diagnose(info, info.version, 0.0) if "is not connected" in each.message]
     assert said.startswith("scorer b is not connected")

@@ -273,7 +273,7 @@ async def test_a_prompt_whose_row_cannot_be_stored_is_named_and_its_permit_goes_
 @pytest.mark.parametrize(
     ("building", "wanted", "words"),
     [
-        (None, "building", "the server has no table 'building' for groups under construction, only rollouts"),
+        (None, "building", "the server has no table 'building', only rollouts"),
         ("building", "other", "the server has no table 'other'"),
     ],
 )

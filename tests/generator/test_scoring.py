@@ -15,6 +15,7 @@ from replay_client.records import read_described
 from replay_generator import GeneratorConfig, GroupScorer, PromptError, Rollout, ScorerConfig
 from replay_generator.rewards import group_reward
 from replay_generator.scoring import scorer as scorer_module
+from replay_generator.scoring import stage as stage_module
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_trainer.groups import why_unusable
 from tests.factories import async_until
@@ -88,7 +89,7 @@ async def test_permits_and_versions_are_those_of_the_generation_from_the_rollout
             info = await client.server_info()
             assert info.tables["unscored"].size == info.tables["building"].size == 0
             roles = [each.role for each in info.clients if read_described(each.settings).get("part") == "scorer"]
-            assert roles == ["generator, trainer"]  # this one sampled here as well
+            assert roles == ["scorer"]
     group = sample.group
     np.testing.assert_allclose(group.extras["rewards/by_row"], [100.4, 101.4, 102.4, 103.4], rtol=1e-6)
     assert group.extras["rewards/rollout/steps"].tolist() == [2.0] * SIZE
@@ -208,7 +209,7 @@ async def test_a_group_that_cannot_be_scored_is_dropped_with_its_permit_and_its_
 
 
 async def test_a_reward_that_takes_too_long_has_failed_and_when_all_groups_fail_the_run_ends(monkeypatch):
-    monkeypatch.setattr(scorer_module, "_MOST_DROPPED", 2)
+    monkeypatch.setattr(stage_module, "_MOST_SKIPPED", 2)
 
     async def hangs(row: Any, text: str) -> float:
         return await asyncio.Event().wait()
@@ -216,7 +217,7 @@ async def test_a_reward_that_takes_too_long_has_failed_and_when_all_groups_fail_
     with serving() as address:
         await play(address)
         async with scoring(address, hangs, reward_timeout=0.05, attempts=1) as (_, _client, task):
-            with pytest.raises(PromptError, match=r"2 groups in a row were dropped.*took longer than 0.05 s"):
+            with pytest.raises(PromptError, match=r"2 groups in a row were skipped.*took longer than 0.05 s"):
                 await task
         async with AsyncReplayClient(address) as client:
             left = (await client.server_info()).tables["unscored"]
@@ -307,7 +308,7 @@ def test_settings_that_exclude_each_other_are_refused(settings, words):
 
 
 def test_a_scorer_has_two_tables():
-    with pytest.raises(ValueError, match="'rollouts' is that without rewards"):
+    with pytest.raises(ValueError, match="'rollouts' is where they come from"):
         ScorerConfig("rollouts")
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from replay_client.columns import Buffer
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
 from replay_generator.building import UnderConstruction
@@ -31,6 +33,19 @@ MOST_FAILURES, MOST_FAILURE = 8, 4500
 """Of the rollouts of a group that failed: those that its `meta["failures"]` names, and characters of each."""
 ByFunction = dict[str, npt.NDArray[np.float32]]
 """The rewards (G,) of each function, by its name."""
+
+
+@dataclass(frozen=True)
+class HandOn:
+    """What goes into other tables, and takes the place of the item from which it was made."""
+
+    group: RolloutGroup | Buffer
+    tables: Mapping[str, float]
+    """Its priorities, by table."""
+    tags: Mapping[str, str | int] | None = None
+    """None: those of that item."""
+    key: int | None = None
+    """None: a new one."""
 
 
 class LeftOut(Exception):
