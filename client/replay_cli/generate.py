@@ -163,7 +163,6 @@ def score(
     to: Annotated[list[str], typer.Option("--to", help="Table of scored groups; repeatable.")],
     reward: Annotated[list[str], _data("exact_match or package.module:function, perhaps =WEIGHT; repeatable.")],
     more: Annotated[list[str] | None, in_panel("Scoring", "NAME=VALUE, a field of ScorerConfig.", "--set")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON lines, once a second.")] = False,
     log_format: LogFormat = "text",
 ) -> None:
     """Score groups that have no rewards, until SIGTERM or Ctrl-C. Several may run."""
@@ -180,7 +179,7 @@ def score(
     try:
         config = ScorerConfig(source, tables=tuple(to), **given)
         client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
-        report = reporter(as_json)
+        report = reporter(as_json=False)
         report(run_scorer(lambda: client, [load_reward(name) for name in reward], config, on_group=report), 0.0)
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(in_flags(in_words(error), {*typed(how), *typed(access_of(context))}))

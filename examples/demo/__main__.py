@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib  # noqa: F401, better to know now that it is missing than when it draws the picture at the end
 
 from examples.demo.compare import COMPARED_STEPS, compare
-from examples.demo.run import TASKS, DemoError, run
+from examples.demo.run import TASKS, DemoError, run, stop
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     variant = TASKS[given.task]
     if given.compare and given.task != parser.get_default("task"):
         parser.error(f"--compare has a task of its own: leave out --task {given.task}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all processes of the demo, as Ctrl-C does
+    signal.signal(signal.SIGTERM, stop)  # ends all processes of the demo, as Ctrl-C does
     try:
         if given.compare:
             compare(given.output_dir, given.max_steps or COMPARED_STEPS, given.seed, given.engine)

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -204,6 +205,15 @@ TASKS: dict[str, Variant] = {"sums": DEMO, "tools": WITH_TOOL, "agent": WITH_AGE
 """By the name that users type."""
 
 
+STOPPED = threading.Event()
+
+
+def stop(*_: object) -> None:
+    """What SIGTERM does. An exception that meets Python amid an import may be lost: who waits for a part looks too."""
+    STOPPED.set()
+    raise KeyboardInterrupt
+
+
 class DemoError(Exception):
     """The demo cannot go on; the message says which part failed and why."""
 
@@ -380,6 +390,8 @@ def run_parts(
 
     def until(done: Callable[[], bool], show: Callable[[], None] = lambda: None) -> None:
         while True:
+            if STOPPED.is_set():
+                raise KeyboardInterrupt
             ended = done()
             for part in parts:
                 if part.check() and part.name in ("server", "generator"):
