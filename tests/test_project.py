@@ -177,7 +177,7 @@ MAX_CODE = {
     "replay_cli": (2_874, 27_603),
     "replay_trainer": (4_033, 39_547),
     "replay_adapters": (2_325, 23_896),
-    "examples": (775, 7_165),
+    "examples": (775, 7_174),
     "experiments": (4_565, 48_262),
     "benchmarks": (2_293, 21_371),
     "tests": (40_182, 436_636),

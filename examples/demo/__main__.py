@@ -32,7 +32,8 @@ def main() -> None:
     variant = TASKS[given.task]
     if given.compare and given.task != parser.get_default("task"):
         parser.error(f"--compare has a task of its own: leave out --task {given.task}")
-    signal.signal(signal.SIGTERM, stop)  # ends all processes of the demo, as Ctrl-C does
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     try:
         if given.compare:
             compare(given.output_dir, given.max_steps or COMPARED_STEPS, given.seed, given.engine)

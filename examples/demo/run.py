@@ -209,9 +209,9 @@ STOPPED = threading.Event()
 
 
 def stop(*_: object) -> None:
-    """What SIGTERM does. An exception that meets Python amid an import may be lost: who waits for a part looks too."""
+    """What a signal does. An exception amid an import is lost, and amid the start of a part leaves it running: only
+    who waits for a part raises one."""
     STOPPED.set()
-    raise KeyboardInterrupt
 
 
 class DemoError(Exception):
@@ -327,10 +327,10 @@ def run(
             target = variant.solve_rate if target_solve_rate is None else target_solve_rate
             run_parts(out, steps, seed, engine, target, variant, display, parts)
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of them running
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of them running
         for part in reversed(parts):
             part.stop()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
     metrics = read_metrics(out / "train" / "metrics.jsonl")
     shutil.copyfile(out / "train" / "metrics.jsonl", out / "metrics.jsonl")
     add_calls(metrics, read_metrics(out / "generator.jsonl"))
