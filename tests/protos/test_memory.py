@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from replay_protos.memory import LARGE_PLACE, copied, large_place
+from replay_protos.memory import LARGE_PLACE, copied, give_back_idle, large_place
 
 _PROGRAM = """
 import resource
@@ -61,6 +61,7 @@ def test_a_much_smaller_place_leaves_a_freed_one_alone():
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="this system gives freed memory back at once")
 def test_a_part_of_a_large_row_is_copied_to_where_an_earlier_one_was_and_never_over_one_that_is_held():
+    give_back_idle()  # of tests before
     parts = [bytes([number]) * (4 << 20) for number in range(3)]
     held, freed = copied(memoryview(parts[0])), copied(memoryview(parts[1]))
     address = np.frombuffer(freed, np.uint8).ctypes.data
