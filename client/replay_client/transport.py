@@ -222,7 +222,7 @@ class IdleStreams:
         return self._busy < _MOST_IDLE
 
     async def exchange(self, messages: Callable[[int], Iterable[Any]], timeout: float | None) -> Any:
-        """The answer to messages of about so many bytes. Raises AioRpcError if it is late or the stream breaks."""
+        """Sends `messages(bytes of one)`. Returns the answer; raises AioRpcError if it is late or the stream breaks."""
         stream = self._idle.pop() if self._idle else self._open()
         self._busy += 1
         try:

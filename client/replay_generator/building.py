@@ -277,7 +277,7 @@ def _item_of(group: UnderConstruction) -> list[Sample]:
 
 
 def decoded(sample: Sample) -> UnderConstruction:
-    """What a generator has stored. Raises ValueError."""
+    """The group that a generator stored in this item. Raises ValueError if it holds anything else."""
     opening, rollouts = Opening.decode(sample.payload)
     drawn = Drawn(opening.prompt, item=opening.item)
     group = UnderConstruction(opening, drawn, rollouts, None, sample, handed=bool(rollouts))

@@ -46,7 +46,7 @@ class GeneratorStats(TypedDict):
     policy_version: int
     reloads: int
     fetched_bytes: int
-    """Of weights that are on no disk of this machine."""
+    """Bytes of weights that this generator fetched over HTTP."""
     probe_max_difference: float
     """Of the latest weights, in nats; NaN without a probe."""
     skipped: int

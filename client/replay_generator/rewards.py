@@ -103,7 +103,7 @@ class Scorer:
 
     @property
     def scores_groups(self) -> bool:
-        """Whether one of the functions needs all rollouts of a group."""
+        """Whether a reward function compares the rollouts of a group, and so needs all of them at once."""
         return any(getattr(reward.function, _SCORES_GROUPS, False) for reward in self.rewards)
 
     async def score(

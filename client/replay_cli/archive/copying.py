@@ -37,7 +37,7 @@ class Store:
         self._fs, self._root = url_to_fs(address)
 
     def files(self) -> dict[str, Any]:
-        """What the store says of each file, by its name; of one if the address is that of a file."""
+        """The store's entry of each finished file, by the file's name. An address may name a single file."""
         self._fs.invalidate_cache()
         try:
             found = self._fs.ls(self._root, detail=True)
@@ -46,7 +46,7 @@ class Store:
         return {Path(entry["name"]).name: entry for entry in found if _FINISHED.fullmatch(Path(entry["name"]).name)}
 
     def has(self, path: Path, entry: Any) -> bool:
-        """Whether a file of the folder is the one that `files` gave under its name."""
+        """Whether the store holds this file already. `entry`: what `files` gave for its name, or None."""
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _SEAL))

@@ -2,7 +2,7 @@
 
     a delta     a record for each 16 MiB of the files, in order
     a record    three lengths in bytes, as uint32, and then, each compressed by zlib:
-                gaps    a byte for each changed number: how many did not change before it. 255: so many, and go on
+                gaps    a byte for each changed number: how many unchanged ones stand before it. 255: add the next byte
                 low     bytes of how far each changed number went, from the old bit pattern to the new one
                 high    bytes of the same
 
@@ -42,12 +42,12 @@ def checksum_of(path: Path) -> str:
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of a version holds weights."""
+    """Whether a version keeps weights in the file of this name."""
     return name.endswith(".safetensors") and "/" not in name
 
 
 def weights_of(checksums: Mapping[str, str]) -> frozenset[tuple[str, str]]:
-    """What versions with the same weights have in common: the names and checksums of these files."""
+    """Names and checksums of the files of weights. Two versions have equal ones if their weights are equal."""
     return frozenset((name, each) for name, each in checksums.items() if is_weights(name))
 
 

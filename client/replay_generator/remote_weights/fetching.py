@@ -34,7 +34,7 @@ _SILENCE = 60.0
 """Seconds without a byte after which a connection is given up."""
 _CHUNK = 4 << 20
 Checksums = Mapping[str, str]
-"""Of the files of a version, by their names."""
+"""The checksum of each file of a version, by the file's name."""
 Held = tuple[Path, Checksums]
 
 
@@ -43,7 +43,7 @@ class WeightsAwayError(ReplayError):
 
 
 def is_remote(location: str) -> bool:
-    """Whether the weights of a policy are at an address, and not in a folder."""
+    """Whether generators fetch the weights of a policy over HTTP. Otherwise they read a folder."""
     return location.startswith(("http://", "https://"))
 
 

@@ -37,7 +37,7 @@ class WeightsServer(ThreadingTCPServer):
         super().__init__(door.place, partial(_VersionsHandler, directory=str(self._folder)))
 
     def has(self, path: str) -> bool:
-        """Whether a path names a file of a published version."""
+        """Whether the manifest of a published version names this file."""
         version, _, name = path.removeprefix("/").partition("/")
         manifest = self._folder / version / MANIFEST
         if not (re.fullmatch(r"step-\d+", version) and manifest.is_file()):
