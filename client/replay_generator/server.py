@@ -57,7 +57,7 @@ class InsertingServer:
     ) -> None:
         """`who` waits, in the log."""
         self._client = client
-        self._settings = config
+        self._settings, self._priority = config, load_priority(config.priority)
         self._stats = stats
         self._who = who
         self._keys = KeySequence()  # of what has no key yet
@@ -123,7 +123,7 @@ class InsertingServer:
     def hand_on(self, group: RolloutGroup, tags: Mapping[str, str | int], key: int | None = None) -> HandOn:
         """A scored group with its priority, for its tables. Raises PromptError if it gets none."""
         try:
-            priority = load_priority(self._settings.priority)(group)
+            priority = self._priority(group)
         except Exception as error:
             raise PromptError(f"prompt {group.prompt_id!r}: no priority: {type(error).__name__}: {error}") from error
         if self._tells_prompts:
