@@ -172,7 +172,7 @@ MAX_CODE = {
     "replay_server/storage": (1_534, 15_837),
     "replay_server/rpc": (2_150, 20_779),
     "replay_client": (4_904, 47_344),
-    "replay_generator": (6_220, 59_318),
+    "replay_generator": (6_216, 59_312),
     "replay_dashboard": (1_804, 20_550),
     "replay_cli": (2_874, 27_603),
     "replay_trainer": (4_033, 39_547),

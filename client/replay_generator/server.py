@@ -275,12 +275,8 @@ class GeneratorServer(InsertingServer):
         """Also tells the policy of the versions there, and of their bounds."""
         await self._policy.see(info.policy)
         # A group goes to all of its tables or to none.
-        tables = [
-            info.tables[name]
-            for name in (self._config.building, self._config.unscored, *self._config.tables)
-            if name in info.tables
-        ]
-        bounds = [json.loads(table.config)["max_staleness"] for table in tables]
+        names = (self._config.building, self._config.unscored, *self._config.tables)
+        bounds = [json.loads(info.tables[name].config)["max_staleness"] for name in names if name in info.tables]
         await self._policy.bound(min((bound for bound in bounds if bound is not None), default=None))
         await super().see(info)
 
