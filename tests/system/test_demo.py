@@ -41,7 +41,9 @@ def parts(demo: subprocess.Popen[str]) -> dict[str, psutil.Process]:
     """The running processes of the demo by the `replay` command they run."""
     children = psutil.Process(demo.pid).children(recursive=True)
     lines = {child: child.cmdline() for child in children if child.status() != psutil.STATUS_ZOMBIE}
-    return {line[3]: child for child, line in lines.items() if "replay_cli" in line}
+    commands = {"serve", "generate", "train"}
+    named = {child: [word for word in line if word in commands] for child, line in lines.items() if "replay_cli" in line}
+    return {words[0]: child for child, words in named.items()}
 
 
 def wait_for_steps(out, demo: subprocess.Popen[str]) -> dict[str, psutil.Process]:

@@ -121,7 +121,7 @@ def _die(trainer: Any, phase: str, step: int) -> None:
     if phase == "backward":
         trainer.passes.backward = dying(trainer.passes.backward)
     elif phase == "updated":
-        trainer._update = dying(trainer._update)
+        trainer.optimizer.step = dying(trainer.optimizer.step)
     elif phase == "writing":
         save = torch.save
         weights.torch.save = lambda state, path: (  # type: ignore[assignment]
