@@ -109,6 +109,17 @@ ARMS = {
         ),
         share("small50-right", 4, fresh=4, stored="right", **(FOR_EVER | {"correction": RECIPE})),
         share("small50-distinct", 4, fresh=4, stored="distinct", pool_size=4096, exponent=0.0, **FOR_EVER),
+        share(
+            "small50-right-open",
+            4,
+            fresh=4,
+            stored="right",
+            zero_variance="keep",
+            **(FOR_EVER | {"correction": RECIPE}),
+        ),
+        # POPO (arXiv 2606.01281): holes are filled with groups of the last steps that say most, and the ratio of the
+        # policy that wrote them is a weight, apart from the clip.
+        Arm("recent", zero_variance="replace", half_life=1.0, exponent=1.0, max_times_sampled=0, max_staleness=8),
         Arm("dynamic", zero_variance="dynamic"),
         Arm("stale16-truncate", lag=16),
         Arm("stale16-mask", lag=16, correction=CorrectionConfig(action="mask", clip_min=0.5, clip_max=2.0)),

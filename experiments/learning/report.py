@@ -43,6 +43,8 @@ NAMES = {
     "quarter-opsm": "quarter, recipe's loss",
     "quarter-opsm-twice": "quarter, recipe's loss, two updates",
     "replace": "holes filled from the pool",
+    "recent": "holes filled with recent groups (POPO)",
+    "small50-right-open": "recipe, holes left open",
     "dynamic": "dynamic sampling",
     "stale16-truncate": "16 versions behind, truncated",
     "stale16-mask": "16 versions behind, masked tokens",
@@ -59,7 +61,7 @@ def setting_of(record: dict[str, Any]) -> str:
     """
     task, regime, rate = record["task"], record["regime"], record["learning_rate"]
     parts = [task, regime, *([] if record.get("engine", IN_PROCESS) == IN_PROCESS else [record["engine"]])]
-    return ", ".join([*parts, *([] if rate == usual_rate(task, regime) else [f"{rate:g}"])])
+    return ", ".join([*parts, *([] if rate == usual_rate(task, regime, record["arm"]) else [f"{rate:g}"])])
 
 
 def by_setting(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, Records]]:

@@ -1,7 +1,7 @@
 """`make bench-learning`: runs arms on tasks, regimes and seeds, a line of JSON a run, and then reports.
 
     python -m experiments.learning.run --arms plain half share50 --tasks sums --regimes rare --seeds 0 1 2 --hours 1
-    python -m experiments.learning.run --tune --tasks sums --regimes rare        learning rates of plain, other seeds
+    python -m experiments.learning.run --tune --arms plain --tasks sums        learning rates, on seeds of their own
 
 A run that the output has already is not run again, so an interrupted experiment goes on where it stopped. Seeds are the
 outermost loop: whatever is finished can be compared in pairs.
@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from experiments.learning.arms import ARMS
-from experiments.learning.tuned import BUDGETS, LEARNING_RATES, PRETRAINED, RATES_TO_TRY, TUNING_SEEDS
+from experiments.learning.tuned import (
+    BUDGETS,
+    LEARNING_RATES,
+    OWN_RATES,
+    PRETRAINED,
+    PRETRAINED_RATES,
+    RATES_TO_TRY,
+    TUNING_SEEDS,
+)
 
 HERE = Path("runs/learning")
 Job = tuple[str, str, str, int, float, int]
@@ -32,18 +40,21 @@ def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
     for seed in arguments.seeds:
         for task in arguments.tasks:
             for regime in arguments.regimes:
-                rates = RATES_TO_TRY if arguments.tune else [arguments.learning_rate or usual_rate(task, regime)]
                 budget = arguments.budget or BUDGETS.get(task, max(BUDGETS.values()))
-                for rate in rates:
-                    for arm in ["plain"] if arguments.tune else arguments.arms:
+                tried = PRETRAINED_RATES if regime == PRETRAINED else RATES_TO_TRY
+                for arm in arguments.arms:
+                    usual = [arguments.learning_rate or usual_rate(task, regime, arm)]
+                    for rate in tried if arguments.tune else usual:
                         yield arm, task, regime, seed, rate, budget
 
 
-def usual_rate(task: str, regime: str) -> float:
+def usual_rate(task: str, regime: str, arm: str = "plain") -> float:
     """The tuned rate; for a setting that was never tuned, the lowest of the regime's, as a cautious user would take.
 
     For a regime in which nothing was tuned, the lowest of all tiny models: a pretrained model says nothing about them.
     """
+    if regime == PRETRAINED and (task, arm) in OWN_RATES:
+        return OWN_RATES[task, arm]
     known = [rate for (_, of), rate in LEARNING_RATES.items() if of == regime]
     tiny = [rate for (_, of), rate in LEARNING_RATES.items() if of != PRETRAINED]
     return LEARNING_RATES.get((task, regime), min(known or tiny))
@@ -139,7 +150,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=["sums", "steps"], help="names, or package.module:attribute")
     parser.add_argument("--regimes", nargs="+", default=["rare"])
     parser.add_argument("--seeds", nargs="+", type=int)
-    parser.add_argument("--tune", action="store_true", help="try learning rates for plain on the tuning seeds")
+    parser.add_argument("--tune", action="store_true", help="try learning rates on the tuning seeds")
     parser.add_argument("--learning-rate", type=float, help="instead of the tuned one")
     parser.add_argument("--budget", type=int, help="generated tokens of each run, instead of the task's")
     parser.add_argument("--hours", type=float, default=1.0)

@@ -139,7 +139,7 @@ class Steps:
         tokens = sum(group.completion_ids.size for group in groups if not carries_gradient(group))
         batch: Batch | None = None
         if kept:
-            batch = to_batch([groups[i] for i in kept])
+            batch = to_batch([groups[i] for i in kept], self.model.device)
             if self.arm.stored == "right":
                 batch = batch.without_wrong(np.flatnonzero(stored_U).tolist())
             tokens += int(batch.mask_BT.sum())
@@ -161,7 +161,7 @@ class Steps:
         sums: dict[str, float] = {}
         for rows, micro in self._micro_batches(batch):
             T = micro.mask_BT.shape[1]
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.policy.bf16):
+            with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.policy.bf16):
                 logprobs_BT, _ = self.logprobs(micro)
             current_BT[rows, :T] = logprobs_BT.detach()
             loss, metrics = corrected_policy_loss(
@@ -191,8 +191,8 @@ class Steps:
     def _note_drifts(self, batch: Batch, current_BT: torch.Tensor, stored_U: Any) -> None:
         """How much less likely each kind of answer is than when it was sampled: mean nats a token of log(b/θ)."""
         difference_BT = torch.where(batch.mask_BT, batch.rollout_logprobs_BT - current_BT, 0.0)
-        drift_B = (difference_BT.sum(1) / batch.mask_BT.sum(1).clamp_min(1)).numpy()
-        stored_B, right_B = stored_U[batch.group_B], batch.advantages_B.numpy() > 0
+        drift_B = (difference_BT.sum(1) / batch.mask_BT.sum(1).clamp_min(1)).cpu().numpy()
+        stored_B, right_B = stored_U[batch.group_B], batch.advantages_B.cpu().numpy() > 0
         lengths = [batch.completion_lengths_B[batch.group_B == group].mean() for group in np.flatnonzero(stored_U)]
         if lengths:
             self._note("stored_length", float(np.mean(lengths)))

@@ -1,9 +1,15 @@
 """Tasks of the package reasoning-gym, scored by its own scorers on the last number of an answer.
 
-    chain_sum    "5 + 9 - 7 ="            three terms of one digit
-    two_terms    "5 + 9 ="                two of them: 160 problems to train on, so a run may have 160 groups
-    gcd          "… numbers: 12, 20"      two numbers up to 20
-    products     "4 * 7"                  two factors of one digit
+    chain_sum     "5 + 9 - 7 ="           three terms of one digit
+    two_terms     "5 + 9 ="               two of them: 160 problems to train on, so a run may have 160 groups
+    gcd           "… numbers: 12, 20"     two numbers up to 20
+    products      "4 * 7"                 two factors of one digit
+    letters       "How many times does the letter "m" appear in the text: …"   three to six words
+    long_products "4 * 7 * 3"             three factors of one digit
+    two_digits    "42 - 25 ="             two terms of two digits
+
+Where success is rare, look first at how often the most frequent answer is right, for it is what a policy learns first:
+"1" is right for 53 % of the held-out problems of `letters`, "0" for 28 % of `long_products`; two_digits has none such.
 
 A small chat model wraps its answer into a sentence. So the last number of its text is judged, and not the whole text.
 """
@@ -53,6 +59,9 @@ GYM_TASKS = {
         GymTask("two_terms", "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
         GymTask("gcd", "gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 60}),
         GymTask("products", "products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+        GymTask("letters", "letter_counting", {"min_words": 3, "max_words": 6}),
+        GymTask("long_products", "products", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
+        GymTask("two_digits", "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}),
     )
 }
 

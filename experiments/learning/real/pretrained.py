@@ -46,7 +46,7 @@ class PretrainedPolicy:
     def __init__(self, model: Any, tokenizer: Any, problems: GymProblems, max_tokens: int, seed: int) -> None:
         self.model, self.prompts = model, len(problems.train)
         self._tokenizer, self._problems, self._max_tokens = tokenizer, problems, max_tokens
-        self._copy = type(model)(model.config).to(torch.bfloat16).eval()
+        self._copy = type(model)(model.config).to(model.device, torch.bfloat16).eval()
         self._engine = self._new_engine(seed)
 
     def sample(
@@ -135,7 +135,8 @@ def run(arm: Arm, settings: Settings, folder: Path, between: Callable[[], None] 
     path = smollm2(folder)
     problems = gym_problems(task, settings.seed)
     torch.manual_seed(settings.seed)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
     policy = PretrainedPolicy(model, tokenizer, problems, task.max_tokens, settings.seed)
     start, first = _start(policy, folder / f"start-{task.name}-{task.max_tokens}.json")
