@@ -20,6 +20,7 @@ from replay_generator.rewards import exact_match
 from replay_trainer.metrics import read_metrics
 from tests.factories import until
 
+PARTS = {"serve", "generate", "train"}
 CODE = (
     "import sys; from pathlib import Path; from examples.demo.run import DemoError, run\n"
     "try: run(Path(sys.argv[1]), int(sys.argv[2]), 0, 'transformers', target_solve_rate=0.005)\n"
@@ -37,21 +38,15 @@ def start_demo(out, steps: int) -> subprocess.Popen[str]:
     )
 
 
-def parts(demo: subprocess.Popen[str]) -> dict[str, psutil.Process]:
-    """The running processes of the demo by the `replay` command they run."""
-    children = psutil.Process(demo.pid).children(recursive=True)
-    lines = {child: child.cmdline() for child in children if child.status() != psutil.STATUS_ZOMBIE}
-    commands = {"serve", "generate", "train"}
-    named = {child: [word for word in line if word in commands] for child, line in lines.items() if "replay_cli" in line}
-    return {words[0]: child for child, words in named.items()}
-
-
 def wait_for_steps(out, demo: subprocess.Popen[str]) -> dict[str, psutil.Process]:
+    """The demo's processes after a few steps, by the `replay` command that each runs."""
     metrics = out / "train" / "metrics.jsonl"
     steps = lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2  # noqa: E731
     until(lambda: steps() or demo.poll() is not None, "no steps", pause=0.1)
     assert demo.poll() is None, demo.communicate()[0]
-    return parts(demo)
+    children = psutil.Process(demo.pid).children(recursive=True)
+    lines = {each: {*each.cmdline()} for each in children if each.status() != psutil.STATUS_ZOMBIE}
+    return {name: each for each, line in lines.items() for name in line & PARTS if "replay_cli" in line}
 
 
 def test_the_demo_ends_with_a_summary_metrics_and_a_picture(tmp_path):
@@ -178,7 +173,7 @@ def test_a_part_that_dies_stops_the_demo_which_says_which_and_why(tmp_path, vict
     out = tmp_path / "demo"
     demo = start_demo(out, 1000)
     running = wait_for_steps(out, demo)
-    assert set(running) == {"serve", "generate", "train"}
+    assert {*running} == PARTS
     running[victim].kill()
     said, _ = demo.communicate(timeout=800)
     assert demo.returncode == 1
