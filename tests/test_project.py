@@ -174,7 +174,7 @@ MAX_CODE = {
     "replay_client": (4_904, 47_344),
     "replay_generator": (6_216, 59_312),
     "replay_dashboard": (1_804, 20_550),
-    "replay_cli": (2_874, 27_603),
+    "replay_cli": (2_874, 27_598),
     "replay_trainer": (4_033, 39_547),
     "replay_adapters": (2_325, 23_896),
     "examples": (775, 7_174),

@@ -222,9 +222,9 @@ def reporter(as_json: bool) -> Callable[..., None]:
         nonlocal printed_at
         if (now := time.monotonic()) - printed_at >= seconds:
             printed_at = now
-            groups, version, pace = stats["groups"], stats["policy_version"], stats["tokens_per_second"]
-            words = f"{groups} groups, reward {stats['reward_mean']:.3f}, policy version {version}, {pace:.0f} tokens/s"
-            tell(as_json, stats, words, indent=None)
+            reward = "" if math.isnan(stats["reward_mean"]) else f", reward {stats['reward_mean']:.3f}"
+            words = f"{stats['groups']} groups{reward}, policy version {stats['policy_version']}"
+            tell(as_json, stats, f"{words}, {stats['tokens_per_second']:.0f} tokens/s", indent=None)
 
     return report
 
