@@ -197,6 +197,7 @@ def test_a_generator_of_another_model_ends_the_run_at_its_first_step_by_both_nam
     own = {"model": make_model(vocabulary=64), "tokenizer": make_tokenizer()}
     trainer = make_trainer(client, tmp_path / "run", groups_per_step=FRESH, max_steps=1, **own)
     with Generators(client.address, config, **engine):
+        until(lambda: client.list_items("rollouts"))  # with its own weights, which a trainer replaces
         with pytest.raises(RuntimeError, match=f"generator gen has another .*{words}") if words else nullcontext():
             trainer.train()
         said = {each.name: read_described(each.settings) for each in client.server_info().clients}
