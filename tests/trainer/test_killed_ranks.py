@@ -133,8 +133,8 @@ def test_ranks_and_server_killed_together_come_back_together(tmp_path):
 
 # ------------------------------------------------------------------------------------------------ a shard that is away
 
-EACH = 6
-"""Groups of each shard."""
+EACH = 8
+"""Groups of each shard: for four steps of one trainer, should all of its batches come from it."""
 
 
 class Pair(Servers):
@@ -184,7 +184,7 @@ def test_a_shard_that_comes_back_while_the_resumed_trainer_runs_gives_no_group_t
     pair.kill(1)
     if lease < 300.0:
         pair.end_leases(1)
-    # From step 5 on, the groups of the first shard are used up.
+    # At step 5 the groups of the first shard may be used up.
     run(
         pair.address,
         tmp_path,
