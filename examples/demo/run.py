@@ -209,8 +209,8 @@ STOPPED = threading.Event()
 
 
 def stop(*_: object) -> None:
-    """What a signal does. An exception amid an import is lost, and amid the start of a part leaves it running: only
-    who waits for a part raises one."""
+    """Notes that a signal asks the demo to stop; `run_parts` then raises. A handler that raised itself would lose its
+    exception amid an import, or leave a part running that was just being started."""
     STOPPED.set()
 
 
