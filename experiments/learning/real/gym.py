@@ -2,8 +2,8 @@
 
     chain_sum     "5 + 9 - 7 ="           three terms of one digit
     two_terms     "5 + 9 ="               two of them: 160 problems to train on, so a run may have 160 groups
-    gcd           "… numbers: 12, 20"     two numbers up to 20
-    products      "4 * 7"                 two factors of one digit
+    gcd           "… numbers: 12, 20"     two numbers up to 60
+    products      "4 * 7"                 two factors of one or two digits
     letters       "How many times does the letter "m" appear in the text: …"   three to six words
     long_products "4 * 7 * 3"             three factors of one digit
     two_digits    "42 - 25 ="             two terms of two digits
