@@ -18,18 +18,19 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import psutil
 
+from benchmarks.processes import Process
+from experiments.serving import serve
 from replay_client import ReplayClient, group_from_completions
 
 CONFIG = '[server]\nmax_bytes = "2GB"\n[[tables]]\nname = "pool"\nsampler = "prioritized"\nmax_size = {items}\n'
@@ -41,19 +42,6 @@ SLICE = 3.0
 IDLE = 20.0
 """Seconds without any load, for the last figure."""
 SORTS = ("age", "priority", "reward_mean", "length_mean", "logprob_mean", "times_sampled")
-
-
-@contextmanager
-def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A command of `replay`, and the address that it prints."""
-    command = [sys.executable, "-m", "replay_cli", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
-        assert started.stdout is not None
-        try:
-            yield started, started.stdout.readline().split()[-1]
-        finally:
-            started.send_signal(signal.SIGCONT)
-            started.terminate()
 
 
 def view(netloc: str, number: int) -> None:
@@ -134,13 +122,13 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=20_000, help="groups in the table")
     options = parser.parse_args()
     with ExitStack() as stack:
-        config = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "replay.toml"
-        config.write_text(CONFIG.format(items=options.items))
-        quiet = ("--address", "127.0.0.1:0", "--log-level", "error")
-        server, address = stack.enter_context(process("serve", "--config", str(config), *quiet))
-        client = stack.enter_context(ReplayClient(address))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        server = stack.enter_context(serve(folder, CONFIG.format(items=options.items)))
+        client = stack.enter_context(ReplayClient(server.address))
         steps = steps_of(client, options.items)
-        page, url = stack.enter_context(process("--address", address, "dashboard", "--port", "0", "--no-browser"))
+        dashboard = f"-m replay_cli --address {server.address} dashboard --port 0 --no-browser"
+        page = stack.enter_context(Process([sys.executable, *dashboard.split()]))
+        url = page.read(timeout=60.0).split()[-1]
         viewers = multiprocessing.get_context("spawn").Process(target=view_all, args=(url.split("/")[2],), daemon=True)
         viewers.start()
 

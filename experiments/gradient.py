@@ -30,7 +30,8 @@ import numpy as np
 
 from benchmarks.environments import FILES, ROOT
 from benchmarks.interpreter import build_of
-from benchmarks.processes import Process, Server
+from benchmarks.processes import Process
+from experiments.serving import serve
 from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup, Sample
 from replay_generator import GeneratorConfig, run_generator
 from replay_generator.engines import Completion, SamplingConfig
@@ -194,7 +195,6 @@ def measure(steps: int) -> dict[str, Any]:
     folder = FILES / "gradient"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / "replay.toml").write_text(DEMO.server_config)
     os.environ.update(_SETTINGS)
     python = [sys.executable, "-m"]
     with Process([*python, "examples.demo.task", "make", str(folder), "0", "0.4", DEMO.task]) as made:
@@ -202,8 +202,7 @@ def measure(steps: int) -> dict[str, Any]:
     acknowledged: dict[int, float] = {}
     reloads: list[tuple[float, float]] = []
     told = []
-    command = [*python, "replay_cli", "serve", "--config", str(folder / "replay.toml"), "--log-level", "error"]
-    with Server([*command, "--address", "127.0.0.1:0"]) as server:
+    with serve(folder, DEMO.server_config) as server:
         role = [*python, "experiments.gradient", "--address", server.address, "--steps", str(steps), "--role"]
         with Process([*role, "generator"]) as generator, Process([*role, "trainer"]) as trainer:
             while len(told) < steps:

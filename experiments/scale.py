@@ -14,17 +14,18 @@ import itertools
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from benchmarks.processes import Process
 
 HERE = Path(__file__).parent
 RESULT, INPUT = HERE / "results/scale.json", HERE / "scale.toml"
@@ -88,16 +89,9 @@ def measure(servers: Sequence[Server], shards: int, nbytes: int, groups: int) ->
 @contextmanager
 def running(count: int) -> Iterator[list[Server]]:
     """Servers, each in a process of its own, with address and process."""
-    command = [sys.executable, "-c", _SERVER]
-    started = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
-    ]
-    try:
-        yield [(each.stdout.readline().strip(), psutil.Process(each.pid)) for each in started if each.stdout]
-    finally:
-        for each in started:
-            each.kill()
-            each.wait()
+    with ExitStack() as stack:
+        started = [stack.enter_context(Process([sys.executable, "-c", _SERVER])) for _ in range(count)]
+        yield [(each.read(timeout=60.0), psutil.Process(each.pid)) for each in started]
 
 
 def _round(client: Any, payload: bytes, groups: int, shards: int) -> None:

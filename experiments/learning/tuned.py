@@ -44,5 +44,6 @@ BUDGETS = {
     "letters": 12_000,
     "long_products": 12_000,
     "two_digits": 12_000,
+    "formed": 6_000,
 }
 """Generated tokens of a run."""

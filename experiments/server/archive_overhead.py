@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.processes import Process
+from experiments.serving import serve
 from replay_client import ReplayClient, RolloutGroup
 
 CONFIG = """
@@ -33,20 +33,6 @@ ROUND = 2.0
 """Seconds of each side in a quarter of a round."""
 BATCH = 32
 """Groups that are inserted and then sampled."""
-
-
-@contextmanager
-def serving(folder: Path, config: str) -> Iterator[str]:
-    """The address of a server as a process of its own."""
-    (folder / "replay.toml").write_text(config)
-    command = [sys.executable, "-m", "replay_cli", "serve", "--config", str(folder / "replay.toml")]
-    command += ["--address", "127.0.0.1:0", "--log-level", "error"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().split()[-1]
-        finally:
-            process.terminate()
 
 
 def make_group() -> RolloutGroup:
@@ -91,11 +77,11 @@ def main() -> None:
     options = parser.parse_args()
     group = make_group()
     with ExitStack() as stack:
-        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)]
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         configs = CONFIG, CONFIG + 'copy_to = "archive"\n'
-        addresses = [stack.enter_context(serving(*each)) for each in zip(folders, configs, strict=True)]
-        command = f"-m replay_cli --address {addresses[1]} archive run --dir {folders[1]}/archive --segment-seconds 1"
-        stack.callback(subprocess.Popen([sys.executable, *command.split()], stdout=subprocess.DEVNULL).terminate)
+        addresses = [stack.enter_context(serve(folder, config)).address for config in configs]
+        command = f"-m replay_cli --address {addresses[1]} archive run --dir {folder}/archive --segment-seconds 1"
+        stack.enter_context(Process([sys.executable, *command.split()]))
         plain, archived = (stack.enter_context(ReplayClient(address)) for address in addresses)
         ratios, rates = [], []
         for number in range(options.rounds + 1):

@@ -28,7 +28,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from examples.demo.task import EOS_ID, make_tokenizer
-from experiments.server.archive_overhead import serving
+from experiments.serving import serve
 from replay_client import AsyncReplayClient
 from replay_generator import GeneratorConfig, RolloutGenerator
 from replay_generator.engines import SamplingConfig
@@ -171,11 +171,11 @@ def main() -> None:
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(Path(folder), CONFIG) as address,
-        subprocess.Popen([sys.executable, "-c", DRAIN, address]) as drain,
+        serve(Path(folder), CONFIG) as server,
+        subprocess.Popen([sys.executable, "-c", DRAIN, server.address]) as drain,
     ):
         try:
-            asyncio.run(compare(address, Path(folder), options))
+            asyncio.run(compare(server.address, Path(folder), options))
         finally:
             drain.kill()
 

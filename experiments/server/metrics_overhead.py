@@ -12,38 +12,21 @@ import argparse
 import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
+from experiments.serving import serve
 from replay_client import ReplayClient
 
 CONFIG = '[server]\nmax_bytes = "512MB"\n[[tables]]\nname = "bench"\nmax_bytes = "256MB"\nmax_size = 16384\n'
 TABLE = {"bench": 1.0}
 ROUND = 1.0
 """Seconds of each side in a round, and from one scrape to the next."""
-
-
-@contextmanager
-def server(*arguments: str) -> Iterator[list[str]]:
-    """A server as a process; the addresses that it prints."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "replay.toml"
-        config.write_text(CONFIG)
-        command = [sys.executable, "-m", "replay_cli", "serve", "--config", str(config), *arguments]
-        command += ["--address", "127.0.0.1:0", "--log-level", "error"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            try:
-                yield [process.stdout.readline().split()[-1] for _ in range(1 + bool(arguments))]
-            finally:
-                process.terminate()
 
 
 def scrape(url: str, wanted: Event) -> None:
@@ -97,13 +80,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     with ExitStack() as stack:
-        (plain,) = stack.enter_context(server())
-        measured, url = stack.enter_context(server("--metrics-address", "127.0.0.1:0"))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        plain = stack.enter_context(serve(folder, CONFIG))
+        measured = stack.enter_context(serve(folder, CONFIG, "--metrics-address", "127.0.0.1:0"))
+        url = measured.read(timeout=60.0).split()[-1]
         wanted = multiprocessing.Event()
         scraper = multiprocessing.Process(target=scrape, args=(url, wanted), daemon=True)
         scraper.start()
         stack.callback(scraper.kill)
-        clients = [stack.enter_context(ReplayClient(address)) for address in (plain, measured)]
+        clients = [stack.enter_context(ReplayClient(server.address)) for server in (plain, measured)]
         for size in (400, 106_000):
             without, with_metrics = (steps_of(client, size) for client in clients)
             for name in without:

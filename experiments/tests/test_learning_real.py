@@ -108,6 +108,20 @@ def test_a_policy_is_sampled_from_its_newest_weights_in_bfloat16():
     assert torch.allclose(logprobs_BT[batch.mask_BT], batch.rollout_logprobs_BT[batch.mask_BT], atol=1e-2)
 
 
+def test_a_model_that_learned_the_form_says_a_number_alone_and_the_next_run_starts_with_its_weights(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(pretrained, "FORM_RATE", 1e-2)
+    policy, again = tiny_policy(), tiny_policy()
+    for each in (policy, again):
+        pretrained.learn_form(each, tmp_path / "form.pt")
+    policy.load()
+    (group,) = policy.generate([0], 64, 1)
+    texts = [tiny_tokenizer().decode(ids, skip_special_tokens=True) for ids in group.completions()]
+    assert np.mean([text == last_number(text) for text in texts]) > 0.9
+    assert torch.equal(policy.model.lm_head.weight, again.model.lm_head.weight)
+
+
 def test_a_pretrained_model_is_not_sampled_from_an_older_version():
     with pytest.raises(ValueError, match="arm without lag"):
         tiny_policy().sample([0], 8, 0, {})

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.environments import FILES, ROOT
-from benchmarks.processes import Server
+from experiments.serving import serve
 
 PROMPT, RESPONSE, SIZE, LAYERS, EXPERTS = 128, 512, 8, 48, 8
 CONFIG = """
@@ -187,19 +187,13 @@ def main() -> None:
         print(json.dumps({name: round(rate, 1) for name, rate in rates.items()}))
         return
     FILES.mkdir(parents=True, exist_ok=True)
-    config = FILES / "adapters.toml"
-    config.write_text(CONFIG)
-    serve = [sys.executable, "-m", "replay_cli", "serve", "--log-level", "warning"]
     for framework in given.only:
         command, environment = command_of(framework, given.sources.resolve())
         for routing in (False, True)[: 1 + HAS_ROUTING[framework]]:
-            server = Server([*serve, "--address", "127.0.0.1:0", "--config", str(config)])
             arguments = ["--sources", str(given.sources), "--groups", str(given.groups), "--only", framework]
-            arguments += ["--measure", server.address, str(int(routing))]
-            try:
+            with serve(FILES, CONFIG) as server:
+                arguments += ["--measure", server.address, str(int(routing))]
                 done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-            finally:
-                server.end()
             if done.returncode:
                 sys.exit(f"{framework}: {done.stderr[-3000:]}")
             record = {"framework": framework, "routing": routing, "load": round(os.getloadavg()[0], 1)}

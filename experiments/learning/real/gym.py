@@ -7,6 +7,7 @@
     letters       "How many times does the letter "m" appear in the text: …"   three to six words
     long_products "4 * 7 * 3"             three factors of one digit
     two_digits    "42 - 25 ="             two terms of two digits
+    formed        chain_sum, from a start that has its answers' form: the number alone
 
 Where success is rare, look first at how often the most frequent answer is right, for it is what a policy learns first:
 "1" is right for 53 % of the held-out problems of `letters`, "0" for 28 % of `long_products`; two_digits has none such.
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TRAIN_ROWS, HELD_OUT_ROWS = 1024, 40
+SUMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -34,6 +36,8 @@ class GymTask:
     options: Mapping[str, int]
     max_tokens: int = 24
     """The longest completion that may be sampled, its end-of-sequence token included."""
+    formed: bool = False
+    """Whether a run starts from a model that has learned the form of the answers, and no more."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class GymProblems:
 GYM_TASKS = {
     task.name: task
     for task in (
-        GymTask("chain_sum", "chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
+        GymTask("chain_sum", "chain_sum", SUMS),
+        GymTask("formed", "chain_sum", SUMS, formed=True),
         GymTask("two_terms", "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}),
         GymTask("gcd", "gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 60}),
         GymTask("products", "products", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),

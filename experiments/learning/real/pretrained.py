@@ -23,17 +23,21 @@ import torch
 
 from experiments.learning.arms import GROUP_SIZE, Arm
 from experiments.learning.loop import IN_PROCESS, Point, Settings, tables
-from experiments.learning.real.gym import GYM_TASKS, GymProblems, gym_problems
+from experiments.learning.real.gym import GYM_TASKS, GymProblems, gym_problems, last_number
 from experiments.learning.real.smollm2 import smollm2
 from experiments.learning.steps import Steps
 from experiments.learning.variety import Variety
-from replay_client import ReplayClient, RolloutGroup
+from replay_client import ReplayClient, RolloutGroup, group_from_completions
 from replay_client.scoring import group_advantages
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.continuous_batch import ContinuousBatch, Row
 from replay_server import ReplayServer
+from replay_trainer.batching import bare_group, to_batch
+from replay_trainer.logprobs import LogprobModel
 
 POINT_COMPLETIONS = 128
+FORM_PROMPTS, FORM_RATE = 64, 2e-5
+"""Prompts of eight answers from which the form is learned, two an update, and the learning rate."""
 
 
 class PretrainedPolicy:
@@ -70,6 +74,14 @@ class PretrainedPolicy:
             groups += self._groups(engine, self._problems.held_out[start : start + 4], GROUP_SIZE, 0)
         return float(np.mean([group.rewards for group in groups])), sampled_variety(groups)
 
+    def bare(self, index: int) -> RolloutGroup:
+        """Of completions of a prompt, with the weights that the engine has, the last number alone, right or wrong."""
+        (group,) = self.generate([index], GROUP_SIZE, 0)
+        texts = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in group.completions()]
+        numbers = [number for text in texts if (number := last_number(text)) is not None]
+        answers = [[*self._tokenizer(each).input_ids, self._tokenizer.eos_token_id] for each in numbers]
+        return bare_group(group.prompt_ids, *answers)
+
     def load(self) -> None:
         """Gives the engine the weights of the model."""
         with torch.no_grad():
@@ -98,11 +110,10 @@ class PretrainedPolicy:
     def _group(self, entry: dict[str, Any], rows: list[Row], version: int) -> RolloutGroup:
         texts = [self._tokenizer.decode(row.token_ids, skip_special_tokens=True) for row in rows]
         rewards = np.array([self._problems.score(entry, text) for text in texts], dtype=np.float32)
-        return RolloutGroup(
-            prompt_ids=np.array(rows[0].prompt_ids, dtype=np.int32),
-            completion_ids=np.concatenate([np.array(row.token_ids, dtype=np.int32) for row in rows]),
-            completion_lengths=np.array([len(row.token_ids) for row in rows], dtype=np.int32),
-            rollout_logprobs=np.concatenate([np.array(row.logprobs, dtype=np.float32) for row in rows]),
+        return group_from_completions(
+            prompt_ids=rows[0].prompt_ids,
+            completions=[row.token_ids for row in rows],
+            logprobs=[row.logprobs for row in rows],
             rewards=rewards,
             advantages=group_advantages(rewards),
             policy_version=version,
@@ -139,6 +150,8 @@ def run(arm: Arm, settings: Settings, folder: Path, between: Callable[[], None] 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
     policy = PretrainedPolicy(model, tokenizer, problems, task.max_tokens, settings.seed)
+    if task.formed:
+        learn_form(policy, folder / f"{task.name}.pt")
     start, first = _start(policy, folder / f"start-{task.name}-{task.max_tokens}.json")
     curve = [Point(0, 0, 0, 0.0, 0.0, start)]
     seconds = cpu = 0.0
@@ -180,6 +193,26 @@ def _start(policy: PretrainedPolicy, path: Path) -> tuple[float, Variety]:
         path.write_text(json.dumps([rate, asdict(variety)]))
     rate, variety = json.loads(path.read_text())
     return rate, Variety(**variety)
+
+
+def learn_form(policy: PretrainedPolicy, path: Path) -> None:
+    """Gives the model the form of its answers and no skill: it learns to say the last number of each, and only that.
+
+    `path` keeps its weights for all arms and seeds.
+    """
+    if not path.exists():
+        policy.load()  # once: all answers are of the model as it was
+        logprobs = LogprobModel(policy.model)
+        optimizer = torch.optim.AdamW(policy.model.parameters(), lr=FORM_RATE)
+        for index in range(0, FORM_PROMPTS, 2):
+            batch = to_batch([policy.bare(index), policy.bare(index + 1)], policy.model.device)
+            optimizer.zero_grad()
+            with torch.autocast(policy.model.device.type, torch.bfloat16):
+                logprobs_BT, _ = logprobs(batch)
+            torch.autograd.backward(-logprobs_BT[batch.mask_BT].mean())
+            optimizer.step()
+        torch.save(policy.model.state_dict(), path)
+    policy.model.load_state_dict(torch.load(path))
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
