@@ -178,7 +178,7 @@ MAX_CODE = {
     "replay_trainer": (4_033, 39_547),
     "replay_adapters": (2_325, 23_896),
     "examples": (775, 7_174),
-    "experiments": (4_454, 46_988),
+    "experiments": (4_453, 46_973),
     "benchmarks": (2_293, 21_371),
     "tests": (40_180, 436_624),
 }
