@@ -180,7 +180,7 @@ MAX_CODE = {
     "examples": (775, 7_174),
     "experiments": (4_453, 46_973),
     "benchmarks": (2_293, 21_371),
-    "tests": (40_180, 436_624),
+    "tests": (40_177, 436_620),
 }
 """Lines and tokens of code of each part (`tests/count.py`). A commit that cuts lowers them; no other changes them."""
 MAX_P95 = {

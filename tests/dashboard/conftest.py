@@ -21,6 +21,8 @@ from tests.dashboard.load import Run
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 QUIET = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 until = functools.partial(factories.until, seconds=120.0)
+CHANGED = "net::ERR_NETWORK_CHANGED"
+"""Chromium drops what it loads when another test makes or ends a network of containers."""
 LAPTOP, PHONE = {"width": 1366, "height": 768}, {"width": 390, "height": 844}
 
 
@@ -65,6 +67,7 @@ class Page:
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.url = url
         self.complaints: list[str] = []
+        self.interrupted = False
         self.tab = browser.new_page(
             **({"viewport": LAPTOP, "permissions": ["clipboard-read", "clipboard-write"]} | options)
         )
@@ -74,11 +77,24 @@ class Page:
         self.tab.set_default_timeout(120_000)
 
     def _note(self, complaint: str) -> None:
-        if self.url not in STOPPED or "net::ERR_" not in complaint:
+        if CHANGED in complaint:
+            self.interrupted = True
+        elif self.url not in STOPPED or "net::ERR_" not in complaint:
             self.complaints.append(complaint)
 
     def go(self, view: str) -> Any:
-        self.tab.goto(f"{self.url}/#/{view}")
+        """Opens a view, and again if that was interrupted."""
+        load = functools.partial(self.tab.goto, f"{self.url}/#/{view}")
+        self.interrupted = True
+        while self.interrupted:
+            self.interrupted = False
+            try:
+                load()
+            except Exception as error:
+                if CHANGED not in str(error):
+                    raise
+                self.interrupted = True
+            load = self.tab.reload
         return self.tab
 
 

@@ -207,16 +207,34 @@ class Fleet:
             self._kill(process)
 
 
-def kill_amid_work(kills: list[Callable[[], None]], books: Any, rng: random.Random) -> None:
-    """Kills in a random order, each when a group or two more have come."""
-    rng.shuffle(kills)
-    for kill in kills:
-        enough = len(books.groups) + rng.randrange(1, 3)
-        until(lambda enough=enough: len(books.groups) >= enough or books.violations, "nobody inserts", BLOCKED)
-        time.sleep(rng.random() * 0.3)
-        kill()
-        if books.violations:
-            break
+def kill_and_finish(
+    running: Servers,
+    client: ReplayClient,
+    trainer: Any,
+    rng: random.Random,
+    generator: Callable[..., BaseProcess],
+    helper: Callable[[], BaseProcess],
+    counts: tuple[int, int, int],
+    fleet: tuple[int, int],
+    *stages: str,
+) -> None:
+    """Kills so many helpers, generators and servers, each when a group or two more have come, and at last whoever is
+    left. Then others finish."""
+    books = trainer.books
+    generating, helping = (Fleet(*each, books, rng) for each in zip((generator, helper), fleet, strict=True))
+    ways = helping.kill_one, generating.kill_one, partial(running.kill_for_a_while, books, rng)
+    try:
+        for kill in rng.sample(ways, sum(counts), counts=counts):
+            enough = len(books.groups) + rng.randrange(1, 3)
+            until(lambda enough=enough: len(books.groups) >= enough or books.violations, "nobody inserts", BLOCKED)
+            time.sleep(rng.random() * 0.3)
+            kill()
+            if books.violations:
+                break
+    finally:
+        generating.kill_all()
+    finish(client, trainer, books, partial(generator, new_groups=False), *stages)
+    helping.kill_all()
 
 
 def finish(

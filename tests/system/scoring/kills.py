@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from tests.system.building.kills import (
     prompts,
 )
 from tests.system.building.kills import CONFIG as BUILDING
-from tests.system.harness import BLOCKED, Books, Fleet, Servers, Trainer, finish, kill_amid_work, program
+from tests.system.harness import BLOCKED, Books, Servers, Trainer, kill_and_finish, program
 from tests.system.sessions.kills import Played
 from tests.system.sessions.kills import reward as reward_of
 
@@ -111,19 +110,8 @@ def kill_all_sorts(
 
         trainer = Trainer(running.address, books, books.look, GROUPS_PER_STEP)
         trainer.refusals = ReplayError
-        generating = Fleet(start_generator, fleet[0], books, rng)
-        scoring = Fleet(start_scorer, fleet[1], books, rng)
-        kills = (
-            [scoring.kill_one] * scorers
-            + [generating.kill_one] * generators
-            + [partial(running.kill_for_a_while, books, rng)] * servers
-        )
-        try:
-            kill_amid_work(kills, books, rng)
-        finally:
-            generating.kill_all()
-        finish(client, trainer, books, partial(start_generator, new_groups=False), "unscored")
-        scoring.kill_all()
+        counts = scorers, generators, servers
+        kill_and_finish(running, client, trainer, rng, start_generator, start_scorer, counts, fleet, "unscored")
         engine.stop()
     told = handed.read_text().split()
     if len({*told}) < len(told):

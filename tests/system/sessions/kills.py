@@ -22,7 +22,6 @@ import random
 import time
 import urllib.error
 import urllib.request
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ from tests.system.building.kills import (
     prompts,
 )
 from tests.system.building.kills import CONFIG as BUILDING
-from tests.system.harness import BLOCKED, Books, Fleet, Servers, Trainer, finish, kill_amid_work, program
+from tests.system.harness import BLOCKED, Books, Servers, Trainer, kill_and_finish, program
 
 CONFIG = BUILDING.format(data_dir="{folder}")
 DEADLINE = 3.0
@@ -139,19 +138,8 @@ def kill_all_sorts(
 
         trainer = Trainer(running.address, books, books.look, GROUPS_PER_STEP)
         trainer.refusals = ReplayError
-        generating = Fleet(start_generator, fleet[0], books, rng)
-        playing = Fleet(start_agent, fleet[1], books, rng)
-        kills = (
-            [playing.kill_one] * agents
-            + [generating.kill_one] * generators
-            + [partial(running.kill_for_a_while, books, rng)] * servers
-        )
-        try:
-            kill_amid_work(kills, books, rng)
-        finally:
-            generating.kill_all()
-        finish(client, trainer, books, partial(start_generator, new_groups=False))
-        playing.kill_all()
+        counts = agents, generators, servers
+        kill_and_finish(running, client, trainer, rng, start_generator, start_agent, counts, fleet)
         engine.stop()
     check_rollouts(notes, books)
     books.totals["groups"] = len(books.groups)
