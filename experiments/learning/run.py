@@ -53,8 +53,8 @@ def usual_rate(task: str, regime: str, arm: str = "plain") -> float:
 
     For a regime in which nothing was tuned, the lowest of all tiny models: a pretrained model says nothing about them.
     """
-    if regime == PRETRAINED and (task, arm) in OWN_RATES:
-        return OWN_RATES[task, arm]
+    if regime == PRETRAINED and arm in (own := OWN_RATES.get(task, {})):
+        return own[arm]
     known = [rate for (_, of), rate in LEARNING_RATES.items() if of == regime]
     tiny = [rate for (_, of), rate in LEARNING_RATES.items() if of != PRETRAINED]
     return LEARNING_RATES.get((task, regime), min(known or tiny))

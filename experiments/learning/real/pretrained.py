@@ -11,6 +11,7 @@ the way. Before the first step and after the last, every arm answers the same he
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -211,7 +212,9 @@ def learn_form(policy: PretrainedPolicy, path: Path) -> None:
                 logprobs_BT, _ = logprobs(batch)
             torch.autograd.backward(-logprobs_BT[batch.mask_BT].mean())
             optimizer.step()
-        torch.save(policy.model.state_dict(), path)
+        part = path.with_suffix(f".{os.getpid()}")  # another run may look for it meanwhile
+        torch.save(policy.model.state_dict(), part)
+        part.rename(path)
     policy.model.load_state_dict(torch.load(path))
 
 
