@@ -128,8 +128,8 @@ def main() -> None:
         steps = steps_of(client, options.items)
         dashboard = f"-m replay_cli --address {server.address} dashboard --port 0 --no-browser"
         page = stack.enter_context(Process([sys.executable, *dashboard.split()]))
-        url = page.read(timeout=60.0).split()[-1]
-        viewers = multiprocessing.get_context("spawn").Process(target=view_all, args=(url.split("/")[2],), daemon=True)
+        netloc = page.read(timeout=60.0).split("/")[2]
+        viewers = multiprocessing.get_context("spawn").Process(target=view_all, args=(netloc,), daemon=True)
         viewers.start()
 
         def look(looking: bool) -> None:

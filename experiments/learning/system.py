@@ -48,7 +48,8 @@ def run(arm: Arm, settings: Settings, warm_starts: Path, engine: str) -> dict[st
     if task.answers is not None:
         raise ValueError(f"task {task.name!r} has several right answers, which the reward exact_match does not know")
     model, problems = warm_start(warm_starts, task, settings.regime, settings.seed)
-    admission = AdmissionConfig(groups_per_step=_admitted(arm), max_staleness=MAX_STALENESS)
+    admitted = arm.fresh * (10 if arm.zero_variance == "dynamic" else 1)  # it may draw ten batches
+    admission = AdmissionConfig(groups_per_step=admitted, max_staleness=MAX_STALENESS)
     with (
         tempfile.TemporaryDirectory() as name,
         ReplayServer(tables(arm, settings.seed), port=0, admission=admission) as server,
@@ -98,11 +99,6 @@ def run(arm: Arm, settings: Settings, warm_starts: Path, engine: str) -> dict[st
         "curve": [list(asdict(point).values()) for point in watch.curve],
         "means": {name: sum(values) / len(values) for name, values in watch.facts.items() if values},
     }
-
-
-def _admitted(arm: Arm) -> int:
-    """Fresh groups a step that the server lets in; dynamic sampling may draw ten batches."""
-    return arm.fresh * (10 if arm.zero_variance == "dynamic" else 1)
 
 
 def _start_generator(

@@ -23,6 +23,7 @@ OWN_RATES = {
     "letters": {"plain": 1.2e-4, "quarter": 6e-5, **dict.fromkeys(_POOLED, 1.2e-4)},
     "long_products": {"plain": 1.2e-4, "quarter": 1.2e-4, **dict.fromkeys(_POOLED, 6e-5)},
     "two_digits": {"plain": 6e-5, "quarter": 3e-5, **dict.fromkeys(_POOLED, 3e-5)},
+    "formed": {"plain": 6e-5, "quarter": 6e-5, "small50-right": 1.5e-5},
 }
 """By task and arm, on SmolLM2: of PRETRAINED_RATES, that with the arm's own best mean solve rate on TUNING_SEEDS."""
 BUDGETS = {

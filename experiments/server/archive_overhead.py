@@ -78,8 +78,8 @@ def main() -> None:
     group = make_group()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        configs = CONFIG, CONFIG + 'copy_to = "archive"\n'
-        addresses = [stack.enter_context(serve(folder, config)).address for config in configs]
+        more = "", 'copy_to = "archive"\n'
+        addresses = [stack.enter_context(serve(folder, CONFIG + each)).address for each in more]
         command = f"-m replay_cli --address {addresses[1]} archive run --dir {folder}/archive --segment-seconds 1"
         stack.enter_context(Process([sys.executable, *command.split()]))
         plain, archived = (stack.enter_context(ReplayClient(address)) for address in addresses)

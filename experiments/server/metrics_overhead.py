@@ -83,8 +83,8 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         plain = stack.enter_context(serve(folder, CONFIG))
         measured = stack.enter_context(serve(folder, CONFIG, "--metrics-address", "127.0.0.1:0"))
-        url = measured.read(timeout=60.0).split()[-1]
         wanted = multiprocessing.Event()
+        url = measured.read(timeout=60.0).split()[-1]
         scraper = multiprocessing.Process(target=scrape, args=(url, wanted), daemon=True)
         scraper.start()
         stack.callback(scraper.kill)

@@ -168,7 +168,8 @@ def run(arm: Arm, settings: Settings, folder: Path, between: Callable[[], None] 
             cpu += time.process_time() - cpu_before
             window.append((*before, steps.last["reward"]))
             line = {"arm": arm.name, **asdict(settings), "step": steps.version, "seconds": seconds, "cpu": cpu}
-            _append(folder / "steps.jsonl", line | {"generated": steps.generated_tokens} | steps.last)
+            with (folder / "steps.jsonl").open("a") as file:
+                file.write(json.dumps(line | {"generated": steps.generated_tokens} | steps.last) + "\n")
             if len(window) * arm.fresh * GROUP_SIZE >= POINT_COMPLETIONS:
                 generated, trained, version, rate = (float(value) for value in np.mean(window, axis=0))
                 # A first step is the start itself, sampled again.
@@ -216,8 +217,3 @@ def learn_form(policy: PretrainedPolicy, path: Path) -> None:
         torch.save(policy.model.state_dict(), part)
         part.rename(path)
     policy.model.load_state_dict(torch.load(path))
-
-
-def _append(path: Path, line: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
