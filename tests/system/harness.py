@@ -218,8 +218,8 @@ def kill_and_finish(
     fleet: tuple[int, int],
     *stages: str,
 ) -> None:
-    """Kills so many helpers, generators and servers, each when a group or two more have come, and at last whoever is
-    left. Then others finish."""
+    """Kills processes as `counts` says, each after the trainer got one or two more groups, and then every generator.
+    New generators finish the groups that are left; `counts`: of helpers, generators, servers."""
     books = trainer.books
     generating, helping = (Fleet(*each, books, rng) for each in zip((generator, helper), fleet, strict=True))
     ways = helping.kill_one, generating.kill_one, partial(running.kill_for_a_while, books, rng)

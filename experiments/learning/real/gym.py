@@ -37,7 +37,7 @@ class GymTask:
     max_tokens: int = 24
     """The longest completion that may be sampled, its end-of-sequence token included."""
     formed: bool = False
-    """Whether a run starts from a model that has learned the form of the answers, and no more."""
+    """Whether the model learns the form of the answers, and no skill, before the run starts."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class PretrainedPolicy:
         return float(np.mean([group.rewards for group in groups])), sampled_variety(groups)
 
     def bare(self, index: int) -> RolloutGroup:
-        """Of completions of a prompt, with the weights that the engine has, the last number alone, right or wrong."""
+        """Samples a prompt with the engine's weights, and keeps the last number of each completion, right or wrong."""
         (group,) = self.generate([index], GROUP_SIZE, 0)
         texts = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in group.completions()]
         numbers = [number for text in texts if (number := last_number(text)) is not None]
