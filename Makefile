@@ -50,7 +50,7 @@ endef
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-annotate --custom-compile-command "make constraints" pyproject.toml
 
-.PHONY: demo demo-real test test-long adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page lint format count protos docs constraints \
+.PHONY: demo demo-real test test-long adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page lint format protos docs constraints \
   setup setup-dev setup-real clean
 
 demo: setup
@@ -147,10 +147,6 @@ format: setup-dev
 docs: setup-dev
 	$(BIN)/python -m mkdocs build --strict
 	@echo "open site/index.html, or run $(BIN)/mkdocs serve"
-
-# Lines, files and floors of each package.
-count: setup-dev
-	$(BIN)/python -m tests.count
 
 protos: setup-dev
 	$(BIN)/python -m protos.generate

@@ -152,46 +152,6 @@ def test_every_path_that_a_page_names_exists():
             assert (ROOT / path).exists(), f"{page.relative_to(ROOT)} names {path}"
 
 
-# ---------------------------------------------------------------------------------------------------- how many words
-
-MAX_WORDS = 30_081
-"""Words of all pages but the record. They only get fewer, but for a page of something new: any-agent.md had 590,
-rewards from elsewhere 250, the order of an upgrade 115, an outage in figures 500, and weights without a shared disk
-180."""
-MAX_RECORD = 7_000
-"""Words of the record beside its tables."""
-SHORT = {"README.md": 750, "docs/performance.md": 600, "docs/reliability.md": 600, "docs/learning.md": 600}
-MAX_HOW_TO = 900
-MAX_PAGES = 34
-"""Pages beside the record. Those that are written out of the code do not count."""
-
-
-def words(text: str) -> int:
-    return sum(bool(re.search(r"\w", word)) for word in text.split())
-
-
-def beside_tables(text: str) -> str:
-    return "\n".join(line for line in text.splitlines() if not line.startswith("|"))
-
-
-def test_the_words_of_the_documentation_only_get_fewer():
-    pages = {path.relative_to(ROOT / "docs"): path.read_text() for path in (ROOT / "docs").rglob("*.md")}
-    record = [text for path, text in pages.items() if path.parts[0] == "record"]
-    rest = [text for path, text in pages.items() if path.parts[0] != "record"]
-    assert words("one `two`\n| --- | three |") == 3
-    assert record
-    assert sum(words(beside_tables(text)) for text in record) <= MAX_RECORD, "data and a line of context, no history"
-    assert sum(map(words, rest)) <= MAX_WORDS, "shorten another page"
-    assert len(rest) <= MAX_PAGES, "put it into the page whose reader needs it"
-
-
-def test_a_page_is_read_in_one_go():
-    limits = SHORT | {str(path.relative_to(ROOT)): MAX_HOW_TO for path in (ROOT / "docs/how-to").glob("*.md")}
-    long = {name: found for name, most in limits.items() if (found := words((ROOT / name).read_text())) > most}
-    assert len(limits) > len(SHORT)
-    assert long == {}, "one job a page; what looks like reference belongs to docs/reference, data to docs/record"
-
-
 # ---------------------------------------------------------------------------------------------------- cited sources
 
 HIDDEN = re.compile(r"\bfacts §|\bfacts\.md|\bdesign(?:\.md)? (?:§ ?)?\d|\brooms\.md|\bstyle\.md|\bfield\.md")
