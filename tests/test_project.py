@@ -153,8 +153,8 @@ PUBLIC = {
         *("access", "columns", "errors", "kept", "records", "rollout", "scoring", "settings", "tracing", "waits"),
     },
     "replay_generator": {
-        *("config", "engines", "environments", "prompts", "remote_weights", "rewards", "rollouts", "sessions"),
-        *("stored_prompts", "weights"),
+        *("config", "engines", "environments", "frequencies", "model_checks", "prompts", "remote_weights", "rewards"),
+        *("rollouts", "sessions", "stored_prompts", "weights"),
     },
     "replay_dashboard": {"app", "diagnosis", "group", "turns", "units"},
     "replay_trainer": {"config", "correction", "leases", "metrics", "weights"},

@@ -120,6 +120,11 @@ class GRPOConfig(LossConfig):
     max_group_tokens: Count | None = None
     """The most tokens of a group, prompt and sequences together; a larger one cannot be trained on. None: no limit
     but the model's, where it has an embedding for each position, and memory."""
+    max_length: Count | None = None
+    """The most tokens of a sequence, as the engines serve: their `max_length`, vLLM's `max_model_len`. A longer one
+    cannot be trained on. It also chooses the rotary frequencies, where a model has several (longrope, as in Phi-3 and
+    Phi-4-mini): trainer and engines must choose the same ones. None: what vLLM serves such a model with by default,
+    and no limit for other models."""
     replay_share: Annotated[float, Field(ge=0, le=0.9)] = 0.0
     """The share of groups_per_step that comes from the pool, from 0 to 0.9, rounded to whole groups. The other groups
     are fresh; zero_variance treats those of them without variance. If the pool has fewer groups, the step is smaller.

@@ -46,9 +46,13 @@ class ModelLimits:
     """The column that the trainer distils from, which each group needs; empty: it distils nothing."""
     inputs: frozenset[str] = frozenset()
     """Names of all inputs of the model."""
+    length: int | None = None
+    """GRPOConfig.max_length, or the length that chose the rotary frequencies."""
 
     @classmethod
-    def of(cls, model: Any, group_tokens: int | None = None, teacher: str = "") -> ModelLimits:
+    def of(
+        cls, model: Any, group_tokens: int | None = None, teacher: str = "", length: int | None = None
+    ) -> ModelLimits:
         """Those of a language model of transformers."""
         tokens = model.get_input_embeddings()
         positions = getattr(model.config, "max_position_embeddings", None)
@@ -59,7 +63,7 @@ class ModelLimits:
             for module in model.modules()
         )
         inputs = frozenset(inspect.signature(model.forward).parameters)
-        return cls(len(tokens.weight), positions if looked_up else None, group_tokens, teacher, inputs)
+        return cls(len(tokens.weight), positions if looked_up else None, group_tokens, teacher, inputs, length)
 
 
 @dataclass(frozen=True)
@@ -197,6 +201,11 @@ def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  #
     longest = group.prompt_ids.size + int(group.completion_lengths.max())
     if limits.positions is not None and longest > limits.positions:
         return f"prompt and completion have {longest} tokens, and the model has {limits.positions} positions"
+    if limits.length is not None and longest > limits.length:
+        return (
+            f"prompt and completion have {longest} tokens, and the trainer's max_length is {limits.length}: give "
+            "trainer and engines the same one"
+        )
     if limits.group_tokens is not None and (tokens := group.prompt_ids.size + group.num_tokens) > limits.group_tokens:
         return f"it has {tokens} tokens, more than max_group_tokens={limits.group_tokens}"
     for name in ("rewards", "advantages", "token_advantages"):

@@ -100,7 +100,7 @@ class GRPOTrainer:
         self.model = model.to(self.device)
         self.adapter = Adapter.of(self.model, config.merge_adapter)
         trained = self.model if self.adapter is None else self.adapter.base
-        self.policy = LogprobModel(trained, config.packing, config.gradient_checkpointing)
+        self.policy = LogprobModel(trained, config.packing, config.gradient_checkpointing, config.max_length)
         self.ranks.copy_from_first(self.policy)
         self.reference: LogprobModel | None = None
         if config.beta > 0:
@@ -123,7 +123,8 @@ class GRPOTrainer:
         )
         self.passes = Passes(self.policy, self.reference, self.adapter, config, self.ranks, self.partitioned)
         teacher = config.teacher.column if config.teacher else ""
-        limits = ModelLimits.of(self.policy.model, config.max_group_tokens, teacher)
+        length = config.max_length if self.policy.max_length is None else self.policy.max_length
+        limits = ModelLimits.of(self.policy.model, config.max_group_tokens, teacher, length)
         self.inspector = Inspector(client, self.ranks, limits, config.replay_table, config.max_bad_share)
         self.replacer = ZeroVarianceReplacer(
             client,

@@ -19,6 +19,7 @@ function. A layer that is recomputed for the backward pass gets it too.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from typing import Any, Literal
 
@@ -27,9 +28,13 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from replay_generator.frequencies import fix_frequencies
+from replay_generator.model_checks import check_model, choose_attention, name_of, tolerance_of
 from replay_trainer.batching import Batch, ModelInput, bare_group, packed_input, padded_input, to_batch
 from replay_trainer.packing.attention import enable_packing, packed_forward
 from replay_trainer.packing.kept_sets import ChunkSets, TokenSets
+
+logger = logging.getLogger(__name__)
 
 CHUNK_LOGITS = 2**24
 """Logits in memory at once, 64 MiB in float32."""
@@ -45,14 +50,27 @@ class LogprobModel(nn.Module):
     The route is the first whose results agree with the plain model on a few random tokens; it is measured once.
     """
 
-    def __init__(self, model: Any, packing: bool = True, gradient_checkpointing: bool = False) -> None:
-        """Put `model` into eval mode and set its dropout to 0.
+    def __init__(
+        self,
+        model: Any,
+        packing: bool = True,
+        gradient_checkpointing: bool = False,
+        max_length: int | None = None,
+    ) -> None:
+        """Put `model` into eval mode, set its dropout to 0, and choose its rotary frequencies for `max_length` tokens.
 
         Dropout would make the log-probabilities of sampler, old and new policy differ, and no correction can see why.
+        `max_length`: see `fix_frequencies`; None: what engines serve by default.
+
+        Raises ValueError for a model that is not causal, or whose log-probabilities nobody can tell for sure.
         """
         super().__init__()
         self.model = model.eval()
         switch_off_dropout(model)
+        self.max_length = fix_frequencies(model, max_length)
+        """The length that chose the rotary frequencies; None: they depend on none."""
+        choose_attention(model)
+        check_model(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for module in model.modules():
@@ -108,21 +126,26 @@ class LogprobModel(nn.Module):
             return "logits"
         batch = _trial(self.model)
         expected_BT, _ = self._run(batch, "logits")
-        # Relative to the largest log-probability: this much is rounding, not an error of the route.
-        tolerance = (1e-4 if head.weight.dtype == torch.float32 else 3e-2) * float(expected_BT.abs().max())
+        tolerance = tolerance_of(self.model, expected_BT)
         before = self.model.config._attn_implementation
         routes: list[Route] = ["padded"]
         if packing and self._takes_positions and enable_packing(self.model):
             routes.insert(0, "packed")
         for route in routes:
-            try:
-                logprobs_BT, _ = self._run(batch, route)
-            except (TypeError, NotImplementedError):
-                continue  # the model does not take the layout
-            if float((logprobs_BT - expected_BT).abs().max()) <= tolerance:
+            if self._agrees(batch, route, expected_BT, tolerance):
                 return route
-            self.model.set_attn_implementation(before)
+            if self.model.config._attn_implementation != before:
+                self.model.set_attn_implementation(before)
         return "logits"
+
+    def _agrees(self, batch: Batch, route: Route, expected_BT: Tensor, tolerance: float) -> bool:
+        """Whether a route computes what the plain model does."""
+        try:
+            logprobs_BT, _ = self._run(batch, route)
+        except Exception as error:  # whatever a model raises that does not take what the route gives it
+            logger.debug("%s does not take the route %s: %r", name_of(self.model), route, error)
+            return False
+        return float((logprobs_BT - expected_BT).abs().max()) <= tolerance
 
 
 def switch_off_dropout(model: nn.Module) -> None:

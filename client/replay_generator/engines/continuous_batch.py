@@ -104,6 +104,7 @@ class ContinuousBatch:
         self._model = model
         self._version = version
         self._accepts = set(inspect.signature(model.forward).parameters)
+        self._cache = _name_of_cache(model, self._accepts)
         while self._hooks:
             self._hooks.pop().remove()
         if self._routing:
@@ -166,7 +167,7 @@ class ContinuousBatch:
         """Logits (rows, vocabulary), float32, after the last token, and the cache with `ids` in it. With `routing`, the
         experts (rows, tokens, layers, K), uint8, of each of `ids`."""
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        inputs = {"input_ids": ids, "attention_mask": mask, self._cache: cache, "use_cache": True}
         optional = {"position_ids": positions, "logits_to_keep": 1}
         inputs |= {name: value for name, value in optional.items() if name in self._accepts}
         self._routed.clear()
@@ -174,7 +175,7 @@ class ContinuousBatch:
         routed = None
         if self._routing:
             routed = torch.stack(self._routed, dim=1).view(*ids.shape, len(self._routed), -1).cpu()
-        return output.logits[:, -1].float(), output.past_key_values, routed
+        return output.logits[:, -1].float(), output[self._cache], routed
 
     def _note_experts(self, _router: Any, _inputs: Any, chosen: tuple[torch.Tensor, ...]) -> None:
         self._routed.append(chosen[2].to(torch.uint8))
@@ -208,6 +209,17 @@ class ContinuousBatch:
                 cohort.cache.reorder_cache(indices)
             cohort.rows = [cohort.rows[index] for index in keep]
         self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
+
+
+def _name_of_cache(model: Any, accepts: Iterable[str]) -> str:
+    """The name under which a model takes and returns its keys and values.
+
+    Raises ValueError for a model that keeps something else, such as the states of a recurrence.
+    """
+    for name in ("past_key_values", "cache"):  # the second one from transformers 5.24 on
+        if name in accepts:
+            return name
+    raise ValueError(f"{type(model).__name__} keeps no keys and values between two tokens")
 
 
 def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:

@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from replay_client.kept import kept_fields
 from replay_client.waits import ENGINE_STOP
 from replay_generator.engines import Completion, EngineError, OnFinished, SamplingConfig
 from replay_generator.engines.continuous_batch import ContinuousBatch, Row, routers_of
+from replay_generator.frequencies import default_length, fix_frequencies
+from replay_generator.model_checks import check_model, choose_attention, name_of, tolerance_of, tries_of
 from replay_generator.weights import check_base, end_ids, holds_adapter, no_progress_bars, read_adapter
 
 _T = TypeVar("_T")
@@ -50,25 +53,32 @@ class TransformersEngine:
         """Load `model`, a folder in Hugging Face's format or a name on its hub.
 
         `device` "auto" is the first GPU, if there is one. `dtype` "auto" is float32 on the CPU, and the model's own
-        dtype on a GPU. `max_length` defaults to the model's. `seed` None draws a new seed. `routing`: completions of a
-        mixture of up to 256 experts have the experts of each token that was read, as `extras["routed_experts"]`
+        dtype on a GPU. `max_length` defaults to the model's. It also chooses the rotary frequencies, where the model
+        has several (`fix_frequencies`). `seed` None draws a new seed. `routing`: completions of a mixture of up to 256
+        experts have the experts of each token that was read, as `extras["routed_experts"]`
         (P + T - 1, layers, K), uint8, with the axis "whole". After new weights they are those of the newest.
-        Raises ValueError if the model has no such routers.
+        Raises ValueError if the model has no such routers, and EngineError if it computes other log-probabilities
+        beside other sequences than alone.
         """
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device)
         self._dtype = "float32" if dtype == "auto" and self._device.type == "cpu" else dtype
+        self._wanted_length = max_length
         self.model: str = os.fspath(model)
         check_base(self.model)
         self._model = self._load(self.model)
+        check_model(self._model)
+        _check_batches(self._model)
         self._adapted: Any = None  # the peft model around `_model`, while adapters are loaded
         self._is_base = True  # `_model` has the weights that the engine started with, apart from an adapter
         self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
         self.vocabulary: int | None = len(self._model.get_input_embeddings().weight)
         text_config = self._model.config.get_text_config()
-        self.max_length: int = max_length or getattr(
-            text_config, "max_position_embeddings", self.tokenizer.model_max_length
+        self.max_length: int = (
+            max_length
+            or default_length(self._model.config)
+            or getattr(text_config, "max_position_embeddings", self.tokenizer.model_max_length)
         )
         experts = getattr(text_config, "num_experts", 0)
         if routing and not (0 < experts <= _MOST_EXPERTS and routers_of(self._model)):
@@ -128,7 +138,8 @@ class TransformersEngine:
             ) from error
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await self._between_tokens(lambda: self._score([int(token) for token in token_ids]))
+        ids = [int(token) for token in token_ids]
+        return await self._between_tokens(lambda: score_alone(self._model, ids))
 
     async def close(self) -> None:
         if self._thread is not None:
@@ -196,7 +207,10 @@ class TransformersEngine:
         with no_progress_bars():
             # Published weights are data: run no code that comes with them.
             model = AutoModelForCausalLM.from_pretrained(path, dtype=self._dtype, trust_remote_code=False)
-        return model.to(self._device).eval()
+        model = model.to(self._device).eval()
+        fix_frequencies(model, self._wanted_length)
+        choose_attention(model)
+        return model
 
     def _load_adapter(self, path: str) -> None:
         """Put an adapter on the base in the place of the one before.
@@ -219,12 +233,69 @@ class TransformersEngine:
             raise ValueError(f"{path}: the base model {self.model} has no place for {unexpected[0]!r} of this adapter")
         self._adapted.requires_grad_(False).eval()
 
-    def _score(self, token_ids: list[int]) -> list[float]:
-        with torch.inference_mode():
-            ids = torch.tensor([token_ids], device=self._device)
-            logprobs = self._model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
-            scores: list[float] = logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
-        return scores
+
+_SOONER, _LATER = (2, 7), (4,)
+"""Lengths of the prompts in a trial: two that are read at once, and one that joins them a token later."""
+_DRAWN = 2
+"""Tokens that each prompt of a trial gets at least."""
+
+
+def _check_batches(model: Any) -> None:
+    """Check that a model draws from the same distributions for prompts of unequal length, joined, as for each alone.
+
+    Raises EngineError that names the model and the remedy.
+    """
+    try:
+        for seed in tries_of(model):
+            why = _why_unequal(model, seed)
+            if not why:
+                return
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".rstrip(".")
+    raise EngineError(
+        f"the transformers engine cannot draw from {name_of(model)}: {why}. Take --engine vllm, which has code of its "
+        "own for each kind of model"
+    )
+
+
+def _why_unequal(model: Any, seed: int) -> str:
+    """Draws some tokens in a batch of its own.
+
+    Returns why their log-probabilities are not those of each row alone; empty: they are.
+    """
+    sampling, lengths = SamplingConfig(max_tokens=_DRAWN + 1), [*_SOONER, *_LATER]
+    batch = ContinuousBatch(model, end_ids=(), max_length=max(lengths) + _DRAWN + 1, max_rows=len(lengths), seed=seed)
+    vocabulary = len(model.get_input_embeddings().weight)
+    random = torch.Generator().manual_seed(seed)
+
+    def add(length: int) -> Row:
+        prompt_ids = torch.randint(0, vocabulary, (length,), generator=random).tolist()
+        (row,) = batch.add(prompt_ids, sampling, [Future()])
+        return row
+
+    rows = [add(length) for length in _SOONER]
+    batch.step()
+    rows += [add(length) for length in _LATER]
+    while any(len(row.token_ids) < _DRAWN for row in rows):
+        batch.step()
+    for row in rows:
+        alone = torch.tensor(score_alone(model, [*row.prompt_ids, *row.token_ids])[len(row.prompt_ids) - 1 :])
+        difference = float((alone - torch.tensor(row.logprobs)).abs().max())
+        if not difference <= tolerance_of(model, alone):
+            return (
+                f"beside other prompts, the log-probabilities of its tokens differ by {difference:.3g} nats from those "
+                "of a prompt alone"
+            )
+    return ""
+
+
+def score_alone(model: Any, token_ids: list[int]) -> list[float]:
+    """Log-probability (T - 1,) in nats of each token but the first, by one forward pass of these tokens alone."""
+    with torch.inference_mode():
+        ids = torch.tensor([token_ids], device=model.device)
+        logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        scores: list[float] = logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+    return scores
 
 
 def _tell(future: asyncio.Future[Any], call: Callable[..., None], *arguments: Any) -> None:

@@ -27,6 +27,8 @@ from replay_trainer.packing.beginnings import Layout
 ATTENTION = "replay_packed"
 """Name of the attention implementation; without a layout it is transformers' sdpa."""
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+_WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "cache_position"}
+"""What models hand to their attention and sdpa does not need for a causal row. All else may change the result."""
 
 _packing: ContextVar[bool] = ContextVar("packing", default=False)
 
@@ -57,8 +59,30 @@ def packed_forward() -> Iterator[None]:
 
 
 def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """No mask for packed rows, else the mask of transformers' sdpa."""
-    return None if _packing.get() else sdpa_mask(*args, **kwargs)
+    """The window of the layers that get this mask, for packed rows; else the mask of transformers' sdpa.
+
+    A window is one number (1, 1, 1, 1), in tokens; None: these layers attend to all that precedes. sdpa knows windows
+    by their masks alone, and not every layer of a model names its own.
+    """
+    if not _packing.get():
+        return sdpa_mask(*args, **kwargs)
+    window, config = kwargs.get("local_size"), kwargs["config"]
+    if window is None:
+        return None
+    if window != getattr(config, "sliding_window", None):
+        raise NotImplementedError(f"a mask of {window} tokens is no sliding window: packed attention has no other")
+    return torch.full((1, 1, 1, 1), window)
+
+
+def _window_of(mask: Tensor | None, named: int | None) -> int | None:
+    """The window of a layer, from what `packed_mask` made for it. `named`: what the layer says of it, if anything.
+
+    Raises NotImplementedError if the two are not one.
+    """
+    window = None if mask is None else int(mask)
+    if named is not None and named != window:
+        raise NotImplementedError(f"the layer names a window of {named} tokens, and its mask has {window}")
+    return window
 
 
 def packed_attention(
@@ -80,9 +104,10 @@ def packed_attention(
     if replay_layout is None:
         # The function of transformers has no type for its result.
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
+    for name, argument in kwargs.items():
+        if argument is not None and name not in _WITHOUT_EFFECT:
             raise NotImplementedError(f"packed attention has no {name}")
+    window = _window_of(attention_mask, sliding_window)
     # Under autocast, rotated queries and keys come in float32.
     query, key = query.to(value.dtype), key.to(value.dtype)
     repeats = query.shape[1] // key.shape[1]
@@ -92,9 +117,9 @@ def packed_attention(
         L, S = query_HLD.shape[2], key_HSD.shape[2]
         if repeats > 1:
             key_HSD, value_HSD = key_HSD.repeat_interleave(repeats, 1), value_HSD.repeat_interleave(repeats, 1)
-        if sliding_window is not None and sliding_window < S:
+        if window is not None and window < S:
             distance_LS = torch.arange(S - L, S, device=query.device)[:, None] - torch.arange(S, device=query.device)
-            mask: Any = (distance_LS >= 0) & (distance_LS < sliding_window)
+            mask: Any = (distance_LS >= 0) & (distance_LS < window)
         elif L == S:
             return scaled_dot_product_attention(query_HLD, key_HSD, value_HSD, is_causal=True, scale=scaling)
         else:
@@ -127,7 +152,7 @@ def packed_attention(
             # On a CPU a mask costs all of L x S. Causal attention from the first token costs half of S x S.
             query_S = torch.cat([each[0] for each in path], dim=2)
             outputs.append(attend(query_S, key_S, value_S)[:, :, begun:])
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

@@ -1,0 +1,223 @@
+"""Rotary frequencies of models whose frequencies depend on a length: chosen once, from the length that engines serve.
+
+transformers chooses them anew in each forward pass, from the longest sequence in it. So the log-probabilities of a
+sequence would depend on what shares its micro-batch. vLLM chooses once, when it starts, and trainer and engines here
+follow its rule:
+
+    longrope    the long factors if max_model_len > original_max_position_embeddings, else the short ones.
+                By default max_model_len is the original length.
+    dynamic     always those of the base that the configuration names; vLLM's table ends at max_position_embeddings
+
+(vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py and dynamic_ntk_scaling_rope.py;
+vllm/config/model.py, _get_and_verify_max_len.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+LONGROPE = ("longrope", "su")
+"""The kind, by its name of today and its first one."""
+_FEW = 8
+"""Positions in the check of a rotary module."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How the frequencies of one model follow from a length."""
+
+    long_from: int | None
+    """The long factors belong to lengths above this one; None: the model has no long factors."""
+    most: int | None
+    """The most tokens that the model can be served with; None: the frequencies set no limit."""
+
+    @classmethod
+    def of(cls, config: Any) -> Rope | None:
+        """How the model of this configuration chooses; None: its frequencies depend on no length.
+
+        Raises ValueError for parameters that vLLM reads and transformers does not.
+        """
+        text = config.get_text_config()
+        long_from, most = None, None
+        for parameters in _parameters_of(text):
+            kind = _kind_of(parameters)
+            if kind in LONGROPE:
+                long_from = _original_length(text, parameters)
+            elif "dynamic" in kind:
+                if "max_trained_positions" in parameters:
+                    raise ValueError(
+                        f"{text.model_type} has dynamic frequencies with max_trained_positions = "
+                        f"{parameters['max_trained_positions']}, which vLLM uses and transformers does not: remove it "
+                        "from the model's rope_parameters, or take another model"
+                    )
+                most = int(text.max_position_embeddings)
+        if long_from is None and most is None:
+            return None
+        return cls(long_from, most)
+
+    def default_length(self, config: Any) -> int:
+        """The most tokens of a sequence where nobody says anything else."""
+        if self.long_from is None:
+            assert self.most is not None
+            return self.most
+        # vLLM looks for the original length beside the parameters alone, and takes the whole length otherwise.
+        text = config.get_text_config()
+        return int(getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings)
+
+    def is_long(self, length: int) -> bool:
+        """Whether a model that serves sequences of up to `length` tokens takes the long factors."""
+        return self.long_from is not None and length > self.long_from
+
+
+def default_length(config: Any) -> int | None:
+    """The most tokens of a sequence where nobody says anything else; None: the frequencies do not ask for a length."""
+    rope = Rope.of(config)
+    return None if rope is None else rope.default_length(config)
+
+
+def fix_frequencies(model: Any, max_length: int | None) -> int | None:
+    """Choose the frequencies of `model` for sequences of up to `max_length` tokens; None: the default length.
+
+    From then on they are the same in every forward pass, whatever lengths it has. Call it for each model that is built.
+    Returns the length that decided; None: the frequencies depend on none, and nothing was changed.
+
+    Raises ValueError if the model cannot be served with that length, or computes other frequencies all the same.
+    """
+    rope = Rope.of(model.config)
+    if rope is None:
+        return None
+    length = rope.default_length(model.config) if max_length is None else max_length
+    name = model.config.get_text_config().model_type
+    if rope.most is not None and length > rope.most:
+        raise ValueError(
+            f"max_length = {length} is more than {name} has frequencies for: they are dynamic, and vLLM computes those "
+            f"of {rope.most} positions (max_position_embeddings): set max_length to {rope.most} or less"
+        )
+    for module in model.modules():
+        for part in _parts_of(module):
+            part.fix(rope.is_long(length))
+            if part.follows_the_longest(length):
+                raise ValueError(
+                    f"transformers computes the frequencies of {name} from the longest sequence of a micro-batch, and "
+                    f"they cannot be held for max_length = {length}: set max_length to {rope.long_from or rope.most} "
+                    "or less, or take another model"
+                )
+    return length
+
+
+def frequency_facts(config: Any, length: int | None) -> dict[str, Any]:
+    """The choice as the manifest of published weights names it; empty: nothing was to choose.
+
+    `length`: what `fix_frequencies` returned.
+    """
+    rope = Rope.of(config)
+    if rope is None or length is None or rope.long_from is None:
+        return {}
+    return {"max_length": length, "original_length": rope.long_from}
+
+
+def why_other_frequencies(facts: Mapping[str, Any], served: int) -> str:
+    """Why an engine that serves `served` tokens chooses other frequencies than the trainer did; empty: it does not.
+
+    `facts`: what `frequency_facts` gave the manifest; empty: the model leaves no choice, or somebody else wrote it.
+    """
+    if not {"max_length", "original_length"} <= facts.keys():
+        return ""
+    length, original = facts["max_length"], facts["original_length"]
+    if (served > original) == (length > original):
+        return ""
+    return (
+        f"the engine serves sequences of up to {served} tokens, and the trainer has max_length = {length}: above "
+        f"{original} tokens (original_max_position_embeddings) the model computes with other frequencies. Give both "
+        "the same max_length (--engine-arg max_length=..., max_length of the trainer, --max-model-len of vllm serve)"
+    )
+
+
+def _parameters_of(text: Any) -> list[Mapping[str, Any]]:
+    """The parameters of the frequencies, one mapping for each type of layer that has its own."""
+    found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    if not isinstance(found, Mapping):
+        return []
+    nested = [each for each in found.values() if isinstance(each, Mapping)]
+    return nested or [found]
+
+
+def _kind_of(parameters: Mapping[str, Any]) -> str:
+    return str(parameters.get("rope_type") or parameters.get("type") or "default")
+
+
+def _original_length(text: Any, parameters: Mapping[str, Any]) -> int:
+    beside = getattr(text, "original_max_position_embeddings", None)
+    return int(beside or parameters.get("original_max_position_embeddings") or text.max_position_embeddings)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The frequencies of one rotary module, or those that it has for one type of layer."""
+
+    module: Any
+    layer_type: str | None
+    """None: the module has one set of frequencies."""
+    kind: str
+
+    def fix(self, long: bool) -> None:
+        """Choose the frequencies, and keep transformers from choosing others in a forward pass."""
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        module, prefix = self.module, "" if self.layer_type is None else f"{self.layer_type}_"
+        if self.kind in LONGROPE:
+            parameters = _parameters_of_layers(module.config, self.layer_type)
+            beyond = _original_length(module.config, parameters) + 1
+            before = getattr(module, f"{prefix}inv_freq")
+            chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](
+                module.config, before.device, seq_len=beyond if long else None, **self._own
+            )
+            setattr(module, f"{prefix}inv_freq", chosen)
+        # The frequencies of this kind are never computed again.
+        if self.layer_type is None:
+            module.rope_type = "default"
+        else:
+            module.rope_type = {**module.rope_type, self.layer_type: "default"}
+
+    def follows_the_longest(self, length: int) -> bool:
+        """Whether the first positions are rotated in another way if the last of `length` positions stands beside."""
+        few = min(_FEW, length)
+        pairs = zip(self._rotations(few, few), self._rotations(few, max(length - 1, few)), strict=True)
+        return not all(torch.equal(alone, beside) for alone, beside in pairs)
+
+    def _rotations(self, few: int, last: int) -> list[torch.Tensor]:
+        """What the module gives for the first positions, with the position `last` beside them."""
+        buffer = next(self.module.buffers())
+        hidden = torch.zeros(1, device=buffer.device)
+        positions = torch.tensor([[*range(few), last]], device=buffer.device)
+        rotated = self.module(hidden, positions, **self._own)
+        parts = rotated if isinstance(rotated, tuple) else (rotated,)
+        return [part[:, :few] for part in parts]
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        """The argument by which transformers names the type of layer."""
+        return {} if self.layer_type is None else {"layer_type": self.layer_type}
+
+
+def _parts_of(module: Any) -> Iterator[_Part]:
+    """The frequencies of a rotary module that depend on a length; none of any other module."""
+    kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
+    if kinds is None or config is None:
+        return
+    for layer_type in kinds if isinstance(kinds, Mapping) else (None,):
+        kind = _kind_of(_parameters_of_layers(config, layer_type))
+        if kind in LONGROPE or "dynamic" in kind:
+            yield _Part(module, layer_type, kind)
+
+
+def _parameters_of_layers(config: Any, layer_type: str | None) -> Mapping[str, Any]:
+    """The parameters of the frequencies of one type of layer; empty: there are none."""
+    if layer_type is None:
+        return next(iter(_parameters_of(config)), {})
+    own: Mapping[str, Any] = config.rope_parameters[layer_type]
+    return own
