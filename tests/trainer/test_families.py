@@ -72,6 +72,22 @@ def assert_alone(family: Family, model: Any, batch: Batch, groups: list[RolloutG
         torch.testing.assert_close(row_T[: len(expected)], expected, atol=CLOSE, rtol=0)
 
 
+ROUTES = {"packed": "packed", "padded": "padded", "logits": "whole model", "refused": "refused"}
+
+
+def table() -> str:
+    """The rows of docs/reference/models.md."""
+    rows = ["| family | trainer | transformers engine |", "|---|---|---|"]
+    for name, family in FAMILIES.items():
+        rows.append(f"| {name} | {ROUTES[family.route]} | {'right' if family.engine else 'refused'} |")
+    return "\n".join(rows)
+
+
+def test_the_page_of_models_has_what_the_tests_look_at():
+    page = Path(__file__).parents[2] / "docs/reference/models.md"
+    assert table() in page.read_text()
+
+
 @pytest.mark.parametrize("family", families(trained=True))
 def test_the_trainer_computes_what_each_sequence_has_alone(family):
     groups = make_groups(family)
