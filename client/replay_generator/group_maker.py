@@ -16,13 +16,13 @@ from replay_client.rollout import RolloutGroup
 from replay_client.waits import LOG_SECONDS
 from replay_generator.building import UnderConstruction
 from replay_generator.config import GeneratorConfig
-from replay_generator.engines import Engine, SamplingConfig
+from replay_generator.engines import Engine, SamplingConfig, why_unfit
 from replay_generator.metrics import GeneratorStats, GroupTimes
 from replay_generator.openings import Opening, lowest_version
 from replay_generator.policy_follower import PolicyFollower
 from replay_generator.prompts import Prompt, PromptError, PromptSource
 from replay_generator.rewards import Rewards, Scorer
-from replay_generator.rollouts import Rollout, RolloutError, RolloutHook, Task, play, single_turn, why_unfit
+from replay_generator.rollouts import Rollout, RolloutError, RolloutHook, Task, play, single_turn, why_unreadable
 from replay_generator.scoring.groups import ByFunction, Scoring
 
 logger = logging.getLogger(__name__)
@@ -84,13 +84,22 @@ class GroupMaker:
         try:
             async with self._policy.generation(lowest_version(work.rollouts)):
                 version = self._policy.version
-                if why := why_unfit(self._engine, work.opening.prompt_ids):
-                    raise self._scoring.set_aside(work, f"it has {why}")
+                if why := self._why_not_ours(work):
+                    raise self._scoring.set_aside(work, why)
                 failures = await self._play_missing(work)
                 work.played = True
         finally:
             times.generate += time.monotonic()
         return await self._scoring.score(work, version, times, failures)
+
+    def _why_not_ours(self, work: UnderConstruction) -> str:
+        """Why this engine cannot go on with a group that another generator may have begun; "" if it can."""
+        if why := why_unfit(self._engine, work.opening.prompt_ids):
+            return f"it has {why}"
+        for rollout in work.rollouts.values():
+            if why := why_unreadable(self._engine, rollout):
+                return f"a rollout of it has {why}"
+        return ""
 
     async def _play_missing(self, work: UnderConstruction) -> list[str]:
         """Plays the rollouts that are missing. Returns why some failed. Raises PromptError if too few were finished.

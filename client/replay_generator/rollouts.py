@@ -39,7 +39,15 @@ import numpy.typing as npt
 from replay_client import RolloutGroup, group_from_rows
 from replay_client.columns import OFFSETS, RAGGED
 from replay_client.errors import ReplayError
-from replay_generator.engines import Completion, CompletionError, Engine, SamplingConfig, fault_of
+from replay_generator.engines import (
+    Completion,
+    CompletionError,
+    Engine,
+    SamplingConfig,
+    fault_of,
+    why_unfit,
+    why_unknown,
+)
 
 
 class RolloutError(ReplayError):
@@ -120,12 +128,7 @@ class RolloutSequence:
     def _add(
         self, token_ids: Sequence[int], mask: Sequence[bool], logprobs: Sequence[float], versions: Sequence[int]
     ) -> None:
-        try:
-            self.token_ids += [index(token) for token in token_ids]
-        except TypeError:
-            raise RolloutError(
-                f"tokens are integers, not {token_ids!r:.80}: a text goes through task.tokenizer.encode"
-            ) from None
+        self.token_ids += _integers(token_ids)
         self.sampled_mask += mask
         self.logprobs += logprobs
         self.policy_versions += versions
@@ -139,6 +142,16 @@ class RolloutSequence:
                 break
             first += turn.tokens
         return first
+
+
+def _integers(token_ids: Sequence[int]) -> list[int]:
+    """The tokens as integers of Python. Raises RolloutError if they are none."""
+    try:
+        return [index(token) for token in token_ids]
+    except TypeError:
+        raise RolloutError(
+            f"tokens are integers, not {token_ids!r:.80}: a text goes through task.tokenizer.encode"
+        ) from None
 
 
 @dataclass
@@ -197,12 +210,13 @@ class RolloutPolicy:
     async def generate(self, token_ids: Sequence[int], sampling: SamplingConfig | None = None) -> Completion:
         """Draws one completion of `token_ids`. `sampling` None: as the generator is configured.
 
-        Raises RolloutError if the tokens leave no room for one more, or are no tokens of the tokenizer, CompletionError
-        if no policy can have drawn what the engine returned, and any other error of the engine.
+        Raises RolloutError if the tokens leave no room for one more, or if the model of the engine does not have all of
+        them, CompletionError if no policy can have drawn what the engine returned, and any other error of the engine.
         """
-        if why := why_unfit(self._engine, token_ids):
+        asked = tuple(_integers(token_ids))
+        if why := why_unfit(self._engine, asked):
             raise RolloutError(f"the policy was asked to go on after {why}")
-        request = tuple(token_ids), sampling or self._sampling
+        request = asked, sampling or self._sampling
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         if (waiting := self._asked.get(request)) is None:
             waiting = self._asked[request] = []
@@ -257,18 +271,6 @@ class RolloutPolicy:
         await asyncio.gather(*self._requests, return_exceptions=True)
 
 
-def why_unfit(engine: Engine, token_ids: Sequence[int]) -> str:
-    """Why the engine cannot go on after these tokens; "" if it can."""
-    if not 0 < len(token_ids) < engine.max_length:
-        return f"{len(token_ids)} tokens; the engine takes 1 to {engine.max_length - 1}, and draws one more"
-    # An engine may die of an id that its model has no row for.
-    known = len(engine.tokenizer) if hasattr(engine.tokenizer, "__len__") else None
-    if (lowest := min(token_ids)) < 0 or (known is not None and max(token_ids) >= known):
-        wrong = lowest if lowest < 0 else max(token_ids)
-        return f"the token {wrong}, and its tokenizer has the tokens 0 to {known - 1 if known else 'its last'}"
-    return ""
-
-
 RolloutHook = Callable[[Task, RolloutPolicy], Awaitable[Rollout]]
 """Plays one rollout. It may raise any exception: then the rollout has failed.
 
@@ -319,7 +321,10 @@ async def play(
             async with asyncio.timeout(timeout) as limit:
                 if not inspect.isawaitable(playing := hook(task, policy)):
                     raise RolloutError(f"the hook returned {playing!r:.80} without being awaited: write async def")
-                return checked(await playing)
+                rollout = checked(await playing)
+                if why := why_unreadable(engine, rollout):
+                    raise RolloutError(f"the hook returned a sequence with {why}")
+                return rollout
         except Exception as error:
             if policy.failure is not None:
                 raise policy.failure from None
@@ -357,6 +362,17 @@ def checked(rollout: Any) -> Rollout:
     if all(turn.role != "assistant" for turn in rollout.turns):
         raise RolloutError("the policy wrote nothing in the rollout: add what policy.generate returns by `sampled`")
     return rollout
+
+
+def why_unreadable(engine: Engine, rollout: Rollout) -> str:
+    """Which token of a rollout the model of the engine does not have, and the remedy; "" if it has all.
+
+    The engine is not asked to go on after the last tokens of a rollout, but the trainer reads them.
+    """
+    for sequence in rollout.sequences:
+        if why := why_unknown(engine, sequence.token_ids):
+            return why
+    return ""
 
 
 def where(failure: Exception) -> str:

@@ -348,7 +348,7 @@ async def test_a_rollout_with_a_token_that_no_model_has_fails_alone(model, token
     group = await played(wrong_at_0, engine, prompts=["12+3="], min_rollouts=3, sampling=sampling)
     assert group.group_size == 3
     with pytest.raises(
-        PromptError, match=f"asked to go on after the token {token}, and its tokenizer has the tokens 0"
+        PromptError, match=f"asked to go on after the token {token}, and (the model has the|tokens are) "
     ):
         await played(wrong_at_0, TransformersEngine(model, seed=0), prompts=["12+3="], sampling=sampling)
 

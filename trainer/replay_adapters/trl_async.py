@@ -30,6 +30,7 @@ from replay_client import Policy, RolloutGroup, Sample
 from replay_client.errors import GONE, InvalidRequestError
 from replay_client.kept import other_sampling
 from replay_client.scoring import carries_gradient
+from replay_generator.engines import text_of
 from replay_generator.weights import model_facts, why_other_model
 from replay_trainer.leases import TrainedGroups
 from replay_trainer.weights import publish_weights, published, to_disk, version_of
@@ -455,7 +456,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         return samples
 
     def _text(self, token_ids: Any) -> str:
-        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+        return text_of(self._tokenizer, token_ids.tolist(), skip_special_tokens=True)
 
 
 class _ServerQueue:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from replay_client import ReplayClient, RolloutGroup, Sample
 from replay_client.scoring import group_advantages
+from replay_generator.engines import text_of
 from replay_trainer.background import ServerWaits
 from replay_trainer.batching import Batch, to_batch
 from replay_trainer.callbacks import Callback, StepReport, reporters
@@ -211,7 +212,7 @@ class GRPOTrainer:
     def decode(self, token_ids: Any) -> str:
         """The text of tokens; their numbers if there is no tokenizer."""
         ids = [int(token) for token in token_ids]
-        return str(self.tokenizer.decode(ids)) if self.tokenizer is not None else " ".join(map(str, ids))
+        return text_of(self.tokenizer, ids) if self.tokenizer is not None else " ".join(map(str, ids))
 
     # ------------------------------------------------------------------------------------------------------- a step
 

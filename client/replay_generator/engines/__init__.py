@@ -116,6 +116,9 @@ class Completion:
 
 OnFinished = Callable[[int, Completion], None]
 
+_MOST_TOKENS = 1 << 31
+"""A group holds the tokens below this."""
+
 
 def fault_of(completion: Completion | None, sampling: SamplingConfig, vocabulary: int | None) -> str:
     """What shows that no policy has drawn a completion like this, and the remedy; empty: nothing.
@@ -133,13 +136,78 @@ def fault_of(completion: Completion | None, sampling: SamplingConfig, vocabulary
         return f"has {tokens_T.size} tokens, {logprobs_T.size} logprobs, {versions} policy_versions: it needs as many"
     if tokens_T.size > sampling.max_tokens and completion.loss_mask is None:  # else it has several turns
         return f"has {tokens_T.size} tokens, and max_tokens is {sampling.max_tokens}: does the engine know that?"
-    limit = vocabulary or 1 << 31  # more than a group can hold
+    limit = vocabulary or _MOST_TOKENS
     if (wrong := tokens_T[(tokens_T < 0) | (tokens_T >= limit)]).size:
         return f"has the token {wrong[0]}, and the model those from 0 to {limit - 1}: give the engine the same model"
     # A comparison with NaN is False.
     if (wrong := logprobs_T[(logprobs_T < CUT_OFF) | (logprobs_T > MAX_LOGPROB)]).size:
         return f"has the log-probability {wrong[0]:g}: that of a drawn token is finite, at most 0, or NaN if unknown"
     return ""
+
+
+def why_unfit(engine: Engine, token_ids: Sequence[int]) -> str:
+    """Why the engine cannot go on after these tokens, with the remedy; "" if it can."""
+    if not 0 < len(token_ids) < engine.max_length:
+        return f"{len(token_ids)} tokens; the engine takes 1 to {engine.max_length - 1}, and draws one more"
+    if why := why_unknown(engine, token_ids):
+        return why
+    # An engine that does not know its vocabulary may die of a token that its tokenizer does not have either.
+    highest = max(token_ids)
+    size = _size_of(engine.tokenizer, highest)
+    if getattr(engine, "vocabulary", None) is None and size is not None and highest >= size:
+        return f"the token {highest}, and its tokenizer has the tokens 0 to {size - 1}"
+    return ""
+
+
+def why_unknown(engine: Engine, token_ids: Sequence[int]) -> str:
+    """Which of these tokens the model of the engine does not have, and the remedy; "" if it has all.
+
+    An engine may die of a token that its model has no row for. What decides is `Engine.vocabulary`: a tokenizer may
+    have tokens that the model lacks, and a model may draw tokens that the tokenizer lacks.
+    """
+    lowest = min(token_ids, default=0)
+    highest = max(token_ids, default=0)
+    vocabulary = getattr(engine, "vocabulary", None)
+    if lowest < 0:
+        return f"the token {lowest}, and tokens are 0 or above"
+    if highest < (vocabulary or _MOST_TOKENS):
+        return ""
+    if vocabulary is None:
+        return f"the token {highest}, and no group holds tokens from {_MOST_TOKENS} on"
+    wrong = f"the token {highest}, and the model has the tokens 0 to {vocabulary - 1}"
+    size = _size_of(engine.tokenizer, highest)
+    if size is not None and highest < size:
+        return f"{wrong}: its tokenizer was extended, so resize its embedding too, or leave out the text of this token"
+    return f"{wrong}: give the engine the model that these tokens are of"
+
+
+def _size_of(tokenizer: Any, token: int) -> int | None:
+    """How many tokens a tokenizer has; None: it does not tell. Its ids may have gaps: a `token` that is not below the
+    number of its tokens may still be one."""
+    if not hasattr(tokenizer, "__len__"):
+        return None
+    size = len(tokenizer)
+    if token >= size and hasattr(tokenizer, "get_vocab"):
+        size = max(size, max(tokenizer.get_vocab().values(), default=-1) + 1)
+    return size
+
+
+def text_of(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
+    """What the tokens read, by `tokenizer.decode`, which gets `options`.
+
+    A model may draw tokens that only pad its embedding. Those read nothing: some tokenizers leave them out, and others
+    raise an error of their own.
+    """
+    try:
+        return str(tokenizer.decode(token_ids, **options))
+    except Exception:
+        if not hasattr(tokenizer, "get_vocab"):
+            raise
+        known = set(tokenizer.get_vocab().values())
+        readable = [token for token in token_ids if token in known]
+        if len(readable) == len(token_ids):
+            raise
+        return str(tokenizer.decode(readable, **options))
 
 
 class Engine(Protocol):
@@ -191,4 +259,13 @@ class Engine(Protocol):
         ...
 
 
-__all__ = ["LOGPROBS_MODE", "Completion", "CompletionError", "Engine", "EngineError", "OnFinished", "SamplingConfig"]
+__all__ = [
+    "LOGPROBS_MODE",
+    "Completion",
+    "CompletionError",
+    "Engine",
+    "EngineError",
+    "OnFinished",
+    "SamplingConfig",
+    "text_of",
+]

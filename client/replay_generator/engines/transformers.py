@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from replay_client.kept import kept_fields
 from replay_client.waits import ENGINE_STOP
-from replay_generator.engines import Completion, EngineError, OnFinished, SamplingConfig
+from replay_generator.engines import Completion, EngineError, OnFinished, SamplingConfig, text_of
 from replay_generator.engines.continuous_batch import ContinuousBatch, Row, routers_of
 from replay_generator.frequencies import default_length, fix_frequencies
 from replay_generator.model_checks import check_model, choose_attention, name_of, tolerance_of, tries_of
@@ -197,7 +197,7 @@ class TransformersEngine:
         return Completion(
             row.token_ids,
             row.logprobs,
-            self.tokenizer.decode(row.token_ids, skip_special_tokens=True),
+            text_of(self.tokenizer, row.token_ids, skip_special_tokens=True),
             row.finish_reason or "unknown",
             row.policy_versions,
             **columns,

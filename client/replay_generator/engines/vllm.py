@@ -25,7 +25,7 @@ from typing import Any
 
 from replay_client.kept import kept_among, kept_fields, most_logprobs
 from replay_client.waits import ENGINE_STOP
-from replay_generator.engines import LOGPROBS_MODE, Completion, EngineError, OnFinished, SamplingConfig
+from replay_generator.engines import LOGPROBS_MODE, Completion, EngineError, OnFinished, SamplingConfig, text_of
 from replay_generator.weights import check_base, holds_adapter
 
 _CPU_ARGS = {
@@ -150,7 +150,7 @@ class VLLMEngine:
             step[token].logprob if token in step else math.nan
             for token, step in zip(token_ids, output.logprobs or (), strict=True)
         ]
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        text = text_of(self.tokenizer, token_ids, skip_special_tokens=True)
         spans = output.weight_versions or ()
         versions = [_version(span.version) for span in spans for _ in range(span.start, span.end)]
         kept = kept_fields(sets_of(output, width, most_kept))

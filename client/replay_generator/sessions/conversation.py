@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from replay_generator.engines import text_of
 from replay_generator.rollouts import RolloutError, Task
 
 Message = Mapping[str, Any]
@@ -84,7 +85,7 @@ class Conversation:
                 "RolloutSequence for each turn"
             )
         # The template ends the turn of the policy as the policy has ended it.
-        ending = self.task.tokenizer.decode([last_token])
+        ending = text_of(self.task.tokenizer, [last_token])
         between = self._tokens(rendered.removeprefix(begins).removeprefix(ending))
         return Conversation(self.task, self.tools, whole, marked, rendered), between
 

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from replay_generator.engines import Completion
+from replay_generator.engines import Completion, text_of
 from replay_generator.sessions.turns import WrittenCall
 
 
@@ -59,7 +59,7 @@ class Parsers:
         parser = self._kind(tokenizer, request.tools, chat_template_kwargs=dict(arguments))
         if not parser.adjust_request(request).skip_special_tokens:  # some formats consist of them
             ended = completion.finish_reason == "stop" and ids[-1] in tokenizer.all_special_ids
-            text = tokenizer.decode(ids[: len(ids) - ended], skip_special_tokens=False)
+            text = text_of(tokenizer, ids[: len(ids) - ended], skip_special_tokens=False)
         thoughts, said, calls = parser.parse(_up_to(stopped_by, text), request, bool(tools), ids)
         named = [
             WrittenCall(each.id or f"call_{secrets.token_hex(12)}", each.name, each.arguments) for each in calls or ()

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 from replay_client.kept import TRUNCATING, other_sampling
 from replay_client.waits import in_daemon_thread
-from replay_generator.engines import Completion
+from replay_generator.engines import Completion, text_of
 from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.sessions.conversation import Conversation, Message
 from replay_generator.sessions.exchanges import Exchange, Exchanges
@@ -157,7 +157,7 @@ class Session:
         if not (before := self.exchanges.after_text(text)):
             return Exchange(None, tokenizer.encode(text), words=text)
         # Where the policy ended its turn, the client may have written this as text.
-        new = text.removeprefix(before.text).removeprefix(tokenizer.decode([before.token_ids[-1]]))
+        new = text.removeprefix(before.text).removeprefix(text_of(tokenizer, [before.token_ids[-1]]))
         return Exchange(before, tokenizer.encode(new, add_special_tokens=False), "user", new)
 
     async def _of_messages(self, tools: Sequence[Any], messages: Sequence[Message]) -> Exchange:
@@ -177,13 +177,18 @@ class Session:
     async def _draw(self, exchange: Exchange, sampling: Mapping[str, Any], stop: Sequence[str]) -> Completion:
         """Draws the completion of an exchange. The text of `stop` that comes first ends it."""
         config = replace(self.task.sampling, **sampling)
-        completion = await self._policy.generate(exchange.token_ids, config)
+        try:
+            completion = await self._policy.generate(exchange.token_ids, config)
+        except RolloutError as error:  # the same request would fail again
+            raise Refusal(str(error)) from error
         if text := _first(stop, completion.text):
-            ids, decode = completion.token_ids, self.task.tokenizer.decode
-            size = bisect_left(
-                range(len(ids)), True, key=lambda n: text in decode(ids[: n + 1], skip_special_tokens=True)
-            )
-            completion = completion.cut(size + 1, decode(ids[: size + 1], skip_special_tokens=True))
+            ids = completion.token_ids
+
+            def begins(size: int) -> str:
+                return text_of(self.task.tokenizer, ids[:size], skip_special_tokens=True)
+
+            size = bisect_left(range(len(ids)), True, key=lambda n: text in begins(n + 1))
+            completion = completion.cut(size + 1, begins(size + 1))
         self.exchanges.add(exchange, completion, config)
         return completion
 

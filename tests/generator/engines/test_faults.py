@@ -5,7 +5,7 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import Any
 
@@ -25,11 +25,19 @@ NAN, INFINITE = float("nan"), float("inf")
 MOST = SamplingConfig(max_tokens=3)
 
 
+class TenLetters:
+    """A tokenizer with ten tokens, one for each character."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) % 10 for character in text]
+
+
 @dataclass
 class Answers(ScriptedEngine):
     """An engine of a model with 10 tokens. `faulty`: which of its requests it answers with `completions`; all others
     well. `few`: it returns one less, and tells nobody when others have ended."""
 
+    tokenizer: Any = field(default_factory=TenLetters)
     vocabulary: int = 10
     few: bool = False
     faulty: Sequence[int] = range(10_000)
