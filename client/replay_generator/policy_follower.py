@@ -18,12 +18,13 @@ from replay_client import AsyncReplayClient, Policy
 from replay_client.errors import ReplayError, ServerBusyError, ServerClosedError
 from replay_client.waits import LOG_SECONDS, Deadline, WaitLog, beat, in_daemon_thread
 from replay_generator.config import GeneratorConfig
-from replay_generator.engines import Engine
+from replay_generator.engines import Engine, why_unknown
 from replay_generator.metrics import GeneratorMetrics
 from replay_generator.remote_weights.fetching import Fetcher, WeightsAwayError, is_remote
 from replay_generator.weights import (
     Probe,
     WeightsDamagedError,
+    WeightsMismatchError,
     WeightsNotAllowedError,
     check_folder,
     model_facts,
@@ -39,10 +40,6 @@ _LOOK = 0.5
 
 class WeightsNotFoundError(ReplayError):
     """This machine cannot read the newest weights that the trainer published."""
-
-
-class WeightsMismatchError(ReplayError):
-    """With the new weights the engine computes other log-probabilities than the trainer."""
 
 
 class TooOldToFinish(Exception):
@@ -82,6 +79,7 @@ class PolicyFollower:
         self._held = WaitLog()
         self._names: Set[str] = frozenset()
         """Of the tensors of whole weights that have passed their probe."""
+        self._facts: dict[str, Any] | None = None
         self.newest_version = 0
         """Of the trainer, as far as this process knows."""
         self.without_weights = False
@@ -161,8 +159,10 @@ class PolicyFollower:
         return f"the engine has version {self.version}, and the newest is {self.newest_version}, {why}"
 
     async def facts(self) -> dict[str, Any]:
-        """`model_facts` of the engine."""
-        return await asyncio.to_thread(model_facts, self._engine.model, self._engine.tokenizer)
+        """`model_facts` of the engine, which does not change."""
+        if self._facts is None:
+            self._facts = await asyncio.to_thread(model_facts, self._engine.model, self._engine.tokenizer)
+        return self._facts
 
     async def load_first(self, wait: bool) -> None:
         """Load the published weights; with `wait` wait for them. Otherwise the engine's own weights are version 0."""
@@ -260,17 +260,12 @@ class PolicyFollower:
         started = time.monotonic()
         while True:
             try:
-                root = None if is_remote(policy.weights) else self._config.weights_root
-                # In a thread: it may read all files, as the engine does right after it.
-                check = partial(check_folder, folder, root, self._engine.model, self._names)
-                probe, names = await in_daemon_thread(check)
+                probe, names = await self._check_folder(policy, folder)
                 await self._engine.load_weights(folder, policy.version)
                 # An engine that several generators share may have been given a newer version by another one.
                 await self._check(policy, probe)
                 self._names = names or self._names
                 break
-            except (WeightsNotAllowedError, WeightsDamagedError) as error:
-                raise type(error)(f"policy {policy.version}: {error}") from None
             except FileNotFoundError as error:
                 newest = await self._client.policy()
                 if _named(newest) == _named(policy):
@@ -284,6 +279,20 @@ class PolicyFollower:
         self.version = policy.version
         self.newest_version = max(self.newest_version, policy.version)
         self._metrics.count_reload(policy.version, time.monotonic() - started)
+
+    async def _check_folder(self, policy: Policy, folder: str) -> tuple[Probe | None, Set[str]]:
+        """What `check_folder` returns. Also raises WeightsMismatchError for a probe that the engine cannot read."""
+        root = None if is_remote(policy.weights) else self._config.weights_root
+        check = partial(check_folder, folder, root, self._engine.model, self._names, await self.facts())
+        try:
+            # In a thread: it may read all files, as the engine does right after it.
+            probe, names = await in_daemon_thread(check)
+            unknown = "" if probe is None else why_unknown(self._engine, probe.token_ids)
+            if unknown:
+                raise WeightsMismatchError(f"the probe in {folder}/probe.json has {unknown}")
+        except (WeightsNotAllowedError, WeightsDamagedError, WeightsMismatchError) as error:
+            raise type(error)(f"policy {policy.version}: {error}") from None
+        return probe, names
 
     async def _check(self, policy: Policy, probe: Probe | None) -> None:
         if probe is None:

@@ -36,6 +36,7 @@ from replay_generator.prompts import PromptError
 from replay_generator.rewards import load_priority
 from replay_generator.scoring.config import StageConfig
 from replay_generator.scoring.groups import HandOn, LeftOut
+from replay_generator.weights import told_facts
 from replay_protos import event_loop
 
 logger = logging.getLogger(__name__)
@@ -281,7 +282,7 @@ class GeneratorServer(InsertingServer):
         await super().see(info)
 
     async def _described(self) -> dict[str, str]:
-        return self._config.described() | {"model": json.dumps(await self._policy.facts())}
+        return self._config.described() | {"model": told_facts(await self._policy.facts())}
 
 
 def run_worker(connect: Callable[[], AsyncReplayClient], make: Callable[[AsyncReplayClient], Any]) -> GeneratorStats:

@@ -4,7 +4,12 @@ Before an engine loads them: where the files are, and whether they are whole and
 `Probe`, a token sequence with the trainer's log-probabilities, which the engine's must equal. A folder holds whole
 weights or a LoRA adapter.
 
-Generator and trainer tell the server of which model they are (`model_facts`), and the trainer compares them.
+Of which model a side is, it says by named facts (`model_facts`). Two sides agree if they agree on each fact that both
+know (`differing_facts`). That is asked in three places:
+
+    check_folder       a generator compares its engine with each version, before it loads it
+    why_other_model    a trainer compares itself with the generators that are connected
+    a resume           a trainer compares itself with the training checkpoint that it is to continue
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import numpy as np
 
 from replay_client.errors import ReplayError
 from replay_client.records import ClientInfo, read_described
+from replay_client.settings import MOST_TEXT
 
 _CHUNK = 1 << 22  # bytes; what fits a processor's cache is checked several times faster
 _MOST_HEADER = 100_000_000  # bytes; the format has the same limit
@@ -46,16 +52,27 @@ class WeightsDamagedError(ReplayError):
     """The newest weights have other tensors than the model, hold no number where one must be, or cannot be read."""
 
 
+class WeightsMismatchError(ReplayError):
+    """The newest weights are of another model, or with them the engine computes other log-probabilities than the
+    trainer."""
+
+
 def check_folder(
-    folder: str, root: str | os.PathLike[str] | None, model: str | None, known: Set[str] = frozenset()
+    folder: str,
+    root: str | os.PathLike[str] | None,
+    model: str | None,
+    known: Set[str] = frozenset(),
+    facts: Mapping[str, Any] | None = None,
 ) -> tuple[Probe | None, Set[str]]:
     """The probe of a folder of weights, if it has one. Then also the names of its tensors, unless it is an adapter.
 
     `root`: see `_check_inside`. `model`: the folder that the engine started with; None: unknown. `known`: the names of
-    the tensors of a folder that has passed its probe. Without a probe it reads every file once, at some GB a second.
+    the tensors of a folder that has passed its probe. `facts`: of the engine. Without a probe it reads every file once,
+    at some GB a second.
 
-    Raises WeightsNotAllowedError, and WeightsDamagedError if a file is no regular file, the probe cannot be read, the
-    tensors are not those of the model, or, without a probe, hold infinities or NaN.
+    Raises WeightsNotAllowedError, WeightsMismatchError if the weights are of a model with other facts, and
+    WeightsDamagedError if a file is no regular file, the probe cannot be read, the tensors are not those of the model,
+    or, without a probe, hold infinities or NaN.
     """
     path = Path(folder)
     for file in _files(path):
@@ -63,6 +80,13 @@ def check_folder(
             raise WeightsDamagedError(f"{file} is no regular file, and is not opened: remove it")
     if root is not None:
         _check_inside(folder, root)
+    # A tokenizer that no manifest names takes up to a second to load. Once one has passed, later ones are not.
+    if differing := differing_facts(folder_facts(path, facts or {}, tokenizer=not known), facts or {}):
+        own = "the engine's" if model is None else f"the engine's, {model}"
+        raise WeightsMismatchError(
+            f"{folder} is of another model than {own}: {differing}; start generator and trainer with the same model "
+            "and tokenizer (--model)"
+        )
     probe = Probe.read(folder)
     tensors: dict[str, tuple[Path, int, int, str]] = {}
     for file in sorted(path.glob("*.safetensors")):
@@ -162,8 +186,8 @@ def _own_names(model: str | None) -> tuple[Set[str], Set[str]]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The files in a folder, and those that its indices name, before any index is opened. A name may lead out of it."""
-    yield from sorted(folder.iterdir()) if folder.is_dir() else ()
+    """All in a folder, and what its indices name, before any index is opened. A name may lead out of it."""
+    yield from sorted(folder.rglob("*")) if folder.is_dir() else ()
     for index in folder.glob("*.index.json"):
         try:
             names = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
@@ -206,25 +230,105 @@ class Probe:
 # -------------------------------------------------------------------------------------------------- models
 
 
+MANIFEST = "manifest.json"
+"""The file of a folder that says what a trainer of ours wrote. Under "model" it has the facts."""
+_FACTS = {
+    "model_type": "model_type",
+    "vocabulary": "vocab_size",
+    **{
+        name: name
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "num_experts",
+            "num_local_experts",
+            "n_routed_experts",
+            "moe_intermediate_size",
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+        )
+    },
+}
+"""Facts that stand in the configuration of a model, and their names there: what the shapes of its tensors follow from.
+A model has some of them."""
+_NAMING = ("model_type", "vocabulary", "tokenizer")
+"""The facts that people know a model by."""
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+"""Files with the tokens of a tokenizer. Of a folder without them transformers would make an empty tokenizer."""
+
+
 def model_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
     """What generator and trainer must agree on, as far as it is known. `model`: its configuration, folder or name.
 
-    model_type, vocabulary (embeddings), and tokenizer: 16 hexadecimal digits of its tokens and their ids. Tokens that
-    were added behind its vocabulary do not count, because a trainer may add one for padding.
+    model_type, vocabulary (embeddings), the other sizes of `_FACTS`, and tokenizer: 16 hexadecimal digits of its tokens
+    and their ids. Tokens that were added behind its vocabulary do not count, because a trainer may add one for padding.
     """
     facts: dict[str, Any] = {}
-    if isinstance(model, str):
-        with suppress(ImportError, OSError, ValueError):  # not on this machine, or in need of code that comes with it
-            from transformers import AutoConfig
-
-            model = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    if hasattr(model, "get_text_config"):
-        facts = {"model_type": model.get_text_config().model_type, "vocabulary": model.get_text_config().vocab_size}
+    config = _config_of(model) if isinstance(model, str) else model
+    if hasattr(config, "get_text_config"):
+        text_config = config.get_text_config()
+        for fact, name in _FACTS.items():
+            value = getattr(text_config, name, None)
+            if isinstance(value, tuple):  # one for each layer
+                value = list(value)
+            if isinstance(value, int | str | list) and value != "":
+                facts[fact] = value
     with suppress(AttributeError, NotImplementedError):  # somebody's own tokenizer, or none
         size = tokenizer.vocab_size
         tokens = sorted(each for each in tokenizer.get_vocab().items() if each[1] < size)
         facts["tokenizer"] = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
     return facts
+
+
+def _config_of(model: str) -> Any:
+    """The configuration in a folder, or of a name on the hub; None: it is not on this machine, or damaged."""
+    try:
+        from transformers import AutoConfig, PretrainedConfig
+    except ImportError:
+        return None
+    # Anybody may have written it, and what is damaged raises anything.
+    with suppress(Exception):
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    # Perhaps it needs code that comes with the model. No such code runs here, but its fields can be read.
+    with suppress(Exception):
+        fields, _ = PretrainedConfig.get_config_dict(model)
+        return PretrainedConfig.from_dict(fields.get("text_config") or fields)
+    return None
+
+
+def folder_facts(folder: Path, wanted: Iterable[str], *, tokenizer: bool = True) -> dict[str, Any]:
+    """The facts of the model whose weights are in `folder`, as far as the folder tells.
+
+    Those of its manifest. A folder of another trainer has no such manifest, but perhaps a configuration and, unless it
+    is not to be read, a tokenizer. Only facts that are `wanted` are looked for there.
+    """
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        told = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["model"]
+        if isinstance(told, dict):
+            return told
+    wanted = set(wanted)
+    own: Any = None
+    if tokenizer and "tokenizer" in wanted and any((folder / name).is_file() for name in _VOCABULARIES):
+        with suppress(Exception):  # a damaged one raises anything
+            from transformers import AutoTokenizer
+
+            own = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    has_config = bool(wanted - {"tokenizer"}) and (folder / "config.json").is_file()
+    return model_facts(str(folder) if has_config else None, own)
+
+
+def differing_facts(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """The facts that both sides know and that differ, each with both values, in words; "": none."""
+    return ", ".join(
+        f"{name} {theirs[name]} (here {ours[name]})" for name in ours if theirs.get(name, ours[name]) != ours[name]
+    )
 
 
 def end_ids(model: Any, tokenizer: Any) -> set[int]:
@@ -248,6 +352,19 @@ def no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def told_facts(facts: Mapping[str, Any]) -> str:
+    """JSON of facts, for what a client says of itself to the server: those that fit into MOST_TEXT characters.
+
+    What names a model comes first. The others stand in each manifest.
+    """
+    told: dict[str, Any] = {}
+    for name in (*_NAMING, *facts):
+        if name in facts:
+            longer = told | {name: facts[name]}
+            told = longer if len(json.dumps(longer)) <= MOST_TEXT else told
+    return json.dumps(told)
+
+
 def why_other_model(clients: Iterable[ClientInfo], ours: Mapping[str, Any]) -> str:
     """Why a trainer with these `model_facts` refuses a connected generator, by what both say; empty: it does not."""
     for client in clients:
@@ -255,14 +372,20 @@ def why_other_model(clients: Iterable[ClientInfo], ours: Mapping[str, Any]) -> s
         theirs = said.get("model")
         if not client.open or client.ended or said.get("part") != "generator" or not isinstance(theirs, dict):
             continue
-        if any(theirs.get(name, value) != value for name, value in ours.items()):
-            its, own = (", ".join(f"{name} {value}" for name, value in each.items()) for each in (theirs, ours))
+        if differing_facts(theirs, ours):
+            its, own = _in_words(theirs, ours), _in_words(ours, theirs)
             return (
                 f"generator {client.name} has another model or tokenizer ({its}) than this trainer ({own}): start both "
                 f"with the same one. Groups that are stored are of the generator's: `replay table reset --all` removes "
                 f"them"
             )
     return ""
+
+
+def _in_words(facts: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    """What names a model, and of its other facts those that `others` has otherwise."""
+    told = [f"{name} {value}" for name, value in facts.items() if name in _NAMING or others.get(name, value) != value]
+    return ", ".join(told)
 
 
 # ------------------------------------------------------------------------------------------------ adapters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ import torch
 from tokenizers import decoders
 from transformers import AutoTokenizer, BertGenerationTokenizer
 
-from replay_generator import PromptError
+from replay_generator import PromptError, WeightsMismatchError
 from replay_generator.engines import Completion, EngineError, SamplingConfig, text_of
 from replay_generator.engines.transformers import TransformersEngine
+from replay_generator.engines.vllm_server import VLLMServerEngine
 from replay_generator.openings import Opening, encode_rollout
 from replay_generator.prompts import Prompt
 from replay_generator.rollouts import Rollout, RolloutPolicy, RolloutSequence, Task, single_turn
@@ -25,6 +27,7 @@ from replay_generator.sessions.session import Session
 from replay_generator.sessions.turns import Ask
 from replay_generator.tool_loop import ToolCall, tool_loop
 from replay_server import TableConfig
+from tests.generator.engines.vllm_servers import answering, answers_for, choice
 from tests.generator.environments.test_tool_loop import chat_tokenizer
 from tests.generator.factories import (
     SAID,
@@ -192,6 +195,16 @@ async def test_a_group_that_a_generator_of_another_model_began_is_set_aside(wher
     assert f"has the token {BAD}, and the model has the tokens 0 to {BAD - 1}" in caplog.text
 
 
+async def test_weights_whose_probe_has_a_token_that_the_model_lacks_are_refused_before_they_are_loaded(tmp_path):
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1/probe.json").write_text(json.dumps({"token_ids": [3, BAD], "logprobs": [-0.5]}))
+    client, engine = RecordingClient(), Mortal(probe_scores=[-0.5])
+    await client.publish(1, tmp_path / "step-1")
+    with pytest.raises(WeightsMismatchError, match=f"policy 1: .*step-1/probe.json has the token {BAD}, and the model"):
+        await generate(client, engine, single_turn)
+    assert engine.loaded == []
+
+
 # ------------------------------------------------------------------------------------------- real engines
 
 
@@ -295,6 +308,30 @@ async def test_an_engine_writes_what_a_slow_tokenizer_knows_of_a_completion(mode
     for completion in completions:
         assert completion.text == text_of(slow_tokenizer, completion.token_ids, skip_special_tokens=True)
         check_completion(completion, [3, 9], TURNS, folder)
+
+
+def unknown_to_transformers(folder: Path) -> Path:
+    """Lets the configuration be of a type whose code would have to come with the model."""
+    config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = "somebodys"
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("ours", [False, True])
+async def test_a_servers_vocabulary_is_that_of_its_models_configuration_whoever_wrote_its_code(model, tmp_path, ours):
+    folder = with_tokenizer(model, tmp_path / "model", added=[SNOWMAN, "☂"])
+    answers = answers_for(folder) | {"/v1/completions": {"choices": [choice()]}}
+    if not ours:
+        unknown_to_transformers(folder)
+    bodies: list[dict[str, Any]] = []
+    with answering(answers, bodies) as (url, _):
+        engine = VLLMServerEngine(folder, base_url=url, self_test=False, served_model="model")
+        assert engine.vocabulary == 27 < len(engine.tokenizer)
+        await engine.generate([3, 9], SamplingConfig(max_tokens=4, top_k=5), 1)
+        await engine.close()
+    # vLLM dies of a request for the log-probabilities of more tokens than the model has.
+    assert [body["logprobs"] for body in bodies if "logprobs" in body] == [0]
 
 
 @pytest.mark.vllm

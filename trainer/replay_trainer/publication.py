@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError, ServerUnavailableError
-from replay_generator.weights import model_facts, why_other_model
+from replay_generator.weights import model_facts, told_facts, why_other_model
 from replay_trainer.background import BackgroundTask, HostCopy, ServerWaits
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
@@ -392,6 +392,7 @@ class Publication:
                 keep=self.config.keep_weights,
                 probe=probe,
                 weights=weights,
+                facts=self._facts,
                 **full_state,
             )
 
@@ -403,7 +404,7 @@ class Publication:
     def _describe(self) -> None:
         """Tells the server the settings of this trainer, for `replay doctor`. The run does not depend on it."""
         with suppress(ReplayError):
-            self.client.describe(self.config.described() | {"model": json.dumps(self._facts)})
+            self.client.describe(self.config.described() | {"model": told_facts(self._facts)})
 
     def _write_rows(self, version: int, rows: dict[str, Tensor] | None) -> dict[str, tuple[Path, str]]:
         """Writes this rank's rows, if there are any. Returns the files of all ranks, as RankFiles.write does."""

@@ -5,8 +5,9 @@
                  trainer.pt    optimizer and random state: a run can resume from this folder (not every folder)
                  optimizer/    with partitioned weights, of a training checkpoint: each rank's rows of its state
                  delta/        what changed since the version before, for generators that fetch it (not every folder)
-                 manifest.json version, files with their sizes and checksums, the server's checkpoint; written last, so
-                               a folder with a manifest is complete, and a trainer wrote it
+                 manifest.json version, files with their sizes and checksums, of which model the weights are, the
+                               server's checkpoint; written last, so a folder with a manifest is complete, and a trainer
+                               wrote it
 
 * A folder gets its name when it is complete; one with a training checkpoint is on disk before that.
 * Only files that a manifest names are removed.
@@ -33,7 +34,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from replay_generator.remote_weights import checksum_of, write_deltas
-from replay_generator.weights import no_progress_bars
+from replay_generator.weights import MANIFEST, model_facts, no_progress_bars
 from replay_trainer.ranks import gather_full
 
 
@@ -101,7 +102,6 @@ PROBE_LENGTH = 16
 RANKS_FOLDER = "optimizer"
 """A folder of its own: engines load every safetensors file beside the config as weights."""
 _FOLDER = re.compile(r"step-(\d+)")
-_MANIFEST = "manifest.json"
 _STATE = "trainer.pt"
 
 
@@ -114,6 +114,7 @@ def publish_weights(
     probe: dict[str, list[Any]] | None,
     *,
     weights: dict[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
     state: dict[str, Any] | None = None,
     server_checkpoint: str = "",
     parts: Mapping[str, tuple[Path, str]] | None = None,
@@ -121,9 +122,10 @@ def publish_weights(
     """Write `directory`/step-`version` and return its path; keep the newest `keep` folders, remove older ones.
 
     `model` is a PreTrainedModel or an Adapter, `tokenizer` its tokenizer or None, `weights` its state dict if it is not
-    the model's own at this moment. Without a `probe`, generators cannot check what they load, and warn. `state` makes
-    the folder a training checkpoint, the newest of which is never removed. `parts`: files of it to move into the
-    folder, by their names in it, each with its checksum. Raises FileExistsError if the folder exists.
+    the model's own at this moment. Without a `probe`, generators cannot check what they load, and warn. `facts`: of
+    which model the weights are; None: `model_facts` of model and tokenizer. `state` makes the folder a training
+    checkpoint, the newest of which is never removed. `parts`: files of it to move into the folder, by their names in
+    it, each with its checksum. Raises FileExistsError if the folder exists.
     """
     folder = directory.resolve() / f"step-{version}"
     if folder.exists():
@@ -146,11 +148,13 @@ def publish_weights(
         path.rename(unfinished / name)
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
-    manifest = {"version": version, "files": sizes, "server_checkpoint": server_checkpoint}
+    if facts is None:
+        facts = model_facts(model.config, tokenizer)
+    manifest = {"version": version, "model": dict(facts), "files": sizes, "server_checkpoint": server_checkpoint}
     manifest["checksums"] = {
         name: parts[name][1] if name in parts else checksum_of(unfinished / name) for name in sizes
     }
-    (unfinished / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
     if state is not None:
         for path in [*unfinished.rglob("*"), unfinished]:
             to_disk(path)
@@ -166,7 +170,7 @@ def publish_weights(
 
 def published(directory: Path) -> list[Path]:
     """The complete folders in `directory`, oldest version first, as absolute paths."""
-    folders = [path.parent for path in directory.resolve().glob(f"step-*/{_MANIFEST}")]
+    folders = [path.parent for path in directory.resolve().glob(f"step-*/{MANIFEST}")]
     return sorted((path for path in folders if _FOLDER.fullmatch(path.name)), key=version_of)
 
 
@@ -233,7 +237,7 @@ def remove(folder: Path) -> None:
     for name in _files(folder):
         (folder / name).unlink(missing_ok=True)
     # Last: if this process is killed here, the next one still finds the folder and finishes the removal.
-    (folder / _MANIFEST).unlink()
+    (folder / MANIFEST).unlink()
     for path in [*sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True), folder]:
         if not any(path.iterdir()):
             path.rmdir()
@@ -250,9 +254,9 @@ def to_disk(path: Path) -> None:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     try:
-        manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
     except ValueError as error:
-        raise ValueError(f"{folder / _MANIFEST} is damaged ({error}): move {folder.name} out of its folder") from error
+        raise ValueError(f"{folder / MANIFEST} is damaged ({error}): move {folder.name} out of its folder") from error
     return manifest
 
 
@@ -271,6 +275,11 @@ class WithDelta:
     def __init__(self, model: Any, directory: Path, dtype: str) -> None:
         """`directory` has the versions before."""
         self._model, self._directory, self._dtype = model, directory, getattr(torch, dtype)
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the model."""
+        return self._model.config
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
         """Write weights to a folder, as PreTrainedModel.save_pretrained does."""
@@ -337,6 +346,11 @@ class Adapter:
         if merged:
             raise ValueError("merge_adapter=True is for a peft model, and this model has no adapter")
         return None
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the base."""
+        return self.base.config
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the adapter, by their names in `adapter_model.safetensors`. They are those being trained.

@@ -117,7 +117,8 @@ class VLLMServerEngine:
     ) -> list[Completion]:
         if finished is not None:
             return await self._generate_each(prompt_ids, sampling, n, finished)
-        most = min(most_logprobs(server.max_logprobs, len(self.tokenizer)) for server in self._servers)
+        vocabulary = len(self.tokenizer) if self.vocabulary is None else self.vocabulary
+        most = min(most_logprobs(server.max_logprobs, vocabulary) for server in self._servers)
         body = {
             "prompt": [int(token) for token in prompt_ids],
             **sampling_fields(sampling, n, most),

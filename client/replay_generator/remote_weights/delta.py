@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-MANIFEST = "manifest.json"
+from replay_generator.weights import MANIFEST
+
 FOLDER = "delta"
 """In the folder of a version: a delta for each file of weights, under its name."""
 BASE = f"{FOLDER}/base.json"

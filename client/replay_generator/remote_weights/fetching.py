@@ -25,8 +25,8 @@ from replay_client.access import read_token
 from replay_client.errors import ReplayError
 from replay_generator.config import GeneratorConfig
 from replay_generator.metrics import GeneratorStats
-from replay_generator.remote_weights.delta import BASE, FOLDER, MANIFEST, checksum_of, is_weights, patch, weights_of
-from replay_generator.weights import WeightsNotAllowedError
+from replay_generator.remote_weights.delta import BASE, FOLDER, checksum_of, is_weights, patch, weights_of
+from replay_generator.weights import MANIFEST, WeightsNotAllowedError
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from socketserver import ThreadingTCPServer
 from typing import Any
 
-from replay_generator.remote_weights.delta import MANIFEST
 from replay_generator.sessions.door import Door
+from replay_generator.weights import MANIFEST
 
 logger = logging.getLogger(__name__)
 

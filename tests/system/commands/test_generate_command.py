@@ -1,12 +1,16 @@
 """`replay generate` as its user runs it, with the options that change what goes into the tables."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from replay_client import ReplayClient
+from replay_trainer.weights import publish_weights
 from tests.factories import server_process, until
+from tests.generator.factories import scores
 from tests.system.conftest import CONFIG
 
 
@@ -67,3 +71,27 @@ def test_what_cannot_work_is_one_clear_line(tmp_path, generate, options, status,
         assert generator.wait(timeout=200) == status
     assert says in generator.output()
     assert "Traceback" not in generator.output()
+
+
+def other_architecture(model_folder: Path, folder: Path) -> Path:
+    """Weights that a trainer of another model published, with the probe that they pass, and the same tokenizer."""
+    other = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=16, n_embd=32, n_layer=2, n_head=2, n_positions=64))
+    other.save_pretrained(folder / "whole")
+    probe = {"token_ids": [3, 5, 4], "logprobs": scores(folder / "whole", [3, 5, 4])}
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    return publish_weights(other, tokenizer, folder, version=1, keep=1, probe=probe)
+
+
+def test_weights_of_another_architecture_end_the_run_with_status_1_before_the_first_prompt(
+    tmp_path, generate, model_folder
+):
+    folder = other_architecture(model_folder, tmp_path / "other")
+    with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address, timeout=90.0) as client:
+        client.set_policy_version(1, weights=str(folder))
+        generator = generate(server.address, "transformers", "--max-groups", "4")
+        assert generator.wait(timeout=200) == 1
+        assert client.server_info().items == 0
+    said = generator.output()
+    assert f"policy 1: {folder} is of another model than the engine's, {model_folder}: model_type gpt2 (here " in said
+    assert "start generator and trainer with the same model and tokenizer (--model)" in said
+    assert "Traceback" not in said
