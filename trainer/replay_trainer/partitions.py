@@ -168,11 +168,14 @@ def load_weights_of_rank(folder: Path, model: nn.Module) -> None:
         tensor = tensors[identity]
         name = next((each for each in names if each in files), "")
         if not name:
-            raise ValueError(f"{folder} lacks the weights {names[0]!r}: it is of another model")
+            raise ValueError(f"{folder} is of a run with another model: it lacks the weights {names[0]!r}")
         stored = files[name].get_slice(name) if tensor.dim() else files[name].get_tensor(name)
         shape = list(stored.get_shape()) if tensor.dim() else []
-        if shape != list(tensor.shape):
-            raise ValueError(f"{folder} is of another model: {names[0]!r} has the shape {shape}, not {tensor.shape}")
+        here = list(tensor.shape)
+        if shape != here:
+            raise ValueError(
+                f"{folder} is of a run with another model: {names[0]!r} has the shape {shape} (here {here})"
+            )
         own = read_rows(stored, tensor) if tensor.dim() else stored
         with torch.no_grad():
             (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(own)

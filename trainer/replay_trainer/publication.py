@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError, ServerUnavailableError
-from replay_generator.weights import model_facts, told_facts, why_other_model
+from replay_generator.weights import differing_facts, folder_facts, model_facts, told_facts, why_other_model
 from replay_trainer.background import BackgroundTask, HostCopy, ServerWaits
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
@@ -72,6 +72,7 @@ from replay_trainer.weights import (
     saved,
     version_of,
     why_damaged,
+    why_other_tensors,
     writing,
 )
 
@@ -85,6 +86,8 @@ FIRST_TRY = 5.0
 """Seconds for an announcement that the training checkpoint waits for."""
 LAST_TRY = 10.0
 """Seconds that the end of a run waits for an announcement, as for a server that takes groups back."""
+_SAME_MODEL = "resume with the model, the tokenizer and the adapter of that run, or choose another output_dir"
+"""The remedy where a training checkpoint is not of the model that is to be trained."""
 
 
 @dataclass
@@ -127,7 +130,8 @@ class Publication:
 
         Raises FileExistsError if output_dir holds the results of another run, RuntimeError if another process trains in
         it, if the server follows another run, or if a rank does not see the output_dir of the first, ValueError if the
-        server admits fewer groups a step than this run takes, or if the training checkpoint is damaged.
+        server admits fewer groups a step than this run takes, or if the training checkpoint is damaged or of another
+        model, tokenizer or adapter.
         """
         if why := self.ranks.from_first(self.lock.acquire() if self.ranks.is_first else ""):
             raise RuntimeError(why)
@@ -141,6 +145,8 @@ class Publication:
 
     def _start(self) -> int:
         self._facts = model_facts(self.policy.model.config, self.tokenizer)
+        if self.adapter is not None:
+            self._facts |= self.adapter.facts
         with self._waits.waiting("for the server"):
             info = self.client.server_info()
         admission, table = info.admission, info.tables.get(self.config.rollouts_table)
@@ -155,6 +161,8 @@ class Publication:
             raise FileExistsError(
                 f"{others[-1].parent} holds {others[-1].name} of an earlier run: {remedy}, or choose another output_dir"
             )
+        if folders:
+            self._check_model(folders[-1])
         version = version_of(folders[-1]) if folders else 0
         for folder in damaged(self.output_dir):
             if version_of(folder) > version:  # older folders may be half removed
@@ -189,20 +197,35 @@ class Publication:
         """All complete folders of both directories."""
         return [folder for directory in {self.output_dir, self.weights_dir} for folder in published(directory)]
 
+    def _check_model(self, folder: Path) -> None:
+        """Raises ValueError if a training checkpoint is of another model, tokenizer or adapter, as far as it tells."""
+        differing = differing_facts(folder_facts(folder, self._facts), self._facts)
+        if differing:
+            raise ValueError(f"{folder} is of a run with another model: {differing}; {_SAME_MODEL}")
+
     def _load(self, folder: Path) -> None:
         """Continue from a training checkpoint, and undo later publications."""
         version = version_of(folder)
         state = load_state(folder, mapped=self.partitioned)
         if ("adapter" in state) != (self.adapter is not None):
             was, is_now = ("an adapter", "whole weights") if self.adapter is None else ("whole weights", "an adapter")
-            raise ValueError(f"{folder} is of a run that trains {was}, and this one trains {is_now}")
+            raise ValueError(f"{folder} is of a run that trains {was}, and this one trains {is_now}; {_SAME_MODEL}")
         if self.adapter is not None:
-            self.adapter.load(state["adapter"])
+            try:
+                self.adapter.load(state["adapter"])
+            except ValueError as error:
+                raise ValueError(f"{folder} is of a run with another adapter: {error}; {_SAME_MODEL}") from None
         elif self.partitioned:
-            load_weights_of_rank(folder, self.policy.model)
+            try:
+                load_weights_of_rank(folder, self.policy.model)
+            except ValueError as error:
+                raise ValueError(f"{error}; {_SAME_MODEL}") from None
         else:
-            weights = {f"model.{name}": tensor for name, tensor in load_weights(folder, self.policy.model).items()}
-            set_model_state_dict(self.policy, weights, options=_WHOLE)
+            weights = load_weights(folder, self.policy.model)
+            if why := why_other_tensors(weights, self.policy.model.state_dict()):
+                raise ValueError(f"{folder} is of a run with another model: {why}; {_SAME_MODEL}")
+            prefixed = {f"model.{name}": tensor for name, tensor in weights.items()}
+            set_model_state_dict(self.policy, prefixed, options=_WHOLE)
         if (optimizer := state["optimizer"]) is not None:
             if "rows" in state:
                 put_rows(optimizer, folder, **state["rows"])

@@ -269,6 +269,16 @@ def _are_there(folder: Path, files: dict[str, int]) -> bool:
     return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
 
 
+def why_other_tensors(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+    """How stored tensors differ from those of a model in names or shapes; "": they do not."""
+    if differ := sorted(set(stored) ^ set(own)):
+        return f"they differ in {len(differ)} tensors, such as {differ[0]!r}"
+    for name, tensor in own.items():
+        if tensor.shape != stored[name].shape:
+            return f"{name!r} has the shape {list(stored[name].shape)} (here {list(tensor.shape)})"
+    return ""
+
+
 class WithDelta:
     """Saves a model or an adapter in the dtype of the engines, and beside it what changed since the last version."""
 
@@ -352,6 +362,11 @@ class Adapter:
         """The configuration of the base."""
         return self.base.config
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a resume must agree on beside the `model_facts` of the base. Engines do not know it beforehand."""
+        return {"lora_rank": self._config.r, "lora_alpha": self._config.lora_alpha}
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the adapter, by their names in `adapter_model.safetensors`. They are those being trained.
 
@@ -378,17 +393,15 @@ class Adapter:
         return merged
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the tensors of the adapter, on all ranks. Raises RuntimeError if their names or shapes are not those of
-        this one."""
-        if differ := sorted(set(tensors) ^ set(own := self._own())):
-            raise RuntimeError(
-                f"the saved adapter and this one differ in {len(differ)} tensors, such as {differ[0]!r}: make the "
-                "model with the LoraConfig of the run"
-            )
+        """Set the tensors of the adapter, on all ranks.
+
+        Raises ValueError that names one if their names or shapes are not those of this one. It sets nothing then.
+        """
+        own = self._own()
+        if why := why_other_tensors(tensors, own):
+            raise ValueError(why)
         for name, tensor in own.items():
             saved_tensor = tensors[name].to(tensor.device)
-            if tensor.shape != saved_tensor.shape:
-                raise RuntimeError(f"the saved adapter has {name!r} with the shape {list(saved_tensor.shape)}")
             with torch.no_grad():
                 if isinstance(tensor, DTensor):
                     rows = distribute_tensor(saved_tensor, tensor.device_mesh, tensor.placements)
