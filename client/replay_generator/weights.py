@@ -186,8 +186,9 @@ def _own_names(model: str | None) -> tuple[Set[str], Set[str]]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """All in a folder, and what its indices name, before any index is opened. A name may lead out of it."""
-    yield from sorted(folder.rglob("*")) if folder.is_dir() else ()
+    """The files in a folder, and those that its indices name, before any index is opened. A name may lead out of it."""
+    yield from sorted(folder.iterdir()) if folder.is_dir() else ()
+    yield from sorted((folder / _TEMPLATES).glob("*"))
     for index in folder.glob("*.index.json"):
         try:
             names = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
@@ -262,6 +263,8 @@ _NAMING = ("model_type", "vocabulary", "tokenizer")
 """The facts that people know a model by."""
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 """Files with the tokens of a tokenizer. Of a folder without them transformers would make an empty tokenizer."""
+_TEMPLATES = "additional_chat_templates"
+"""A folder in that of a tokenizer, whose files transformers reads with it."""
 
 
 def model_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
@@ -309,11 +312,11 @@ def folder_facts(folder: Path, wanted: Iterable[str], *, tokenizer: bool = True)
     Those of its manifest. A folder of another trainer has no such manifest, but perhaps a configuration and, unless it
     is not to be read, a tokenizer. Only facts that are `wanted` are looked for there.
     """
+    wanted = set(wanted)
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         told = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["model"]
-        if isinstance(told, dict):
+        if isinstance(told, dict) and not wanted.isdisjoint(told):
             return told
-    wanted = set(wanted)
     own: Any = None
     if tokenizer and "tokenizer" in wanted and any((folder / name).is_file() for name in _VOCABULARIES):
         with suppress(Exception):  # a damaged one raises anything

@@ -321,7 +321,10 @@ def unknown_to_transformers(folder: Path) -> Path:
 @pytest.mark.parametrize("ours", [False, True])
 async def test_a_servers_vocabulary_is_that_of_its_models_configuration_whoever_wrote_its_code(model, tmp_path, ours):
     folder = with_tokenizer(model, tmp_path / "model", added=[SNOWMAN, "☂"])
-    answers = answers_for(folder) | {"/v1/completions": {"choices": [choice()]}}
+    info = {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs", "max_logprobs": 1000}}}
+    logprobs = {"token_logprobs": [-1.0], "top_logprobs": [{"token_id:5": -1.0}]}
+    drawn = {"choices": [choice(logprobs=logprobs)]}
+    answers = answers_for(folder) | {"/server_info": info, "/v1/completions": drawn}
     if not ours:
         unknown_to_transformers(folder)
     bodies: list[dict[str, Any]] = []
@@ -331,7 +334,7 @@ async def test_a_servers_vocabulary_is_that_of_its_models_configuration_whoever_
         await engine.generate([3, 9], SamplingConfig(max_tokens=4, top_k=5), 1)
         await engine.close()
     # vLLM dies of a request for the log-probabilities of more tokens than the model has.
-    assert [body["logprobs"] for body in bodies if "logprobs" in body] == [0]
+    assert [body["logprobs"] for body in bodies if "logprobs" in body] == [27]
 
 
 @pytest.mark.vllm

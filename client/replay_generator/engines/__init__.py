@@ -151,10 +151,12 @@ def why_unfit(engine: Engine, token_ids: Sequence[int]) -> str:
         return f"{len(token_ids)} tokens; the engine takes 1 to {engine.max_length - 1}, and draws one more"
     if why := why_unknown(engine, token_ids):
         return why
+    if getattr(engine, "vocabulary", None) is not None:
+        return ""
     # An engine that does not know its vocabulary may die of a token that its tokenizer does not have either.
     highest = max(token_ids)
     size = _size_of(engine.tokenizer, highest)
-    if getattr(engine, "vocabulary", None) is None and size is not None and highest >= size:
+    if size is not None and highest >= size:
         return f"the token {highest}, and its tokenizer has the tokens 0 to {size - 1}"
     return ""
 

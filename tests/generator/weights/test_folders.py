@@ -157,11 +157,23 @@ async def test_after_weights_that_passed_their_probe_others_have_the_same_tensor
     assert len(engine.loaded) == 1
 
 
-@pytest.mark.parametrize("name", ["probe.json", "config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "probe.json",
+        "config.json",
+        "manifest.json",
+        "tokenizer.json",
+        "additional_chat_templates/tools.jinja",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ],
+)
 @pytest.mark.parametrize("how", ["pipe", "link to a device", "named by the index"])
 async def test_what_is_no_regular_file_is_never_opened(model, tmp_path, name, how):
     folder = make_version(model, tmp_path / "step-1")
     (folder / name).unlink(missing_ok=True)
+    (folder / name).parent.mkdir(exist_ok=True)
     if how == "link to a device":
         (folder / name).symlink_to("/dev/zero")
     elif how == "pipe":

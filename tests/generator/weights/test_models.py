@@ -260,9 +260,12 @@ async def test_a_tokenizer_that_the_trainer_extended_is_the_same(model, tmp_path
     assert len(engine.loaded) == 1
 
 
-async def test_another_tokenizer_is_found_in_a_folder_without_a_manifest_whatever_its_config_says(model, tmp_path):
+@pytest.mark.parametrize("manifest", [None, '{"model": {"id": "some/name"}}'])
+async def test_another_tokenizer_is_found_in_a_folder_without_a_manifest_of_ours(model, tmp_path, manifest):
     folder = publish_foreign(AutoModelForCausalLM.from_pretrained(model), tokenizer_of(model, exchanged), tmp_path)
     no_config(folder)
+    if manifest is not None:
+        (folder / "manifest.json").write_text(manifest)
     client, engine = RecordingClient(), scripted(model)
     await client.publish(1, folder)
     with pytest.raises(WeightsMismatchError, match=r"than .*: tokenizer [0-9a-f]{16} \(here [0-9a-f]{16}\); start"):
