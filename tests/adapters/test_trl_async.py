@@ -23,7 +23,7 @@ pytest.importorskip("trl", reason="pip install '.[trl]'")
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from examples.demo.task import make_tokenizer
@@ -32,6 +32,7 @@ from replay_adapters.trl_async import ServerRollouts, last_checkpoint
 from replay_client import ReplayClient
 from replay_client.errors import TableNotFoundError
 from replay_client.scoring import group_priority
+from replay_generator.weights import model_facts
 from replay_trainer.weights import OutputLock, published
 from tests.adapters.async_grpo_on_cpu import OPTIONS
 from tests.adapters.killed_async_grpo import block, insert, note_steps, save_model, train, trained
@@ -170,6 +171,8 @@ def test_a_trainer_that_starts_again_goes_on_from_the_version_that_it_left(model
             policy = client.policy()
             assert (policy.version, Path(policy.weights).name) == (expected, f"step-{expected}")
             assert [path.name for path in published(WEIGHTS)] == [f"step-{expected - 1}", f"step-{expected}"]
+            told = json.loads((Path(policy.weights) / "manifest.json").read_text())["model"]
+            assert told == model_facts(str(model), AutoTokenizer.from_pretrained(model))
     # The server is another one, and the folder is the same.
     with server_process(tmp_path, block("replay.toml")) as fresh, ReplayClient(fresh.address) as client:
         insert(fresh.address, 4)

@@ -177,7 +177,9 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._model: Any = None
         self._tokenizer: Any = None
         self._facts: dict[str, Any] = {}
-        """`model_facts`, until the generators of the first group were compared with them."""
+        """`model_facts` of what is trained."""
+        self._compared = False
+        """Whether the generators of the first group were compared with them."""
         self._sampling: dict[str, float] = {}
         """Of what TRL computes: over all tokens, at its temperature."""
         self._weights: dict[str, Tensor] = {}
@@ -342,6 +344,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._keep_weights,
             None,  # a probe needs a forward pass, which a trainer whose weights are partitioned cannot make here
             weights=self._weights,
+            facts=self._facts,
         )
         self._policy = self._reach(partial(self.client.set_policy_version, version, weights=str(folder)))
         self._weights = {}
@@ -389,9 +392,9 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._put_aside += 1
             self.metrics_queue.put({"replay/groups_put_aside_total": float(self._put_aside)})
             return []
-        if facts := self._facts:
-            self._facts = {}
-            if why := why_other_model(self._reach(self.client.server_info).clients, facts):
+        if not self._compared:
+            self._compared = True
+            if why := why_other_model(self._reach(self.client.server_info).clients, self._facts):
                 raise RuntimeError(why)
         if other := other_sampling(sample.group.sampling, self._sampling):
             name, drew, computes = other

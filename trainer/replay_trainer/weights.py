@@ -149,7 +149,7 @@ def publish_weights(
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
     if facts is None:
-        facts = model_facts(model.config, tokenizer)
+        facts = model_facts(getattr(model, "config", None), tokenizer)
     manifest = {"version": version, "model": dict(facts), "files": sizes, "server_checkpoint": server_checkpoint}
     manifest["checksums"] = {
         name: parts[name][1] if name in parts else checksum_of(unfinished / name) for name in sizes
