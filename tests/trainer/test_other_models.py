@@ -23,6 +23,7 @@ from transformers import (
 from replay_client import ReplayClient
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
+from replay_trainer.partitions import load_weights_of_rank
 from tests.commands import fails, run_replay
 from tests.factories import make_group
 from tests.generator.factories import make_model as make_model_with_tokenizer
@@ -101,6 +102,19 @@ def test_a_resume_with_a_model_of_the_same_sizes_and_other_tensors_is_refused_by
     train(tmp_path / "run", model=llama(attention_bias=True))
     says = r"they differ in 8 tensors, such as 'model\.layers\.0\.self_attn\.k_proj\.bias'"
     check_refused(tmp_path / "run", rf"is of a run with another model: {says}; {REMEDY}", model=llama())
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: llama(attention_bias=True), r"it lacks the weights 'model\.layers\.0\.self_attn\.q_proj\.bias'"),
+        (lambda: llama(hidden_size=16), r"'model\.embed_tokens\.weight' has the shape \[16, 32\] \(here \[16, 16\]\)"),
+    ],
+)
+def test_a_rank_that_reads_its_part_of_another_model_names_the_first_tensor_that_differs(tmp_path, make, says):
+    llama().save_pretrained(tmp_path / "step-1")
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'step-1'} is of a run with another model: {says}$"):
+        load_weights_of_rank(tmp_path / "step-1", make())
 
 
 def exchanged(folder: Path) -> Any:

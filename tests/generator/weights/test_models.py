@@ -18,11 +18,13 @@ from replay_client import AsyncReplayClient
 from replay_client.records import read_described
 from replay_generator import WeightsMismatchError
 from replay_generator.engines.transformers import TransformersEngine
+from replay_generator.engines.vllm_server import VLLMServerEngine
 from replay_generator.weights import model_facts
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer.weights import Adapter, publish_weights
 from tests.factories import async_until, free_port
+from tests.generator.engines.vllm_servers import answering, answers_for
 from tests.generator.factories import EOS, RecordingClient, ScriptedEngine, make_model, scores
 from tests.generator.test_generator import make_generator, running
 from tests.generator.weights.test_remote import serving
@@ -193,6 +195,19 @@ async def test_weights_of_another_model_that_were_fetched_are_refused(model, tmp
         with pytest.raises(WeightsMismatchError, match=r"policy 1: .*model_type llama \(here qwen2\)"):
             await make_generator(client, engine, max_groups=1, weights_cache=tmp_path / "cache").run()
     assert engine.loaded == []
+
+
+@pytest.mark.parametrize("publish_other", [publish, publish_foreign])
+async def test_a_vllm_server_is_not_asked_to_load_weights_of_another_model(model, tmp_path, publish_other):
+    folder = publish_other(llama(), AutoTokenizer.from_pretrained(model), tmp_path)
+    client = RecordingClient()
+    await client.publish(1, folder)
+    with answering(answers_for(model)) as (url, asked):
+        engine = VLLMServerEngine(model, base_url=url, self_test=False)
+        with pytest.raises(WeightsMismatchError, match=r"policy 1: .*model_type llama \(here qwen2\)"):
+            await make_generator(client, engine, max_groups=1).run()
+    assert "/collective_rpc" not in asked
+    assert "/v1/completions" not in asked
 
 
 def as_it_is(folder: Path) -> None:
