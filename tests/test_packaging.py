@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.count import PACKAGES, ROOT
+from tests.packages import PACKAGES, ROOT
 
 PAGE = "client/replay_dashboard/page"
 

@@ -19,6 +19,7 @@ from replay_client.errors import ReplayError, ServerBusyError, ServerClosedError
 from replay_client.waits import LOG_SECONDS, Deadline, WaitLog, beat, in_daemon_thread
 from replay_generator.config import GeneratorConfig
 from replay_generator.engines import Engine, why_unknown
+from replay_generator.frequencies import why_other_frequencies
 from replay_generator.metrics import GeneratorMetrics
 from replay_generator.remote_weights.fetching import Fetcher, WeightsAwayError, is_remote
 from replay_generator.weights import (
@@ -27,6 +28,7 @@ from replay_generator.weights import (
     WeightsMismatchError,
     WeightsNotAllowedError,
     check_folder,
+    folder_frequencies,
     model_facts,
 )
 
@@ -290,6 +292,10 @@ class PolicyFollower:
             unknown = "" if probe is None else why_unknown(self._engine, probe.token_ids)
             if unknown:
                 raise WeightsMismatchError(f"the probe in {folder}/probe.json has {unknown}")
+            # A probe is short, and may look the same with the frequencies of long sequences.
+            served = getattr(self._engine, "served_length", self._engine.max_length)
+            if why := why_other_frequencies(folder_frequencies(folder), served):
+                raise WeightsMismatchError(f"{folder}: {why}")
         except (WeightsNotAllowedError, WeightsDamagedError, WeightsMismatchError) as error:
             raise type(error)(f"policy {policy.version}: {error}") from None
         return probe, names

@@ -327,6 +327,15 @@ def folder_facts(folder: Path, wanted: Iterable[str], *, tokenizer: bool = True)
     return model_facts(str(folder) if has_config else None, own)
 
 
+def folder_frequencies(folder: str) -> dict[str, Any]:
+    """What the manifest of a folder says of the trainer's `frequency_facts`; empty: nothing."""
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        told = json.loads((Path(folder) / MANIFEST).read_text(encoding="utf-8"))["frequencies"]
+        if isinstance(told, dict) and all(type(value) is int for value in told.values()):
+            return told
+    return {}
+
+
 def differing_facts(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """The facts that both sides know and that differ, each with both values, in words; "": none."""
     return ", ".join(

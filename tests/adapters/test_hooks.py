@@ -12,7 +12,7 @@ from replay_adapters import hooks
 from replay_adapters.hooks import RUN_WITH, hooks_of
 from tests.adapters.conformance.latest import differences, installed
 from tests.adapters.conformance.sources import COMMITS
-from tests.count import ROOT
+from tests.packages import ROOT
 
 
 class Framework:

@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError, ServerUnavailableError
+from replay_generator.frequencies import frequency_facts
 from replay_generator.weights import differing_facts, folder_facts, model_facts, told_facts, why_other_model
 from replay_trainer.background import BackgroundTask, HostCopy, ServerWaits
 from replay_trainer.batching import bare_group, to_batch
@@ -416,6 +417,7 @@ class Publication:
                 probe=probe,
                 weights=weights,
                 facts=self._facts,
+                frequencies=frequency_facts(self.policy.model.config, self.policy.max_length),
                 **full_state,
             )
 

@@ -115,6 +115,7 @@ def publish_weights(
     *,
     weights: dict[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
+    frequencies: Mapping[str, Any] | None = None,
     state: dict[str, Any] | None = None,
     server_checkpoint: str = "",
     parts: Mapping[str, tuple[Path, str]] | None = None,
@@ -123,9 +124,10 @@ def publish_weights(
 
     `model` is a PreTrainedModel or an Adapter, `tokenizer` its tokenizer or None, `weights` its state dict if it is not
     the model's own at this moment. Without a `probe`, generators cannot check what they load, and warn. `facts`: of
-    which model the weights are; None: `model_facts` of model and tokenizer. `state` makes the folder a training
-    checkpoint, the newest of which is never removed. `parts`: files of it to move into the folder, by their names in
-    it, each with its checksum. Raises FileExistsError if the folder exists.
+    which model the weights are; None: `model_facts` of model and tokenizer. `frequencies`: `frequency_facts`; None:
+    nothing was to choose. `state` makes the folder a training checkpoint, the newest of which is never removed.
+    `parts`: files of it to move into the folder, by their names in it, each with its checksum. Raises FileExistsError
+    if the folder exists.
     """
     folder = directory.resolve() / f"step-{version}"
     if folder.exists():
@@ -151,6 +153,8 @@ def publish_weights(
     if facts is None:
         facts = model_facts(getattr(model, "config", None), tokenizer)
     manifest = {"version": version, "model": dict(facts), "files": sizes, "server_checkpoint": server_checkpoint}
+    if frequencies:
+        manifest["frequencies"] = dict(frequencies)
     manifest["checksums"] = {
         name: parts[name][1] if name in parts else checksum_of(unfinished / name) for name in sizes
     }

@@ -221,7 +221,8 @@ class Engine(Protocol):
     tokenizer: Any
     """A `transformers` tokenizer: the generator uses `encode`."""
     max_length: int
-    """The most tokens of a prompt with one completion."""
+    """The most tokens of a prompt with one completion. It also chooses the rotary frequencies, where a model has
+    several. An engine that chose them for longer sequences than it takes here has that length as `served_length`."""
     vocabulary: int | None
     """How many tokens the model has, with those that only pad its embedding; None: unknown."""
 

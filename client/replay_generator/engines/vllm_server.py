@@ -100,6 +100,11 @@ class VLLMServerEngine:
             thread.submit(asyncio.run, start).result()
         self.max_length: int = max_length or min(server.max_length for server in self._servers)
 
+    @property
+    def served_length(self) -> int:
+        """The length that the servers were started with, which may be above `max_length`."""
+        return max(server.max_length for server in self._servers)
+
     async def _start(self, self_test: bool) -> None:
         async def start(server: VLLMServer) -> None:
             await server.check(*self._wanted)

@@ -22,7 +22,7 @@ import typing_extensions
 from replay_adapters.hooks import HOOKS, RUN_WITH, hooks_of
 from tests.adapters.conformance.sources import ANY, COMMITS, VARIABLE, commit_of
 from tests.adapters.conformance.test_skyrl import PACKAGES
-from tests.count import ROOT
+from tests.packages import ROOT
 
 OURS = [str(ROOT / name) for name in ("", "client", "trainer", "protos")]
 ENVIRONMENTS = {"TRL": ".venv-latest-trl", "AsyncGRPO": ".venv-latest-trl", "verl": ".venv-latest-verl"}
