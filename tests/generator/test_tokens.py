@@ -24,7 +24,7 @@ from replay_generator.prompts import Prompt
 from replay_generator.rollouts import Rollout, RolloutPolicy, RolloutSequence, Task, single_turn
 from replay_generator.sessions.parsers import Parsers
 from replay_generator.sessions.session import Session
-from replay_generator.sessions.turns import Ask
+from replay_generator.sessions.turns import Ask, Refusal
 from replay_generator.tool_loop import ToolCall, tool_loop
 from replay_server import TableConfig
 from tests.generator.engines.vllm_servers import answering, answers_for, choice
@@ -163,6 +163,18 @@ async def test_a_token_that_the_model_lacks_is_left_to_on_prompt_error_and_kills
     says = f"the token {BAD}, and the model has the tokens 0 to {BAD - 1}: its tokenizer was extended, so resize"
     with pytest.raises(PromptError, match=f"'snowy'.*{says}"):
         await generate(RecordingClient(), Mortal(), play, prompts=prompts, max_groups=None)
+
+
+@pytest.mark.parametrize(
+    "ask", [{"messages": SNOWY}, {"prompt": f"2+{SNOWMAN}"}, {"prompt": [5, BAD]}, {"prompt": [-1]}]
+)
+async def test_a_session_refuses_it_with_a_status_at_which_no_client_tries_again(ask):
+    engine = Mortal()
+    task = Task("p", [5], {}, None, 0, TURNS, engine.tokenizer, engine.max_length)
+    session = Session(task, RolloutPolicy(engine, task.sampling, []), Parsers())
+    with pytest.raises(Refusal, match=r"has the tokens 0 to|tokens are 0 or above") as raised:
+        await session.ask(Ask(**ask), b"1")
+    assert raised.value.status == 400
 
 
 @pytest.mark.parametrize("building", [None, "building"])

@@ -110,6 +110,7 @@ def test_a_resume_with_a_model_of_the_same_sizes_and_other_tensors_is_refused_by
         (lambda: llama(attention_bias=True), r"it lacks the weights 'model\.layers\.0\.self_attn\.q_proj\.bias'"),
         (lambda: llama(hidden_size=16), r"'model\.embed_tokens\.weight' has the shape \[16, 32\] \(here \[16, 16\]\)"),
     ],
+    ids=["a missing tensor", "another shape"],
 )
 def test_a_rank_that_reads_its_part_of_another_model_names_the_first_tensor_that_differs(tmp_path, make, says):
     llama().save_pretrained(tmp_path / "step-1")

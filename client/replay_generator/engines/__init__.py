@@ -224,7 +224,10 @@ class Engine(Protocol):
     """The most tokens of a prompt with one completion. It also chooses the rotary frequencies, where a model has
     several. An engine that chose them for longer sequences than it takes here has that length as `served_length`."""
     vocabulary: int | None
-    """How many tokens the model has, with those that only pad its embedding; None: unknown."""
+    """How many tokens the model has, with those that only pad its embedding; None: unknown.
+
+    The generator asks for no other tokens than these. Where it is unknown, the tokenizer decides.
+    """
 
     @property
     def model(self) -> str | None:
