@@ -62,14 +62,17 @@ def generate(
     chosen: dict[str, Any],
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
-    prompts: Annotated[str | None, _data("JSON lines, a folder of `datasets`, or a data set on the hub.")] = None,
-    prompt_field: Annotated[str, _data("Field of a row with text or messages.")] = "prompt",
+    prompts: Annotated[
+        str | None, _data("File, - or folder of JSON lines or Parquet, or a data set on the hub.")
+    ] = None,
+    prompt_field: Annotated[str, _data("Field of a row with text or messages, or its path: a.b.")] = "prompt",
     split: Annotated[str, _data("Split of the data set.")] = "train",
+    subset: Annotated[str | None, _data("Subset of the data set on the hub.")] = None,
     chat: Annotated[bool, _data("Make each text prompt a chat message of the user.", "--chat")] = False,
     system: Annotated[str | None, _data("With --chat, the message of the system.")] = None,
     reward: Annotated[
         list[str] | None,
-        _data("exact_match or package.module:function, perhaps =WEIGHT; repeatable."),
+        _data("exact_match, math_answer or module:function, perhaps =WEIGHT; repeatable."),
     ] = None,
     rollout: Annotated[str | None, _data("package.module:function that plays rollouts of several turns.")] = None,
     agent: Annotated[str | None, _data("A command, or package.module:function, that plays by an address.")] = None,
@@ -122,7 +125,16 @@ def generate(
             rows: Iterable[PromptSource] | PromptRows = played.prompts(seed)
         else:
             shared = settings.prompts_table is not None
-            rows = load_rows(str(prompts), prompt_field, split, chat, system, None if shared else seed)
+            rows = load_rows(
+                str(prompts),
+                prompt_field=prompt_field,
+                split=split,
+                subset=subset,
+                chat=chat,
+                system=system,
+                seed=None if shared else seed,
+                check=settings.on_prompt_error == "raise",
+            )
             if not (reward or settings.unscored or any(ways.values())):
                 raise ValueError("--reward exact_match or --reward package.module:function is needed")
             hook = load_function("rollout", rollout, {}) if rollout else single_turn
@@ -230,17 +242,26 @@ def reporter(as_json: bool) -> Callable[..., None]:
 
 
 def load_rows(
-    prompts: str, prompt_field: str, split: str, chat: bool, system: str | None, seed: int | None
+    prompts: str,
+    *,
+    prompt_field: str,
+    split: str,
+    subset: str | None,
+    chat: bool,
+    system: str | None,
+    seed: int | None,
+    check: bool,
 ) -> Iterable[PromptSource] | PromptRows:
     """The prompts over and over, shuffled anew for each epoch; without a seed the rows as they are.
 
-    Raises ValueError, OSError or ImportError.
+    `check`: a bad row of a file is an error at once. Raises ValueError, OSError or ImportError.
     """
     from replay_generator.prompts import PreparedRows, cycle_prompts, load_prompts
 
     if system is not None and not chat:
         raise ValueError("--system needs --chat")
-    rows = PreparedRows(load_prompts(prompts, prompt_field=prompt_field, split=split), prompt_field, system, chat=chat)
+    loaded = load_prompts(prompts, prompt_field=prompt_field, split=split, subset=subset, check=check)
+    rows = PreparedRows(loaded, prompt_field, system, chat=chat)
     return rows if seed is None else cycle_prompts(rows, seed=seed)
 
 

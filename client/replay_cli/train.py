@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import fields
@@ -42,6 +43,12 @@ def train(
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     output_dir: Annotated[Path, typer.Option(help="Folder for weights and metrics.jsonl.")],
     eval_prompts: Annotated[str | None, _evaluating("Held-out prompts, as --prompts of `replay generate`.")] = None,
+    eval_prompt_field: Annotated[str, _evaluating("As --prompt-field there.")] = "prompt",
+    eval_split: Annotated[str, _evaluating("As --split there.")] = "train",
+    eval_subset: Annotated[str | None, _evaluating("As --subset there.")] = None,
+    eval_chat: Annotated[bool, _evaluating("As --chat there.", "--eval-chat")] = False,
+    eval_system: Annotated[str | None, _evaluating("As --system there.")] = None,
+    eval_chat_template: Annotated[str | None, _evaluating("As chat_template there: an object of JSON.")] = None,
     eval_reward: Annotated[list[str] | None, _evaluating("As --reward there; repeatable. [exact_match]")] = None,
     eval_max_tokens: Annotated[int, _evaluating("Most tokens of these completions.", min=1)] = 256,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress and no summary.")] = False,
@@ -78,7 +85,19 @@ def train(
         show_recipe(recipe, "train", options)
     try:
         beat()  # now and not in the middle of the run: its file may be impossible to write
-        evaluation = None if eval_prompts is None else _evaluation(eval_prompts, eval_reward, eval_max_tokens)
+        evaluation = None
+        if eval_prompts is not None:
+            evaluation = _evaluation(
+                eval_prompts,
+                prompt_field=eval_prompt_field,
+                split=eval_split,
+                subset=eval_subset,
+                chat=eval_chat,
+                system=eval_system,
+                chat_template=eval_chat_template,
+                rewards=eval_reward,
+                max_tokens=eval_max_tokens,
+            )
         # Not before: they take seconds to import, and people wait for the errors above.
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging as transformers_logging
@@ -135,18 +154,39 @@ def _with_adapter(model: Any, lora: Any, seed: int) -> Any:
     return get_peft_model(model, LoraConfig(**wanted))
 
 
-def _evaluation(prompts: str, rewards: list[str] | None, max_tokens: int) -> PromptEvaluation:
+def _evaluation(
+    prompts: str,
+    *,
+    prompt_field: str,
+    split: str,
+    subset: str | None,
+    chat: bool,
+    system: str | None,
+    chat_template: str | None,
+    rewards: list[str] | None,
+    max_tokens: int,
+) -> PromptEvaluation:
     """Raises ValueError, OSError or ImportError for prompts and rewards that cannot be used."""
-    from replay_generator.prompts import Prompt, load_prompts
+    from replay_generator.prompts import load_prompts
     from replay_generator.rewards import load_reward
 
+    if system is not None and not chat:
+        raise ValueError("--eval-system needs --eval-chat")
+    try:
+        template = json.loads(chat_template or "{}")
+    except ValueError as error:
+        raise ValueError(f"--eval-chat-template is no JSON: {error}") from None
+    if not isinstance(template, dict):
+        raise ValueError(f"--eval-chat-template must be an object of JSON, not {chat_template!r}")
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
-    rows = load_prompts(prompts)
-    loaded = [Prompt.of(rows[index]) for index in range(len(rows))]
+    rows = load_prompts(prompts, prompt_field=prompt_field, split=split, subset=subset)
+    loaded = [rows[index] for index in range(len(rows))]
+    if chat:
+        loaded = [prompt.as_chat(system) for prompt in loaded]
     scored_by = [load_reward(name) for name in rewards or ["exact_match"]]
     from replay_trainer import PromptEvaluation  # needs torch; prompts and rewards that cannot be used end it before
 
-    return PromptEvaluation(loaded, scored_by, max_tokens)
+    return PromptEvaluation(loaded, scored_by, max_tokens, chat_template=template)
 
 
 def _as_typed(message: str, names: set[str]) -> str:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -286,12 +287,18 @@ class RolloutGenerator:
             return None
         while self._unfit and self._started:  # others fit: it is not this generator that is wrong
             await self._supply.set_aside(*self._unfit.pop())
-        if (drawn := await self._supply.next()) is None:
+        try:
+            drawn = await self._supply.next()
+        except PromptError as error:
+            self._skip(error)
+            return None
+        if drawn is None:
             if self._unfit:
                 raise self._unfit[0][1]
             return None
+        began = datetime.now()
         try:
-            prompt, prompt_ids = self._maker.tokenize(drawn.source)
+            prompt, prompt_ids = self._maker.tokenize(drawn.source, began)
         except PromptError as error:
             if drawn.closes and self.config.on_prompt_error == "raise" and len(self._unfit) < _MOST_SKIPPED:
                 self._unfit.append((drawn.closes[0], error))
@@ -302,7 +309,14 @@ class RolloutGenerator:
         number, config = self._started, self.config
         self._started += 1
         opening = Opening(
-            next(self._keys), prompt, prompt_ids, number, config.group_size, config.sampling, item=drawn.item
+            next(self._keys),
+            prompt,
+            prompt_ids,
+            number,
+            config.group_size,
+            config.sampling,
+            item=drawn.item,
+            began=began.isoformat(),
         )
         return UnderConstruction(opening, drawn)
 

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 
 from replay_client.rollout import RolloutGroup
 from replay_client.waits import LOG_SECONDS
@@ -50,13 +51,16 @@ class GroupMaker:
         self._scoring = Scoring(scorer if config.unscored is None else None, config, config.building, keep, stats)
         self._config = config
 
-    def tokenize(self, source: PromptSource) -> tuple[Prompt, list[int]]:
-        """The prompt and its token ids. Raises PromptError if it is no prompt or does not fit the engine."""
+    def tokenize(self, source: PromptSource, began: datetime) -> tuple[Prompt, list[int]]:
+        """The prompt and its token ids, of a group that `began` then.
+
+        Raises PromptError if it is no prompt or does not fit the engine.
+        """
         try:
             prompt = Prompt.of(source)
         except ValueError as error:
             raise PromptError(f"{source!r:.200} is no prompt: {error}") from error
-        prompt_ids = prompt.tokenize(self._engine.tokenizer, **self._config.chat_template)
+        prompt_ids = prompt.tokenize(self._engine.tokenizer, began=began, **self._config.chat_template)
         if why := why_unfit(self._engine, prompt_ids):
             raise PromptError(f"prompt {prompt.prompt_id!r} has {why}")
         return prompt, prompt_ids
@@ -146,5 +150,6 @@ class GroupMaker:
             sampling,
             self._engine.tokenizer,
             self._engine.max_length,
-            self._config.chat_template,
+            {**self._config.chat_template, **prompt.template()},
+            datetime.fromisoformat(opening.began),
         )

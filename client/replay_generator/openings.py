@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from typing import Any
 
 import msgpack
@@ -59,6 +60,8 @@ class Opening:
     """The prompt in its table, which the opening has closed; None: it came from an iterable."""
     failures: list[str] = field(default_factory=list)
     """Why a whole group has no more rollouts."""
+    began: str = field(default_factory=lambda: datetime.now().isoformat())
+    """When it began, at the place of its opener. Whoever finishes it tells its chat template this day."""
 
     def encode(self) -> bytes:
         """The bytes for `decode`. Raises PromptError for a row that msgpack cannot hold."""
@@ -103,6 +106,7 @@ class Opening:
             raise ValueError(f"a group has 1 to {MOST_ROLLOUTS} rollouts, not {self.group_size}")
         if {*map(type, self.failures)} - {str}:
             raise ValueError("a failure must be a text")
+        datetime.fromisoformat(self.began)
 
 
 def encode_whole(opening: Opening, rollouts: Mapping[int, Rollout]) -> bytes:

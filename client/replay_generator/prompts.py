@@ -1,15 +1,13 @@
-"""Prompts: texts or chats from a JSON lines file, a data set or any iterable."""
+"""Prompts: texts or chats from a file, a data set or any iterable."""
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import itertools
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from datetime import datetime
 from typing import Any, Protocol
 
 import msgpack
@@ -17,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_client.errors import ReplayError
+from replay_generator import chat
+from replay_generator.chat import Message
+from replay_generator.row_files import Rows, file_rows, open_rows
+from replay_generator.row_values import field_of, json_of, plain_row
 from replay_protos.labels import TagValue, labels_of
-
-Message = Mapping[str, Any]
-"""{"role": "system" | "user" | "assistant" | ..., "content": ...}, and any other field of the chat template."""
 
 
 class PromptError(ReplayError):
@@ -51,23 +50,32 @@ class Prompt:
     def of(cls, source: Prompt | Mapping[str, Any] | str | Sequence[Message], prompt_field: str = "prompt") -> Prompt:
         """Makes a prompt of a row with a `prompt_field`, of a text, or of a list of messages.
 
-        Its `prompt_id` is `row["prompt_id"]`, or else a hash of its content. Raises ValueError if the content is
-        missing, empty, or neither a text nor messages, and for tags that no item can have.
+        `prompt_field` may be a path: `extra_info.question`. The row gets values of Python (`plain_row`), and its
+        messages are cleaned (`chat.clean`). Its `prompt_id` is `row["prompt_id"]`, or else a hash of its content and of
+        the row's other fields. Raises ValueError if the content is missing, empty, or neither a text nor messages, for
+        what no store can hold, such as half of a surrogate pair, for `tools` and `chat_template_kwargs` that no template
+        takes, and for tags that no item can have.
         """
         if isinstance(source, Prompt):
             return source
-        row = source if isinstance(source, Mapping) else {prompt_field: source}
-        if prompt_field not in row:
+        if hasattr(source, "to_dict"):  # a row of pandas
+            source = source.to_dict()
+        row = plain_row(source if isinstance(source, Mapping) else {prompt_field: source})
+        try:
+            value = field_of(row, prompt_field)
+        except KeyError as error:
             raise ValueError(
-                f"a row needs the field {prompt_field!r}; this one has {', '.join(map(str, row)) or 'none'}: name one "
-                f"of them with --prompt-field (prompt_field)"
-            )
-        content = _content(prompt_field, row[prompt_field])
+                f"a row needs the field {prompt_field!r}; {error.args[0]}: name one of them with --prompt-field "
+                "(prompt_field)"
+            ) from None
+        content = _content(prompt_field, value)
         prompt_id = row.get("prompt_id")
         if prompt_id is None:
-            text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, default=str)
-            prompt_id = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        return cls(prompt_id=str(prompt_id), content=content, row=row, tags=_tags(row.get("tags")))
+            prompt_id = _id_of(content, {name: each for name, each in row.items() if name != prompt_field})
+        prompt = cls(prompt_id=str(prompt_id), content=content, row=row, tags=_tags(row.get("tags")))
+        prompt.tools()
+        prompt.template()
+        return prompt
 
     def packed(self) -> bytes:
         """The bytes for `unpacked`. Raises PromptError if the row has a value that msgpack has no type for."""
@@ -88,36 +96,45 @@ class Prompt:
         prompt_id, row = fields["prompt_id"], fields["row"]
         if not isinstance(prompt_id, str) or not isinstance(row, Mapping):
             raise ValueError(f"a prompt needs a text as its prompt_id and an object as its row, not {prompt_id!r:.80}")
-        return cls(prompt_id, _content("content", fields["content"]), row, _tags(fields["tags"]))
+        prompt = cls(prompt_id, _content("content", fields["content"]), row, _tags(fields["tags"]))
+        prompt.template()
+        return prompt
 
     def as_chat(self, system: str | None = None) -> Prompt:
         """The prompt as messages. A text becomes the user's message; `system` comes first if there is no other."""
         messages = self.content
         if isinstance(messages, str):
             messages = ({"role": "user", "content": messages},)
-        if system is not None and messages[0]["role"] != "system":
+        if system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = ({"role": "system", "content": system}, *messages)
         return replace(self, content=messages)
 
-    def tokenize(self, tokenizer: Any, **template: Any) -> list[int]:
-        """The token ids (P,). Messages go through the tokenizer's chat template, which gets `template`.
+    def tools(self) -> list[Any]:
+        """The tools that the chat template is told: the row's `tools`. A text has none.
 
-        If the last message is the assistant's, the completion continues it. Raises PromptError.
+        Raises ValueError if the column holds anything else.
+        """
+        return [] if isinstance(self.content, str) else chat.tools_of(self.row.get("tools"))
+
+    def template(self) -> dict[str, Any]:
+        """The row's own arguments of the chat template: its `chat_template_kwargs`.
+
+        Raises ValueError if the column holds anything else.
+        """
+        return chat.template_of(self.row.get("chat_template_kwargs"))
+
+    def tokenize(self, tokenizer: Any, *, began: datetime | None = None, **template: Any) -> list[int]:
+        """The token ids (P,). Messages go through the tokenizer's chat template, as `chat.render` tells them.
+
+        The template gets `template`, and what the row says beside it. `began`: when the rollout began; None: now. If
+        the last message is the assistant's, the completion continues it. Raises PromptError.
         """
         try:
+            arguments = {**template, **self.template()}
             if isinstance(self.content, str):
-                return [int(token) for token in tokenizer.encode(self.content)]
-            if not getattr(tokenizer, "chat_template", None):
-                raise ValueError("it is a chat, and the tokenizer has no chat template: give it one, or write a text")
-            goes_on = self.content[-1]["role"] == "assistant"
-            ids = tokenizer.apply_chat_template(
-                [dict(message) for message in self.content],
-                add_generation_prompt=not goes_on,
-                continue_final_message=goes_on,
-                return_dict=False,
-                **template,
-            )
-            return [int(token) for token in ids]
+                return chat.text_ids(tokenizer, self.content)
+            rendered = chat.render(tokenizer, self.content, self.tools(), arguments, began)
+            return chat.rendered_ids(tokenizer, rendered)
         except Exception as error:
             raise PromptError(f"prompt {self.prompt_id!r} cannot be tokenized: {error}") from error
 
@@ -134,56 +151,99 @@ def _content(name: str, value: Any) -> str | tuple[Message, ...]:
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list | tuple) and value:
-        for message in value:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-                raise ValueError(f"each message of {name!r} needs a 'role' and a 'content', not {message!r}")
-        return tuple(value)
-    raise ValueError(f"{name!r} must be a text or a list of messages that is not empty, not {value!r}")
+        try:
+            messages = chat.clean(value)
+            for function in chat.functions_of(messages):
+                chat.arguments_of(function)
+        except chat.ChatError as error:
+            raise ValueError(f"{name!r}: {error}") from error
+        return tuple(messages)
+    raise ValueError(f"{name!r} must be a text or a list of messages that is not empty, not {value!r:.200}")
+
+
+def _id_of(content: str | tuple[Message, ...], others: Mapping[str, Any]) -> str:
+    """The name of a prompt that has none: a hash of its content, and of the other fields of its row.
+
+    Two rows may ask the same and want different answers. Null fields do not count, nor do objects that JSON cannot
+    have, so that a row has one name however it was stored.
+    """
+    text = content if isinstance(content, str) else json_of(content)
+    said = json_of(others)
+    if said != "{}":
+        text = f"{text}\0{said}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def read_prompts(path: str | os.PathLike[str], prompt_field: str = "prompt") -> list[Prompt]:
-    """All prompts of a file in UTF-8 with one JSON object a line. Empty lines do not count, nor does a byte order mark.
+    """All prompts of one file: JSON lines, a JSON array or Parquet, perhaps packed by gzip; `row_files` says how.
 
-    Raises ValueError that names file and line, for a line without a prompt and for a file without prompts.
+    Raises ValueError that names file and row, for a row without a prompt and for a file without prompts.
     """
-    prompts = []
-    for number, row in json_lines(path):
-        try:
-            prompts.append(Prompt.of(row, prompt_field))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-    if not prompts:
+    rows = LoadedPrompts(file_rows(path, _told_columns(prompt_field)), prompt_field)
+    if not len(rows):
         raise ValueError(f"{path} has no prompts")
-    return prompts
+    rows.check()
+    return [rows[index] for index in range(len(rows))]
 
 
-def load_prompts(source: str, *, prompt_field: str = "prompt", split: str = "train") -> PromptRows:
-    """Prompts of a JSON lines file, of a folder that `datasets` saved, or of a data set named as on the hub.
+def load_prompts(
+    source: str, *, prompt_field: str = "prompt", split: str = "train", subset: str | None = None, check: bool = True
+) -> LoadedPrompts:
+    """Prompts of a file, of a folder, or of a data set named as on the hub: docs/how-to/data.md lists the forms.
 
-    Raises ValueError if there are no prompts, and ImportError if the package `datasets` is needed and missing.
+    A data set is read row by row, as its prompts are asked for. All others are read at once; `check` says whether one
+    bad row of them is an error here, or when it is asked for. Raises ValueError if there are no prompts, OSError, and
+    ImportError if a package is needed and missing.
     """
-    path = Path(source)
-    if path.is_file() or path.suffix in (".jsonl", ".json"):
-        return read_prompts(path, prompt_field)
+    rows = open_rows(source, split=split, subset=subset, told=_told_columns(prompt_field))
+    head = prompt_field.partition(".")[0]
+    if rows.columns is not None and not {prompt_field, head}.intersection(rows.columns):
+        raise ValueError(f"{source} has no column {prompt_field!r}, only {', '.join(rows.columns)}: see --prompt-field")
+    loaded = LoadedPrompts(rows, prompt_field)
+    if check and rows.in_memory:
+        loaded.check()
+    return loaded
+
+
+def _told_columns(prompt_field: str) -> list[str]:
+    """Columns that a chat template is told."""
+    return list(dict.fromkeys([prompt_field, prompt_field.partition(".")[0], "tools", "chat_template_kwargs"]))
+
+
+class LoadedPrompts:
+    """The prompts of files and data sets, each made when it is asked for."""
+
+    def __init__(self, rows: Rows, prompt_field: str) -> None:
+        self._rows = rows
+        self._prompt_field = prompt_field
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        """Raises PromptError that names file and row."""
+        try:
+            return Prompt.of(self._rows[int(index)], self._prompt_field)
+        except ValueError as error:
+            place = self._rows.place(int(index))
+            said = str(error)
+            raise PromptError(said if said.startswith(place) else f"{place}: {said}") from error
+
+    def check(self) -> None:
+        """Looks at all rows. Raises ValueError for the first that is no prompt."""
+        for index in range(len(self)):
+            try:
+                self[index]
+            except PromptError as error:
+                raise ValueError(str(error)) from error
+
+
+def prompt_at(rows: PromptRows, index: int, prompt_field: str = "prompt") -> Prompt:
+    """The prompt of a row. Raises PromptError that names the row."""
     try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            f"{source!r} is no file, and for a data set the package `datasets` is needed: pip install datasets"
-        ) from error
-    loaded = datasets.load_from_disk(source) if path.is_dir() else datasets.load_dataset(source)
-    if isinstance(loaded, Mapping):
-        if split not in loaded:
-            raise ValueError(f"{source} has no split {split!r}, only {', '.join(loaded)}")
-        loaded = loaded[split]
-    if prompt_field not in loaded.column_names:
-        raise ValueError(
-            f"{source} has no column {prompt_field!r}, only {', '.join(loaded.column_names)}: see --prompt-field"
-        )
-    if not len(loaded):
-        raise ValueError(f"{source} has no prompts")
-    rows: PromptRows = loaded
-    return rows
+        return Prompt.of(rows[int(index)], prompt_field)
+    except ValueError as error:
+        raise PromptError(f"row {index + 1} (index {index}) of the prompts: {error}") from error
 
 
 PromptSource = Prompt | Mapping[str, Any] | str | list[Message]
@@ -205,7 +265,7 @@ class PreparedRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
-        prompt = Prompt.of(self._rows[index], self._prompt_field)
+        prompt = prompt_at(self._rows, index, self._prompt_field)
         return prompt.as_chat(self._system) if self._chat else prompt
 
 
@@ -214,12 +274,14 @@ def cycle_prompts(
 ) -> Iterator[Prompt]:
     """Every row once in each epoch, in an order that depends on `seed` and the epoch; `epochs` None: for ever.
 
-    Reads the rows one by one, so a large data set starts at once. Raises ValueError if there are no rows.
+    Reads the rows one by one, so a large data set starts at once. Raises ValueError if there are no rows. A row that is
+    no prompt raises PromptError when its turn comes, and the next call goes on with the next row.
     """
     if not len(rows):
         raise ValueError(f"there are no prompts to cycle through: rows is empty, {rows!r}")
     orders = (epoch_order(len(rows), seed, epoch) for epoch in (itertools.count() if epochs is None else range(epochs)))
-    return (Prompt.of(rows[int(index)], prompt_field) for order in orders for index in order)
+    # `map` goes on after an error, which a generator does not.
+    return map(lambda index: prompt_at(rows, index, prompt_field), itertools.chain.from_iterable(orders))
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -229,50 +291,4 @@ def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
 def chat_prompts(prompts: Iterable[Prompt], system: str | None = None) -> Iterator[Prompt]:
     """All prompts as chats; see `Prompt.as_chat`."""
-    return (prompt.as_chat(system) for prompt in prompts)
-
-
-# JSON lines: the objects of a text file that has one in each line, as prompts and exported items have them.
-
-_OTHER_FILES = (
-    (b"\x1f\x8b", "a gzip file", "unpack it with gunzip"),
-    (b"PK\x03\x04", "a zip file", "unpack it with unzip"),
-    (b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it with unzstd"),
-    (b"PAR1", "a Parquet file", "write it as JSON lines or, to import items, let its name end with .parquet"),
-    (codecs.BOM_UTF16_LE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
-    (codecs.BOM_UTF16_BE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
-)
-"""The first bytes of files that people give by mistake. Each has the words of the error, with the remedy."""
-
-
-def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file in UTF-8 with one JSON object a line, each with the number of its line.
-
-    Empty lines do not count, nor does a byte order mark. Raises ValueError that names file and line, with the remedy,
-    for anything else.
-    """
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            for start, kind, remedy in _OTHER_FILES if number == 1 else ():
-                if line.startswith(start):
-                    raise ValueError(f"{path}, line 1: this is {kind}, and not lines of JSON in UTF-8: {remedy}")
-            line = line if number > 1 else line.removeprefix(codecs.BOM_UTF8)
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(_decoded(line))
-                if not isinstance(row, dict):
-                    raise ValueError(f"a {type(row).__name__} where an object belongs")
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
-            yield number, row
-
-
-def _decoded(line: bytes) -> str:
-    try:
-        return line.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"byte {error.start + 1}, {line[error.start : error.start + 1]!r}, is not UTF-8: if the file is in "
-            "Latin-1, convert it with iconv -f ISO-8859-1 -t UTF-8"
-        ) from error
+    return map(lambda prompt: prompt.as_chat(system), prompts)

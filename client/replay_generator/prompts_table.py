@@ -41,7 +41,7 @@ from replay_client.scoring import group_learnability
 from replay_client.waits import in_daemon_thread
 from replay_generator.config import GeneratorConfig
 from replay_generator.metrics import GeneratorStats
-from replay_generator.prompts import Prompt, PromptRows, PromptSource, epoch_order
+from replay_generator.prompts import Prompt, PromptError, PromptRows, PromptSource, epoch_order, prompt_at
 from replay_generator.stored_prompts import (
     MARK_TAG,
     LoadMark,
@@ -51,6 +51,7 @@ from replay_generator.stored_prompts import (
     names_of,
 )
 from replay_generator.supply import Answer, Drawn, IteratedPrompts, LeasedItems, PromptItem, PromptSupply
+from replay_protos.labels import TagValue
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ LEAST_PRIORITY = 0.02
 """Of a prompt that was always solved, or never: it is tried again, more seldom."""
 _PAUSE = 1.0
 """Seconds to wait for a prompt before another look at what is going on."""
+MOST_BAD = 100
+"""When so many rows in a row were no prompts, the run ends: the cause is not a single row."""
 _MOST_BEGINNINGS = 64
 """How often a table may be emptied while the server remembers the key of its first mark."""
 
@@ -91,6 +94,8 @@ class PromptsTable(PromptSupply):
         self._rows = rows
         self._config = config
         self._seed = config.sampling.seed or 0
+        self._stats = stats
+        self._bad_in_a_row = 0
         self._names = ""
         self._items = LeasedItems(client, answer, self.table, config.prompts_lease, "prompts", _decoded, _lose, stats)
 
@@ -212,21 +217,49 @@ class PromptsTable(PromptSupply):
         )
 
     async def _load(self, mark: LoadMark, rows: Iterable[int], priority: float = 1.0) -> None:
-        """Inserts the prompts of these rows, which begin where the mark is, those that are there already apart."""
-        prompts = await in_daemon_thread(lambda: [Prompt.of(self._rows[row]) for row in rows])
+        """Inserts the prompts of these rows, which begin where the mark is, those that are there already apart.
+
+        A row that is no prompt, or that no table can hold, is left out: it would end every generator in turn.
+        """
+        prompts = await in_daemon_thread(
+            lambda: [self._stored(row, mark, position) for position, row in enumerate(rows, mark.position)]
+        )
+        for prompt in prompts:
+            self._count_bad(prompt)
 
         async def attempt() -> None:
             async with self._client.writer(max_in_flight=WINDOW) as writer:
-                for position, prompt in enumerate(prompts, mark.position):
-                    stored = StoredPrompt(prompt, mark.epoch, position)
+                for position, stored in enumerate(prompts, mark.position):
+                    if isinstance(stored, PromptError):
+                        continue
+                    payload, tags = stored
                     await writer.insert(
-                        stored.encode(),
+                        payload,
                         {self.table: priority},
                         key=key_of(mark.run, mark.epoch, position),
-                        tags=stored.item_tags(),
+                        tags=tags,
                     )
 
         await self._answer(attempt)
+
+    def _stored(self, row: int, mark: LoadMark, position: int) -> tuple[bytes, dict[str, TagValue]] | PromptError:
+        """The bytes and the tags of the prompt of a row, or why it has none."""
+        try:
+            stored = StoredPrompt(prompt_at(self._rows, row), mark.epoch, position)
+            return stored.encode(), stored.item_tags()
+        except PromptError as error:
+            return error
+
+    def _count_bad(self, prompt: object) -> None:
+        """Raises PromptError when so many rows in a row were no prompts that the cause is not one of them."""
+        if not isinstance(prompt, PromptError):
+            self._bad_in_a_row = 0
+            return
+        self._stats["skipped"] += 1
+        self._bad_in_a_row += 1
+        if self._bad_in_a_row >= min(MOST_BAD, len(self._rows)):
+            raise PromptError(f"{self._bad_in_a_row} rows in a row are no prompts, the last because of: {prompt}")
+        logger.warning("left out of table %r: %s", self.table, prompt)
 
     def _check(self, mark: LoadMark) -> None:
         """Raises ReplayError if the table was loaded from other prompts."""

@@ -29,6 +29,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ class Task:
     max_length: int
     """The most tokens that the engine takes, with those that it draws."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, as `GeneratorConfig.chat_template`."""
+    """Arguments of the chat template: `GeneratorConfig.chat_template`, and the row's own."""
+    began: datetime = field(default_factory=datetime.now)
+    """When its group began. Templates that ask for today's date get this day, also after midnight."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 
 from replay_client.columns import Buffer
-from replay_generator.prompts import Prompt, PromptRows
+from replay_generator.prompts import Prompt, PromptError, PromptRows, prompt_at
 from replay_protos.labels import MOST_TAGS, TagValue
 
 MAGIC = b"RPLYPRM\x01"
@@ -73,8 +73,16 @@ class LoadMark:
 def names_of(rows: PromptRows) -> str:
     """A hash that differs between sets of prompts with other names in the same places."""
     places = sorted({len(rows) * place // _PROBED for place in range(_PROBED)} | {len(rows) - 1})
-    names = [Prompt.of(rows[place]).prompt_id for place in places]
+    names = [_name_at(rows, place) for place in places]
     return hashlib.blake2b("\0".join(names).encode(errors="replace"), digest_size=8).hexdigest()
+
+
+def _name_at(rows: PromptRows, place: int) -> str:
+    """The name of a prompt; "": the row is none."""
+    try:
+        return prompt_at(rows, place).prompt_id
+    except PromptError:
+        return ""
 
 
 def key_of(*parts: object) -> int:

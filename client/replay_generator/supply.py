@@ -66,7 +66,10 @@ class PromptSupply:
         """Finds out whether there can be prompts. Raises ReplayError that names the remedy."""
 
     async def next(self) -> Drawn | None:
-        """The next prompt; None: there is none now. Then `ended` says whether to ask again."""
+        """The next prompt; None: there is none now. Then `ended` says whether to ask again.
+
+        Raises PromptError for a row that is no prompt; the next call goes on with the next one.
+        """
         raise NotImplementedError
 
     async def finished(self, drawn: Drawn, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:

@@ -74,16 +74,17 @@ def test_a_byte_order_mark_does_not_belong_to_the_first_line(tmp_path):
     ("content", "says"),
     [
         ('{"prompt": "a"}\n{"prompt": "é"}\n'.encode("latin-1"), r"line 2: byte 13, b'\\xe9', is not UTF-8: .*iconv"),
-        (gzip.compress(b'{"prompt": "a"}', mtime=0), "line 1: this is a gzip file, .*gunzip"),
+        (b"\x28\xb5\x2f\xfd\x00", "line 1: this is a zstd file, .*unzstd"),
+        (gzip.compress(b'{"prompt": "a"}\n' * 99, mtime=0)[:-12], "a damaged gzip file: Compressed file ended before"),
         ('{"prompt": "a"}'.encode("utf-16"), "line 1: this is text in UTF-16, .*iconv"),
-        (b"PAR1\x15\x04\x15", "line 1: this is a Parquet file, "),
+        (b"PAR1\x15\x04\x15", "not a Parquet file: "),
     ],
-    ids=["Latin-1", "gzip", "UTF-16", "Parquet"],
+    ids=["Latin-1", "zstd", "half a gzip file", "UTF-16", "damaged Parquet"],
 )
 def test_a_file_in_another_encoding_is_named_with_the_line_and_the_remedy(tmp_path, content, says):
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"prompts\.jsonl, {says}"):
+    with pytest.raises(ValueError, match=rf"prompts\.jsonl[,:] {says}"):
         read_prompts(path)
 
 
@@ -121,22 +122,22 @@ class Chats:
 
     chat_template = "any"
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) for character in text]
 
     def apply_chat_template(
         self,
         messages: list[dict[str, str]],
         *,
+        tools: None,
         add_generation_prompt: bool,
-        continue_final_message: bool,
-        return_dict: bool,
+        tokenize: bool,
         style: str = "",
-    ) -> list[int]:
-        assert not return_dict
+    ) -> str:
+        assert not tokenize
+        assert add_generation_prompt
         text = style + "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        assert add_generation_prompt != continue_final_message
-        return self.encode(text + "<assistant>" * add_generation_prompt)
+        return f"{text}<assistant>"
 
 
 def tokenized(prompt: Prompt, **template: str) -> str:

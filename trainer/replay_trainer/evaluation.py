@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -68,6 +68,8 @@ class PromptEvaluation:
     """The longest completion."""
     batch_size: int = 16
     """Prompts that are completed at the same time."""
+    chat_template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template: those of the generators' `chat_template`, so that both ask the same."""
 
     def __call__(self, trainer: Run) -> Metrics:
         """reward_mean, completion_length_mean (tokens), truncated_fraction and prompts, over all ranks.
@@ -108,7 +110,8 @@ class PromptEvaluation:
         try:
             for start in range(0, len(prompts), self.batch_size):
                 beat()
-                ids = [prompt.tokenize(tokenizer) for prompt in prompts[start : start + self.batch_size]]
+                batch = prompts[start : start + self.batch_size]
+                ids = [prompt.tokenize(tokenizer, **self.chat_template) for prompt in batch]
                 for completion in self._generate(model, next(iter(ends), 0), ids):
                     stops = [place for place, token in enumerate(completion) if token in ends]
                     length = stops[0] + 1 if stops else len(completion)

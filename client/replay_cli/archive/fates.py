@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replay_generator.prompts import json_lines
+from replay_generator.row_files import json_lines
 
 FATES = ("trained", "left-out", "put-aside", "unknown")
 """The fates of a group."""

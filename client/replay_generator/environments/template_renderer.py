@@ -12,6 +12,8 @@ from renderers.base import RenderedTokens
 from renderers.configs import DefaultRendererConfig
 from renderers.default import DefaultRenderer
 
+from replay_generator.chat import render, rendered_ids
+
 _MARK = "[a turn of the policy]"
 
 
@@ -34,13 +36,7 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
         follows that turn. None if the template does not show the mark: then the whole chat is rendered.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, *new_messages]
-        rendered = self._tokenizer.apply_chat_template(
-            chat,
-            tools=tools,
-            add_generation_prompt=True,
-            tokenize=False,
-            **(self.config.model_extra or {}),
-        )
+        rendered = render(self._tokenizer, chat, tools or (), self.config.model_extra)
         _, mark, after = rendered.partition(_MARK)
         if not mark:
             return None
@@ -48,7 +44,7 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
             # The template ends the turn of the policy as the policy has ended it.
             after = after.removeprefix(self._tokenizer.decode([last]))
         before = [*previous_prompt_ids, *previous_completion_ids]
-        added = [int(token) for token in self._tokenizer.encode(after, add_special_tokens=False)]
+        added = rendered_ids(self._tokenizer, after)
         return RenderedTokens(
             token_ids=[*before, *added],
             message_indices=[-1] * len(before) + [len(new_messages) - 1] * len(added),

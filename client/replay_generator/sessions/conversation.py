@@ -12,15 +12,14 @@ and the tokens are those of the policy anyway.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from replay_generator.chat import ChatError, Message, render, rendered_ids
 from replay_generator.engines import text_of
 from replay_generator.rollouts import RolloutError, Task
 
-Message = Mapping[str, Any]
-"""As chat templates take it: `role`, `content`, and others."""
 _THINKS, _THOUGHT = "<think>", "</think>"
 
 
@@ -90,22 +89,14 @@ class Conversation:
         return Conversation(self.task, self.tools, whole, marked, rendered), between
 
     def _tokens(self, text: str) -> list[int]:
-        return [int(token) for token in self.task.tokenizer.encode(text, add_special_tokens=False)]
+        return rendered_ids(self.task.tokenizer, text)
 
 
 def _render(task: Task, messages: Sequence[Message], tools: Sequence[Any]) -> str:
     try:
-        return str(
-            task.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                add_generation_prompt=True,
-                tokenize=False,
-                **task.chat_template,
-            )
-        )
-    except Exception as error:  # a template may raise anything
-        raise RolloutError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+        return render(task.tokenizer, messages, tools, task.chat_template, task.began)
+    except ChatError as error:
+        raise RolloutError(str(error)) from error
 
 
 def _without_space(text: str) -> str:

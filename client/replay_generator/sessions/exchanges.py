@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replay_client.kept import other_sampling
+from replay_generator.chat import Message
 from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.rollouts import RolloutError, RolloutSequence
-from replay_generator.sessions.conversation import Conversation, Message
+from replay_generator.sessions.conversation import Conversation
 
 _EARLIER = "earlier"
 """The role of a turn of the policy that another sequence of the rollout is trained on."""

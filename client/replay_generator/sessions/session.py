@@ -21,9 +21,10 @@ from typing import Any, TypeVar, cast
 
 from replay_client.kept import TRUNCATING, other_sampling
 from replay_client.waits import in_daemon_thread
+from replay_generator.chat import Message, rendered_ids, text_ids
 from replay_generator.engines import Completion, text_of
 from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
-from replay_generator.sessions.conversation import Conversation, Message
+from replay_generator.sessions.conversation import Conversation
 from replay_generator.sessions.exchanges import Exchange, Exchanges
 from replay_generator.sessions.parsers import Parsers
 from replay_generator.sessions.turns import Answer, Ask, Refusal
@@ -155,10 +156,10 @@ class Session:
     def _of_text(self, text: str) -> Exchange:
         tokenizer = self.task.tokenizer
         if not (before := self.exchanges.after_text(text)):
-            return Exchange(None, tokenizer.encode(text), words=text)
+            return Exchange(None, text_ids(tokenizer, text), words=text)
         # Where the policy ended its turn, the client may have written this as text.
         new = text.removeprefix(before.text).removeprefix(text_of(tokenizer, [before.token_ids[-1]]))
-        return Exchange(before, tokenizer.encode(new, add_special_tokens=False), "user", new)
+        return Exchange(before, rendered_ids(tokenizer, new), "user", new)
 
     async def _of_messages(self, tools: Sequence[Any], messages: Sequence[Message]) -> Exchange:
         before, count = self.exchanges.after_messages(tools, messages)

@@ -1,0 +1,333 @@
+"""Chat: messages as a chat template reads them. All prompts, hooks and sessions render by `render`, and nothing else.
+
+    messages of a row, a hook or a client ──clean──▶ texts ──ways──▶ the template ──▶ text, and the words to go on with
+
+* A null field is no field. Arrow has all fields in each message, and null where a message lacks one.
+* Content in parts is the text of its parts. A part that is no text is refused.
+* Arguments of calls are objects for the template. One that wants their JSON gets this (`_WAYS`).
+* A last message of the assistant is not rendered: the policy goes on behind its words, whatever the template does to
+  whole messages.
+* Templates that ask for today's date get the day on which the rollout began. It would change the head of a
+  conversation at midnight.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import combinations
+from typing import Any
+
+Message = Mapping[str, Any]
+"""{"role": "system" | "user" | "assistant" | ..., "content": ...}, and any other field of the chat template."""
+_TEXTS = (None, "text", "input_text", "output_text")
+"""The `type` of a part that is a text."""
+_THINKS, _THOUGHT = "<think>", "</think>"
+_OURS = ("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
+"""Arguments of the template that follow from the messages, or that `render` sets."""
+
+
+class ChatError(ValueError):
+    """Messages that no template can be told. The text names the message."""
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Any] = (),
+    template: Mapping[str, Any] | None = None,
+    began: datetime | None = None,
+) -> str:
+    """The text that the policy goes on after: what the tokenizer's chat template makes of the messages.
+
+    `tools`: as the client gave them, or Python functions. `template`: arguments of the template. `began`: when the
+    rollout began; None: now. Tokenize it without special tokens: the template has written them. Raises ChatError.
+    """
+    arguments = dict(template or {})
+    written = _template_of(tokenizer, arguments)
+    if not written:
+        raise ChatError("it is a chat, and the tokenizer has no chat template: give it one, or write a text")
+    if "strftime_now" in written:
+        arguments.setdefault("strftime_now", (began or datetime.now()).strftime)
+    told = clean(messages)
+    words = ""
+    if told and told[-1]["role"] == "assistant":
+        words = _words_of(told.pop())
+    if not told:
+        raise ChatError("no message comes before the words of the assistant: begin with one of the user")
+    if "developer" not in written:
+        told = [{**each, "role": "system"} if each["role"] == "developer" else each for each in told]
+    failure: Exception | None = None
+    for way in _ways(told):
+        try:
+            rendered = tokenizer.apply_chat_template(
+                way, tools=list(tools) or None, add_generation_prompt=True, tokenize=False, **arguments
+            )
+            _check_arguments(str(rendered), way)
+        except Exception as error:  # a template may raise anything
+            failure = failure or error
+            continue
+        return f"{rendered}{words}"
+    raise ChatError(f"the chat template refuses the messages: {type(failure).__name__}: {failure}") from failure
+
+
+def rendered_ids(tokenizer: Any, rendered: str) -> list[int]:
+    """The tokens of a text that `render` returned, or of a part of it."""
+    return [int(token) for token in tokenizer.encode(rendered, add_special_tokens=False)]
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text that the policy goes on after, which may be one that a template has rendered.
+
+    The tokenizer puts its BOS before it, unless the text begins with it. It puts none before a text with other special
+    tokens if the chat template writes none either.
+    """
+    ids = [int(token) for token in tokenizer.encode(text)]
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None or ids[:1] != [bos]:
+        return ids
+    plain = rendered_ids(tokenizer, text)
+    if plain[:1] == [bos]:
+        return plain
+    written = _template_of(tokenizer, {})
+    writes_bos = "bos_token" in written or tokenizer.bos_token in written
+    if written and not writes_bos and _special_ids(tokenizer).intersection(plain):
+        return plain
+    return ids
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    found = {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
+    return found - {tokenizer.unk_token_id}  # it stands for any text
+
+
+def _template_of(tokenizer: Any, arguments: Mapping[str, Any]) -> str:
+    """The source of the template, or of all of them if the tokenizer has several; "": it has none."""
+    return str(arguments.get("chat_template") or getattr(tokenizer, "chat_template", None) or "")
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+def clean(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages without null fields, each with its content as a text. Raises ChatError."""
+    told = []
+    for number, message in enumerate(messages, start=1):
+        try:
+            told.append(_clean(message))
+        except ChatError as error:
+            raise ChatError(f"message {number}: {error}") from error
+    return told
+
+
+def _clean(message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ChatError(f"each message needs a 'role' and a 'content', not {message!r:.200}")
+    told = {name: value for name, value in message.items() if value is not None}
+    calls = told.pop("tool_calls", None)
+    if "content" not in message and not calls:
+        raise ChatError(f"each message needs a 'role' and a 'content', not {message!r:.200}")
+    told["content"] = text_of(message.get("content"))
+    if calls:
+        told["tool_calls"] = _clean_calls(calls)
+    return told
+
+
+def text_of(content: Any) -> str:
+    """A text, or the texts of parts, joined as they are; "" for null. Raises ChatError for a part that is no text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise ChatError(f"its content must be a text, or a list of parts, not {content!r:.200}")
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        if not isinstance(part, Mapping) or part.get("type") not in _TEXTS:
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise ChatError(f"a part of its content is {kind!r:.80}, which no text model takes: leave out the row")
+        text = part.get("text")
+        if not isinstance(text, str | None):
+            raise ChatError(f"the 'text' of a part of its content is {text!r:.80}, which is no text")
+        texts.append(text or "")
+    return "".join(texts)
+
+
+def _clean_calls(calls: Any) -> list[dict[str, Any]]:
+    """The calls without null fields, with their arguments as they are: a null in these is the caller's."""
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+        raise ChatError(f"its tool_calls must be a list of objects, not {calls!r:.200}")
+    told = []
+    for call in calls:
+        cleaned = {name: value for name, value in call.items() if value is not None}
+        function = cleaned.get("function")
+        if isinstance(function, Mapping):
+            cleaned["function"] = {name: value for name, value in function.items() if value is not None}
+        told.append(cleaned)
+    return told
+
+
+def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call as an object, which may be given as its JSON. Raises ChatError."""
+    given = function.get("arguments")
+    if isinstance(given, Mapping):
+        return dict(given)
+    try:
+        arguments = json.loads(given or "{}")
+    except (ValueError, TypeError):
+        raise ChatError(f"the arguments of a call must be an object, or its JSON, not {given!r:.200}") from None
+    except RecursionError:
+        raise ChatError("the arguments of a call are nested too deeply") from None
+    if not isinstance(arguments, dict):
+        raise ChatError(f"the arguments of a call must be an object, or its JSON, not {given!r:.200}")
+    return arguments
+
+
+def functions_of(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
+    """What each call of cleaned messages says of its function: `name` and `arguments`."""
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            function = call.get("function")
+            yield function if isinstance(function, Mapping) else call
+
+
+def _words_of(message: Message) -> str:
+    """The words of the assistant that the policy is to go on with."""
+    if message.get("tool_calls"):
+        raise ChatError("the last message is a call of the assistant: end with the answer of its tool")
+    if message.get("reasoning_content"):
+        raise ChatError("the last message has reasoning_content: write these thoughts into its content, as they go on")
+    return str(message["content"])
+
+
+# ------------------------------------------------------------------------------------------------ ways to tell them
+
+_Told = list[dict[str, Any]]
+
+
+def _ways(told: _Told) -> Iterator[_Told]:
+    """The messages in each form that some template wants, the usual one first; those that change nothing left out."""
+    yielded: list[_Told] = []
+    for count in range(len(_WAYS) + 1):
+        for chosen in combinations(_WAYS, count):
+            form = told
+            for way in chosen:
+                form = way(form)
+            if _arguments_as_text not in chosen:
+                form = _arguments_as_objects(form)
+            if form not in yielded:
+                yielded.append(form)
+                yield form
+
+
+def _arguments_as_objects(told: _Told) -> _Told:
+    """What is no JSON of an object stays as it is."""
+
+    def as_object(function: Mapping[str, Any]) -> Any:
+        try:
+            return arguments_of(function)
+        except ChatError:
+            return function.get("arguments")
+
+    return _with_arguments(told, as_object)
+
+
+def _arguments_as_text(told: _Told) -> _Told:
+    """A text stays as it is written."""
+
+    def as_text(function: Mapping[str, Any]) -> Any:
+        given = function.get("arguments")
+        return given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+
+    return _with_arguments(told, as_text)
+
+
+def _with_arguments(told: _Told, arguments: Callable[[Mapping[str, Any]], Any]) -> _Told:
+    changed = []
+    for message in told:
+        if "tool_calls" in message:
+            calls = []
+            for call in message["tool_calls"]:
+                function = call.get("function")
+                if isinstance(function, Mapping):
+                    calls.append({**call, "function": {**function, "arguments": arguments(function)}})
+                else:
+                    calls.append({**call, "arguments": arguments(call)})
+            message = {**message, "tool_calls": calls}
+        changed.append(message)
+    return changed
+
+
+def _thoughts_apart(told: _Told) -> _Told:
+    """The thoughts that the assistant's content begins with, as `reasoning_content`."""
+    changed = []
+    for message in told:
+        thoughts, ends, text = message["content"].partition(_THOUGHT)
+        if message["role"] == "assistant" and ends and "reasoning_content" not in message:
+            thoughts = thoughts.strip().removeprefix(_THINKS).strip()
+            message = {**message, "content": text.lstrip("\n"), "reasoning_content": thoughts}
+        changed.append(message)
+    return changed
+
+
+_WAYS: tuple[Callable[[_Told], _Told], ...] = (_arguments_as_text, _thoughts_apart)
+"""What some templates want. A way is tried, alone and with others, only where the template refuses the usual form."""
+
+
+def _check_arguments(rendered: str, told: _Told) -> None:
+    """Raises ChatError if the template has written arguments as Python does: it wants their JSON."""
+    for function in functions_of(told):
+        arguments = function.get("arguments")
+        if isinstance(arguments, dict) and arguments and repr(arguments) in rendered:
+            raise ChatError("the template writes the arguments of calls as Python does")
+
+
+# ------------------------------------------------------------------------------------------------ columns of a row
+
+
+def tools_of(value: Any) -> list[Any]:
+    """The tools in a row's `tools`: a list of objects, or its JSON, as the client gave them. Raises ChatError."""
+    tools = _unpacked("tools", value)
+    if not tools:
+        return []
+    if not isinstance(tools, list | tuple):
+        raise ChatError(f"'tools' must be a list of objects, or its JSON, not {tools!r:.200}")
+    found = []
+    for each in tools:
+        tool = _unpacked("tools", each)
+        about = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(about, Mapping) or not isinstance(about.get("name"), str):
+            raise ChatError(
+                f"each of 'tools' is an object with the name of its function, not {tool!r:.200}: if the column is not "
+                "for the chat template, rename it"
+            )
+        found.append(tool)
+    return found
+
+
+def template_of(value: Any) -> dict[str, Any]:
+    """The arguments of the template in a row's `chat_template_kwargs`: an object, or its JSON. Raises ChatError."""
+    arguments = _unpacked("chat_template_kwargs", value) or {}
+    if not isinstance(arguments, Mapping):
+        raise ChatError(f"'chat_template_kwargs' must be an object, or its JSON, not {arguments!r:.200}")
+    for name in arguments:
+        if name in _OURS:
+            raise ChatError(f"'chat_template_kwargs' has {name!r}, which follows from the messages: leave it out")
+    return {str(name): argument for name, argument in arguments.items()}
+
+
+def _unpacked(name: str, value: Any) -> Any:
+    """Data sets have what Arrow has no type for as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except ValueError as error:
+        raise ChatError(f"{name!r} is a text that is no JSON, {value!r:.200}: {error}") from None
+    except RecursionError:
+        raise ChatError(f"{name!r} is nested too deeply") from None

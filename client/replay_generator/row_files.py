@@ -1,0 +1,407 @@
+"""Row files: rows by number, of files and data sets in the forms in which people have them.
+
+    JSON lines, a JSON array           read whole; perhaps packed by gzip, from a pipe, or from "-", which is stdin
+    Parquet                            read whole, as Arrow; a row becomes objects of Python when it is asked for
+    a folder of these                  the files of one split
+    a folder of `datasets`, or a name  by that package, row by row
+
+What a file is, its first bytes say, not its name. A row that cannot be read is an error when it is asked for, and the
+error names file and row.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import gzip
+import io
+import json
+import os
+import re
+import sys
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from replay_generator.row_values import without_nulls
+
+STDIN = "-"
+"""The path of the standard input."""
+_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_OTHER_FILES = (
+    (b"PK\x03\x04", "a zip file", "unpack it with unzip"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it with unzstd"),
+    (b"BZh", "a bzip2 file", "unpack it with bunzip2"),
+    (b"\xfd7zXZ", "an xz file", "unpack it with unxz"),
+    (b"ARROW1", "an Arrow file", "write it as Parquet with pyarrow, or give the folder that `datasets` saved"),
+    (codecs.BOM_UTF16_LE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
+    (codecs.BOM_UTF16_BE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
+)
+"""The first bytes of files that people give by mistake. Each has the words of the error, with the remedy."""
+_HEAD = 8
+"""First bytes of a file that tell what it is."""
+_TABLES = {".csv": "read_csv", ".tsv": "read_table", ".xlsx": "read_excel"}
+"""Files without types, and the function of pandas that reads them."""
+_DATA = (".parquet", (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"), (".json", ".json.gz"))
+"""How the names of files end that a folder may hold. Those of the first kind that there is are read."""
+_NAMES_OF_FILES = (".parquet", ".jsonl", ".json", ".gz", *_TABLES)
+"""Ends of names that are those of files, and not of data sets on the hub."""
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""By split: words of which one stands in the names of its files."""
+
+
+class Rows(Protocol):
+    """Rows by number, which can name each."""
+
+    columns: Sequence[str] | None
+    """Of all rows; None: each row has fields of its own."""
+    in_memory: bool
+    """A look at all rows costs little."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+    def place(self, index: int) -> str:
+        """What errors call this row: its file and its number."""
+        ...
+
+
+# ------------------------------------------------------------------------------------------------ JSON
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """The bytes of a file, of a pipe, or of stdin, unpacked. It can be read twice."""
+    with contextlib.ExitStack() as held:
+        if os.fspath(path) == STDIN:
+            file: IO[bytes] = sys.stdin.buffer
+        else:
+            file = held.enter_context(Path(path).open("rb"))
+        if not file.seekable():
+            file = io.BytesIO(file.read())
+        if not _head(file).startswith(_GZIP):
+            yield file
+            return
+        try:
+            yield held.enter_context(gzip.GzipFile(fileobj=file))
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path}: a damaged gzip file: {error}") from error
+
+
+def _head(file: IO[bytes]) -> bytes:
+    head = file.read(_HEAD)
+    file.seek(0)
+    return head
+
+
+def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file in UTF-8 with one JSON object a line, each with the number of its line.
+
+    It may be packed by gzip. Empty lines do not count, nor does a byte order mark. Raises ValueError that names file
+    and line, with the remedy, for anything else.
+    """
+    with _opened(path) as file:
+        _refuse_others(path, file)
+        if _head(file).startswith(_PARQUET):
+            raise ValueError(f"{path}, line 1: this is a Parquet file, and not lines of JSON in UTF-8")
+        for number, row in _lines(path, file):
+            if isinstance(row, ValueError):
+                raise row
+            yield number, row
+
+
+def _lines(path: object, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
+    """The object of each line, or what is wrong with it."""
+    for number, line in enumerate(file, start=1):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if not line.strip():
+            continue
+        try:
+            yield number, _object(_decoded(line))
+        except ValueError as error:
+            yield number, ValueError(f"{path}, line {number}: {error}")
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"a {type(row).__name__} where an object belongs")
+    return row
+
+
+def _decoded(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"byte {error.start + 1}, {data[error.start : error.start + 1]!r}, is not UTF-8: if the file is in "
+            "Latin-1, convert it with iconv -f ISO-8859-1 -t UTF-8"
+        ) from error
+
+
+def _refuse_others(path: object, file: IO[bytes]) -> None:
+    head = _head(file)
+    for start, kind, remedy in _OTHER_FILES:
+        if head.startswith(start):
+            raise ValueError(f"{path}, line 1: this is {kind}, and not lines of JSON in UTF-8: {remedy}")
+    reader = _TABLES.get(Path(str(path)).suffix)
+    if reader is not None:
+        source, target = str(path), str(Path(str(path)).with_suffix(".jsonl"))
+        raise ValueError(
+            f'{path}: its values have no types, so it is not read; convert it: python -c "import pandas; '
+            f"pandas.{reader}({source!r}, dtype=str).to_json({target!r}, orient='records', lines=True)\""
+        )
+
+
+def _array(file: IO[bytes]) -> list[Any] | None:
+    """The values of a file that is one JSON array; None: it is none, or damaged."""
+    start = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()
+    file.seek(0)
+    if not start.startswith(b"["):
+        return None
+    try:
+        values = json.loads(file.read().removeprefix(codecs.BOM_UTF8))
+    except (ValueError, RecursionError):
+        return None
+    finally:
+        file.seek(0)
+    return values if isinstance(values, list) else None
+
+
+# ------------------------------------------------------------------------------------------------ rows of files
+
+
+@dataclass
+class FileRows:
+    """The rows of files, one file after the other. A row that cannot be read is raised when it is asked for."""
+
+    parts: list[Rows] = field(default_factory=list)
+    in_memory = True
+
+    def __post_init__(self) -> None:
+        self._ends = list(accumulate(len(part) for part in self.parts))
+        columns = [part.columns for part in self.parts]
+        self.columns: Sequence[str] | None = None if None in columns or not columns else columns[0]
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _part(self, index: int) -> tuple[Rows, int]:
+        number = bisect_right(self._ends, index)
+        if index < 0 or number == len(self.parts):
+            raise IndexError(index)
+        return self.parts[number], index - (self._ends[number] - len(self.parts[number]))
+
+    def __getitem__(self, index: int) -> Any:
+        part, inside = self._part(index)
+        return part[inside]
+
+    def place(self, index: int) -> str:
+        part, inside = self._part(index)
+        return part.place(inside)
+
+
+@dataclass
+class _Listed:
+    """Rows in memory."""
+
+    name: str
+    word: str
+    """What the file numbers: "line" or "row"."""
+    rows: list[tuple[int, Any]]
+    """Each with its number, from 1; a ValueError is that of the row."""
+    columns = None
+    in_memory = True
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self.rows[index][1]
+        if isinstance(row, ValueError):
+            raise row
+        return row
+
+    def place(self, index: int) -> str:
+        return f"{self.name}, {self.word} {self.rows[index][0]}"
+
+
+@dataclass
+class ArrowRows:
+    """Rows of a table of pyarrow, or of a data set, whose null fields stand for those that a row lacks.
+
+    `told`: columns that a chat template is told, where a null field is no field.
+    """
+
+    name: str
+    rows: Any
+    columns: Sequence[str]
+    told: Sequence[str]
+    in_memory: bool
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if hasattr(self.rows, "to_pylist"):
+            (row,) = self.rows.slice(index, 1).to_pylist()
+        else:
+            row = self.rows[index]
+        for name in self.told:
+            if row.get(name) is not None:
+                row[name] = without_nulls(row[name])
+        return row
+
+    def place(self, index: int) -> str:
+        return f"{self.name}, row {index + 1} (index {index})"
+
+
+def _rows_of_file(path: str | os.PathLike[str], told: Sequence[str]) -> Rows:
+    name = str(path)
+    with _opened(path) as file:
+        _refuse_others(path, file)
+        if _head(file).startswith(_PARQUET):
+            table = _parquet(name, file)
+            return ArrowRows(name, table, table.column_names, told, in_memory=True)
+        values = _array(file)
+        if values is None:
+            return _Listed(name, "line", list(_lines(path, file)))
+        rows: list[tuple[int, Any]] = []
+        for number, value in enumerate(values, start=1):
+            wrong = ValueError(f"{name}, row {number}: a {type(value).__name__} where an object belongs")
+            rows.append((number, value if isinstance(value, dict) else wrong))
+        return _Listed(name, "row", rows)
+
+
+def _parquet(name: str, file: IO[bytes]) -> Any:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ImportError(f"{name} is a Parquet file, which needs the package pyarrow: pip install pyarrow") from error
+    try:
+        return parquet.read_table(file)
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"{name}: not a Parquet file: {error}") from None
+
+
+def file_rows(path: str | os.PathLike[str], told: Sequence[str] = ()) -> FileRows:
+    """The rows of one file. `told`: as of ArrowRows. Raises ValueError for a file of another kind, and OSError."""
+    return FileRows([_rows_of_file(path, told)])
+
+
+# ------------------------------------------------------------------------------------------------ folders
+
+
+def _folder_rows(folder: Path, split: str, told: Sequence[str]) -> FileRows:
+    """The rows of the files of a split, in the order of their names. Raises ValueError if there are none."""
+    files = _data_files(folder)
+    by_split: dict[str, list[Path]] = {}
+    for path in files:
+        by_split.setdefault(_split_of(path.relative_to(folder)), []).append(path)
+    if list(by_split) == [""]:
+        by_split = {"train": files}  # none is named after a split
+    chosen = by_split.get(split) or [path for path in by_split.get("", ()) if split in path.name]
+    if not chosen:
+        names = ", ".join(sorted(name or "others" for name in by_split))
+        raise ValueError(f"{folder} has no split {split!r}, only {names}: see --split")
+    return FileRows([_rows_of_file(path, told) for path in chosen])
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """The files of a folder; if it has none, those of its one subfolder, such as `data`, or of one for each split."""
+    found = _files_of_one_kind(folder)
+    if found:
+        return found
+    having = {path: files for path in _folders(folder) if (files := _files_below(path))}
+    if not having:
+        raise ValueError(
+            f"{folder} holds no prompts: neither files *.parquet, *.jsonl or *.json, nor what `datasets` saved"
+        )
+    by_split = all(_split_of(Path(path.name)) for path in having)
+    if len(having) > 1 and not by_split:
+        names = ", ".join(path.name for path in having)
+        raise ValueError(f"{folder} has several data sets, {names}: give the folder of one of them")
+    return [path for files in having.values() for path in files]
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Those of a folder, and else of its own subfolders."""
+    found = _files_of_one_kind(folder)
+    if not found:
+        for each in _folders(folder):
+            found += _files_of_one_kind(each)
+    return found
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+
+
+def _files_of_one_kind(folder: Path) -> list[Path]:
+    """The Parquet files of a folder, or else those of JSON lines, or else of JSON: that may describe the others."""
+    paths = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    for ends in _DATA:
+        found = [path for path in paths if path.name.endswith(ends)]
+        if found:
+            return found
+    return []
+
+
+def _split_of(path: Path) -> str:
+    """The split after which a file, or its folder, is named; "": none."""
+    words = re.split(r"[^a-z0-9]+", str(path).lower())
+    for split, names in _SPLITS.items():
+        if any(name in words for name in names):
+            return split
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------ all sources
+
+
+def open_rows(source: str, *, split: str = "train", subset: str | None = None, told: Sequence[str] = ()) -> Rows:
+    """The rows of a file, of a folder, or of a data set named as on the hub. `told`: as of ArrowRows.
+
+    `subset`: of a data set with several, on the hub. Raises ValueError for a source without rows, or of another kind,
+    OSError, and ImportError if a package is missing.
+    """
+    path = Path(source)
+    if source == STDIN or (path.exists() and not path.is_dir()) or path.suffix in _NAMES_OF_FILES:
+        rows: Rows = file_rows(source, told)
+    elif path.is_dir() and not any((path / name).exists() for name in ("dataset_dict.json", "dataset_info.json")):
+        rows = _folder_rows(path, split, told)
+    else:
+        rows = _data_set(source, split, subset, told)
+    if not len(rows):
+        raise ValueError(f"{source} has no prompts")
+    return rows
+
+
+def _data_set(source: str, split: str, subset: str | None, told: Sequence[str]) -> ArrowRows:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f"{source!r} is no file, and for a data set the package `datasets` is needed: pip install datasets"
+        ) from error
+    if Path(source).is_dir():
+        loaded = datasets.load_from_disk(source)
+    else:
+        loaded = datasets.load_dataset(source, subset)
+    if isinstance(loaded, Mapping):
+        if split not in loaded:
+            raise ValueError(f"{source} has no split {split!r}, only {', '.join(loaded)}")
+        loaded = loaded[split]
+    return ArrowRows(source, loaded, loaded.column_names, told, in_memory=False)
