@@ -53,8 +53,8 @@ class Prompt:
         `prompt_field` may be a path: `extra_info.question`. The row gets values of Python (`plain_row`), and its
         messages are cleaned (`chat.clean`). Its `prompt_id` is `row["prompt_id"]`, or else a hash of its content and of
         the row's other fields. Raises ValueError if the content is missing, empty, or neither a text nor messages, for
-        what no store can hold, such as half of a surrogate pair, for `tools` and `chat_template_kwargs` that no template
-        takes, and for tags that no item can have.
+        what no store can hold, such as half of a surrogate pair, for `tools` and `chat_template_kwargs` that no
+        template takes, and for tags that no item can have.
         """
         if isinstance(source, Prompt):
             return source
@@ -280,8 +280,12 @@ def cycle_prompts(
     if not len(rows):
         raise ValueError(f"there are no prompts to cycle through: rows is empty, {rows!r}")
     orders = (epoch_order(len(rows), seed, epoch) for epoch in (itertools.count() if epochs is None else range(epochs)))
+
+    def prompt_of(index: int) -> Prompt:
+        return prompt_at(rows, index, prompt_field)
+
     # `map` goes on after an error, which a generator does not.
-    return map(lambda index: prompt_at(rows, index, prompt_field), itertools.chain.from_iterable(orders))
+    return map(prompt_of, itertools.chain.from_iterable(orders))
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -291,4 +295,9 @@ def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
 def chat_prompts(prompts: Iterable[Prompt], system: str | None = None) -> Iterator[Prompt]:
     """All prompts as chats; see `Prompt.as_chat`."""
-    return map(lambda prompt: prompt.as_chat(system), prompts)
+
+    def as_chat(prompt: Prompt) -> Prompt:
+        return prompt.as_chat(system)
+
+    # `map` goes on after a prompt that cannot be made, which a generator does not.
+    return map(as_chat, prompts)

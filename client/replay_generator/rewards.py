@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,7 +25,9 @@ from replay_client.rollout import RolloutGroup
 from replay_client.scoring import carries_gradient, group_learnability, trained_priority
 from replay_client.settings import load_function
 from replay_client.waits import in_daemon_thread
+from replay_generator.math_answers import check_installed, same_answer
 from replay_generator.rollouts import Rollout, own_line
+from replay_generator.row_values import field_of
 
 RewardFunction = Callable[..., float | Awaitable[float]]
 """Takes the prompt's row and the text that the policy wrote last, and returns a reward. One with a parameter `rollout`
@@ -206,24 +209,66 @@ async def _results(
     return await asyncio.gather(*map(_resolved, results))
 
 
-def exact_match(row: Mapping[str, Any], completion_text: str) -> float:
-    """1.0 if the completion is `row["answer"]`, else 0.0. White space around them does not count."""
-    if "answer" not in row:
-        raise ValueError(f"exact_match needs an 'answer' in each row; this one has {', '.join(sorted(row))}")
-    return float(completion_text.strip() == str(row["answer"]).strip())
+ANSWER = "answer"
+"""The field of a row with the answer that built-in rewards expect, unless they are told another."""
+
+
+def exact_match(row: Mapping[str, Any], completion_text: str, *, answer_field: str = ANSWER) -> float:
+    """1.0 if the completion is the row's answer, else 0.0. White space around them does not count.
+
+    `answer_field` may be a path: `reward_model.ground_truth`.
+    """
+    return float(completion_text.strip() == str(_expected("exact_match", row, answer_field)).strip())
+
+
+def math_answer(row: Mapping[str, Any], completion_text: str, *, answer_field: str = ANSWER) -> float:
+    """1.0 if the final answer of the completion is the same number or formula as the row's, by math-verify, else 0.0.
+
+    Both may stand in a whole solution: in `\\boxed{}`, or behind `####` as GSM8K has it. What the policy writes before
+    `</think>` does not count. `answer_field` may be a path; a list has several right answers. Raises ImportError
+    without the package math-verify (the extra `math`).
+    """
+    expected = _expected("math_answer", row, answer_field)
+    answers = expected if isinstance(expected, list | tuple) else [expected]
+    return float(same_answer([str(each) for each in answers], completion_text))
+
+
+def _expected(name: str, row: Mapping[str, Any], answer_field: str) -> Any:
+    try:
+        expected = field_of(row, answer_field)
+    except KeyError as error:
+        raise ValueError(
+            f"{name} needs {answer_field!r} in each row; {error.args[0]}: name another field with {name}:FIELD, "
+            f"such as {name}:reward_model.ground_truth"
+        ) from None
+    if expected is None or expected == "" or expected == []:
+        raise ValueError(f"{name} needs {answer_field!r} in each row; here it is {expected!r}")
+    return expected
+
+
+BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {"exact_match": exact_match, "math_answer": math_answer}
 
 
 def load_reward(name: str) -> Reward:
-    """The reward named "exact_match" or "package.module:function". A trailing "=0.5" gives its weight.
+    """The reward named "exact_match", "math_answer" or "package.module:function". A trailing "=0.5" gives its weight.
 
-    Raises ValueError for a name that leads to no function.
+    "exact_match:reward_model.ground_truth" is the built-in one with this field as its answer. Raises ValueError for a
+    name that leads to no function, and ImportError if its package is missing.
     """
     path, equals, weight = name.partition("=")
     try:
         number = float(weight) if equals else 1.0
     except ValueError:
         raise ValueError(f"reward {name!r}: its weight must be a number, not {weight!r}") from None
-    return Reward(load_function("reward", path, {"exact_match": exact_match}), number)
+    built_in, _, answer_field = path.partition(":")
+    if built_in not in BUILT_IN_REWARDS:
+        return Reward(load_function("reward", path, BUILT_IN_REWARDS), number)
+    if built_in == "math_answer":
+        check_installed()
+    function = BUILT_IN_REWARDS[built_in]
+    if answer_field:
+        return Reward(partial(function, answer_field=answer_field), number, built_in)
+    return Reward(function, number)
 
 
 async def _resolved(result: Any) -> Any:

@@ -396,10 +396,8 @@ def _data_set(source: str, split: str, subset: str | None, told: Sequence[str]) 
         raise ImportError(
             f"{source!r} is no file, and for a data set the package `datasets` is needed: pip install datasets"
         ) from error
-    if Path(source).is_dir():
-        loaded = datasets.load_from_disk(source)
-    else:
-        loaded = datasets.load_dataset(source, subset)
+    is_saved = Path(source).is_dir()
+    loaded = datasets.load_from_disk(source) if is_saved else datasets.load_dataset(source, subset)
     if isinstance(loaded, Mapping):
         if split not in loaded:
             raise ValueError(f"{source} has no split {split!r}, only {', '.join(loaded)}")

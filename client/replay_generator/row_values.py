@@ -1,7 +1,7 @@
 """Values of rows: what people's rows hold, as what JSON, msgpack and reward functions all take.
 
-Rows come from JSON, Arrow, pandas and Python. Whoever reads a row knows nothing of that: numbers and arrays of numpy are
-those of Python, and a number that JSON cannot write is null.
+Rows come from JSON, Arrow, pandas and Python. Whoever reads a row knows nothing of that: numbers and arrays of numpy
+are those of Python, and a number that JSON cannot write is null.
 """
 
 from __future__ import annotations
