@@ -105,6 +105,7 @@ def diagnose(
     yield from _permits(info)
     yield from _batches(info)
     yield from _kept(info)
+    yield from _one_reward(info)
     fed = info.uptime > YOUNG or any(table.inserts for table in info.tables.values())
     for table in tables:
         troubles = list(_table_findings(info, table, fed))
@@ -327,6 +328,20 @@ def _kept(info: ServerInfo) -> Iterator[Finding]:
             yield _ok("sampling", f"generator {name} draws with {how}, and stores what that keeps")
         else:
             yield found("no-masks", "sampling", generator=name, how=how)
+
+
+def _one_reward(info: ServerInfo) -> Iterator[Finding]:
+    """Parts that score groups, and gave all rollouts of many groups one reward."""
+    for part in ("generator", "scorer"):
+        for name, told in info.said(part):
+            said = told.get("one_reward")
+            if not isinstance(said, dict) or not isinstance(said.get("value"), float):
+                continue
+            pair = f"the newest answer ends with {said.get('got', '')!r:.120}"
+            if "expected" in said:
+                pair = f"expected {said['expected']!r:.120}, and {pair}"
+            groups = said.get("groups")
+            yield found("one-reward", "rewards", part=part, name=name, groups=groups, value=said["value"], pair=pair)
 
 
 def _fed_from(info: ServerInfo, names: Sequence[str]) -> list[str]:

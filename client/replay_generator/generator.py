@@ -91,6 +91,7 @@ class RolloutGenerator:
         self._policy = PolicyFollower(client, engine, self.config, self._metrics)
         self._maker = GroupMaker(engine, self._policy, reward, self.config, keep, rollout, stats)
         self._server = GeneratorServer(client, self.config, stats, self._policy)
+        self._server.reward_watch = self._maker.reward_watch
         self._site = self._server.site
         self._supply = supply_of(client, self._server.answer, prompts, self.config, stats)
         self._slots = asyncio.Semaphore(self.config.max_concurrent_groups or sys.maxsize)

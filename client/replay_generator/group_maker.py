@@ -49,6 +49,7 @@ class GroupMaker:
         self._policy = policy
         scorer = Scorer(reward, threads=config.reward_threads, timeout=config.reward_timeout)
         self._scoring = Scoring(scorer if config.unscored is None else None, config, config.building, keep, stats)
+        self.reward_watch = self._scoring.watch
         self._config = config
 
     def tokenize(self, source: PromptSource, began: datetime) -> tuple[Prompt, list[int]]:

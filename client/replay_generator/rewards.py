@@ -234,15 +234,16 @@ def math_answer(row: Mapping[str, Any], completion_text: str, *, answer_field: s
 
 
 def _expected(name: str, row: Mapping[str, Any], answer_field: str) -> Any:
+    needed = f"{name} needs an {answer_field!r} in each row"
     try:
         expected = field_of(row, answer_field)
     except KeyError as error:
         raise ValueError(
-            f"{name} needs {answer_field!r} in each row; {error.args[0]}: name another field with {name}:FIELD, "
+            f"{needed}; {error.args[0]}: name another field with {name}:FIELD, "
             f"such as {name}:reward_model.ground_truth"
         ) from None
     if expected is None or expected == "" or expected == []:
-        raise ValueError(f"{name} needs {answer_field!r} in each row; here it is {expected!r}")
+        raise ValueError(f"{needed}; here it is {expected!r}")
     return expected
 
 

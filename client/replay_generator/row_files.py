@@ -18,7 +18,6 @@ import io
 import json
 import os
 import re
-import sys
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,7 +81,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """The bytes of a file, of a pipe, or of stdin, unpacked. It can be read twice."""
     with contextlib.ExitStack() as held:
         if os.fspath(path) == STDIN:
-            file: IO[bytes] = sys.stdin.buffer
+            file: IO[bytes] = held.enter_context(open(0, "rb", closefd=False))
         else:
             file = held.enter_context(Path(path).open("rb"))
         if not file.seekable():

@@ -36,6 +36,7 @@ from replay_generator.prompts import PromptError
 from replay_generator.rewards import load_priority
 from replay_generator.scoring.config import StageConfig
 from replay_generator.scoring.groups import HandOn, LeftOut
+from replay_generator.scoring.watch import RewardWatch
 from replay_generator.weights import told_facts
 from replay_protos import event_loop
 
@@ -65,6 +66,9 @@ class InsertingServer:
         self._seen: ServerInfo | None = None
         self._is_known = False
         """Whether the server knows the settings of this process."""
+        self.reward_watch: RewardWatch | None = None
+        """What it tells of rewards is told the server too."""
+        self._told_version = 0
         self._tells_prompts = False
         """Whether a table that groups come to indexes the tag `prompt_id`."""
         self._waiting, self._table_full = WaitLog(who), WaitLog(who)
@@ -113,10 +117,16 @@ class InsertingServer:
             self._is_known = False
             logger.warning("the server was restarted: it holds %d items, version %d", info.items, info.policy.version)
         self._seen = info
-        if not self._is_known:
+        watch = self.reward_watch
+        version = 0 if watch is None else watch.version
+        if not self._is_known or version != self._told_version:
+            said = await self._described()
+            if watch is not None:
+                said |= watch.told
             with contextlib.suppress(ReplayError):
-                await self._client.describe(await self._described(), timeout=SECONDS_PER_LOOK)
+                await self._client.describe(said, timeout=SECONDS_PER_LOOK)
                 self._is_known = True
+                self._told_version = version
 
     async def _described(self) -> dict[str, str]:
         return self._settings.described()

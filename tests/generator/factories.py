@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from replay_client.columns import OFFSETS, RAGGED
@@ -461,3 +462,25 @@ def assert_drawn(groups: Sequence[RolloutGroup], engine: Any) -> None:
         for before, part in parts(group):
             left.remove(told(before, part))
     assert left == []
+
+
+def make_chat_tokenizer(template: str | None, *, bos: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token a byte, and one for each mark that chat templates write; `bos`: it writes <s> first."""
+    marks = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({name: at for at, name in enumerate([*marks[:4], *letters])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", additional_special_tokens=marks[2:4]
+    )
+    fast.chat_template = template
+    return fast
+
+
+def shipped_template(name: str) -> str:
+    """The chat template of a model, as TRL ships it."""
+    trl = pytest.importorskip("trl")
+    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()

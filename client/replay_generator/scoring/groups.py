@@ -22,6 +22,7 @@ from replay_generator.metrics import GeneratorStats, GroupTimes
 from replay_generator.prompts import Prompt, PromptError
 from replay_generator.rewards import OWN_REWARD, RewardError, Scorer
 from replay_generator.rollouts import Rollout, group_of_rollouts, where
+from replay_generator.scoring.watch import RewardWatch
 
 if TYPE_CHECKING:
     from replay_generator.config import GeneratorConfig
@@ -77,6 +78,7 @@ class Scoring:
         self._table = table
         self._keep = keep
         self._stats = stats
+        self.watch = RewardWatch(() if scorer is None else scorer.rewards)
 
     async def score(
         self, work: UnderConstruction, version: int, times: GroupTimes, failures: Sequence[str]
@@ -92,6 +94,7 @@ class Scoring:
             times.reward = -time.monotonic()
             rollouts, rewards, by_function, failed = await self._rewards(self._scorer, work.opening.prompt, rollouts)
             by_function |= _metrics_of(rollouts)
+            self.watch.see(rewards, work.opening.prompt.row, rollouts[0].text)
             failures = [*failures, *failed]
             times.reward += time.monotonic()
         try:

@@ -51,6 +51,7 @@ class GroupScorer(Stage):
         keep = carries_gradient if config.drop_zero_variance else keep
         scorer = Scorer(reward, threads=config.concurrency, timeout=config.reward_timeout)
         self._scoring = RolloutScoring(scorer, config, config.source, keep, self.stats)
+        self._server.reward_watch = self._scoring.watch
         self._rollouts = 0  # of the groups that it has
 
     @property

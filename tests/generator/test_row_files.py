@@ -1,0 +1,318 @@
+"""Rows and files in the forms in which people have them, and what is said of a bad row."""
+
+import gzip
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from replay_generator.prompts import Prompt, PromptError, cycle_prompts, load_prompts, read_prompts
+from replay_generator.row_values import field_of
+
+pandas = pytest.importorskip("pandas")
+pyarrow = pytest.importorskip("pyarrow")
+from pyarrow import parquet  # noqa: E402
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()
+
+
+def table(path, rows=ROWS):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def write(path, content=LINES):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def texts(source, **options):
+    loaded = load_prompts(str(source), **options)
+    return [loaded[index].content for index in range(len(loaded))]
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", LINES),
+        ("a.json", json.dumps(ROWS).encode()),
+        ("a.json", json.dumps(ROWS, indent=2).encode("utf-8-sig")),
+        ("a.jsonl.gz", gzip.compress(LINES)),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("a.jsonl", gzip.compress(LINES)),
+        ("a.txt", LINES),
+        ("a", LINES),
+    ],
+    ids=["lines", "array", "pretty array", "gzip", "array in gzip", "gzip by another name", "txt", "no end"],
+)
+def test_a_file_is_read_for_what_it_holds(tmp_path, name, content):
+    write(tmp_path / name, content)
+    assert texts(tmp_path / name) == ["1+1=", "2+2="]
+    assert [prompt.row["answer"] for prompt in read_prompts(tmp_path / name)] == ["2", "4"]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a"])
+def test_a_parquet_file_is_read_whatever_its_name(tmp_path, name):
+    table(tmp_path / name)
+    assert texts(tmp_path / name) == ["1+1=", "2+2="]
+    assert [prompt.row["answer"] for prompt in read_prompts(tmp_path / name)] == ["2", "4"]
+
+
+@pytest.mark.parametrize(
+    ("files", "others"),
+    [
+        (["a.jsonl"], []),
+        (["train.parquet"], ["test.parquet", "README.md"]),
+        (
+            ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
+            ["data/test-00000-of-00001.parquet"],
+        ),
+        (["train/0.parquet"], ["validation/0.parquet"]),
+        (["math_train.jsonl"], ["math_val.jsonl"]),
+        (["part-0.jsonl", "part-1.jsonl.gz"], ["dataset_infos.json"]),
+    ],
+    ids=["one", "verl", "hub", "folders", "names", "parts"],
+)
+def test_a_folder_is_the_files_of_a_split(tmp_path, files, others):
+    for number, name in enumerate(files):
+        rows = [{"prompt": f"{number}"}]
+        write(tmp_path / name, b'{"prompt": "%d"}' % number) if "json" in name else table(tmp_path / name, rows)
+    for name in others:
+        write(tmp_path / name, b'{"prompt": "other"}') if "parquet" not in name else table(
+            tmp_path / name, [{"prompt": "o"}]
+        )
+    assert texts(tmp_path) == [str(number) for number in range(len(files))]
+
+
+def test_a_folder_says_which_splits_and_sets_it_has(tmp_path):
+    table(tmp_path / "main" / "train.parquet")
+    with pytest.raises(ValueError, match="has no split 'test', only train"):
+        load_prompts(str(tmp_path / "main"), split="test")
+    table(tmp_path / "socratic" / "train.parquet")
+    with pytest.raises(ValueError, match="several data sets, main, socratic: give the folder of one"):
+        load_prompts(str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"holds no prompts: neither files \*\.parquet"):
+        load_prompts(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("content", [LINES, gzip.compress(LINES), json.dumps(ROWS).encode()])
+def test_a_pipe_is_read(tmp_path, content):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=[content])
+    writer.start()
+    assert texts(pipe) == ["1+1=", "2+2="]
+    writer.join()
+
+
+def test_minus_is_the_standard_input():
+    program = "from replay_generator.prompts import read_prompts; print([each.content for each in read_prompts('-')])"
+    done = subprocess.run([sys.executable, "-c", program], input=LINES, capture_output=True, check=True)
+    assert done.stdout == b"['1+1=', '2+2=']\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.csv", b"prompt,answer\n1+1=,2\n", r"convert it: python -c .*pandas\.read_csv\('.*a\.csv'"),
+        ("a.tsv", b"prompt\tanswer\n", r"pandas\.read_table"),
+        ("a.jsonl", b"BZh91AY", "bunzip2"),
+        ("a.jsonl", b"\xfd7zXZ\x00", "unxz"),
+        ("a.jsonl", b"ARROW1\x00\x00", "an Arrow file"),
+        ("a.jsonl", b'[{"prompt": "a"}]\n[{"prompt": "b"}]\n', r"a\.jsonl, line 1: a list where an object belongs"),
+        ("a.json", b'["a", "b"]', r"a\.json, row 1: a str where an object belongs"),
+        ("a.jsonl", b'{"a":' * 100_000, r"a\.jsonl, line 1: it is nested too deeply"),
+    ],
+)
+def test_another_file_is_named_with_the_remedy(tmp_path, name, content, says):
+    write(tmp_path / name, content)
+    with pytest.raises(ValueError, match=says):
+        load_prompts(str(tmp_path / name))
+
+
+def test_the_line_that_converts_csv_makes_a_file_that_is_read(tmp_path, monkeypatch):
+    write(tmp_path / "a.csv", b"prompt,answer\n1+1=,2\n")
+    with pytest.raises(ValueError, match="convert it") as refused:
+        load_prompts(str(tmp_path / "a.csv"))
+    program = str(refused.value).partition('python -c "')[2].rstrip('"')
+    exec(program)
+    (prompt,) = read_prompts(tmp_path / "a.jsonl")
+    assert prompt.row == {"prompt": "1+1=", "answer": "2"}
+
+
+# ------------------------------------------------------------------------------------------ paths
+
+
+NESTED = {"extra_info": {"question": "1+1=", "turns": [{"value": "2+2="}]}, "a.b": "3+3="}
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [("extra_info.question", "1+1="), ("extra_info.turns.0.value", "2+2="), ("a.b", "3+3=")],
+)
+def test_a_field_may_be_named_by_its_path(tmp_path, path, found):
+    assert Prompt.of(NESTED, path).content == found
+    assert field_of(NESTED, path) == found
+    table(tmp_path / "a.parquet", [NESTED])
+    assert texts(tmp_path / "a.parquet", prompt_field=path) == [found]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("question", "needs the field 'question'; this one has extra_info, a.b"),
+        ("extra_info.answer", "needs the field 'extra_info.answer'; extra_info has question, turns"),
+        ("extra_info.question.text", "extra_info.question has '1[+]1=', which has no fields"),
+        ("extra_info.turns.7", "extra_info.turns has"),
+    ],
+)
+def test_a_path_that_leads_nowhere_says_what_is_there(path, says):
+    with pytest.raises(ValueError, match=says):
+        Prompt.of(NESTED, path)
+
+
+# ------------------------------------------------------------------------------------------ bad rows
+
+BAD = [None, "", [], 3, [{"role": "user"}], [{"role": "user", "content": [{"type": "image_url"}]}], "\ud800", [3]]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda each: f"{each!a}"[:30])
+def test_a_bad_row_is_named_and_does_not_end_the_others(tmp_path, bad):
+    rows = [{"prompt": "a"}, {"prompt": bad}, {"prompt": "b"}]
+    prompts = cycle_prompts(rows, epochs=1)
+    drawn, errors = [], []
+    while len(drawn) + len(errors) < 3:
+        try:
+            drawn.append(next(prompts).content)
+        except PromptError as error:
+            errors.append(str(error))
+    assert sorted(drawn) == ["a", "b"]
+    assert next(prompts, None) is None
+    assert errors[0].startswith("row 2 (index 1) of the prompts: ")
+    write(tmp_path / "a.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: "):
+        load_prompts(str(tmp_path / "a.jsonl"))
+    loaded = load_prompts(str(tmp_path / "a.jsonl"), check=False)
+    assert loaded[2].content == "b"
+    with pytest.raises(PromptError, match=r"a\.jsonl, line 2: "):
+        loaded[1]
+
+
+def test_a_line_that_is_no_json_is_the_bad_row_of_its_number(tmp_path):
+    write(tmp_path / "a.jsonl", b'{"prompt": "a"}\n{"prompt": \n{"prompt": "b"}\n')
+    loaded = load_prompts(str(tmp_path / "a.jsonl"), check=False)
+    assert loaded[0].content == "a"
+    with pytest.raises(PromptError, match=r"a\.jsonl, line 2: Expecting value"):
+        loaded[1]
+    assert loaded[2].content == "b"
+
+
+@pytest.mark.parametrize("bad", [None, ""])
+def test_a_bad_row_of_a_data_set_is_found_when_its_turn_comes(tmp_path, bad):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": bad}]).save_to_disk(tmp_path)
+    loaded = load_prompts(str(tmp_path))
+    assert loaded[0].content == "a"
+    with pytest.raises(PromptError, match=r"row 2 \(index 1\): 'prompt' must be a text"):
+        loaded[1]
+
+
+HALF = "\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt_id": HALF}, "field 'prompt_id' holds half of a surrogate pair"),
+        ({"answer": f"a{HALF}"}, "field 'answer' holds half"),
+        ({"info": {"a": [{"b": HALF}]}}, "field 'info' holds half"),
+        ({"info": {HALF: 1}}, "field 'info' holds half"),
+        ({HALF: 1}, "holds half"),
+        ({"tags": {"kind": HALF}}, "field 'tags' holds half"),
+        ({"info": json.loads("[" * 500 + "]" * 500)}, "field 'info' is nested more than"),
+        ({"tags": {"kind": 1.5}}, "tag 'kind' is 1.5"),
+    ],
+)
+def test_what_no_store_can_hold_is_a_bad_row(row, says):
+    with pytest.raises(ValueError, match=says):
+        Prompt.of({"prompt": "a"} | row)
+
+
+@pytest.mark.parametrize(
+    ("value", "held"),
+    [
+        (float("nan"), None),
+        (float("-inf"), None),
+        ([1.0, float("nan")], [1.0, None]),
+        ({"a": {"b": float("inf")}}, {"a": {"b": None}}),
+        (np.float32("nan"), None),
+        (np.int64(3), 3),
+        (np.bool_(True), True),
+        (np.str_("a"), "a"),
+        (np.array([1, 2]), [1, 2]),
+        (np.array(["a", None], object), ["a", None]),
+        (np.array([{"a": np.array([1.5, np.nan])}], object), [{"a": [1.5, None]}]),
+        (pandas.NA, None),
+        (pandas.NaT, None),
+        ((1, 2), [1, 2]),
+    ],
+    ids=lambda each: f"{each!r:.30}",
+)
+def test_values_of_a_row_are_those_that_json_has(value, held):
+    prompt = Prompt.of({"prompt": "a", "value": value})
+    assert prompt.row["value"] == held
+    assert json.loads(json.dumps(prompt.row, allow_nan=False)) == prompt.row
+    assert Prompt.unpacked(prompt.packed()).row == prompt.row
+
+
+def test_rows_of_pandas_are_rows(tmp_path):
+    messages = [{"role": "user", "content": "1+1="}]
+    table(tmp_path / "a.parquet", [{"prompt": messages, "answer": 2}])
+    frame = pandas.read_parquet(tmp_path / "a.parquet")
+    for row in (frame.iloc[0], frame.to_dict("records")[0]):
+        prompt = Prompt.of(row)
+        assert prompt.content == tuple(messages)
+        assert prompt.row["answer"] == 2
+
+
+def test_a_row_may_hold_an_object_that_nothing_knows():
+    thing = object()
+    assert Prompt.of({"prompt": "a", "thing": thing}).row["thing"] is thing
+
+
+# ------------------------------------------------------------------------------------------ names of prompts
+
+
+def test_rows_that_ask_the_same_and_want_another_answer_have_names_of_their_own():
+    rows = [{"prompt": "a", "answer": answer} for answer in ("1", "2")]
+    first, second = map(Prompt.of, rows)
+    assert first.prompt_id != second.prompt_id
+    assert [Prompt.of(row).prompt_id for row in rows] == [first.prompt_id, second.prompt_id]
+
+
+def test_a_row_has_one_name_however_it_was_stored(tmp_path):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "x"}]
+    rows = [{"prompt": messages, "answer": "1", "more": {"x": 1}}, {"prompt": messages[:1], "answer": "2"}]
+    table(tmp_path / "a.parquet", rows)
+    write(tmp_path / "a.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    names = [[prompt.prompt_id for prompt in read_prompts(tmp_path / name)] for name in ("a.parquet", "a.jsonl")]
+    assert names[0] == names[1]
+    turned = dict(reversed(rows[0].items()))
+    assert Prompt.of(turned | {"none": None, "thing": object(), "nan": float("nan")}).prompt_id == names[0][0]
+
+
+def test_a_prompt_keeps_its_name_when_the_others_of_its_file_change():
+    row = {"prompt": "a", "answer": "1"}
+    alone = next(cycle_prompts([row])).prompt_id
+    among = {prompt.prompt_id for prompt in itertools.islice(cycle_prompts([row, {"prompt": "b"}]), 2)}
+    assert alone in among
