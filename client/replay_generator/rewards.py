@@ -239,8 +239,7 @@ def _expected(name: str, row: Mapping[str, Any], answer_field: str) -> Any:
         expected = field_of(row, answer_field)
     except KeyError as error:
         raise ValueError(
-            f"{needed}; {error.args[0]}: name another field with {name}:FIELD, "
-            f"such as {name}:reward_model.ground_truth"
+            f"{needed}; {error.args[0]}: name another field with {name}:FIELD, such as {name}:reward_model.ground_truth"
         ) from None
     if expected is None or expected == "" or expected == []:
         raise ValueError(f"{needed}; here it is {expected!r}")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -24,52 +25,13 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError that names the field, for a text with half a surrogate, and for what is nested too deeply.
     """
-    holder: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for name, value in row.items():
         try:
-            holder[_text(name) if isinstance(name, str) else name] = plain_value(value)
+            plain[_plain(name)] = _rebuilt(value, _plain)
         except ValueError as error:
             raise ValueError(f"field {str(name)!r:.80} {error}") from error
-    return holder
-
-
-def plain_value(value: Any) -> Any:
-    """One value, as `plain_row` has it."""
-    top = [value]
-    todo: list[tuple[Any, Any, int]] = [(top, 0, 0)]
-    while todo:
-        holder, key, depth = todo.pop()
-        inner = _simple(holder[key])
-        if isinstance(inner, Mapping):
-            inner = {_text(name) if isinstance(name, str) else name: each for name, each in inner.items()}
-            todo.extend((inner, name, depth + 1) for name in inner)
-        elif isinstance(inner, list | tuple):
-            inner = list(inner)
-            todo.extend((inner, index, depth + 1) for index in range(len(inner)))
-        if depth > MOST_DEPTH:
-            raise ValueError(f"is nested more than {MOST_DEPTH} deep")
-        holder[key] = inner
-    return top[0]
-
-
-def _simple(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, str):
-        return _text(value)
-    return None if type(value).__name__ in _NULLS else value
-
-
-def _text(text: str) -> str:
-    """Raises ValueError for a text that no UTF-8 has."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise ValueError(f"holds half of a surrogate pair, {half!a}, which no text in UTF-8 has: mend it") from None
-    return str(text)
+    return plain
 
 
 def without_nulls(value: Any) -> Any:
@@ -77,21 +39,46 @@ def without_nulls(value: Any) -> Any:
 
     Null in a list stays: it is nobody's missing field.
     """
-    top = [value]
-    todo: list[tuple[Any, Any]] = [(top, 0)]
+    return _rebuilt(value, lambda each: each, drop_nulls=True)
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any], *, drop_nulls: bool = False) -> Any:
+    """The value with all its objects and lists made anew, and each value in them, at any depth, changed."""
+    top = [change(value)]
+    todo: list[tuple[Any, Any, int]] = [(top, 0, 0)]
     while todo:
-        holder, key = todo.pop()
+        holder, key, depth = todo.pop()
         inner = holder[key]
         if isinstance(inner, np.ndarray):
             inner = inner.tolist()
         if isinstance(inner, Mapping):
-            inner = {name: each for name, each in inner.items() if each is not None}
-            todo.extend((inner, name) for name in inner)
+            inner = {change(name): change(each) for name, each in inner.items()}
+            if drop_nulls:
+                inner = {name: each for name, each in inner.items() if each is not None}
+            todo.extend((inner, name, depth + 1) for name in inner)
         elif isinstance(inner, list | tuple):
-            inner = list(inner)
-            todo.extend((inner, index) for index in range(len(inner)))
+            inner = [change(each) for each in inner]
+            todo.extend((inner, index, depth + 1) for index in range(len(inner)))
+        if depth > MOST_DEPTH:
+            raise ValueError(f"is nested more than {MOST_DEPTH} deep")
         holder[key] = inner
     return top[0]
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON and msgpack have it, if it is none that holds others. Raises ValueError for half a surrogate."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = value[error.start]
+            raise ValueError(f"holds half of a surrogate pair, {half!a}, which no text in UTF-8 has: mend it") from None
+        return str(value)
+    return None if type(value).__name__ in _NULLS else value
 
 
 # ------------------------------------------------------------------------------------------------ fields by path
@@ -126,16 +113,21 @@ def _names(value: Any) -> str:
 def json_of(value: Any) -> str:
     """JSON that is the same for equal values wherever they come from: sorted, and without null fields.
 
-    What is neither text, number, list, object, bytes nor a date counts as null.
+    What is neither text, number, list, object, decimal, bytes nor a date counts as null.
     """
-    told = without_nulls(value)
+    told = _rebuilt(value, _told, drop_nulls=True)
     try:
-        return json.dumps(told, sort_keys=True, default=_told, skipkeys=True)
+        return json.dumps(told, sort_keys=True, skipkeys=True)
     except TypeError:  # names of several types, which have no order
-        return json.dumps(told, default=_told, skipkeys=True)
+        return json.dumps(told, skipkeys=True)
 
 
 def _told(value: Any) -> Any:
+    value = _plain(value)
+    if value is None or isinstance(value, str | int | float | Mapping | list | tuple):
+        return value
     if isinstance(value, bytes | bytearray):
         return bytes(value).hex()
+    if isinstance(value, Decimal):
+        return str(value)
     return value.isoformat() if hasattr(value, "isoformat") else None
