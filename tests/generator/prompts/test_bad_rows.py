@@ -1,0 +1,88 @@
+"""Rows that are no prompts: they end no generator of a table, and under "skip" no other one."""
+
+import pytest
+
+from replay_client.errors import ReplayError
+from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
+from replay_generator.prompts import cycle_prompts, load_prompts
+from tests.commands import run_replay
+from tests.generator.factories import ScriptedEngine
+from tests.generator.prompts.test_curriculum import TABLES as CURRICULUM
+from tests.generator.prompts.test_epoch import by_length, made, make_generator, serving
+
+BAD = [None, "", [], float("nan"), "\ud800", [{"role": "user", "content": [{"type": "image_url"}]}]]
+GOOD = [{"prompt": f"{index}+1=", "prompt_id": f"p{index}"} for index in range(6)]
+
+
+def among(bad):
+    return [*GOOD[:1], {"prompt": bad}, *GOOD[1:]]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda each: f"{each!a}"[:12])
+async def test_a_bad_row_does_not_end_a_generator_of_a_table(bad, caplog):
+    async with serving() as client:
+        generator = make_generator(client, among(bad))
+        await generator.run()
+        assert sorted(await made(client)) == [row["prompt_id"] for row in GOOD]
+        assert generator.stats["skipped"] == 1
+        assert "left out of table 'prompts': row 2 (index 1) of the prompts: " in caplog.text
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a", "prompt_id": "\ud800"}, {"prompt": "a", "thing": object()}])
+async def test_a_row_that_no_table_can_hold_does_not_end_a_generator_of_it(row):
+    async with serving() as client:
+        await make_generator(client, [row, *GOOD]).run()
+        assert sorted(await made(client)) == [each["prompt_id"] for each in GOOD]
+
+
+async def test_a_bad_row_does_not_end_a_curriculum():
+    async with serving(*CURRICULUM) as client:
+        generator = make_generator(client, among(None), prompts_mode="curriculum", prompts_epochs=None, max_groups=12)
+        await generator.run()
+        assert {*await made(client)} <= {row["prompt_id"] for row in GOOD}
+
+
+async def test_rows_of_which_none_is_a_prompt_end_the_run():
+    async with serving() as client:
+        with pytest.raises(ReplayError, match=r"5 rows in a row are no prompts, the last because of: row \d"):
+            await make_generator(client, [{"prompt": None}] * 5).run()
+
+
+def run_of(client, rows, **config):
+    settings = GeneratorConfig(group_size=2, max_concurrent_groups=2, **config)
+    return RolloutGenerator(client, ScriptedEngine(), cycle_prompts(rows, epochs=1), by_length, settings)
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda each: f"{each!a}"[:12])
+async def test_a_bad_row_is_skipped_where_the_generator_skips(bad):
+    async with serving() as client:
+        generator = run_of(client, among(bad), on_prompt_error="skip")
+        await generator.run()
+        assert sorted(await made(client)) == [row["prompt_id"] for row in GOOD]
+        assert generator.stats["skipped"] == 1
+
+
+async def test_a_bad_row_ends_a_generator_that_does_not_skip_with_its_number():
+    async with serving() as client:
+        with pytest.raises(PromptError, match=r"row 2 \(index 1\) of the prompts: 'prompt' must be a text"):
+            await run_of(client, among(None)).run()
+
+
+async def test_bad_rows_of_a_data_set_are_skipped_by_their_number(tmp_path, caplog):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(among(None)).save_to_disk(tmp_path)
+    async with serving() as client:
+        await run_of(client, load_prompts(str(tmp_path)), on_prompt_error="skip").run()
+        assert sorted(await made(client)) == [row["prompt_id"] for row in GOOD]
+        assert f"skipped: {tmp_path}, row 2 (index 1): 'prompt' must be a text" in caplog.text
+
+
+def test_replay_generate_ends_at_once_for_a_bad_line_unless_it_skips(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": ""}\n')
+    command = ["generate", "--model", str(tmp_path), "--prompts", str(path), "--reward", "exact_match"]
+    done = run_replay(*command)
+    assert done.returncode == 1
+    assert "a.jsonl, line 1: 'prompt' must be a text" in done.stderr
+    skips = run_replay(*command, "--engine", "none", "--set", "on_prompt_error=skip")
+    assert "--engine must be vllm" in skips.stderr  # it has come so far
