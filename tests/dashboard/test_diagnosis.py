@@ -365,6 +365,7 @@ def test_the_situations_of_this_file_meet_every_rule_of_the_table():
         described(tr=("trainer", trainer_says(fresh_groups_per_step=8))),
         described(tr=("trainer", trainer_says(rollouts_table="other"))),
         described(gen=("generator", GeneratorConfig(sampling=SamplingConfig(top_p=0.9, sampling_masks=0)).described())),
+        described(gen=("generator", one_reward())),
         tutorial({"sampling": waiting()}, clients=[pb.ClientInfo(name="gen", role="generator", ended=True)]),
         server(clients=[generator("a", open=1), generator("b", age=2 * LONG)]),
     ]
@@ -410,6 +411,29 @@ def described(**changes: Any) -> ServerInfo:
     tables = table("rollouts", QUEUE), table("replay", POOL)
     permits = admission(groups_per_step=4, max_staleness=1, table="rollouts")
     return server(*tables, **{"clients": clients, "admission": permits} | changes)
+
+
+def one_reward(part: str = "generator", **said: Any) -> dict[str, str]:
+    """What a part says that gave all rollouts one reward."""
+    told = {"value": 0.0, "groups": 40, "expected": "#### 72", "got": "\\boxed{72}"} | said
+    return {"part": json.dumps(part), "one_reward": json.dumps(told)}
+
+
+@pytest.mark.parametrize("part", ["generator", "scorer"])
+def test_one_reward_for_all_rollouts_is_named_with_what_was_expected_and_said(part):
+    ((level, message, remedy),) = said_of(described(gen=(part, one_reward(part))), "rewards")
+    assert level is Level.WARNING
+    assert message == (
+        f"{part} gen gave every rollout of the last 40 groups or more the reward 0; expected '#### 72', and the newest "
+        "answer ends with '\\\\boxed{72}'"
+    )
+    assert "math_answer the number in \\boxed{} or behind ####" in remedy
+
+
+@pytest.mark.parametrize("said", [3, "a", {}, {"value": "0"}, {"value": None}])
+def test_what_a_client_says_of_rewards_may_be_anything(said):
+    says = {"part": json.dumps("generator"), "one_reward": json.dumps(said)}
+    assert said_of(described(gen=("generator", says)), "rewards") == []
 
 
 def trainer_says(**own: Any) -> dict[str, str]:
