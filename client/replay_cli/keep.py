@@ -271,9 +271,19 @@ def _items_of(path: Path, table: str | None) -> Iterator[tuple[int, Row]]:
 
 def _check(number: int, row: Row) -> None:
     """Raises ValueError for a row that `export` did not write, or not for `import`."""
+    from replay_cli.data_rows import NEEDED
+
     missing = [name for name in ("key", "table", "priority", "policy_version", "payload") if row.get(name) is None]
     if missing:
-        remedy = "; export it with payloads, a row for each item" if missing == ["payload"] else ""
+        remedy = ""
+        if missing == ["payload"]:
+            remedy = "; export it with payloads, a row for each item"
+        elif {"key", "payload"} <= {*missing}:
+            lacking = [name for name in NEEDED if row.get(name) is None]
+            remedy = (
+                f", as `replay table export` writes them; and a sequence of your own needs {', '.join(NEEDED)}, of "
+                f"which there is no {', '.join(lacking)}, only {', '.join(map(str, row)) or 'nothing'}"
+            )
         raise ValueError(f"row {number}: there is no {', '.join(missing)}{remedy}")
     if not (str(row["key"]).isascii() and str(row["key"]).isdecimal() and int(row["key"]) < 1 << 64):
         raise ValueError(f"row {number}: key is {row['key']!r:.80}, not a whole number below 2^64")

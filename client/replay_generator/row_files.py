@@ -41,6 +41,11 @@ _OTHER_FILES = (
     (codecs.BOM_UTF16_BE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
 )
 """The first bytes of files that people give by mistake. Each has the words of the error, with the remedy."""
+_ONLY_LINES = (
+    (_GZIP, "a gzip file", "unpack it with gunzip"),
+    (_PARQUET, "a Parquet file", "write it as JSON lines or, to import items, let its name end with .parquet"),
+)
+"""More of these, where nothing but lines of JSON is read."""
 _HEAD = 8
 """First bytes of a file that tell what it is."""
 _TABLES = {".csv": "read_csv", ".tsv": "read_table", ".xlsx": "read_excel"}
@@ -104,13 +109,12 @@ def _head(file: IO[bytes]) -> bytes:
 def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file in UTF-8 with one JSON object a line, each with the number of its line.
 
-    It may be packed by gzip. Empty lines do not count, nor does a byte order mark. Raises ValueError that names file
-    and line, with the remedy, for anything else.
+    Empty lines do not count, nor does a byte order mark. Raises ValueError that names file and line, with the remedy,
+    for anything else.
     """
-    with _opened(path) as file:
-        _refuse_others(path, file)
-        if _head(file).startswith(_PARQUET):
-            raise ValueError(f"{path}, line 1: this is a Parquet file, and not lines of JSON in UTF-8")
+    with Path(path).open("rb") as file:
+        if file.seekable():
+            _refuse_others(path, file, _ONLY_LINES)
         for number, row in _lines(path, file):
             if isinstance(row, ValueError):
                 raise row
@@ -150,9 +154,9 @@ def _decoded(data: bytes) -> str:
         ) from error
 
 
-def _refuse_others(path: object, file: IO[bytes]) -> None:
+def _refuse_others(path: object, file: IO[bytes], others: Sequence[tuple[bytes, str, str]] = ()) -> None:
     head = _head(file)
-    for start, kind, remedy in _OTHER_FILES:
+    for start, kind, remedy in (*_OTHER_FILES, *others):
         if head.startswith(start):
             raise ValueError(f"{path}, line 1: this is {kind}, and not lines of JSON in UTF-8: {remedy}")
     reader = _TABLES.get(Path(str(path)).suffix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from replay_cli.data_rows import items_of
 from replay_client import RolloutGroup
+from replay_server import ReplayServer, TableConfig
+from tests.commands import run_replay
 
 LEAST = {"prompt_ids": [3], "completion_ids": [5, 6], "reward": 1.0}
 
@@ -58,6 +61,27 @@ def test_rows_that_replay_export_wrote_stay_as_they_are():
 def test_rows_that_make_no_group_are_named_with_the_reason(rows, words):
     with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
         groups_of(*rows)
+
+
+OWN = {name: value for name, value in LEAST.items() if name != "completion_ids"}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a", "completion": "b", "reward": 1.0}, "there is no prompt_ids, completion_ids, only prompt, com"),
+        (OWN, "there is no completion_ids, only prompt_ids, reward"),
+        ({}, "there is no prompt_ids, completion_ids, reward, only nothing"),
+    ],
+    ids=["texts", "no completion", "nothing"],
+)
+def test_an_import_of_rows_of_ones_own_says_what_they_need(tmp_path, row, words):
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with ReplayServer(tables=[TableConfig(name="replay")], port=0) as server:
+        said = run_replay("table", "import", str(path), "--table", "replay", address=server.address)
+    assert said.returncode == 1
+    assert "and a sequence of your own needs prompt_ids, completion_ids, reward, of which " + words in said.stderr
 
 
 def test_rows_that_name_no_table_need_one():

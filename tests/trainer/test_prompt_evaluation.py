@@ -78,3 +78,33 @@ def test_a_run_of_a_few_steps_is_summed_up():
         "50 tokens/s trained, 2.00 s a step",
     ):
         assert words in said
+
+
+class Chats:
+    """A model's tokenizer with a chat template, which remembers what it renders."""
+
+    def __init__(self) -> None:
+        self.tokenizer, self.rendered = make_tokenizer(), list[str]()
+        self.chat_template = "any"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        return self.tokenizer(*given, **options)
+
+    def apply_chat_template(self, messages: Any, *, tone: str = "", **_: Any) -> str:
+        self.rendered.append(f"{tone}{messages[0]['content']}")
+        return self.rendered[-1]
+
+
+def test_an_evaluation_tells_the_template_what_generators_and_rows_do():
+    tokenizer = Chats()
+    asked = [{"role": "user", "content": "1+1="}]
+    prompts = [
+        Prompt.of({"prompt": asked, "answer": "2"}),
+        Prompt.of({"prompt": asked, "answer": "2", "chat_template_kwargs": {"tone": "2"}}),
+    ]
+    evaluation = PromptEvaluation(prompts, exact_match, max_tokens=2, chat_template={"tone": "1"})
+    evaluation(run_with(make_model(0), tokenizer))
+    assert tokenizer.rendered == ["11+1=", "21+1="]
