@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 from replay_generator.row_values import without_nulls
 
@@ -65,10 +65,14 @@ _SPLITS = {
 class Rows(Protocol):
     """Rows by number, which can name each."""
 
-    columns: Sequence[str] | None
-    """Of all rows; None: each row has fields of its own."""
-    in_memory: bool
-    """A look at all rows costs little."""
+    @property
+    def columns(self) -> Sequence[str] | None:
+        """Of all rows; None: each row has fields of its own."""
+
+    @property
+    def in_memory(self) -> bool:
+        """A look at all rows costs little."""
+        ...
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -95,7 +99,9 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             yield file
             return
         try:
-            yield held.enter_context(gzip.GzipFile(fileobj=file))
+            unpacked = gzip.GzipFile(fileobj=file)
+            held.callback(unpacked.close)
+            yield cast("IO[bytes]", unpacked)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path}: a damaged gzip file: {error}") from error
 
@@ -225,8 +231,8 @@ class _Listed:
     """What the file numbers: "line" or "row"."""
     rows: list[tuple[int, Any]]
     """Each with its number, from 1; a ValueError is that of the row."""
-    columns = None
-    in_memory = True
+    columns: Sequence[str] | None = None
+    in_memory: bool = True
 
     def __len__(self) -> int:
         return len(self.rows)
