@@ -62,17 +62,14 @@ def generate(
     chosen: dict[str, Any],
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
-    prompts: Annotated[
-        str | None, _data("File, - or folder of JSON lines or Parquet, or a data set on the hub.")
-    ] = None,
-    prompt_field: Annotated[str, _data("Field of a row with text or messages, or its path: a.b.")] = "prompt",
+    prompts: Annotated[str | None, _data("JSON lines or Parquet: a file, a folder, or of the hub.")] = None,
+    prompt_field: Annotated[str, _data("Field of a row with text or messages; a.b is a path.")] = "prompt",
     split: Annotated[str, _data("Split of the data set.")] = "train",
-    subset: Annotated[str | None, _data("Subset of the data set on the hub.")] = None,
     chat: Annotated[bool, _data("Make each text prompt a chat message of the user.", "--chat")] = False,
     system: Annotated[str | None, _data("With --chat, the message of the system.")] = None,
     reward: Annotated[
         list[str] | None,
-        _data("exact_match, math_answer or module:function, perhaps =WEIGHT; repeatable."),
+        _data("exact_match, math_answer or module:function, =WEIGHT; repeatable."),
     ] = None,
     rollout: Annotated[str | None, _data("package.module:function that plays rollouts of several turns.")] = None,
     agent: Annotated[str | None, _data("A command, or package.module:function, that plays by an address.")] = None,
@@ -129,7 +126,6 @@ def generate(
                 str(prompts),
                 prompt_field=prompt_field,
                 split=split,
-                subset=subset,
                 chat=chat,
                 system=system,
                 seed=None if shared else seed,
@@ -246,7 +242,6 @@ def load_rows(
     *,
     prompt_field: str,
     split: str,
-    subset: str | None,
     chat: bool,
     system: str | None,
     seed: int | None,
@@ -260,7 +255,7 @@ def load_rows(
 
     if system is not None and not chat:
         raise ValueError("--system needs --chat")
-    loaded = load_prompts(prompts, prompt_field=prompt_field, split=split, subset=subset, check=check)
+    loaded = load_prompts(prompts, prompt_field=prompt_field, split=split, check=check)
     rows = PreparedRows(loaded, prompt_field, system, chat=chat)
     return rows if seed is None else cycle_prompts(rows, seed=seed)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 EVAL_EVERY = 10
 """Steps between evaluations with --eval-prompts, unless the configuration has eval_every."""
 _evaluating = partial(in_panel, "Evaluation")
-SETTINGS = CommandSettings(GRPOConfig, also=("lora",))
+SETTINGS = CommandSettings(GRPOConfig, also=("lora", "evaluation"))
 _FIELDS = (
     *options_of(GRPOConfig, "Learning", "max_steps", "groups_per_step", "learning_rate", "beta"),
     *options_of(GRPOConfig, "Learning", "scale_rewards", "seed"),
@@ -43,12 +42,6 @@ def train(
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     output_dir: Annotated[Path, typer.Option(help="Folder for weights and metrics.jsonl.")],
     eval_prompts: Annotated[str | None, _evaluating("Held-out prompts, as --prompts of `replay generate`.")] = None,
-    eval_prompt_field: Annotated[str, _evaluating("As --prompt-field there.")] = "prompt",
-    eval_split: Annotated[str, _evaluating("As --split there.")] = "train",
-    eval_subset: Annotated[str | None, _evaluating("As --subset there.")] = None,
-    eval_chat: Annotated[bool, _evaluating("As --chat there.", "--eval-chat")] = False,
-    eval_system: Annotated[str | None, _evaluating("As --system there.")] = None,
-    eval_chat_template: Annotated[str | None, _evaluating("As chat_template there: an object of JSON.")] = None,
     eval_reward: Annotated[list[str] | None, _evaluating("As --reward there; repeatable. [exact_match]")] = None,
     eval_max_tokens: Annotated[int, _evaluating("Most tokens of these completions.", min=1)] = 256,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress and no summary.")] = False,
@@ -66,10 +59,11 @@ def train(
     chosen |= {"output_dir": output_dir, "progress": False if quiet else None}
     options = SETTINGS.given(context, source, chosen)
     lora = options.pop("lora", None)
+    eval_reading = options.pop("evaluation", {})
     if eval_prompts is not None:
         options.setdefault("eval_every", EVAL_EVERY)
-    elif eval_reward:
-        fail("--eval-reward needs --eval-prompts")
+    elif eval_reward or eval_reading:
+        fail(f"{'--eval-reward' if eval_reward else '[evaluation]'} needs --eval-prompts")
 
     from replay_client import ReplayClient
     from replay_client.errors import ReplayError
@@ -87,17 +81,8 @@ def train(
         beat()  # now and not in the middle of the run: its file may be impossible to write
         evaluation = None
         if eval_prompts is not None:
-            evaluation = _evaluation(
-                eval_prompts,
-                prompt_field=eval_prompt_field,
-                split=eval_split,
-                subset=eval_subset,
-                chat=eval_chat,
-                system=eval_system,
-                chat_template=eval_chat_template,
-                rewards=eval_reward,
-                max_tokens=eval_max_tokens,
-            )
+            reading = _eval_reading(eval_reading)
+            evaluation = _evaluation(eval_prompts, reading, eval_reward, eval_max_tokens)
         # Not before: they take seconds to import, and people wait for the errors above.
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging as transformers_logging
@@ -154,39 +139,53 @@ def _with_adapter(model: Any, lora: Any, seed: int) -> Any:
     return get_peft_model(model, LoraConfig(**wanted))
 
 
-def _evaluation(
-    prompts: str,
-    *,
-    prompt_field: str,
-    split: str,
-    subset: str | None,
-    chat: bool,
-    system: str | None,
-    chat_template: str | None,
-    rewards: list[str] | None,
-    max_tokens: int,
-) -> PromptEvaluation:
+@dataclass
+class _Reading:
+    """The section [evaluation]: how held-out prompts are read, by the names that the options of a generator have."""
+
+    prompt_field: str = "prompt"
+    split: str = "train"
+    chat: bool = False
+    system: str | None = None
+    chat_template: dict[str, Any] = field(default_factory=dict)
+
+
+def _eval_reading(section: Any) -> _Reading:
+    """Raises ValueError for what a generator has no such option for."""
+    from replay_protos.settings import unknown_name
+
+    if not isinstance(section, dict):
+        raise ValueError(
+            f"evaluation is a section of the file: [evaluation], with chat = true below it, not {section!r}"
+        )
+    known = [each.name for each in fields(_Reading)]
+    for name in section:
+        if name not in known:
+            raise ValueError(f"[evaluation]: {unknown_name(name, known)}")
+    reading = _Reading(**section)
+    for name, kind in (("prompt_field", str), ("split", str), ("chat", bool), ("chat_template", dict)):
+        value = getattr(reading, name)
+        if not isinstance(value, kind):
+            raise ValueError(f"[evaluation] {name} must be a {kind.__name__}, not {value!r}")
+    if reading.system is not None and not (reading.chat and isinstance(reading.system, str)):
+        raise ValueError("[evaluation] system is a text, and needs chat = true")
+    return reading
+
+
+def _evaluation(prompts: str, reading: _Reading, rewards: list[str] | None, max_tokens: int) -> PromptEvaluation:
     """Raises ValueError, OSError or ImportError for prompts and rewards that cannot be used."""
     from replay_generator.prompts import load_prompts
     from replay_generator.rewards import load_reward
 
-    if system is not None and not chat:
-        raise ValueError("--eval-system needs --eval-chat")
-    try:
-        template = json.loads(chat_template or "{}")
-    except ValueError as error:
-        raise ValueError(f"--eval-chat-template is no JSON: {error}") from None
-    if not isinstance(template, dict):
-        raise ValueError(f"--eval-chat-template must be an object of JSON, not {chat_template!r}")
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
-    rows = load_prompts(prompts, prompt_field=prompt_field, split=split, subset=subset)
+    rows = load_prompts(prompts, prompt_field=reading.prompt_field, split=reading.split)
     loaded = [rows[index] for index in range(len(rows))]
-    if chat:
-        loaded = [prompt.as_chat(system) for prompt in loaded]
+    if reading.chat:
+        loaded = [prompt.as_chat(reading.system) for prompt in loaded]
     scored_by = [load_reward(name) for name in rewards or ["exact_match"]]
     from replay_trainer import PromptEvaluation  # needs torch; prompts and rewards that cannot be used end it before
 
-    return PromptEvaluation(loaded, scored_by, max_tokens, chat_template=template)
+    return PromptEvaluation(loaded, scored_by, max_tokens, chat_template=reading.chat_template)
 
 
 def _as_typed(message: str, names: set[str]) -> str:

@@ -115,7 +115,7 @@ class GeneratorConfig:
     mask: they count in the advantages of their group, but `loss_mask` excludes their tokens from training, and they add
     nothing to the group's priority. This is DAPO's overlong filtering (arXiv 2503.14476)."""
     on_prompt_error: Literal["raise", "skip"] = "raise"
-    """When a prompt does not fit the engine, a reward function fails, or a group is too large: raise, or skip.
+    """When a row is no prompt or does not fit the engine, a reward fails, or a group is too large: raise, or skip.
 
     raise: the run ends. skip: the group is left out, counted and logged; 100 in a row end the run. A group that lacks
     rollouts because its engine returned what no policy can have drawn is always skipped."""

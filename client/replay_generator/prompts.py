@@ -187,7 +187,7 @@ def read_prompts(path: str | os.PathLike[str], prompt_field: str = "prompt") -> 
 
 
 def load_prompts(
-    source: str, *, prompt_field: str = "prompt", split: str = "train", subset: str | None = None, check: bool = True
+    source: str, *, prompt_field: str = "prompt", split: str = "train", check: bool = True
 ) -> LoadedPrompts:
     """Prompts of a file, of a folder, or of a data set named as on the hub: docs/how-to/data.md lists the forms.
 
@@ -195,7 +195,7 @@ def load_prompts(
     bad row of them is an error here, or when it is asked for. Raises ValueError if there are no prompts, OSError, and
     ImportError if a package is needed and missing.
     """
-    rows = open_rows(source, split=split, subset=subset, told=_told_columns(prompt_field))
+    rows = open_rows(source, split=split, told=_told_columns(prompt_field))
     head = prompt_field.partition(".")[0]
     if rows.columns is not None and not {prompt_field, head}.intersection(rows.columns):
         raise ValueError(f"{source} has no column {prompt_field!r}, only {', '.join(rows.columns)}: see --prompt-field")

@@ -251,14 +251,14 @@ class PromptsTable(PromptSupply):
             return error
 
     def _count_bad(self, prompt: object) -> None:
-        """Raises PromptError when so many rows in a row were no prompts that the cause is not one of them."""
+        """Raises ReplayError when so many rows in a row were no prompts that the cause is not one of them."""
         if not isinstance(prompt, PromptError):
             self._bad_in_a_row = 0
             return
         self._stats["skipped"] += 1
         self._bad_in_a_row += 1
         if self._bad_in_a_row >= min(MOST_BAD, len(self._rows)):
-            raise PromptError(f"{self._bad_in_a_row} rows in a row are no prompts, the last because of: {prompt}")
+            raise ReplayError(f"{self._bad_in_a_row} rows in a row are no prompts, the last because of: {prompt}")
         logger.warning("left out of table %r: %s", self.table, prompt)
 
     def _check(self, mark: LoadMark) -> None:

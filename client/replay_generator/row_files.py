@@ -161,17 +161,18 @@ def _decoded(data: bytes) -> str:
 
 
 def _refuse_others(path: object, file: IO[bytes], others: Sequence[tuple[bytes, str, str]] = ()) -> None:
+    name = str(path)
+    reader = _TABLES.get(Path(name).suffix)
+    if reader is not None:
+        target = str(Path(name).with_suffix(".jsonl"))
+        raise ValueError(
+            f'{name}: its values have no types, so it is not read; convert it: python -c "import pandas; '
+            f"pandas.{reader}({name!r}, dtype=str).to_json({target!r}, orient='records', lines=True)\""
+        )
     head = _head(file)
     for start, kind, remedy in (*_OTHER_FILES, *others):
         if head.startswith(start):
-            raise ValueError(f"{path}, line 1: this is {kind}, and not lines of JSON in UTF-8: {remedy}")
-    reader = _TABLES.get(Path(str(path)).suffix)
-    if reader is not None:
-        source, target = str(path), str(Path(str(path)).with_suffix(".jsonl"))
-        raise ValueError(
-            f'{path}: its values have no types, so it is not read; convert it: python -c "import pandas; '
-            f"pandas.{reader}({source!r}, dtype=str).to_json({target!r}, orient='records', lines=True)\""
-        )
+            raise ValueError(f"{name}, line 1: this is {kind}, and not lines of JSON in UTF-8: {remedy}")
 
 
 def _array(file: IO[bytes]) -> list[Any] | None:
@@ -380,11 +381,11 @@ def _split_of(path: Path) -> str:
 # ------------------------------------------------------------------------------------------------ all sources
 
 
-def open_rows(source: str, *, split: str = "train", subset: str | None = None, told: Sequence[str] = ()) -> Rows:
+def open_rows(source: str, *, split: str = "train", told: Sequence[str] = ()) -> Rows:
     """The rows of a file, of a folder, or of a data set named as on the hub. `told`: as of ArrowRows.
 
-    `subset`: of a data set with several, on the hub. Raises ValueError for a source without rows, or of another kind,
-    OSError, and ImportError if a package is missing.
+    A data set on the hub with several subsets is named with one: "openai/gsm8k:main". Raises ValueError for a source
+    without rows, or of another kind, OSError, and ImportError if a package is missing.
     """
     path = Path(source)
     if source == STDIN or (path.exists() and not path.is_dir()) or path.suffix in _NAMES_OF_FILES:
@@ -392,13 +393,13 @@ def open_rows(source: str, *, split: str = "train", subset: str | None = None, t
     elif path.is_dir() and not any((path / name).exists() for name in ("dataset_dict.json", "dataset_info.json")):
         rows = _folder_rows(path, split, told)
     else:
-        rows = _data_set(source, split, subset, told)
+        rows = _data_set(source, split, told)
     if not len(rows):
         raise ValueError(f"{source} has no prompts")
     return rows
 
 
-def _data_set(source: str, split: str, subset: str | None, told: Sequence[str]) -> ArrowRows:
+def _data_set(source: str, split: str, told: Sequence[str]) -> ArrowRows:
     try:
         import datasets
     except ImportError as error:
@@ -406,7 +407,8 @@ def _data_set(source: str, split: str, subset: str | None, told: Sequence[str]) 
             f"{source!r} is no file, and for a data set the package `datasets` is needed: pip install datasets"
         ) from error
     is_saved = Path(source).is_dir()
-    loaded = datasets.load_from_disk(source) if is_saved else datasets.load_dataset(source, subset)
+    name, _, subset = source.partition(":")
+    loaded = datasets.load_from_disk(source) if is_saved else datasets.load_dataset(name, subset or None)
     if isinstance(loaded, Mapping):
         if split not in loaded:
             raise ValueError(f"{source} has no split {split!r}, only {', '.join(loaded)}")

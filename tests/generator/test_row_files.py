@@ -13,6 +13,7 @@ import pytest
 
 from replay_generator.prompts import Prompt, PromptError, cycle_prompts, load_prompts, read_prompts
 from replay_generator.row_values import field_of
+from tests.commands import run_replay
 
 pandas = pytest.importorskip("pandas")
 pyarrow = pytest.importorskip("pyarrow")
@@ -126,6 +127,7 @@ def test_minus_is_the_standard_input():
     [
         ("a.csv", b"prompt,answer\n1+1=,2\n", r"convert it: python -c .*pandas\.read_csv\('.*a\.csv'"),
         ("a.tsv", b"prompt\tanswer\n", r"pandas\.read_table"),
+        ("a.xlsx", b"PK\x03\x04", r"pandas\.read_excel"),
         ("a.jsonl", b"BZh91AY", "bunzip2"),
         ("a.jsonl", b"\xfd7zXZ\x00", "unxz"),
         ("a.jsonl", b"ARROW1\x00\x00", "an Arrow file"),
@@ -316,3 +318,25 @@ def test_a_prompt_keeps_its_name_when_the_others_of_its_file_change():
     alone = next(cycle_prompts([row])).prompt_id
     among = {prompt.prompt_id for prompt in itertools.islice(cycle_prompts([row, {"prompt": "b"}]), 2)}
     assert alone in among
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "a.jsonl, line 1: a row needs the field 'prompt'"),
+        (["--set", 'evaluation={"chat_template": [1]}'], "[evaluation] chat_template must be a dict, not [1]"),
+        (["--set", 'evaluation={"chatt": true}'], "[evaluation]: "),
+        (["--set", "evaluation=chat"], "evaluation is a section of the file"),
+        (["--set", 'evaluation={"system": "Be brief."}'], "[evaluation] system is a text, and needs chat = true"),
+        (
+            ["--set", 'evaluation={"prompt_field": "q.text"}', "--eval-reward", "no"],
+            "reward must be 'exact_match' or 'math_answer' or",
+        ),
+    ],
+)
+def test_replay_train_reads_held_out_prompts_as_generators_read_theirs(tmp_path, options, says):
+    write(tmp_path / "a.jsonl", b'{"q": {"text": "1+1="}, "answer": "2"}')
+    command = ["train", "--model", str(tmp_path), "--output-dir", str(tmp_path / "out")]
+    done = run_replay(*command, "--eval-prompts", str(tmp_path / "a.jsonl"), *options)
+    assert done.returncode == 1
+    assert says in done.stderr

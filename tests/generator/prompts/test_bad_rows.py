@@ -42,10 +42,11 @@ async def test_a_bad_row_does_not_end_a_curriculum():
         assert {*await made(client)} <= {row["prompt_id"] for row in GOOD}
 
 
-async def test_rows_of_which_none_is_a_prompt_end_the_run():
+@pytest.mark.parametrize("on_prompt_error", ["raise", "skip"])
+async def test_rows_of_which_none_is_a_prompt_end_the_run(on_prompt_error):
     async with serving() as client:
         with pytest.raises(ReplayError, match=r"5 rows in a row are no prompts, the last because of: row \d"):
-            await make_generator(client, [{"prompt": None}] * 5).run()
+            await make_generator(client, [{"prompt": None}] * 5, on_prompt_error=on_prompt_error).run()
 
 
 def run_of(client, rows, **config):
