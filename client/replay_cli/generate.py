@@ -63,7 +63,7 @@ def generate(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     prompts: Annotated[str | None, _data("JSON lines or Parquet: a file, a folder, or of the hub.")] = None,
-    prompt_field: Annotated[str, _data("Field of a row with text or messages; a.b is a path.")] = "prompt",
+    prompt_field: Annotated[str, _data("Field with text or messages, or a path: a.b.")] = "prompt",
     split: Annotated[str, _data("Split of the data set.")] = "train",
     chat: Annotated[bool, _data("Make each text prompt a chat message of the user.", "--chat")] = False,
     system: Annotated[str | None, _data("With --chat, the message of the system.")] = None,
