@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from importlib.metadata import version
@@ -20,7 +19,7 @@ from replay_cli.generate import generate, score
 from replay_cli.items import delete, items, show
 from replay_cli.keep import checkpoint, export, import_items
 from replay_cli.options import Commands, taking
-from replay_cli.output import complain, say
+from replay_cli.output import complain, ignore_stdout, say
 from replay_cli.servers import serve, shards, weights
 from replay_cli.tables import dashboard, tables, top
 from replay_cli.train import train
@@ -89,8 +88,8 @@ def run() -> NoReturn:
             complain("nothing was changed")
     except KeyboardInterrupt:
         status = _INTERRUPTED
-    except BrokenPipeError:  # whoever reads the output has seen enough; Python would complain once more at the end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        ignore_stdout()
         status = 1
     for number in (signal.SIGINT, signal.SIGTERM):  # an exception in the last moments could only become a traceback
         signal.signal(number, signal.SIG_IGN)

@@ -26,7 +26,7 @@ from replay_cli.options import (
     taking,
     typed,
 )
-from replay_cli.output import fail, in_words, need, tell
+from replay_cli.output import claim_stdout, fail, in_words, need, tell
 from replay_cli.process import LogFormat, check_model, loading, log_to_stderr, set_up_tracing
 from replay_cli.recipes import show_recipe
 from replay_generator import GeneratorConfig, ScorerConfig, StageConfig
@@ -99,6 +99,8 @@ def generate(
     from replay_generator.rollouts import single_turn
     from replay_generator.sessions import load_sessions
 
+    if as_json:
+        claim_stdout()
     log_to_stderr("warning", log_format)
     set_up_tracing("replay-generator")
     check_model(model)
@@ -151,13 +153,25 @@ def generate(
         fail(in_flags(in_words(error), {*context.params, *typed(access_of(context))}))
     report = reporter(as_json)
     keep = carries_gradient if drop_zero_variance else None
+    stopped: list[bool] = []  # by a signal
     try:
         stats = run_generator(
-            lambda: client, running_engine, rows, scorer, settings, rollout=hook, keep=keep, on_group=report
+            lambda: client,
+            running_engine,
+            rows,
+            scorer,
+            settings,
+            rollout=hook,
+            keep=keep,
+            on_group=report,
+            on_stop=lambda: stopped.append(True),
         )
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
     report(stats, 0.0)
+    made = stats["groups"] + stats["filtered"]
+    if settings.max_groups is not None and made < settings.max_groups and not stopped:
+        fail(f"--max-groups asks for {settings.max_groups} groups, and {made} were made: the log says why")
 
 
 _HOW = (*options_of(ScorerConfig, "Scoring", "concurrency"), *options_of(StageConfig, "Scoring", "lease", "priority"))

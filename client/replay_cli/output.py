@@ -6,11 +6,12 @@ Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTER
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _WIDTH_WITHOUT_TERMINAL = 240
 """Columns of output that goes into a file or another program, so that nothing is cut off."""
+_claimed: list[TextIO] = []
+"""What `claim_stdout` has made of standard output; empty: it has not been called."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
@@ -101,11 +104,29 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Col
     return view
 
 
+def claim_stdout() -> None:
+    """From now on only `print_json` writes to standard output. What others print in this process, and in those that it
+    starts, goes to standard error: users' functions must not break the JSON."""
+    sys.stdout.flush()
+    _claimed.append(open(os.dup(sys.stdout.fileno()), "w", encoding="utf-8"))  # noqa: SIM115  for the whole command
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout = sys.stderr
+
+
+def ignore_stdout() -> None:
+    """Whoever reads the output has seen enough; Python would complain once more at the end."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.__stdout__, *_claimed):
+        if stream is not None:
+            os.dup2(nothing, stream.fileno())
+
+
 def print_json(value: object, *, indent: int | None = 2) -> None:
     """One JSON document; with `indent=None` it is one line. NaN and infinities become null."""
     text = json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    output = _claimed[-1] if _claimed else sys.stdout
     # JSON escapes the control characters below a space only, and a lone surrogate cannot be written.
-    print(re.sub("[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text), flush=True)
+    print(re.sub("[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text), file=output, flush=True)
 
 
 def tell(as_json: bool, found: object, words: str, *, indent: int | None = 2) -> None:

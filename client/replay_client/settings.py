@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from replay_protos.settings import explain, unknown_name
@@ -25,6 +27,9 @@ Seconds = Annotated[float, Field(gt=0)]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 """From 0."""
 Share = Annotated[float, Field(ge=0, le=1)]
+FixedPath = Annotated[str | Path, AfterValidator(lambda path: _absolute(path))]
+"""A relative path counts from the folder in which the process makes its settings: users' code may leave that later. An
+address stays what it is."""
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 """Also from a list, as files have it."""
 
@@ -62,6 +67,12 @@ def settings(*, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
+def _absolute(path: str | Path) -> str | Path:
+    if isinstance(path, Path):
+        return path.absolute()
+    return path if "://" in path else str(Path(path).absolute())
+
+
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:
     """Raises ValueError unless `value`, of the setting `name`, is one of the choices."""
     if value not in choices:
@@ -97,6 +108,14 @@ def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any
         function = getattr(importlib.import_module(module_name), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(f"{kind} {name!r}: {error}") from error
+    except (Exception, SystemExit) as error:
+        # Only lines of the module itself count: not those of Python that import it.
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        lines = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
+        place = f" ({lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
+        raise ValueError(
+            f"{kind} {name!r}: its module cannot be imported, for it raised {type(error).__name__}: {error}{place}"
+        ) from error
     if not callable(function):
         raise ValueError(f"{kind} {name!r} is a {type(function).__name__}, which cannot be called")
     loaded: Callable[..., Any] = function

@@ -12,8 +12,10 @@ import math
 import os
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -44,11 +46,17 @@ def beat() -> None:
     if not (path := os.environ.get(VARIABLE)):
         return
     try:
-        Path(path).touch()
+        _absolute(path).touch()
     except OSError as error:
         raise ValueError(
             f"{VARIABLE}: cannot write {path}: {error.strerror}; name one in a folder that is there"
         ) from error
+
+
+@cache
+def _absolute(path: str) -> Path:
+    """The file that `path` named at the first beat: users' code may change the folder of the process later."""
+    return Path(path).absolute()
 
 
 async def in_daemon_thread(work: Callable[[], Any]) -> Any:
@@ -60,11 +68,20 @@ async def in_daemon_thread(work: Callable[[], Any]) -> Any:
         try:
             result.set_result(work())
         except BaseException as error:
-            # A future of asyncio refuses to carry a StopIteration.
-            result.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+            if isinstance(error, StopIteration):  # a future of asyncio refuses to carry it
+                result.set_exception(RuntimeError(repr(error)))
+            elif isinstance(error, Exception):
+                result.set_exception(error)
+            else:  # such as SystemExit, which would end the event loop
+                result.set_exception(ReplayError(f"work in a thread raised {error!r}{_last_line(error)}"))
 
     threading.Thread(target=run, name="replay-work", daemon=True).start()
     return await asyncio.wrap_future(result)
+
+
+def _last_line(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 class Deadline:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from replay_client.kept import TRUNCATING, truncates
-from replay_client.settings import Count, Names, Seconds, described, settings
+from replay_client.settings import Count, FixedPath, Names, Seconds, described, settings
 from replay_generator.engines import SamplingConfig
 from replay_generator.rewards import Priority, load_priority
 from replay_protos.labels import labels_of
@@ -94,16 +93,16 @@ class GeneratorConfig:
     wait_for_policy: bool = False
     """Start only when the trainer has published weights. Otherwise, without published weights, start with the engine's
     own as version 0."""
-    weights_root: str | Path | None = None
+    weights_root: FixedPath | None = None
     """Load weights only from this folder and its subfolders. Otherwise from any folder that the policy names.
 
     Any client that may write to the server can set that folder. Weights are only read, never executed. Of weights that
     are fetched: the address, up to the slash before step-N."""
-    weights_cache: str | Path | None = None
+    weights_cache: FixedPath | None = None
     """Folder of this generator alone for weights that it fetches: three versions at most."""
-    weights_token_file: str | Path | None = None
+    weights_token_file: FixedPath | None = None
     """File with the token of `replay weights serve`."""
-    weights_ca: str | Path | None = None
+    weights_ca: FixedPath | None = None
     """Authority of its certificate, in PEM format. None: the public ones."""
     probe_tolerance: Annotated[float, Field(gt=0)] = 0.02
     """Largest difference, in nats, between the trainer's and the engine's log-probability of any token of the probe.
@@ -141,17 +140,17 @@ class GeneratorConfig:
     Named as in `vllm serve --reasoning-parser`. None: thoughts are text."""
     session_deadline: Seconds = 600.0
     """Seconds in which an agent elsewhere must end what it has taken. Then another one may take the rollout anew."""
-    sessions_token_file: str | Path | None = None
+    sessions_token_file: FixedPath | None = None
     """File with the token of those who run agents elsewhere; they send it as a Bearer.
 
     None: none is needed, and no other machine may reach the address."""
-    sessions_tls_cert: str | Path | None = None
+    sessions_tls_cert: FixedPath | None = None
     """Certificate of the address of sessions, in PEM format, with those between it and the root.
 
     None: connections are not encrypted."""
-    sessions_tls_key: str | Path | None = None
+    sessions_tls_key: FixedPath | None = None
     """The private key of `sessions_tls_cert`."""
-    metrics_path: str | Path | None = None
+    metrics_path: FixedPath | None = None
     """File to which metrics are appended, as JSON lines. docs/metrics.md lists their fields."""
     metrics_interval: Seconds = 10.0
     """Seconds between two lines of metrics."""

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from replay_client import AsyncReplayClient, KeySequence, PermitLease, RolloutGroup, Sample, tracing
 from replay_client.errors import LeaseEndedError, ReplayError, StaleItemError
 from replay_client.waits import beat
+from replay_generator import user_code
 from replay_generator.building import SECONDS_PER_LOOK, LeaseLostError, UnderConstruction
 from replay_generator.config import GeneratorConfig
 from replay_generator.engines import CompletionError, Engine
@@ -121,8 +122,9 @@ class RolloutGenerator:
         """
         try:
             self._metrics.create_file()
-            async with held(self._rollout):
-                await self._run()
+            with user_code.LoopWatch():
+                async with held(self._rollout):
+                    await self._run()
         finally:
             await self._engine.close()
         if self._failure is not None:
@@ -357,7 +359,7 @@ class RolloutGenerator:
             self._metrics.count_inserted(group, by_function, staleness, times)
         beat()
         if self._on_group is not None:
-            self._on_group(self.stats)
+            user_code.call_here(self._on_group, self.stats)
 
     async def _end_prompt(self, work: UnderConstruction, error: Exception) -> None:
         """The group was not inserted. Its prompt is done if that was to blame for it, and otherwise goes back.
@@ -411,14 +413,15 @@ def run_generator(
     rollout: RolloutHook = single_turn,
     keep: Callable[[RolloutGroup], bool] | None = None,
     on_group: Callable[[GeneratorStats], None] | None = None,
+    on_stop: Callable[[], None] | None = None,
 ) -> GeneratorStats:
     """Run a RolloutGenerator to its end, for callers without an event loop. Returns the last statistics.
 
-    `connect` makes the client; it is called on the event loop that uses it. Ctrl-C and SIGTERM stop the run gracefully.
-    The other parameters and the errors are those of RolloutGenerator.
+    `connect` makes the client; it is called on the event loop that uses it. Ctrl-C and SIGTERM stop the run gracefully,
+    and call `on_stop`. The other parameters and the errors are those of RolloutGenerator.
     """
 
     def make(client: AsyncReplayClient) -> RolloutGenerator:
         return RolloutGenerator(client, engine, prompts, reward, config, rollout=rollout, keep=keep, on_group=on_group)
 
-    return run_worker(connect, make)
+    return run_worker(connect, make, on_stop)

@@ -179,7 +179,8 @@ class GeneratorMetrics:
             # The metrics of environments may differ from group to group.
             **{f"reward/{name}": rewards_G for name, rewards_G in by_function.items()},
         }.items():
-            self._values[name] += map(float, values)
+            # A function that abstained (NaN) has no part in its mean.
+            self._values[name] += [float(value) for value in values if not math.isnan(value)]
 
     def count_given_up(self, times: GroupTimes) -> None:
         """Counts a group that was given up, as if it drew its tokens as fast as the latest groups.

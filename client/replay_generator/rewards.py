@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import math
 import numbers
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,20 +23,21 @@ from replay_client.errors import ReplayError
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import carries_gradient, group_learnability, trained_priority
 from replay_client.settings import load_function
-from replay_client.waits import in_daemon_thread
+from replay_generator import user_code
 from replay_generator.math_answers import check_installed, same_answer
-from replay_generator.rollouts import Rollout, own_line
+from replay_generator.rollouts import Rollout
 from replay_generator.row_values import field_of
 
-RewardFunction = Callable[..., float | Awaitable[float]]
-"""Takes the prompt's row and the text that the policy wrote last, and returns a reward. One with a parameter `rollout`
-gets the whole Rollout too: its turns with their texts, the output of tools, and its `info`.
+RewardFunction = Callable[..., float | None | Awaitable[float | None]]
+"""Takes the prompt's row and the text that the policy wrote last, and returns a reward; None: it abstains, and the
+others alone decide. One with a parameter `rollout` gets the whole Rollout too: its turns with their texts, the output
+of tools, and its `info`.
 
 If it is async, all calls for a group run at once. Otherwise it runs in a thread beside the event loop, for one group at
-a time."""
-GroupRewardFunction = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
-"""Takes the prompt's row and the texts of all G rollouts, and returns G rewards; see `group_reward`. One with a
-parameter `rollouts` gets all of them too."""
+a time; in a process of its own from the moment on in which it asks for a signal."""
+GroupRewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
+"""Takes the prompt's row and the texts of all G rollouts, and returns G rewards, each of which may be None; see
+`group_reward`. One with a parameter `rollouts` gets all of them too."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 OWN_REWARD = "rollout"
@@ -114,16 +114,29 @@ class Scorer:
     ) -> tuple[npt.NDArray[np.float32], dict[str, npt.NDArray[np.float32]]]:
         """The weighted sum (G,), and each function's rewards (G,) by name. Raises RewardError.
 
-        `texts`: what the policy wrote last in each rollout. What environments gave counts as the function "rollout"
-        with weight 1. Either all rollouts have it, or none. `rollouts` None: there are none, only texts.
+        NaN: that function abstained, and the sum is that of the others. In the sum: all abstained, so there is no
+        reward (`unscored`). `texts`: what the policy wrote last in each rollout. What environments gave counts as the
+        function "rollout" with weight 1. Either all rollouts have it, or none. `rollouts` None: there are none, only
+        texts.
         """
+        weights = {reward.name: reward.weight for reward in self.rewards}
         by_name = {reward.name: await self._call(reward, row, texts, rollouts) for reward in self.rewards}
-        total = sum((reward.weight * by_name[reward.name] for reward in self.rewards), np.zeros(len(texts)))
         own = [rollout.reward for rollout in rollouts or ()] or [None] * len(texts)
         if any(reward is not None for reward in own) or not self.rewards:
+            weights[OWN_REWARD] = 1.0
             by_name[OWN_REWARD] = _own_rewards(own)
-            total = total + by_name[OWN_REWARD]
+        total = np.zeros(len(texts))
+        abstained = np.ones(len(texts), np.bool_)
+        for name, rewards in by_name.items():
+            total += weights[name] * np.nan_to_num(rewards)
+            abstained &= np.isnan(rewards)
+        total[abstained] = math.nan
         return total.astype(np.float32), {name: rewards.astype(np.float32) for name, rewards in by_name.items()}
+
+    def unscored(self) -> RewardError:
+        """Why a rollout has no reward: every function abstained."""
+        named = " and ".join(f"{each.name!r}{user_code.where(each.function)}" for each in self.rewards)
+        return RewardError(f"it has no reward: {named} returned None, and one function must give a number")
 
     async def _call(
         self, reward: Reward, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None
@@ -139,6 +152,8 @@ class Scorer:
                 if not limit.expired():
                     raise _failed(reward, f"raised TimeoutError: {error}", error) from error
                 raise _failed(reward, f"took longer than {self._timeout:g} s for {len(texts)} completions") from error
+            except user_code.UserCodeError as error:
+                raise RewardError(f"reward function {reward.name!r} {error.how}{error.place}") from error
             except Exception as error:
                 raise _failed(reward, f"raised {type(error).__name__}: {error}", error) from error
         if isinstance(results, str | Mapping) or not isinstance(results, Iterable):
@@ -146,27 +161,26 @@ class Scorer:
         values = list(results)
         if len(values) != len(texts):
             raise _failed(reward, f"returned {len(values)} rewards for {len(texts)} completions")
-        for value in values:
+        given = [value for value in values if value is not None]
+        for value in given:
             # Numbers of numpy and tensors with one element count as numbers; texts do not.
             if not isinstance(value, numbers.Number | np.generic) and not hasattr(value, "item"):
                 raise _failed(reward, f"returned {value!r}, which is no number")
         try:
-            rewards = np.array([float(value) for value in values])
+            numbers_given = np.array([float(value) for value in given])
         except (TypeError, ValueError, RuntimeError) as error:
             raise _failed(reward, f"returned {values!r}: {error}") from error
-        if not np.isfinite(rewards).all():
-            raise _failed(reward, f"returned {rewards.tolist()}: rewards must be finite")
+        if not np.isfinite(numbers_given).all():
+            raise _failed(reward, f"returned {numbers_given.tolist()}: rewards must be finite")
+        rewards = np.full(len(values), math.nan)
+        rewards[[value is not None for value in values]] = numbers_given
         return rewards
 
     def _thread(self, function: Callable[..., Any]) -> AbstractAsyncContextManager[None]:
         """Surrounds a call. One that needs a thread waits for it."""
-        if _is_async(function):
+        if user_code.is_async(function):
             return nullcontext()
         return self._safe_threads if getattr(function, _THREAD_SAFE, False) else self._threads
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def _own_rewards(rewards: Sequence[float | None]) -> npt.NDArray[np.float64]:
@@ -194,19 +208,15 @@ def _wanted(function: Callable[..., Any]) -> str | None:
 async def _results(
     function: Callable[..., Any], row: Mapping[str, Any], texts: list[str], rollouts: list[Rollout]
 ) -> Any:
-    whole, wanted = getattr(function, _SCORES_GROUPS, False), _wanted(function)
-
-    def call() -> Any:
-        if whole:
-            return function(row, texts, **({wanted: rollouts} if wanted else {}))
-        if not wanted:
-            return [function(row, text) for text in texts]
-        return [function(row, text, **{wanted: rollout}) for text, rollout in zip(texts, rollouts, strict=True)]
-
-    results = call() if _is_async(function) else await in_daemon_thread(call)
-    if whole:
-        return await results if inspect.isawaitable(results) else results
-    return await asyncio.gather(*map(_resolved, results))
+    wanted = _wanted(function)
+    if getattr(function, _SCORES_GROUPS, False):
+        options = {wanted: rollouts} if wanted else {}
+        return await user_code.call(function, row, texts, **options)
+    calls: list[user_code.Call] = []
+    for number, text in enumerate(texts):
+        options = {wanted: rollouts[number]} if wanted else {}
+        calls.append(((row, text), options))
+    return await user_code.call_each(function, calls)
 
 
 ANSWER = "answer"
@@ -271,25 +281,8 @@ def load_reward(name: str) -> Reward:
     return Reward(function, number)
 
 
-async def _resolved(result: Any) -> Any:
-    return await result if inspect.isawaitable(result) else result
-
-
 def _failed(reward: Reward, how: str, error: Exception | None = None) -> RewardError:
-    return RewardError(f"reward function {reward.name!r} {how}{_where(reward.function, error)}")
-
-
-def _where(function: Callable[..., Any], error: Exception | None) -> str:
-    """The line of the function's file in which an error came up; without one the line where the function begins."""
-    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
-    start = max((index for index, frame in enumerate(frames) if frame.filename == __file__), default=-1) + 1
-    if start < len(frames):
-        return own_line(frames[start:])
-    plain: Any = inspect.unwrap(function)
-    if not hasattr(plain, "__code__"):
-        plain = type(plain).__call__  # an object that can be called
-    code = getattr(plain, "__code__", None)
-    return f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""
+    return RewardError(f"reward function {reward.name!r} {how}{user_code.where(reward.function, error)}")
 
 
 # ------------------------------------------------------------------------------------------------ priorities
@@ -323,7 +316,7 @@ def load_priority(name: str | Priority) -> Priority:
     shown = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
 
     def checked(group: RolloutGroup) -> float:
-        result = function(group)
+        result = user_code.call_here(function, group)
         try:
             number = float(result)
         except (TypeError, ValueError):

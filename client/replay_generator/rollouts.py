@@ -40,6 +40,7 @@ import numpy.typing as npt
 from replay_client import RolloutGroup, group_from_rows
 from replay_client.columns import OFFSETS, RAGGED
 from replay_client.errors import ReplayError
+from replay_generator import user_code
 from replay_generator.engines import (
     Completion,
     CompletionError,
@@ -283,7 +284,7 @@ environment may need servers of its own."""
 
 def held(hook: RolloutHook) -> AbstractAsyncContextManager[Any]:
     """The context in which `hook` may be called."""
-    return hook if isinstance(hook, AbstractAsyncContextManager) else nullcontext()
+    return user_code.entered(hook) if isinstance(hook, AbstractAsyncContextManager) else nullcontext()
 
 
 async def single_turn(task: Task, policy: RolloutPolicy) -> Rollout:
@@ -322,9 +323,10 @@ async def play(
     async def attempt(task: Task) -> Rollout | Exception:
         try:
             async with asyncio.timeout(timeout) as limit:
-                if not inspect.isawaitable(playing := hook(task, policy)):
+                playing = user_code.call_here(hook, task, policy)
+                if not inspect.isawaitable(playing):
                     raise RolloutError(f"the hook returned {playing!r:.80} without being awaited: write async def")
-                rollout = checked(await playing)
+                rollout = checked(await user_code.awaited(hook, playing))
                 if why := why_unreadable(engine, rollout):
                     raise RolloutError(f"the hook returned a sequence with {why}")
                 return rollout
@@ -382,13 +384,7 @@ def where(failure: Exception) -> str:
     """The line of the hook's own file from which a failure of `play` came; "" if it came from elsewhere."""
     own = Path(__file__).parent  # `play`, and hooks that call the user's code
     frames = [each for each in traceback.extract_tb(failure.__traceback__) if own not in Path(each.filename).parents]
-    return own_line(frames) if frames else ""
-
-
-def own_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The last line of the file that was called first. The error may be in a library, but this line is its user's."""
-    last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
-    return f" ({last.filename}, line {last.lineno})"
+    return user_code.own_line(frames) if frames else ""
 
 
 def group_of_rollouts(rollouts: Sequence[Rollout], version: int, **fields: Any) -> RolloutGroup:

@@ -295,15 +295,28 @@ class GeneratorServer(InsertingServer):
         return self._config.described() | {"model": told_facts(await self._policy.facts())}
 
 
-def run_worker(connect: Callable[[], AsyncReplayClient], make: Callable[[AsyncReplayClient], Any]) -> GeneratorStats:
-    """Runs what `make` returns to its end, or until Ctrl-C or SIGTERM. Returns the last statistics."""
+def run_worker(
+    connect: Callable[[], AsyncReplayClient],
+    make: Callable[[AsyncReplayClient], Any],
+    on_stop: Callable[[], None] | None = None,
+) -> GeneratorStats:
+    """Runs what `make` returns to its end, or until Ctrl-C or SIGTERM. Returns the last statistics.
+
+    `on_stop` is called at these signals.
+    """
 
     async def main() -> GeneratorStats:
         async with connect() as client:
             worker = make(client)
+
+            def stop() -> None:
+                if on_stop is not None:
+                    on_stop()
+                worker.stop()
+
             with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
                 for number in (signal.SIGINT, signal.SIGTERM):
-                    asyncio.get_running_loop().add_signal_handler(number, worker.stop)
+                    asyncio.get_running_loop().add_signal_handler(number, stop)
             await worker.run()
             stats: GeneratorStats = worker.stats
             return stats

@@ -10,14 +10,13 @@ something else ends the rollout, with an error that says so.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replay_client.waits import in_daemon_thread
+from replay_generator import user_code
 from replay_generator.rollouts import Rollout, RolloutError, RolloutHook, RolloutPolicy, RolloutSequence, Task
 from replay_generator.sessions.conversation import Conversation
 
@@ -81,7 +80,7 @@ def tool_loop(
             if sequence.finish_reason != "stop":
                 break
             try:
-                wanted = list(parse(said.text))
+                wanted = list(user_code.call_here(parse, said.text))
                 answers = [await _answer(by_name, call) for call in wanted]
                 calls += wanted
                 if not wanted:
@@ -105,10 +104,7 @@ async def _answer(tools: Mapping[str, Callable[..., Any]], call: ToolCall) -> st
     if (tool := tools.get(call.name)) is None:
         return f"error: there is no tool {call.name!r:.80}; there are {', '.join(tools)}"
     try:
-        if inspect.iscoroutinefunction(tool):
-            answer = await tool(**call.arguments)
-        else:
-            answer = await in_daemon_thread(lambda: tool(**call.arguments))
+        answer = await user_code.call(tool, **call.arguments)
     except Exception as error:
-        return f"error: {type(error).__name__}: {error}"
+        return f"error: {user_code.in_words(error)}"
     return answer if isinstance(answer, str) else json.dumps(answer, default=str)

@@ -253,7 +253,6 @@ async def test_rewards_of_every_kind_are_summed_by_weight():
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (lambda row, text: None, "returned None, which is no number"),
         (lambda row, text: "1.0", "returned '1.0', which is no number"),
         (lambda row, text: float("inf"), r"returned \[inf, inf\]: rewards must be finite"),
         (group_reward(lambda row, texts: [1.0]), "returned 1 rewards for 2 completions"),
@@ -325,14 +324,14 @@ async def test_an_error_names_the_line_of_the_users_file(tmp_path, monkeypatch):
         "import json\n\ndef parse(text):\n    return json.loads(text)\n\n"
         "def strict(row, text):\n    return parse(text)['score']\n\n"
         "async def late(row, text):\n    raise KeyError(text)\n\n"
-        "def none(row, text):\n    pass\n\n"
+        "def odd(row, text):\n    return 'odd'\n\n"
         "class Model:\n    def __call__(self, row):\n        return 1.0\n\nmodel = Model()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     for name, says in {
         "strict": r"raised JSONDecodeError: .* \(.*lined_rewards\.py, line 4\)$",
         "late": r"raised KeyError: 'a' \(.*lined_rewards\.py, line 10\)$",
-        "none": r"returned None, which is no number \(.*lined_rewards\.py, line 12\)$",
+        "odd": r"returned 'odd', which is no number \(.*lined_rewards\.py, line 12\)$",
         "model": r"raised TypeError: .* \(.*lined_rewards\.py, line 16\)$",
     }.items():
         with pytest.raises(RewardError, match=says):

@@ -15,6 +15,7 @@ from replay_trainer import GRPOConfig
 from replay_trainer.evaluation import PromptEvaluation
 from replay_trainer.metrics import summary
 from replay_trainer.ranks import Ranks
+from tests.generator.user_functions import swallowing_grader
 
 
 def run_with(model: Any, tokenizer: Any = None, **config: Any) -> Any:
@@ -43,6 +44,28 @@ def test_each_prompt_gets_the_completion_that_it_would_get_alone():
     assert metrics["prompts"] == 5
     assert 1 <= metrics["completion_length_mean"] <= 4
     assert model.training  # as before
+
+
+def test_an_evaluation_grades_with_signals_as_a_script_does_and_leaves_out_what_nobody_scores():
+    model, tokenizer = make_model(0), make_tokenizer()
+    prompts = [Prompt.of({"prompt": text}) for text in ("1+1=", "12+34=", "5+6=", "99+1=")]
+    seen: list[str] = []
+
+    def sees(row: Any, text: str) -> float | None:
+        seen.append(text)
+        return None
+
+    def half(row: Any, text: str) -> float | None:
+        return 1.0 if row["prompt"] in ("1+1=", "5+6=") else None
+
+    trainer = run_with(model, tokenizer)
+    metrics = PromptEvaluation(prompts, [sees, swallowing_grader], max_tokens=4)(trainer)
+    expected = [swallowing_grader({}, text) for text in seen]
+    assert metrics["reward_mean"] == pytest.approx(sum(expected) / 4)
+    assert sum(expected) > 0
+    metrics = PromptEvaluation(prompts, half, max_tokens=4)(trainer)
+    assert metrics["reward_mean"] == 1.0
+    assert metrics["prompts"] == 4
 
 
 def test_an_evaluation_of_prompts_needs_a_tokenizer():

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from replay_client.scoring import Scale
-from replay_client.settings import Count, Finite, Share, Whole, described, settings
+from replay_client.settings import Count, Finite, FixedPath, Share, Whole, described, settings
 from replay_trainer.correction import PRESETS, CorrectionConfig
 
 ZeroVariance = Literal["replace", "none", "dynamic"]
@@ -84,7 +84,7 @@ def _correction_of(given: Any) -> Any:
 class GRPOConfig(LossConfig):
     """The options of GRPOTrainer. A name is TRL's if the meaning is TRL's. Raises ValueError for bad values."""
 
-    output_dir: str | Path
+    output_dir: FixedPath
     """Folder for weights (step-N), metrics.jsonl and completions.jsonl; the same for all ranks."""
     resume: bool = False
     """Continue from the last training checkpoint in output_dir, if there is one."""
@@ -192,7 +192,7 @@ class GRPOConfig(LossConfig):
     merge_adapter: bool = False
     """Of a peft model, publish whole weights with the adapter added to them, for engines that take no adapters. Each
     publication then needs memory for a second copy of the model. False: publish the adapter alone."""
-    weights_dir: str | Path | None = None
+    weights_dir: FixedPath | None = None
     """Folder for the published weights, such as one in /dev/shm; None: output_dir. Generators must see this folder.
     Training checkpoints are written to output_dir as well, after the announcement: memory does not survive a reboot."""
     publish: Literal["full", "delta"] = "full"

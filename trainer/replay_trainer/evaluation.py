@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class PromptEvaluation:
     def __call__(self, trainer: Run) -> Metrics:
         """reward_mean, completion_length_mean (tokens), truncated_fraction and prompts, over all ranks.
 
+        A completion for which every reward function abstains has no part in reward_mean.
         Raises ValueError without a tokenizer or with partitioned weights, RewardError if a reward function fails.
         """
         ranks = trainer.ranks
@@ -83,11 +85,12 @@ class PromptEvaluation:
             raise ValueError("an evaluation of prompts needs whole weights: leave out fsdp, or use a table")
         mine = self.prompts[ranks.index :: ranks.size]
         completed = self._complete(trainer, mine)
-        rewards = asyncio.run(self._score(mine, [text for text, _, _ in completed]))
+        scored = asyncio.run(self._score(mine, [text for text, _, _ in completed]))
+        rewards = [reward for reward in scored if not math.isnan(reward)]
         lengths, truncated = sum(length for _, length, _ in completed), sum(cut for _, _, cut in completed)
-        reward, tokens, cut, count = ranks.sum([sum(rewards), lengths, truncated, len(mine)])
+        reward, tokens, cut, count, with_reward = ranks.sum([sum(rewards), lengths, truncated, len(mine), len(rewards)])
         return {
-            "reward_mean": reward / count,
+            "reward_mean": reward / with_reward if with_reward else math.nan,
             "completion_length_mean": tokens / count,
             "truncated_fraction": cut / count,
             "prompts": count,

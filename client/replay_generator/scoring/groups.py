@@ -17,6 +17,7 @@ import numpy.typing as npt
 from replay_client.columns import Buffer
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_advantages
+from replay_generator import user_code
 from replay_generator.building import UnderConstruction
 from replay_generator.metrics import GeneratorStats, GroupTimes
 from replay_generator.prompts import Prompt, PromptError
@@ -107,19 +108,27 @@ class Scoring:
             group.meta["failures"] = [*failures]
         if not group.trained_mask.any():
             raise LeftOut("skipped")  # no token to train on
-        if self._keep is not None and not self._keep(group):
+        if self._keep is not None and not user_code.call_here(self._keep, group):
             raise LeftOut("filtered", group.rewards)
         return group, by_function
 
     async def _rewards(
         self, scorer: Scorer, prompt: Prompt, rollouts: list[Rollout]
     ) -> tuple[list[Rollout], npt.NDArray[np.float32], ByFunction, list[str]]:
-        """The rollouts that have rewards, these (G,), those of each function, and why others have none."""
+        """The rollouts that have rewards, these (G,), those of each function, and why others have none.
+
+        A rollout for which every function abstains has failed.
+        """
         try:
             rewards, by_function = await scorer.score(prompt.row, [each.text for each in rollouts], rollouts)
         except RewardError as error:
             raise PromptError(f"prompt {prompt.prompt_id!r}: {error}") from error
-        return rollouts, rewards, by_function, []
+        has_reward = ~np.isnan(rewards)
+        finished = [rollout for rollout, has in zip(rollouts, has_reward, strict=True) if has]
+        errors = [scorer.unscored()] * (len(rollouts) - len(finished))
+        failures = self.see_failures(prompt, errors, len(finished), len(rollouts))
+        by_function = {name: values[has_reward] for name, values in by_function.items()}
+        return finished, rewards[has_reward], by_function, failures
 
     def set_aside(self, work: UnderConstruction, why: str) -> LeftOut:
         """Says why nobody can make a group of this."""
@@ -134,7 +143,7 @@ class Scoring:
             return []
         self._stats["rollouts_failed"] += len(failures)
         least = size if self._config.min_rollouts is None else self._config.min_rollouts
-        lines = [f"{failure!r:.{MOST_FAILURE}}{where(failure)}" for failure in failures[:MOST_FAILURES]]
+        lines = [f"{failure!r:.{MOST_FAILURE}}{_place_of(failure)}" for failure in failures[:MOST_FAILURES]]
         said = f"{len(failures)} of {size} rollouts failed, the first with {lines[0]}"
         if finished < least:
             raise PromptError(f"prompt {prompt.prompt_id!r}: {said}; min_rollouts is {least}") from failures[0]
@@ -167,6 +176,11 @@ class Scoring:
             ended_T = np.repeat(ended_S, group.completion_lengths)
             group.loss_mask = ended_T if group.loss_mask is None else group.loss_mask & ended_T
         return group
+
+
+def _place_of(failure: Exception) -> str:
+    """The user's line from which it came; "" if its message has that."""
+    return "" if isinstance(failure, user_code.UserCodeError) else where(failure)
 
 
 def _metrics_of(rollouts: Sequence[Rollout]) -> ByFunction:

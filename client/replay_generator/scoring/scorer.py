@@ -88,10 +88,14 @@ class RolloutScoring(Scoring):
         for part, result in zip(parts, results, strict=True):
             if isinstance(result, RewardError):
                 errors += [result] * len(part)
-            else:
-                finished += part
-                rewards.append(result[0])
-                functions.append(result[1])
+                continue
+            total, by_name = result
+            has_reward = ~np.isnan(total)
+            errors += [scorer.unscored()] * int((~has_reward).sum())
+            if has_reward.any():
+                finished += [rollout for rollout, has in zip(part, has_reward, strict=True) if has]
+                rewards.append(total[has_reward])
+                functions.append({name: values[has_reward] for name, values in by_name.items()})
         failures = self.see_failures(prompt, errors, len(finished), len(rollouts))
         if len({*map(frozenset, functions)}) > 1:
             raise PromptError(f"prompt {prompt.prompt_id!r}: some rollouts have a reward of their own, and some none")

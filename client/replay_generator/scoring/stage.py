@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from replay_client import AsyncReplayClient, RolloutGroup, Sample, tracing
 from replay_client.errors import DeadlineExceededError, LeaseEndedError
-from replay_client.waits import LAST_WORD, beat, in_daemon_thread
+from replay_client.waits import LAST_WORD, beat
+from replay_generator import user_code
 from replay_generator.metrics import GeneratorMetrics, GeneratorStats, GroupTimes
 from replay_generator.prompts import PromptError
 from replay_generator.scoring.config import StageConfig
@@ -68,6 +68,10 @@ class Stage:
 
     async def run(self) -> None:
         """Work until `stop` is called, `max_items` are done or something fails. What is not handed on goes back."""
+        with user_code.LoopWatch():
+            await self._run()
+
+    async def _run(self) -> None:
         await self._server.see(await self._server.look(self.config.source))
         tasks = [asyncio.create_task(each) for each in (self._pass_all_on(), self._server.watch(), self._ended.wait())]
         try:
@@ -111,8 +115,7 @@ class Stage:
         """Works at one item, and hands on what was made, or nothing."""
         info = sample.info
         try:
-            in_loop = inspect.iscoroutinefunction(self._work)
-            made = await (self._work(sample) if in_loop else in_daemon_thread(partial(self._work, sample)))
+            made = await user_code.call(self._work, sample)
             if made is None:
                 await self._items.end([sample])
             else:
@@ -134,7 +137,7 @@ class Stage:
                 self.stats[error.counts_as] += 1
         beat()
         if self._on_item is not None:
-            self._on_item(self.stats)
+            user_code.call_here(self._on_item, self.stats)
 
     def _lose(self, sample: Sample, _: None) -> None:
         """Another one may work at it."""

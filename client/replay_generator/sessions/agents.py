@@ -10,7 +10,6 @@ A command and one elsewhere are functions too, of this package: they return what
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from pydantic import Field
 
 from replay_client.settings import load_function, settings
 from replay_client.waits import in_daemon_thread
+from replay_generator import user_code
 from replay_generator.config import GeneratorConfig
 from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.sessions.endpoint import SessionServer
@@ -105,7 +105,8 @@ class SessionHook(SessionServer):
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
         session = Session(task, policy, self._parsers)
         try:
-            said = await self._agent(task, Address(self.open(session), session.id))
+            playing = user_code.call_here(self._agent, task, Address(self.open(session), session.id))
+            said = await user_code.awaited(self._agent, playing)
             try:
                 result = result_of(said, needs_reward=self._needs_reward)
                 return session.rollout(result.reward, metrics=result.metrics, info=result.info)
@@ -121,7 +122,7 @@ def load_agent(name: str) -> Agent:
     if re.fullmatch(r"[\w.]+:\w+", name) is None:
         return Command(name)
     function = load_function("agent", name, {})
-    if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+    if not user_code.is_async(function):
         raise ValueError(f"agent {name!r} must be async: the server that answers it has the same event loop")
     return function
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +120,29 @@ async def test_the_policy_reads_what_its_tool_answers_and_the_answer_is_not_trai
 async def test_a_call_that_fails_is_told_to_the_policy(call, answer):
     _, engine = await talk(f"<tool_call>{call}</tool_call>", "so be it")
     assert re.search(rf"<s>tool\n{answer}", engine.read[1])
+
+
+def leave() -> str:
+    """Leaves."""
+    sys.exit("bye")
+
+
+async def leave_later() -> str:
+    """Leaves."""
+    raise KeyboardInterrupt("bye")
+
+
+@pytest.mark.parametrize(
+    ("tool", "answer"),
+    [
+        (leave, "error: SystemExit: bye"),
+        (leave_later, "error: KeyboardInterrupt: bye"),
+    ],
+)
+async def test_a_tool_that_wants_to_end_the_process_answers(tool, answer):
+    call = f'<tool_call>{{"name": "{tool.__name__}", "arguments": {{}}}}</tool_call>'
+    _, engine = await talk(call, "so be it", tools=[tool])
+    assert f"<s>tool\n{answer}" in engine.read[1]
 
 
 async def test_a_rollout_ends_after_its_last_turn_and_before_it_outgrows_the_engine():

@@ -1,0 +1,129 @@
+"""Functions of a user as strangers write them: they end the process, abstain, block, print, or ask for signals.
+
+A process of its own imports some of them by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from replay_generator.rewards import group_reward
+
+
+def exits(*_: Any, **__: Any) -> float:
+    sys.exit(3)
+
+
+def interrupts(*_: Any, **__: Any) -> float:
+    raise KeyboardInterrupt("enough")
+
+
+def cancels(*_: Any, **__: Any) -> float:
+    raise asyncio.CancelledError("mine")
+
+
+async def exits_later(*_: Any, **__: Any) -> float:
+    await asyncio.sleep(0)
+    sys.exit(3)
+
+
+async def interrupts_later(*_: Any, **__: Any) -> float:
+    await asyncio.sleep(0)
+    raise KeyboardInterrupt("enough")
+
+
+async def cancels_later(*_: Any, **__: Any) -> float:
+    await asyncio.sleep(0)
+    raise asyncio.CancelledError("mine")
+
+
+async def exits_in_a_task(*_: Any, **__: Any) -> float:
+    await asyncio.gather(exits_later(), asyncio.sleep(0))
+    return 1.0
+
+
+def _alarmed(number: int, frame: object) -> None:
+    raise TimeoutError("too slow")
+
+
+def _length_within_an_alarm(text: str) -> float:
+    before = signal.signal(signal.SIGALRM, _alarmed)
+    signal.setitimer(signal.ITIMER_REAL, 60.0)
+    try:
+        return float(len(text) % 3)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def honest_grader(row: Mapping[str, Any], text: str) -> float:
+    return _length_within_an_alarm(text)
+
+
+def swallowing_grader(row: Mapping[str, Any], text: str) -> float:
+    try:
+        return _length_within_an_alarm(text)
+    except ValueError:
+        return 0.0
+
+
+def silent_grader(row: Mapping[str, Any], text: str) -> float:
+    """Hides even an exit."""
+    try:
+        return _length_within_an_alarm(text)
+    except BaseException:
+        return 0.0
+
+
+@group_reward
+def group_grader(row: Mapping[str, Any], texts: Sequence[str]) -> list[float]:
+    return [swallowing_grader(row, text) for text in texts]
+
+
+class Grader:
+    """A grader with a state, as an object that can be called."""
+
+    def __init__(self, least: float) -> None:
+        self.least = least
+
+    def __call__(self, row: Mapping[str, Any], text: str) -> float:
+        return max(self.least, swallowing_grader(row, text))
+
+
+object_grader = Grader(0.0)
+
+
+def grader_that_dies(row: Mapping[str, Any], text: str) -> float:
+    if text == "die":
+        signal.signal(signal.SIGALRM, _alarmed)
+        os._exit(7)
+    return swallowing_grader(row, text)
+
+
+def grader_that_fails(row: Mapping[str, Any], text: str) -> float:
+    _length_within_an_alarm(text)
+    raise KeyError("answer")
+
+
+def grader_that_hangs(row: Mapping[str, Any], text: str) -> float:
+    signal.signal(signal.SIGALRM, _alarmed)
+    if text == "hang":
+        with open(row["entered"], "w") as file:
+            file.write("entered")
+        signal.pause()
+    return swallowing_grader(row, text)
+
+
+def number_tool(number: int) -> str:
+    """Says a number within an alarm.
+
+    Args:
+        number: The number.
+    """
+    _length_within_an_alarm("")
+    return f"it is {number}"
