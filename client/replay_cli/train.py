@@ -49,7 +49,7 @@ def train(
 ) -> None:
     """Train a causal language model on the groups of the server, and publish each version.
 
-    It waits without end for a server that went away, unless --timeout says how long.
+    It waits without end for groups, and for a server that went away, unless sample_timeout and --timeout say how long.
     """
     access = access_of(context)
     log_to_stderr("warning", log_format)

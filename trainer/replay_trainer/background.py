@@ -15,6 +15,7 @@ from torch import Tensor
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
 from replay_client.waits import LOG_SECONDS, WaitLog
+from replay_trainer.suppliers import Suppliers
 
 T = TypeVar("T")
 
@@ -116,6 +117,13 @@ LOOK_SECONDS = 2.0
 """Between two looks at the server during a wait."""
 
 
+def over(limit: str, error: DeadlineExceededError) -> DeadlineExceededError:
+    """The error of a wait that `limit` ends, a setting with its value."""
+    return DeadlineExceededError(
+        f"{error}; {limit} is over: raise it, or leave it out, and go on with --resume (resume=True)"
+    )
+
+
 class ServerWaits:
     """Says that one thread waits for one server, and why: after half a minute, every half minute, and when it goes on.
 
@@ -134,11 +142,19 @@ class ServerWaits:
         look_seconds: float = LOOK_SECONDS,
         *,
         quiet: bool = False,
+        suppliers: Suppliers | None = None,
+        limit: str = "the timeout",
     ) -> None:
-        """`table`: the one that groups come from, if the waits are for groups. `quiet`: log nothing."""
+        """`table`: the one that groups come from, if the waits are for groups. `quiet`: log nothing. `suppliers`: ends
+        a wait for groups of which no more will come; None: the deadline of a batch ends it. `limit`: the setting that
+        gives this deadline, with its value, for the error."""
         self._client = client
         self._table = table
         self._quiet = quiet
+        self._suppliers = suppliers
+        self._limit = limit
+        self._deserted = ""
+        """Why no groups will come, in words; "": some may."""
         self._lock = threading.Lock()
         self._wait: tuple[str, WaitLog] | None = None
         """The wait of the moment: for what, and its log."""
@@ -153,9 +169,11 @@ class ServerWaits:
         """Yields `batches`, and logs every long wait for one.
 
         Raises what they raise; but a deadline that passes while the server is away does not count. Then the timeout of
-        the client says how long to wait for the server, and ServerUnavailableError ends the wait.
+        the client says how long to wait for the server, and ServerUnavailableError ends the wait. With `suppliers` a
+        deadline is only a moment to look at them.
         """
         while True:
+            self._deserted = ""
             with self.waiting("for groups"):
                 batch = self._next(batches)
             if batch is None:
@@ -175,7 +193,11 @@ class ServerWaits:
             if start:
                 threading.Thread(target=self._watch, name="wait-log", daemon=True).start()
             yield
-        finally:
+        except BaseException:
+            with self._lock:
+                self._wait = None  # nothing goes on
+            raise
+        else:
             with self._lock:
                 of_the_moment, self._wait = self._wait, None
                 if of_the_moment is not None:
@@ -185,13 +207,15 @@ class ServerWaits:
         while True:
             try:
                 return through_restarts(self._client, lambda: next(batches, None))
-            except DeadlineExceededError:
+            except DeadlineExceededError as error:
                 try:
                     self._client.policy(timeout=self._look_seconds)
                 except ReplayError:
                     self._client.policy()
-                else:
-                    raise
+                    continue
+                if self._suppliers is None:
+                    raise over(self._limit, error) from None
+                self._deserted = self._suppliers.check()
 
     def _watch(self) -> None:
         """In a thread of its own, because the trainer's is blocked."""
@@ -222,6 +246,8 @@ class ServerWaits:
         reason = "the server answers"
         if self._table:
             reason = info.tables[self._table].sampling.reason or f"{self._table}: no request of this trainer waits"
+            if self._deserted:
+                reason = f"{reason}; {self._deserted}"
         was_restarted = self._server_id not in (None, info.server_id)
         if was_restarted:
             reason = f"the server was restarted, and holds {info.items} items now; {reason}"

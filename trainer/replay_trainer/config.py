@@ -102,8 +102,12 @@ class GRPOConfig(LossConfig):
     lease: Annotated[float, Field(ge=1)] = 300.0
     """Seconds after which the server takes back the groups of a trainer that has died, where no resume gives them back
     before. The trainer renews the leases while it runs, and ends them when a training checkpoint contains its steps."""
-    sample_timeout: Annotated[float, Field(ge=0)] | None = 300.0
-    """Seconds to wait for a batch of fresh groups, and for the pool with on_empty="wait"; None: without limit."""
+    sample_timeout: Annotated[float, Field(ge=0)] | None = None
+    """Seconds to wait for a batch of fresh groups; then the run ends. None: wait without end, and say every half minute
+    for what. It then ends only when every generator and scorer that was connected has left for ten minutes, and nothing
+    is to come."""
+    pool_timeout: Annotated[float, Field(ge=0)] | None = 300.0
+    """With on_empty="wait": seconds to wait for the pool; then the run ends. None: without limit."""
     zero_variance: ZeroVariance = "replace"
     """What happens to groups without variance: see ZeroVariance."""
     on_empty: OnEmpty = "keep"

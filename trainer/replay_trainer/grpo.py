@@ -30,9 +30,11 @@ import torch
 from torch import Tensor
 
 from replay_client import ReplayClient, RolloutGroup, Sample
+from replay_client.errors import DeadlineExceededError
 from replay_client.scoring import group_advantages
 from replay_generator.engines import text_of
-from replay_trainer.background import ServerWaits
+from replay_trainer import suppliers
+from replay_trainer.background import ServerWaits, over
 from replay_trainer.batching import Batch, to_batch
 from replay_trainer.callbacks import Callback, StepReport, reporters
 from replay_trainer.config import GRPOConfig
@@ -131,7 +133,7 @@ class GRPOTrainer:
             client,
             config.replay_table,
             config.on_empty,
-            config.sample_timeout,
+            config.pool_timeout,
             config.max_replay_staleness,
             inspector=self.inspector,
             scale=config.scale_rewards,
@@ -149,10 +151,10 @@ class GRPOTrainer:
     def train(self) -> int:
         """Train up to `max_steps`. Returns the number of steps it made: 0 if a resumed run had them all.
 
-        Raises DeadlineExceededError if no groups come in time (it says why), FloatingPointError before a version is
-        published that computes no finite numbers, RuntimeError if more groups than max_bad_share cannot be trained on
-        or a version cannot be published, and the errors of `Publication.start` if output_dir or the server belong to
-        another run.
+        Raises DeadlineExceededError if no groups come in time, or all who bring them have left (it says why),
+        FloatingPointError before a version is published that computes no finite numbers, RuntimeError if more groups
+        than max_bad_share cannot be trained on or a version cannot be published, and the errors of `Publication.start`
+        if output_dir or the server belong to another run.
         """
         config = self.config
         leases = GroupLeases(self.client, config.rollouts_table, config.lease, self.output_dir, self.ranks.index)
@@ -223,12 +225,17 @@ class GRPOTrainer:
         # A name of its own for each start: a step that is repeated after a resume may get the same groups again.
         run = self.ranks.from_first(secrets.token_hex(8))
         self._laps = Laps()
-        self._waits = ServerWaits(self.client, table, quiet=not self.ranks.is_first)
+        # Without a limit of its own, the wait for a batch is cut into parts, to see between them who may bring groups.
+        watched = suppliers.Suppliers(self.client) if config.sample_timeout is None else None
+        seconds = suppliers.LOOK_SECONDS if config.sample_timeout is None else config.sample_timeout
+        limit = f"sample_timeout = {seconds:g} s"
+        quiet = not self.ranks.is_first
+        self._waits = ServerWaits(self.client, table, quiet=quiet, suppliers=watched, limit=limit)
         with self.client.sampler(
             table,
             batch_size=self.fresh_per_rank,
             prefetch=config.prefetch,
-            timeout=config.sample_timeout,
+            timeout=seconds,
             lease=config.lease,
             on_lease=leases.expect,
         ) as stream:
@@ -244,7 +251,10 @@ class GRPOTrainer:
     def _replace(self, step: int, taken: Replacement) -> Replacement:
         """The groups of the step, with those of the pool that replace some of the fresh ones or join them."""
         with self._waits.waiting("for groups"):
-            taken = self._source.replace(step, taken)
+            try:
+                taken = self._source.replace(step, taken)
+            except DeadlineExceededError as error:
+                raise over(f"pool_timeout = {self.config.pool_timeout} s", error) from None
             self._bad = self.inspector.end_draws()
         return taken
 

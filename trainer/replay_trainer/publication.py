@@ -85,6 +85,8 @@ _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """On the first rank alone, in host memory."""
 FIRST_TRY = 5.0
 """Seconds for an announcement that the training checkpoint waits for."""
+CHECKPOINT_SECONDS = 600.0
+"""For the server's checkpoint that belongs to a training checkpoint; it may write hundreds of gigabytes."""
 LAST_TRY = 10.0
 """Seconds that the end of a run waits for an announcement, as for a server that takes groups back."""
 _SAME_MODEL = "resume with the model, the tokenizer and the adapter of that run, or choose another output_dir"
@@ -305,7 +307,12 @@ class Publication:
             if full and config.checkpoint_server:
                 # Not in the background: it belongs to this version. The server chooses the name: it then removes this
                 # checkpoint itself when it has enough newer ones.
-                checkpoint = self.client.checkpoint(timeout=config.sample_timeout)
+                try:
+                    checkpoint = self.client.checkpoint(timeout=CHECKPOINT_SECONDS)
+                except DeadlineExceededError as error:
+                    logger.warning(
+                        "the training checkpoint of step %d names no checkpoint of the server: %s", version, error
+                    )
             self._task.start(partial(self._write, version, probe, weights, state, rows, checkpoint, groups))
         elif rows is not None:
             self._task.start(partial(self._write_rows, version, rows))
