@@ -271,7 +271,8 @@ def test_a_second_run_on_the_same_server_is_refused_from_its_first_version_on(tm
         ({"replay_share": 0.95}, "replay_share: Input should be less than or equal to 0.9, not 0.95"),
         ({"groups_per_step": 2, "replay_share": 0.8}, "groups_per_step=2 with replay_share=0.8 leaves no fresh group"),
         ({"sample_timeout": -1.0}, "sample_timeout: Input should be greater than or equal to 0, not -1.0"),
-        ({"report_to": "wandb"}, "report_to: Input should be a valid tuple, not 'wandb'"),
+        ({"report_to": "wand"}, "report_to.0: Input should be 'tensorboard' or 'wandb', not 'wand'"),
+        ({"report_to": 3}, "report_to: Input should be a valid tuple, not 3"),
         ({"loss_type": "cispo"}, "needs epsilon_high"),
     ],
 )

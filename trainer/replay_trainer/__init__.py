@@ -10,7 +10,7 @@ from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
 
 if TYPE_CHECKING:
     from replay_trainer.batching import PaddedBatch, from_padded, to_padded
-    from replay_trainer.callbacks import Callback, Run, StepReport, StepSpans
+    from replay_trainer.callbacks import Callback, Forgiving, Run, StepReport, StepSpans
     from replay_trainer.correction import correct
     from replay_trainer.evaluation import PromptEvaluation, TableEvaluation
     from replay_trainer.groups import ZeroVarianceReplacer
@@ -21,6 +21,7 @@ __all__ = [
     "PRESETS",
     "Callback",
     "CorrectionConfig",
+    "Forgiving",
     "GRPOConfig",
     "GRPOTrainer",
     "LossConfig",

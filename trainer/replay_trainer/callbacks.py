@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 import os
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +26,8 @@ from replay_trainer.config import GRPOConfig
 from replay_trainer.metrics import Metrics, read_metrics
 from replay_trainer.ranks import Ranks
 from replay_trainer.weights import writing
+
+logger = logging.getLogger(__name__)
 
 
 class Run(Protocol):
@@ -175,27 +180,86 @@ class TensorBoard(Callback):
 
 
 class WeightsAndBiases(Callback):
-    """Sends metrics to Weights & Biases; its environment variables choose the project and the server."""
+    """Sends metrics to Weights & Biases; its environment variables choose the project and the server.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    A resumed run goes on as the same run of W&B: its id lies in output_dir. The step is an axis of its own, for W&B
+    drops what a resume sends again under its own count of steps.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self.output_dir = output_dir
         self._run: Any = None
 
     def on_start(self, trainer: Run, version: int) -> None:
         import wandb
 
         config = {name: str(value) for name, value in vars(trainer.config).items()}
-        self._run = wandb.init(dir=str(self.folder.parent), config=config)  # wandb adds the folder "wandb" itself
+        # wandb adds the folder "wandb" itself. With "allow" it makes the run if there is none with this id.
+        self._run = wandb.init(id=self._run_id(trainer), resume="allow", dir=str(self.output_dir), config=config)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
-        self._run.log(
-            {name: value for name, value in report.metrics.items() if math.isfinite(value)},
-            step=int(report.metrics["step"]),
-        )
+        self._run.log({name: value for name, value in report.metrics.items() if math.isfinite(value)})
 
     def on_end(self, trainer: Run) -> None:
         if self._run is not None:
             self._run.finish()
+
+    def _run_id(self, trainer: Run) -> str:
+        """Of the run of W&B: what WANDB_RUN_ID says, that of the run that is resumed, or a new one."""
+        path = self.output_dir / "wandb-run-id.txt"
+        run_id = os.environ.get("WANDB_RUN_ID", "")
+        if not run_id and trainer.config.resume and path.exists():
+            run_id = path.read_text().strip()
+        if not run_id:
+            run_id = secrets.token_hex(4)
+        path.write_text(f"{run_id}\n")
+        return run_id
+
+
+class Forgiving(Callback):
+    """Calls another callback, and says once if that fails: the run goes on.
+
+    For what shows a run elsewhere. The run's own files are no such thing: without them a resume lacks steps.
+    """
+
+    def __init__(self, name: str, inner: Callback) -> None:
+        """`name`: of the reporter, in the warning."""
+        self.name = name
+        self._inner = inner
+        self._started = False
+        self._said = False
+
+    def on_start(self, trainer: Run, version: int) -> None:
+        with self._forgiving():
+            self._inner.on_start(trainer, version)
+            self._started = True
+
+    def on_step(self, trainer: Run, report: StepReport) -> None:
+        if self._started:
+            with self._forgiving():
+                self._inner.on_step(trainer, report)
+
+    def on_end(self, trainer: Run) -> None:
+        if self._started:
+            with self._forgiving():
+                self._inner.on_end(trainer)
+
+    @contextmanager
+    def _forgiving(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not self._said:
+                logger.warning(
+                    "%s fails, and training goes on without it: %s: %s (said once). metrics.jsonl in output_dir has "
+                    "all numbers",
+                    self.name,
+                    type(error).__name__,
+                    error,
+                )
+            self._said = True
 
 
 class StepSpans(Callback):
@@ -249,9 +313,12 @@ def reporters(config: GRPOConfig) -> list[Callback]:
         shown = console if config.progress else None
         made.append(CompletionsFile(folder / "completions.jsonl", config.num_completions_to_print, shown))
     if config.progress:
-        made.append(ProgressDisplay(console))
-    kinds: dict[str, Callable[[Path], Callback]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-    return [*made, *(kinds[name](folder / name) for name in chosen)]
+        made.append(Forgiving("the progress display", ProgressDisplay(console)))
+    if "tensorboard" in chosen:
+        made.append(Forgiving("TensorBoard", TensorBoard(folder / "tensorboard")))
+    if "wandb" in chosen:
+        made.append(Forgiving("Weights & Biases", WeightsAndBiases(folder)))
+    return made
 
 
 def completion_rows(report: StepReport, count: int, decode: Callable[[Any], str]) -> list[dict[str, Any]]:

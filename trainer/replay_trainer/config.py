@@ -80,6 +80,13 @@ def _correction_of(given: Any) -> Any:
     return CorrectionConfig(**given) if isinstance(given, Mapping) else given
 
 
+def _reporters_of(given: Any) -> Any:
+    """The names of a text, as the command line and TRL have it."""
+    if not isinstance(given, str):
+        return given
+    return () if given == "none" else tuple(name.strip() for name in given.split(","))
+
+
 @settings(kw_only=True)
 class GRPOConfig(LossConfig):
     """The options of GRPOTrainer. A name is TRL's if the meaning is TRL's. Raises ValueError for bad values."""
@@ -230,9 +237,10 @@ class GRPOConfig(LossConfig):
     """Write some completions of each step to completions.jsonl and, with progress, show them in a table."""
     num_completions_to_print: Count = 8
     """How many; half of them from replayed groups, if there are any."""
-    report_to: Annotated[tuple[Reporter, ...], Field(strict=False)] | None = None
-    """Where metrics go besides metrics.jsonl. None: to TensorBoard if it is installed, and to Weights & Biases if it is
-    installed and WANDB_API_KEY or WANDB_MODE is set."""
+    report_to: Annotated[tuple[Reporter, ...] | None, Field(strict=False), BeforeValidator(_reporters_of)] = None
+    """Where metrics go besides metrics.jsonl: a list, or a text like "wandb", "tensorboard,wandb" or "none". None: to
+    TensorBoard if it is installed, and to Weights & Biases if it is installed and WANDB_API_KEY or WANDB_MODE is set.
+    If one of them fails, the trainer says so once and goes on."""
 
     seed: Whole = 0
     """Seed of torch's random numbers."""
