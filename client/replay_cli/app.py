@@ -23,14 +23,15 @@ from replay_cli.output import complain, ignore_stdout, say
 from replay_cli.servers import serve, shards, weights
 from replay_cli.tables import dashboard, tables, top
 from replay_cli.train import train
+from replay_client.waits import stop_signals
 
 app = Commands(
     "A replay server for GRPO: rollout groups in rate-limited priority tables.",
-    epilog="Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTERM. After either signal "
-    "`serve`, `generate`, `score` and `copy` finish their work and end with 0.",
+    epilog="Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, "
+    "138 SIGUSR1. After these signals `serve`, `generate`, `score` and `copy` finish their work and end with 0.",
     pretty_exceptions_enable=False,
 )
-_INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+_INTERRUPTED = 128 + signal.SIGINT
 _UsageError: Any = typer.BadParameter.__bases__[0]
 """The class of the click that typer uses: its own, or the package's. typer does not export it."""
 table = Commands("Change a table, or its items.")
@@ -65,17 +66,20 @@ def options(
 def run() -> NoReturn:
     """Runs the command of the command line, and exits with its status.
 
-    SIGTERM ends a command as Ctrl-C does: what it holds is given back. `serve`, `generate`, `score` and `copy`
-    handle both signals themselves: they finish their work and end with status 0.
+    SIGTERM, SIGHUP and SIGUSR1 end a command as Ctrl-C does: what it holds is given back. `serve`, `generate`, `score`
+    and `copy` handle these signals themselves: they finish their work and end with status 0.
     """
     ended_by = _INTERRUPTED
+    numbers = stop_signals()
 
     def terminate(number: int, frame: FrameType | None) -> None:
         nonlocal ended_by  # click and typer keep no cause of an interrupt, and typer makes the status of Ctrl-C of it
-        ended_by = _TERMINATED
+        ended_by = 128 + number
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, terminate)
+    for number in numbers:
+        if number != signal.SIGINT:
+            signal.signal(number, terminate)
     try:
         status = app(prog_name="replay", standalone_mode=False)
     except _UsageError as error:
@@ -91,7 +95,7 @@ def run() -> NoReturn:
     except BrokenPipeError:
         ignore_stdout()
         status = 1
-    for number in (signal.SIGINT, signal.SIGTERM):  # an exception in the last moments could only become a traceback
+    for number in numbers:  # an exception in the last moments could only become a traceback
         signal.signal(number, signal.SIG_IGN)
     sys.exit(ended_by if status == _INTERRUPTED else status)
 

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import resource
-import signal
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -106,7 +105,9 @@ def _load(path: Path | None, recipe: Mapping[str, Any] | None = None) -> Config:
 
 async def _run(server: ReplayServer) -> None:
     """Serves until SIGTERM or Ctrl-C; then the server drains and saves."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    from replay_client.waits import stop_signals
+
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, server.request_stop)
     await server.run(partial(_announce, server))
 

@@ -179,7 +179,9 @@ def dashboard(
         early.append(number)
         server.should_exit = True
 
-    handlers = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    from replay_client.waits import stop_signals
+
+    handlers = {number: signal.signal(number, end) for number in stop_signals()}
     say(f"dashboard at {url}")
     if browser and (sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
         webbrowser.open(url)

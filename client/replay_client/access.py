@@ -23,7 +23,7 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from replay_protos.transport import PathLike, PemFiles, is_loopback
+from replay_protos.transport import PathLike, PemFiles, is_loopback, is_near
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
 RAY_SCHEME = "ray://"
@@ -177,6 +177,8 @@ class Access:
         if name := own_name() if self.name is None else self.name:
             # The user agent goes with every call anyway, so that a name costs nothing.
             options = [*options, ("grpc.primary_user_agent", f"replay/{name}")]
+        if all(is_near(address.rpartition(":")[0]) for address in split_addresses(self.address).values()):
+            options = [*options, ("grpc.enable_http_proxy", 0)]
         if self.tls is not None and self.tls.server_name:
             options = [*options, ("grpc.ssl_target_name_override", self.tls.server_name)]
         if self._credentials is None:

@@ -29,6 +29,7 @@ from replay_client.waits import Patience
 from replay_protos import REASON_KEY, SHORT_METHODS
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE
+from replay_protos.transport import proxy_remedy
 
 T = TypeVar("T")
 
@@ -142,6 +143,7 @@ class Connection:
                 raise ServerUnavailableError(
                     f"no replay server answers at {self.address}{waited}: {details}; is it running (`replay serve`), "
                     f"and is the address right?{_closed_remedy(details, self.access.tls)}"
+                    f"{proxy_remedy(self.address.rpartition(':')[0])}"
                 ) from None
 
         return Patience(judge, timeout, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)

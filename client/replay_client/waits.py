@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import os
+import signal
 import threading
 import time
 import traceback
@@ -39,6 +40,13 @@ ENGINE_STOP = STOP_SECONDS - 6 * LAST_WORD
 """For the engine, which ends last."""
 _SHORT_WAIT = 1.0
 """Seconds. The end of a shorter wait is not worth a line, unless its beginning was late too."""
+
+
+def stop_signals() -> list[int]:
+    """The signals that end a program of this package as Ctrl-C does: also those of a terminal that is closed, and of
+    schedulers that warn before they kill. One that is ignored, as by `nohup`, stays so."""
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    return [number for number in wanted if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def beat() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,7 @@ from replay_client.errors import (
     TableFullError,
 )
 from replay_client.records import restarted
-from replay_client.waits import LAST_WORD, Patience, WaitLog
+from replay_client.waits import LAST_WORD, Patience, WaitLog, stop_signals
 from replay_generator.building import BuildingSite, LeaseLostError, Site, UnderConstruction
 from replay_generator.config import GeneratorConfig
 from replay_generator.metrics import GeneratorStats
@@ -315,7 +314,7 @@ def run_worker(
                 worker.stop()
 
             with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
-                for number in (signal.SIGINT, signal.SIGTERM):
+                for number in stop_signals():
                     asyncio.get_running_loop().add_signal_handler(number, stop)
             await worker.run()
             stats: GeneratorStats = worker.stats

@@ -11,6 +11,7 @@ import matplotlib  # noqa: F401, better to know now that it is missing than when
 
 from examples.demo.compare import COMPARED_STEPS, compare
 from examples.demo.run import TASKS, DemoError, run, stop
+from replay_client.waits import stop_signals
 
 
 def main() -> None:
@@ -32,7 +33,7 @@ def main() -> None:
     variant = TASKS[given.task]
     if given.compare and given.task != parser.get_default("task"):
         parser.error(f"--compare has a task of its own: leave out --task {given.task}")
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, stop)
     try:
         if given.compare:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -55,6 +56,43 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+_NEAR = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "100.64.0.0/10"),
+            *("::1/128", "fc00::/7", "fe80::/10"),
+        ),
+    )
+)
+_NEAR_NAMES = (".localhost", ".local", ".internal", ".svc", ".lan")
+PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""What gRPC reads, the first that is set."""
+
+
+def is_near(host: str) -> bool:
+    """Whether the address is one of this machine or of a private network, which no proxy leads to. A name without a
+    dot counts as one."""
+    host = host.strip("[]").lower()
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return "." not in host.rstrip(".") or host.rstrip(".").endswith(_NEAR_NAMES)
+    return any(address in network for network in _NEAR if network.version == address.version)
+
+
+def proxy_remedy(host: str, variables: Sequence[str] = PROXY_VARIABLES) -> str:
+    """Which of the variables of the environment sends calls to `host` through a proxy, with the remedy; "": none."""
+    from urllib.request import proxy_bypass_environment  # it loads much, and only an error needs it
+
+    if is_near(host) or proxy_bypass_environment(host):
+        return ""
+    for name in variables:
+        if os.environ.get(name):
+            return f"; the variable {name} sends it through a proxy: no_proxy={host} goes there directly"
+    return ""
 
 
 def readable_by_others(path: PathLike) -> bool:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
 import shutil
 import struct
 import time
@@ -120,6 +121,17 @@ class Unwritten:
     """Keys of payloads to delete from the file."""
     nbytes: int = 0
     """Of the parts."""
+
+
+def _address_space_remedy() -> str:
+    """What to do about a limit of the address space that LMDB's map does not fit into; "": there is none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY or limit > MAP_SIZE:
+        return ""
+    return (
+        f"; this process may have {limit:,} bytes of address space (ulimit -v), and maps {MAP_SIZE:,} for the file, "
+        f"which take no memory: start it with `ulimit -v unlimited`"
+    )
 
 
 class LmdbFile:
@@ -249,7 +261,7 @@ class LmdbStorage(LmdbFile):
                 self._unsynced.write_text(boot_id())
                 sync_directory(self.directory)
         except (lmdb.Error, OSError) as error:
-            raise UnusableDirectory(f"data_dir {self.directory}: {error}") from error
+            raise UnusableDirectory(f"data_dir {self.directory}: {error}{_address_space_remedy()}") from error
 
     # ------------------------------------------------------------------------------------------------ payloads
 

@@ -95,6 +95,7 @@ def test_a_pod_is_confined_and_limited_and_mounts_only_volumes_that_it_has(part)
     assert spec["securityContext"]["runAsNonRoot"]
     assert spec["securityContext"]["runAsUser"] > 0
     assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False  # a Service named vllm would set VLLM_PORT to an address
     claims = of("StatefulSet", *EVERYTHING)["spec"]["volumeClaimTemplates"] if part == "server" else []
     volumes = {volume["name"] for volume in spec["volumes"]} | {claim["metadata"]["name"] for claim in claims}
     for container in containers(pods(*EVERYTHING)[part]):

@@ -90,10 +90,10 @@ def copy(
 
     Needs the extra `objects`. `replay serve --restore ADDRESS` starts from the newest checkpoint there.
     """
-    from replay_client.waits import beat
+    from replay_client.waits import beat, stop_signals
 
     ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, lambda *_: ended.set())
     os.nice(19)  # every other process of the machine goes first
     try:

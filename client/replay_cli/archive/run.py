@@ -37,11 +37,12 @@ def run_archiver(
     """
     need("an archive", "parquet", "pyarrow")
     from replay_cli.archive.archiver import Archiver
+    from replay_client.waits import stop_signals
 
     log_to_stderr(log_level, log_format)
     os.nice(19)  # every other process of the machine goes first
     ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, lambda *_: ended.set())
     with connect(context, 30.0, named=True) as client:
         archiver = ask(lambda: Archiver(client, folder, say, **how))

@@ -80,6 +80,7 @@ class VLLMEngine:
         `return_sampling_mask=True`, on a GPU, vLLM itself tells which tokens it kept; requests then need a top_k.
         Without it, the sets are read from the log-probabilities of the most likely tokens, which costs more time.
         """
+        _check_port()
         self.model: str = os.fspath(model)
         check_base(self.model)
         # The check for a GPU must not initialize CUDA here, or vLLM cannot fork its processes. vLLM sets this too.
@@ -314,6 +315,16 @@ def _set_environment(cpu_threads: int | None) -> None:
         os.environ.setdefault(name, value)
     # vLLM configures its logging only after its import. Until then its messages would go to the root logger.
     logging.getLogger("vllm").addHandler(logging.NullHandler())
+
+
+def _check_port() -> None:
+    """Raises ValueError if VLLM_PORT is what Kubernetes puts there for a Service named vllm."""
+    port = os.environ.get("VLLM_PORT", "")
+    if port and not port.isdecimal():
+        raise ValueError(
+            f"VLLM_PORT is {port!r}, and vLLM wants a number: Kubernetes sets it for a Service named vllm. Set "
+            f"enableServiceLinks: false in the pod, or unset VLLM_PORT"
+        )
 
 
 def _start(args: dict[str, Any]) -> Any:

@@ -81,6 +81,8 @@ class VLLMServerEngine:
         urls = [base_url] if isinstance(base_url, str) else [*base_url]
         if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
             raise ValueError(f"base_url must be http://host:port of one server or more, not {base_url!r}")
+        # As OpenAI's clients want it: the paths here begin with /v1 themselves, or with what lies beside it.
+        urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         timeouts = Timeouts(control_timeout, reload_timeout, health_timeout)
         self._servers = [VLLMServer(url, api_key, lock_folder, timeouts) for url in urls]
         self._agreement, self._patience = agreement, patience

@@ -47,7 +47,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
         else:
             messages += [message_to_wire(message) for message in prompt or ()]
         async with httpx.AsyncClient(
-            timeout=None, verify=False, headers={"Authorization": f"Bearer {secret}"}
+            timeout=None, verify=False, trust_env=False, headers={"Authorization": f"Bearer {secret}"}
         ) as client:
             # What `verifiers` answers is in the trace too, and so is the reason for which it refuses.
             done = await client.post(f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages})

@@ -19,7 +19,8 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.parse import urlsplit
+from urllib.request import HTTPSHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from replay_client.access import read_token
 from replay_client.errors import ReplayError
@@ -27,6 +28,7 @@ from replay_generator.config import GeneratorConfig
 from replay_generator.metrics import GeneratorStats
 from replay_generator.remote_weights.delta import BASE, FOLDER, checksum_of, is_weights, patch, weights_of
 from replay_generator.weights import MANIFEST, WeightsNotAllowedError
+from replay_protos.transport import is_near, proxy_remedy
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,12 @@ class Fetcher:
         try:
             return str(self._fetch(location, Path(self._config.weights_cache) / "replay-weights"))
         except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise WeightsAwayError(f"{location} cannot be fetched: {str(error) or type(error).__name__}") from error
+            host = urlsplit(location).hostname or ""
+            variables = (f"{location.partition(':')[0]}_proxy", "all_proxy")
+            remedy = proxy_remedy(host, [*variables, *map(str.upper, variables)])
+            raise WeightsAwayError(
+                f"{location} cannot be fetched: {str(error) or type(error).__name__}{remedy}"
+            ) from error
 
     def _fetch(self, location: str, cache: Path) -> Path:
         text = b"".join(self._read(f"{location}/{MANIFEST}"))
@@ -141,7 +148,7 @@ class Fetcher:
             token = read_token(config.weights_token_file, "weights_token_file")
             request.add_header("Authorization", f"Bearer {token}")
         try:
-            with urlopen(request, timeout=_SILENCE, context=tls) as answer:
+            with _opener(url, tls).open(request, timeout=_SILENCE) as answer:
                 while data := answer.read(_CHUNK):
                     self._stats["fetched_bytes"] += len(data)
                     yield data
@@ -151,3 +158,9 @@ class Fetcher:
             if error.code == 404:
                 raise FileNotFoundError(f"{url} is not there") from error
             raise
+
+
+def _opener(url: str, tls: ssl.SSLContext) -> OpenerDirector:
+    """Opens addresses as `urlopen` does, but goes directly to those of a private network."""
+    near = [ProxyHandler({})] if is_near(urlsplit(url).hostname or "") else []
+    return build_opener(HTTPSHandler(context=tls), *near)

@@ -22,6 +22,7 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 from tempfile import TemporaryFile
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -166,7 +167,12 @@ class Command:
 
 def _variables(address: Address) -> dict[str, str]:
     kinds = {"OPENAI": address.openai, "ANTHROPIC": address.anthropic}
-    return {f"{kind}_{name.upper()}": value for kind, given in kinds.items() for name, value in given.items()}
+    variables = {f"{kind}_{name.upper()}": value for kind, given in kinds.items() for name, value in given.items()}
+    # No proxy leads to this process.
+    host = urlsplit(address.url).hostname or ""
+    for name in ("no_proxy", "NO_PROXY"):
+        variables[name] = ",".join(filter(None, [os.environ.get(name), host]))
+    return variables
 
 
 async def _keep_end(pipe: Any, end: bytearray) -> None:

@@ -34,6 +34,7 @@ resources: {requests: {storage: {{ .size }}}}
 {{/* The head of a pod: who it runs as, and where. `grace` is the seconds that it has to stop. */}}
 {{- define "replay.pod" -}}
 automountServiceAccountToken: false
+enableServiceLinks: false   # a Service named vllm would set VLLM_PORT to an address
 terminationGracePeriodSeconds: {{ .grace }}
 imagePullSecrets: {{ toJson .root.Values.images.pullSecrets }}
 nodeSelector: {{ toJson (.part.nodeSelector | default dict) }}

@@ -338,6 +338,16 @@ def test_a_server_that_fits_is_taken(model):
     assert asked.index("/pause") < asked.index("/collective_rpc") < asked.index("/resume")
 
 
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_an_address_may_end_as_clients_of_openai_want_it_and_no_proxy_is_asked(model, monkeypatch, end):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    with answering(answers_for(model)) as (url, asked):
+        engine = VLLMServerEngine(model, base_url=f"{url}{end}")
+    assert engine.max_length == 64
+    assert "/v1/models" in asked
+
+
 async def test_a_request_leaves_nothing_of_sampling_to_the_defaults_of_the_model(model, make_engine):
     bodies: list[dict[str, Any]] = []
     with answering(answers_for(model, **{"v1/completions": {"choices": [choice(0), choice(1)]}}), bodies) as (url, _):

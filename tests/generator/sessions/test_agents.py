@@ -106,6 +106,14 @@ async def test_a_client_in_a_process_finds_its_address_and_the_group_has_what_wa
     ] * 2
 
 
+async def test_an_agent_asks_no_proxy_for_its_address(agent, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "example.com")
+    group = await play(agent("print(json.dumps({'reward': float(bool(ask()))}))"))
+    assert group.rewards.tolist() == [1.0] * 4
+
+
 async def test_reward_functions_score_what_a_command_played_without_a_reward_and_see_the_end_of_its_output(agent):
     seen = []
 

@@ -107,6 +107,17 @@ def test_deltas_give_each_bit_of_the_version_and_are_small(run, tmp_path):
     assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
 
 
+def test_no_proxy_is_asked_for_weights_on_this_machine_and_elsewhere_its_variable_is_named(run, tmp_path, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    disk = Disk(tmp_path / "cache")
+    files, _ = disk.fetch(run.publish(1))
+    assert files == run.files_of(1)
+    says = "the variable http_proxy sends it through a proxy: no_proxy=trainer.example.com goes there directly"
+    with pytest.raises(WeightsAwayError, match=says):
+        disk.fetch("http://trainer.example.com:7410/step-1")
+
+
 def test_versions_that_were_skipped_need_no_whole_one_nor_does_a_generator_that_starts_again(run, tmp_path, caplog):
     Disk(tmp_path / "cache").fetch(run.publish(1))
     run.publish(2)
@@ -260,7 +271,7 @@ def test_the_command_serves_a_folder_and_refuses_what_is_not_safe(model, tmp_pat
     [
         ("http://trainer:7410/step-1", {"weights_root": "http://trainer:741"}, "only from weights_root .*741'"),
         ("http://trainer:7410/mine/../step-1", {"weights_root": "http://trainer:7410/mine"}, "--weights-root"),
-        ("http://trainer:7410/step-1", {"weights_root": "runs/mine"}, "only from weights_root 'runs/mine'"),
+        ("http://trainer:7410/step-1", {"weights_root": "runs/mine"}, "only from weights_root '.*/runs/mine'"),
         ("http://trainer:7410/step-1", {"weights_cache": None}, "set weights_cache"),
     ],
 )
