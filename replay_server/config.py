@@ -104,6 +104,9 @@ class SecuritySection(Model):
     tokens_file: Path | None = None
     """Clients must send a token from this file. Absent: REPLAY_TOKENS_FILE or REPLAY_TOKENS in the environment
     counts; without these, no token is needed."""
+    insecure: bool = False
+    """Listen where other machines reach it although no token is needed: then whoever reaches it can read and change
+    everything."""
 
     @model_validator(mode="after")
     def _checked(self) -> Self:

@@ -278,6 +278,7 @@ class ReplayServer:
         on_started: Callable[[], None],
     ) -> None:
         config, section, checkpoints = self.config, self.config.server, self.config.checkpoints
+        _check_open_address(section.address, config.security, tokens=self._authorizer.tokens is not None)
         metrics = None
         if section.metrics_address is not None:
             from replay_server.telemetry.prometheus import MetricsEndpoint  # imports packages that nothing else needs
@@ -333,6 +334,19 @@ class ReplayServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _check_open_address(address: str, section: SecuritySection, *, tokens: bool) -> None:
+    """Raises ValueError if other machines can reach the address, no call needs a token or a certificate, and nobody has
+    said that this is meant."""
+    host = address.rpartition(":")[0]
+    if tokens or section.insecure or section.tls_client_ca is not None or is_loopback(host):
+        return
+    raise ValueError(
+        f"refusing to listen on {address} without tokens: whoever reaches it could read and change everything. Set "
+        f"tokens_file in [security], or REPLAY_TOKENS_FILE; if you trust the network, --insecure, or insecure = true in "
+        f"[security]"
+    )
 
 
 def _warn_of_open_address(address: str, section: SecuritySection, *, tokens: bool) -> None:

@@ -53,6 +53,9 @@ def serve(
     replace: Annotated[
         bool, typer.Option("--replace", help="With --restore: move the contents of data_dir aside instead of failing.")
     ] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen where other machines reach it, although no token is needed.")
+    ] = False,
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
 ) -> None:
@@ -76,6 +79,9 @@ def serve(
         if given := {name: value for name, value in given.items() if value is not None}:
             section = ServerSection.model_validate(loaded.server.model_dump() | given)
             loaded = loaded.model_copy(update={"server": section})
+        if insecure:
+            security = loaded.security.model_copy(update={"insecure": True})
+            loaded = loaded.model_copy(update={"security": security})
         server = ReplayServer.from_config(loaded, os.environ)
         if restore is not None:
             if "://" in restore and (folder := loaded.checkpoint_dir) is not None:

@@ -21,7 +21,7 @@ from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableC
 from replay_server.rpc.auth import ROLES, Role
 from tests.certificates import make_certificate
 from tests.commands import fails, run_replay
-from tests.factories import make_group, server_process, until
+from tests.factories import make_group, server_process, start_server, until
 from tests.server.rpc.calls import Requests
 
 PLAIN = "[[tables]]\nname = 'plain'\n"
@@ -616,11 +616,32 @@ def test_an_address_that_others_reach_is_warned_about_as_far_as_it_is_open(pki, 
 
     tls = {"tls_cert": pki["server"].cert, "tls_key": pki["server"].key}
     assert warnings("127.0.0.1") == []
-    assert warnings("0.0.0.0") == ["without tokens", "without TLS"]
+    assert warnings("0.0.0.0", insecure=True) == ["without tokens", "without TLS"]
     assert warnings("0.0.0.0", tokens_file=tokens_file) == ["without TLS", "tokens included"]
-    assert warnings("0.0.0.0", **tls) == ["without tokens"]
+    assert warnings("0.0.0.0", **tls, insecure=True) == ["without tokens"]
     assert warnings("0.0.0.0", **tls, tls_client_ca=pki["ca"].cert) == []
     assert warnings("0.0.0.0", **tls, tokens_file=tokens_file) == []
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1", "replay.example.com"])
+@pytest.mark.parametrize("with_tls", [False, True])
+def test_an_address_that_others_reach_is_refused_without_tokens_unless_it_is_meant(pki, host, with_tls):
+    tls = {"tls_cert": pki["server"].cert, "tls_key": pki["server"].key} if with_tls else {}
+    says = r"refusing to listen on .*:0 without tokens: .*tokens_file in \[security\], .*--insecure"
+    with pytest.raises(ValueError, match=says), ReplayServer(TABLES, 0, host, security=SecuritySection(**tls)):
+        pass
+
+
+def test_the_command_refuses_an_open_address_in_one_line_and_takes_it_if_told(tmp_path, tokens_file):
+    said = fails("serve", "--address", "0.0.0.0:0")
+    assert "refusing to listen on 0.0.0.0:0 without tokens" in said
+    for options, variables in (
+        (("--insecure",), {}),
+        ((), {"REPLAY_TOKENS_FILE": str(tokens_file)}),
+    ):
+        server = start_server(None, *options, address="0.0.0.0:0", **variables)
+        assert server.address.startswith("0.0.0.0:")
+        server.kill()
 
 
 @pytest.mark.parametrize(("address", "warned"), [("127.0.0.1:0", False), ("localhost:0", False), ("0.0.0.0:0", True)])
