@@ -344,8 +344,8 @@ def _check_open_address(address: str, section: SecuritySection, *, tokens: bool)
         return
     raise ValueError(
         f"refusing to listen on {address} without tokens: whoever reaches it could read and change everything. Set "
-        f"tokens_file in [security], or REPLAY_TOKENS_FILE; if you trust the network, --insecure, or insecure = true in "
-        f"[security]"
+        "tokens_file in [security], or REPLAY_TOKENS_FILE; if you trust the network: --insecure, or insecure = true in "
+        "[security]"
     )
 
 

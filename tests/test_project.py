@@ -138,7 +138,7 @@ def test_no_modules_import_each_other_in_a_circle(package):
 
 PUBLIC = {
     "replay_protos": {module.partition(".")[2] for module in modules_of("replay_protos")},
-    "replay_server": {"config", "shards", "tables.config"},
+    "replay_server": {"config", "shards", "storage.checkpoints", "tables.config"},
     "replay_client": {
         *("access", "columns", "errors", "kept", "records", "rollout", "scoring", "settings", "tracing", "waits"),
     },

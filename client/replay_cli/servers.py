@@ -84,8 +84,10 @@ def serve(
             loaded = loaded.model_copy(update={"security": security})
         server = ReplayServer.from_config(loaded, os.environ)
         if restore is not None:
-            if "://" in restore and (folder := loaded.checkpoint_dir) is not None:
-                restore = fetch(restore, folder)
+            if "://" in restore or os.sep in restore:
+                if loaded.checkpoint_dir is None:
+                    fail(f"--restore {restore} needs data_dir, or dir in [checkpoints]: a folder for the checkpoint")
+                restore = fetch(restore, loaded.checkpoint_dir)
             server.restore(restore, replace=replace)
         elif replace:
             misuse("--replace goes with --restore")

@@ -133,6 +133,10 @@ def own_name(now: float) -> str:
     return time.strftime("auto-%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03}Z"
 
 
+SEAL_BYTES = 4096
+"""Bytes at the end of a checkpoint that its seal fits into."""
+
+
 class DamagedCheckpoint(ValueError):
     """A file that is not a whole checkpoint of this version, with the reason."""
 
@@ -158,18 +162,25 @@ def sealed(path: Path) -> Checkpoint:
     """What a checkpoint holds, by its last bytes only. Raises DamagedCheckpoint."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        file.seek(max(0, size - _END.size))
-        tail = file.read()
-        length, mark = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
-        if mark == _MARK_OF_BEFORE:
-            raise DamagedCheckpoint(of_another_version("of before 2026-11-25"))
-        if mark != _MARK or length > size - _END.size:
-            raise DamagedCheckpoint("its end is missing")
-        file.seek(size - _END.size - length)
-        try:
-            version, pages, checksum, *rest = unpack(file.read(length))
-        except Damaged:
-            raise DamagedCheckpoint("its end is damaged") from None
+        file.seek(max(0, size - SEAL_BYTES))
+        return sealed_by(file.read(), size, path)
+
+
+def sealed_by(end: bytes, size: int, path: Path) -> Checkpoint:
+    """What a checkpoint of `size` bytes holds, by the last SEAL_BYTES of them, or all. `path`: where it is, or will be.
+
+    Raises DamagedCheckpoint.
+    """
+    tail = end[-_END.size :]
+    length, mark = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
+    if mark == _MARK_OF_BEFORE:
+        raise DamagedCheckpoint(of_another_version("of before 2026-11-25"))
+    if mark != _MARK or length > len(end) - _END.size:
+        raise DamagedCheckpoint("its end is missing")
+    try:
+        version, pages, checksum, *rest = unpack(end[len(end) - _END.size - length : len(end) - _END.size])
+    except Damaged:
+        raise DamagedCheckpoint("its end is damaged") from None
     if version != FORMAT:
         raise DamagedCheckpoint(of_another_version(f"with format {version}"))
     if pages != size - _END.size - length:

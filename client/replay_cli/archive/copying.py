@@ -67,11 +67,23 @@ class Store:
         self._fs.put_file(str(path), target + ".tmp")
         self._fs.mv(target + ".tmp", target)
 
-    def newest_checkpoint(self) -> Any:
-        found = [entry for name, entry in self.files().items() if name.endswith(".checkpoint")]
-        if not found:
-            raise ValueError("there is no checkpoint")
-        return max(found, key=lambda entry: (self._fs.modified(entry["name"]), entry["name"]))
+    def checkpoints(self) -> list[tuple[float, Any, str]]:
+        """The checkpoints, the newest first: when each was made, its entry, and why it cannot be restored, or "".
+
+        The time is that of the seal: one that was copied late, or again, is no newer for that.
+        """
+        from replay_server.storage.checkpoints import SEAL_BYTES, DamagedCheckpoint, sealed_by
+
+        found: list[tuple[float, Any, str]] = []
+        for name, entry in self.files().items():
+            if not name.endswith(".checkpoint"):
+                continue
+            end = self._fs.tail(entry["name"], SEAL_BYTES)
+            try:
+                found.append((sealed_by(end, entry["size"], Path(name)).created, entry, ""))
+            except DamagedCheckpoint as error:
+                found.append((self._fs.modified(entry["name"]).timestamp(), entry, str(error)))
+        return sorted(found, key=lambda each: (each[0], each[1]["name"]), reverse=True)
 
     def bring(self, entry: Any, path: Path) -> None:
         unfinished = path.with_name(path.name + ".tmp")
@@ -142,16 +154,42 @@ def copy_finished(folder: Path, store: Store, done: dict[str, tuple[int, int]]) 
 
 
 def fetch(address: str, folder: Path) -> str:
-    """Copies the newest checkpoint at an address, or that file, into a folder. Returns its name. Raises ValueError."""
+    """Copies the newest whole checkpoint at an address, or that file, into a folder. Returns its name.
+
+    Says which ones it passes over because they are damaged. Raises ValueError.
+    """
     store = Store(address)
+    problems: list[str] = []
     try:
-        entry = store.newest_checkpoint()
-        path = folder / Path(entry["name"]).name
         folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            store.bring(entry, path)
-        elif not store.has(path, entry):
-            raise ValueError(f"{path} is another one of its name: move it away, or restore it by its name")
+        for _, entry, problem in store.checkpoints():
+            path = folder / Path(entry["name"]).name
+            problem = problem or _fetched(store, entry, path)
+            if not problem:
+                if problems:
+                    complain(f"{address}: {path.name} is taken, the newest whole checkpoint, for {'; '.join(problems)}")
+                return path.name.removesuffix(".checkpoint")
+            problems.append(f"{path.name} cannot be restored: {problem}")
+        if problems:
+            raise ValueError(f"no checkpoint that can be restored: {'; '.join(problems)}")
+        raise ValueError("there is no checkpoint")
     except Exception as error:  # each store has its own
         raise ValueError(f"{address}: {in_words(error)}") from error
-    return path.name.removesuffix(".checkpoint")
+
+
+def _fetched(store: Store, entry: Any, path: Path) -> str:
+    """Copies a checkpoint to `path`, unless it is there. Returns why it cannot be restored, or ""."""
+    from replay_server.storage.checkpoints import DamagedCheckpoint, verified
+
+    is_new = not path.exists()
+    if is_new:
+        store.bring(entry, path)
+    elif not store.has(path, entry):
+        raise ValueError(f"{path} is another one of its name: move it away, or restore it by its name")
+    try:
+        verified(path)
+    except DamagedCheckpoint as error:
+        if is_new:
+            path.unlink()
+        return str(error)
+    return ""

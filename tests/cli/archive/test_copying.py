@@ -186,8 +186,13 @@ def test_a_restore_from_an_address_says_why_it_is_impossible(tmp_path, store):
 
     assert refusal("s3://bucket/nothing") == "there is no checkpoint\n"
     assert refusal("ftps://host/run") == "replay: Protocol not known: ftps\n"
+    (tmp_path / "theirs").mkdir()
+    config = CONFIG.format(folder=tmp_path / "theirs")
+    with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
+        client.checkpoint("mine")
+    (tmp_path / "replay.toml").write_text(CONFIG.format(folder=tmp_path))
     fs, path = files_at("s3://bucket/run")
-    fs.pipe_file(f"{path}/mine.checkpoint", b"theirs")
+    fs.put_file(str(tmp_path / "theirs/checkpoints/mine.checkpoint"), f"{path}/mine.checkpoint")
     (tmp_path / "checkpoints" / "mine.checkpoint").write_bytes(b"mine")
     assert "mine.checkpoint is another one of its name: move it away" in refusal("s3://bucket/run")
     assert (tmp_path / "checkpoints" / "mine.checkpoint").read_bytes() == b"mine"
@@ -208,3 +213,75 @@ def test_a_copy_that_was_cut_off_is_no_checkpoint_to_start_from(tmp_path, store)
     assert done.returncode == 1
     assert "no checkpoint that can be restored" in said
     assert "its end is missing" in said
+
+
+ORDERS = [("1", "2", "3"), ("3", "2", "1"), ("2", "3", "1")]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """The folder of the checkpoints 1, 2 and 3, with so many items; 10 is the oldest, and has none."""
+    folder = tmp_path_factory.mktemp("made")
+    with server_process(folder, CONFIG.format(folder=folder)) as server, ReplayClient(server.address) as client:
+        client.checkpoint("10")
+        for name in ("1", "2", "3"):
+            client.insert(os.urandom(3000), {"plain": 1.0})
+            client.checkpoint(name)
+    return folder / "checkpoints"
+
+
+def restored(folder: Path, address: str) -> tuple[int, str]:
+    """The items of a server that starts from the newest checkpoint there, and what it said."""
+    folder.mkdir(exist_ok=True)
+    log = folder / "log"
+    options = ["--restore", address, "--log-level", "error"]
+    with (
+        log.open("w") as stderr,
+        server_process(folder, CONFIG.format(folder=folder), options=options, stderr=stderr) as server,
+        ReplayClient(server.address) as client,
+    ):
+        return client.server_info().items, log.read_text()
+
+
+def upload(made: Path, address: str, *names: str) -> None:
+    """One after the other: the last one is the newest object."""
+    fs, path = files_at(address)
+    fs.makedirs(path, exist_ok=True)
+    for number, name in enumerate(names):
+        fs.put_file(str(made / f"{name}.checkpoint"), f"{path}/{name}.checkpoint")
+        local = Path(path) / f"{name}.checkpoint"
+        if local.exists():
+            os.utime(local, (1e9 + number, 1e9 + number))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("at", ["s3://bucket/run", "{folder}/store"])
+def test_the_checkpoint_that_was_made_last_is_restored_whenever_it_was_copied(tmp_path, store, made, at, order):
+    address = at.format(folder=tmp_path)
+    upload(made, address, *order, "10")
+    items, _ = restored(tmp_path / "server", address)
+    assert items == 3
+
+
+@pytest.mark.parametrize("damage", ["the end", "the middle"])
+@pytest.mark.parametrize("at", ["s3://bucket/run", "{folder}/store"])
+def test_a_damaged_newest_checkpoint_gives_way_to_the_next_whole_one_and_that_is_said(
+    tmp_path, store, made, at, damage
+):
+    address = at.format(folder=tmp_path)
+    upload(made, address, "1", "2", "3")
+    fs, path = files_at(address)
+    whole = (made / "3.checkpoint").read_bytes()
+    half = len(whole) // 2
+    damaged = whole[:half] if damage == "the end" else whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]
+    fs.pipe_file(f"{path}/3.checkpoint", damaged)
+    items, said = restored(tmp_path / "server", address)
+    assert items == 2
+    assert "2.checkpoint is taken, the newest whole checkpoint, for 3.checkpoint cannot be restored: its" in said
+    assert not (tmp_path / "server/checkpoints/3.checkpoint").exists()
+
+
+def test_a_restore_from_an_address_needs_a_folder_for_the_checkpoint(tmp_path, store):
+    (tmp_path / "replay.toml").write_text('[[tables]]\nname = "plain"\n')
+    said = fails("serve", "--config", str(tmp_path / "replay.toml"), "--restore", "/backup/run")
+    assert "--restore /backup/run needs data_dir, or dir in [checkpoints]" in said
