@@ -26,7 +26,7 @@ from replay_cli.options import (
     taking,
     typed,
 )
-from replay_cli.output import claim_stdout, fail, in_words, need, tell
+from replay_cli.output import claim_stdout, fail, in_words, misuse, need, tell
 from replay_cli.process import LogFormat, check_model, loading, log_to_stderr, set_up_tracing
 from replay_cli.recipes import show_recipe
 from replay_generator import GeneratorConfig, ScorerConfig, StageConfig
@@ -196,7 +196,13 @@ def score(
     log_to_stderr("warning", log_format)
     set_up_tracing("replay-scorer")
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
-    given = {name: json_or_word(value) for name, value in pairs("--set", more).items()}
+    own = {"source": "--from", "tables": "--to"}
+    settings = {field.name for field in fields(ScorerConfig)} - own.keys()
+    texts = pairs("--set", more)
+    for name, option_name in own.items():
+        if name in texts:
+            misuse(f"--set {name}={texts[name]}: {option_name} says that")
+    given = {name: json_or_word(value) for name, value in pairs("--set", more, settings).items()}
     given |= {name: how[name] for name in typed(how)}
     try:
         config = ScorerConfig(source, tables=tuple(to), **given)

@@ -13,7 +13,6 @@ import base64
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,7 +28,7 @@ from replay_protos.state import document
 
 if TYPE_CHECKING:
     from replay_cli.archive.rows import Form, Row
-    from replay_client import ReplayClient
+    from replay_client import ReplayClient, RolloutGroup
     from replay_client.records import ItemInfo, StoredItem
 
 FileName = Annotated[Path, typer.Argument(metavar="FILE", help="Its name ends with .jsonl or .parquet.")]
@@ -155,15 +154,20 @@ def import_items(
         str | None,
         typer.Option(help="Insert into this table. [the table that each row names]", autocompletion=complete_table),
     ] = None,
+    new_keys: Annotated[
+        bool, typer.Option("--new-keys", help="Under new keys: also what was deleted or taken before.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Insert the items of files, under their keys. Items that are there stay."""
+    """Insert the items of files, under their keys. Items that are there stay. Status 1 if some are not there then."""
     for file in files:
         check_name(file)
     done = Imported()
     with connect(context, 60.0) as client:
-        ask(lambda: _insert_all(client, files, table, done))
+        ask(lambda: _insert_all(client, files, table, done, new_keys=new_keys))
     tell(as_json, {"files": [str(file) for file in files]} | done.document(), done.words(files))
+    if done.gone:
+        raise typer.Exit(1)
 
 
 @dataclass
@@ -187,12 +191,15 @@ class Imported:
             words += f"; {self.present} {'was' if self.present == 1 else 'were'} there before"
         if self.gone:
             words += (
-                f"; {self.gone} not there: taken or deleted, before or meanwhile, or let go at once by a full table"
+                f"; {self.gone} not there: taken or deleted, before or meanwhile, or let go at once by a full table "
+                f"(--new-keys inserts what was taken or deleted)"
             )
         return words
 
 
-def _insert_all(client: ReplayClient, files: Sequence[Path], table: str | None, done: Imported) -> None:
+def _insert_all(
+    client: ReplayClient, files: Sequence[Path], table: str | None, done: Imported, *, new_keys: bool
+) -> None:
     """Inserts what the files hold. An item that is in several files goes into all their tables at once."""
     priorities = _priorities_of_all(files) if len(files) > 1 and table is None else {}
     seen: set[str] = set()
@@ -202,14 +209,17 @@ def _insert_all(client: ReplayClient, files: Sequence[Path], table: str | None, 
             # A second file with the same items has nothing new.
             fresh = [(number, row) for number, row in some if len(files) == 1 or str(row.get("key")) not in seen]
             seen.update(str(row.get("key")) for _, row in fresh if len(files) > 1)
-            keys = [int(row["key"]) for _, row in fresh]
+            keys = [] if new_keys else [int(row["key"]) for _, row in fresh]
             before = {item.key: item for item in client.get(keys, payloads=False)}
             for number, row in fresh:
                 own = {table or row["table"]: float(row["priority"])}
                 try:
                     wanted = priorities.get(str(row["key"]), own)
+                    if new_keys:
+                        keys.append(_insert(client, row, wanted, key=None))
+                        continue
                     _refuse_other_tables(before.get(int(row["key"])), wanted)
-                    _insert(client, row, wanted)
+                    _insert(client, row, wanted, key=int(row["key"]))
                 except ValueError as error:
                     raise ValueError(f"{file}, row {number}: {error}") from None
             after = {item.key for item in client.get(keys, payloads=False)}
@@ -287,24 +297,56 @@ def _check(number: int, row: Row) -> None:
         raise ValueError(f"row {number}: there is no {', '.join(missing)}{remedy}")
     if not (str(row["key"]).isascii() and str(row["key"]).isdecimal() and int(row["key"]) < 1 << 64):
         raise ValueError(f"row {number}: key is {row['key']!r:.80}, not a whole number below 2^64")
+    if not isinstance(row["table"], str):
+        raise ValueError(f"row {number}: table is {row['table']!r:.80}, not a name")
+    for name, kind in (("priority", float), ("policy_version", int)):
+        try:
+            kind(row[name])
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"row {number}: {name} is {row[name]!r:.80}, not a number") from None
+    try:
+        _tags_of(row)
+        _item_of(row)
+    except ValueError as error:
+        raise ValueError(f"row {number}: {error}") from None
 
 
-def _insert(client: ReplayClient, row: Row, priorities: Mapping[str, float]) -> None:
-    """Inserts the item of a row into these tables, under its own key."""
+def _tags_of(row: Row) -> Mapping[str, Any] | None:
+    """The tags of a row: an object, or JSON. Raises ValueError."""
+    tags = row.get("tags")
+    found = json.loads(tags) if isinstance(tags, str) and tags else tags or None
+    if found is not None and not isinstance(found, Mapping):
+        raise ValueError(f"tags are {tags!r:.80}, not an object of names and values")
+    return found
+
+
+def _item_of(row: Row) -> RolloutGroup | bytes:
+    """The item of a row: a group, or bytes that are none. Raises ValueError for what is damaged."""
     from replay_client import RolloutGroup
+    from replay_client.rollout import MAGIC
 
-    payload, tags = row["payload"], row.get("tags")
-    payload = base64.b64decode(payload) if isinstance(payload, str) else payload
-    item: RolloutGroup | bytes = payload
+    payload = row["payload"]
+    if isinstance(payload, str):
+        try:
+            payload = base64.b64decode(payload, validate=True)
+        except ValueError:
+            raise ValueError(f"payload is no base64, as `export` writes it: {row['payload']!r:.80}") from None
+    if not isinstance(payload, bytes):
+        raise ValueError(f"payload is {payload!r:.80}, not base64 or bytes")
     # A group tells the server the names of its columns, which tables may require. What is none goes back as it was.
-    with suppress(ValueError):
-        item = RolloutGroup.decode(payload)
-    client.insert(
-        item,
-        priorities,
-        key=int(row["key"]),
-        policy_version=int(row["policy_version"]),
-        tags=json.loads(tags) if isinstance(tags, str) else tags,
+    try:
+        return RolloutGroup.decode(payload)
+    except ValueError as error:
+        # The other columns of its row say that it was a group, even if its first bytes do not any more.
+        if payload.startswith(MAGIC[:-1]) or row.get("rewards") is not None:
+            raise ValueError(f"payload is damaged: {error}") from None
+    return payload
+
+
+def _insert(client: ReplayClient, row: Row, priorities: Mapping[str, float], *, key: int | None) -> int:
+    """Inserts the item of a row into these tables. Returns its key: this one, or a new one."""
+    return client.insert(
+        _item_of(row), priorities, key=key, policy_version=int(row["policy_version"]), tags=_tags_of(row)
     )
 
 

@@ -36,7 +36,7 @@ import lmdb
 
 from replay_server.errors import Refused, broken, try_again
 from replay_server.storage.data_dir import DamagedDirectory
-from replay_server.storage.lmdb import LmdbStorage
+from replay_server.storage.lmdb import FileGone, LmdbStorage
 from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import MAX_KNOWN_KEYS, ReplayBuffer
 from replay_server.tables.remembered import Remembered
@@ -170,7 +170,8 @@ class Journal:
             for key in gone:
                 self._rolled_back.forget(key)  # to the end
             self._rolled_back.remember(gone)
-            why = f"data_dir {storage.directory} cannot be written: {error}; make room, and ask again"
+            remedy = "" if isinstance(error, FileGone) else "; make room, and ask again"
+            why = f"data_dir {storage.directory} cannot be written: {error}{remedy}"
             raise try_again(why) from error
         if storage.error:
             log.warning("%s can be written again", storage.directory)

@@ -123,6 +123,15 @@ class Unwritten:
     """Of the parts."""
 
 
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """Which file data.mdb is; None: there is none."""
+    try:
+        status = (directory / "data.mdb").stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 def _address_space_remedy() -> str:
     """What to do about a limit of the address space that LMDB's map does not fit into; "": there is none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -132,6 +141,10 @@ def _address_space_remedy() -> str:
         f"; this process may have {limit:,} bytes of address space (ulimit -v), and maps {MAP_SIZE:,} for the file, "
         f"which take no memory: start it with `ulimit -v unlimited`"
     )
+
+
+class FileGone(lmdb.Error):
+    """The file of the data directory has no name any more: what is written into it, nobody finds again."""
 
 
 class LmdbFile:
@@ -255,6 +268,7 @@ class LmdbStorage(LmdbFile):
             # LMDB maps a file with a hole, and a full disk would end the process (SIGBUS) when it writes there.
             lock_file.write_bytes(bytes(LOCK_BYTES))
             super().__init__(self.directory, sync=self._fsync, metasync=self._fsync, max_spare_txns=4)
+            self._file = _identity(self.directory)
             if self._fsync:
                 self.sync()
             else:
@@ -330,7 +344,7 @@ class LmdbStorage(LmdbFile):
 
     def _free_bytes(self) -> tuple[int, int]:
         """The free bytes of the disk, and how many of them are reserved."""
-        disk = os.statvfs(self.directory)
+        disk = os.fstatvfs(self._lock)  # the directory may be renamed
         return disk.f_bavail * disk.f_frsize, min(RESERVE, disk.f_blocks * disk.f_frsize // 8)
 
     def _free_pages(self) -> int:
@@ -342,7 +356,11 @@ class LmdbStorage(LmdbFile):
         return free // 2
 
     def facts(self) -> StorageFacts:
-        blocks, error = (self.directory / "data.mdb").stat().st_blocks, self.error
+        error = self.error
+        try:
+            blocks = (self.directory / "data.mdb").stat().st_blocks
+        except OSError:  # it was removed, and `commit` says so
+            blocks = 0
         if not error and self._lacking:  # nobody may insert any more, so look whether there is room now
             error = self.why_full(self._lacking) or ""
         return StorageFacts("lmdb", blocks * 512, self.commits, error, self.fell_back)
@@ -357,8 +375,13 @@ class LmdbStorage(LmdbFile):
     def commit(self, delta: Delta, payloads: Unwritten, slices: Sequence[Delta] = ()) -> None:
         """Writes everything: the slices, and `delta` over them. If it raises lmdb.Error, nothing has an effect.
 
-        The only method for another thread.
+        The only method for another thread. Raises FileGone if data.mdb was removed or replaced.
         """
+        if _identity(self.directory) != self._file:
+            raise FileGone(
+                "data.mdb was removed or replaced while the server runs: put that file back, or stop the server and "
+                "restore a checkpoint"
+            )
         # The chunks of a new payload would overwrite those of an older item with its key, which must be there until the
         # last transaction.
         portion = BYTES_PER_TRANSACTION if payloads.parts.keys().isdisjoint(payloads.gone) else math.inf

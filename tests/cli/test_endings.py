@@ -268,3 +268,16 @@ def test_a_trainer_without_a_server_says_that_it_waits_and_can_be_stopped(tmp_pa
     assert "waiting for the server: " in said
     assert "no replay server answers at 127.0.0.1:1" in said
     assert "continues from the last training checkpoint" in check_end(trainer, signal.SIGTERM, 143)
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("tables=x", "--set tables=x: --to says that"),
+        ("source=x", "--set source=x: --from says that"),
+        ("attemps=2", "--set: there is no 'attemps'"),
+    ],
+)
+def test_a_setting_of_score_that_has_an_option_or_is_none_is_named_in_one_line(setting, says):
+    options = ("--from", "unscored", "--to", "rollouts", "--reward", "exact_match", "--set", setting)
+    assert says in fails("score", *options, status=2)

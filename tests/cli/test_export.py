@@ -228,6 +228,19 @@ def test_a_row_a_sequence_has_what_data_sets_have(replay, client, tmp_path, name
         ({"key": "x"}, "key is 'x', not a whole number below 2^64"),
         ({"priority": None}, "there is no priority"),
         ({"payload": None}, "there is no payload; export it with payloads, a row for each item"),
+        ({"key": 1.5}, "key is 1.5, not a whole number below 2^64"),
+        ({"key": [1]}, "key is [1], not a whole number below 2^64"),
+        ({"table": 3}, "table is 3, not a name"),
+        ({"priority": "high"}, "priority is 'high', not a number"),
+        ({"priority": [1]}, "priority is [1], not a number"),
+        ({"policy_version": "new"}, "policy_version is 'new', not a number"),
+        ({"policy_version": {}}, "policy_version is {}, not a number"),
+        ({"payload": "no base64!"}, "payload is no base64, as `export` writes it: 'no base64!'"),
+        ({"payload": 7}, "payload is 7, not base64 or bytes"),
+        ({"payload": "UlBMWUdSUAEAAAAA"}, "payload is damaged: "),
+        ({"payload": "AAAA"}, "payload is damaged: "),
+        ({"tags": "[1]"}, "tags are '[1]', not an object"),
+        ({"tags": [1]}, "tags are [1], not an object"),
         ({"tags": {"environment": [1]}}, "tag 'environment' is [1]: a tag is a string, or an integer of 64 bits"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -276,11 +289,33 @@ def test_items_that_the_server_remembers_as_gone_do_not_count_as_inserted(replay
     assert replay("table", "export", "replay", str(file)).returncode == 0
     client.delete("replay", keys[:2])
     imported = replay("table", "import", str(file))
-    gone = "2 not there: taken or deleted, before or meanwhile, or let go at once by a full table"
+    gone = (
+        "2 not there: taken or deleted, before or meanwhile, or let go at once by a full table "
+        "(--new-keys inserts what was taken or deleted)"
+    )
     assert imported.stdout == f"0 items of {file} inserted; 1 was there before; {gone}\n", imported.stderr
+    assert imported.returncode == 1
     assert json.loads(replay("table", "import", str(file), "--json").stdout) == {
         "files": [str(file)],
         "items": 0,
         "present": 1,
         "gone": 2,
     }
+
+
+def test_what_was_exported_and_reset_comes_back_under_new_keys(replay, client, tmp_path):
+    groups = [make_group(rewards=[float(number), 0.5]) for number in range(3)]
+    keys = [client.insert(group, {"replay": 1.0 + number}) for number, group in enumerate(groups)]
+    file = tmp_path / "x.jsonl"
+    assert replay("table", "export", "replay", str(file)).returncode == 0
+    client.reset("replay")
+    assert replay("table", "import", str(file)).returncode == 1
+    assert client.server_info().items == 0
+    imported = replay("table", "import", str(file), "--new-keys")
+    assert imported.stdout == f"3 items of {file} inserted\n"
+    assert imported.returncode == 0
+    items = client.list_items("replay", limit=10).items
+    assert {item.key for item in items}.isdisjoint(keys)
+    assert sorted(item.priority for item in items) == [1.0, 2.0, 3.0]
+    stored = client.get([item.key for item in items])
+    assert sorted(bytes(item.payload) for item in stored) == sorted(bytes(group.encode()) for group in groups)

@@ -316,3 +316,24 @@ async def test_a_generator_of_unscored_groups_has_no_reward_function_and_no_keep
     with serving() as address, pytest.raises(ValueError, match="belong to the scorer"):
         async with test_building.generating(address, Hook(), unscored="unscored"):
             pass
+
+
+async def test_a_filter_of_the_caller_counts_beside_drop_zero_variance():
+    seen: list[float] = []
+
+    def keep(group: Any) -> bool:
+        seen.append(float(group.rewards.sum()))
+        return False
+
+    with serving() as address:
+        await play(address, max_groups=1)
+        config = {"drop_zero_variance": True, "max_items": 1, "keep": keep}
+        async with scoring(address, by_row_index, **config) as (scorer, client, task):
+            await task
+            assert scorer.stats["filtered"] == 1
+            assert (await client.server_info()).tables["rollouts"].size == 0
+    assert len(seen) == 1
+
+
+async def by_row_index(row: Any, text: str, rollout: Rollout) -> float:
+    return float(rollout.info["number"])

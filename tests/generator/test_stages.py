@@ -93,3 +93,15 @@ async def test_who_loses_its_lease_stops_at_once_and_who_scores_is_known_to_the_
         await client.acknowledge(held, give_back=True)  # as the end of its lease does
         await stopped.wait()
         await async_until(lambda: stage.stats["leases_lost"] == 1)
+
+
+async def test_an_object_whose_call_is_async_is_a_stage():
+    class Work:
+        async def __call__(self, sample: Any) -> Any:
+            await asyncio.sleep(0)
+            return sample.group
+
+    async with between(Work(), 2, max_items=2) as (client, stage, running):
+        await running
+        assert await sizes(client) == [0, 2, 0]
+        assert stage.stats["groups"] == 2

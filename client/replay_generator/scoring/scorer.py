@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from replay_client import AsyncReplayClient, RolloutGroup, Sample, tracing
 from replay_client.scoring import carries_gradient
+from replay_generator import user_code
 from replay_generator.building import decoded
 from replay_generator.metrics import GeneratorStats, GroupTimes
 from replay_generator.prompts import Prompt, PromptError
@@ -48,7 +49,8 @@ class GroupScorer(Stage):
         """`reward` None: rollouts bring their own. `keep` decides whether a scored group is handed on. `on_group` is
         called on the event loop after each group, with the current statistics. The client stays the caller's."""
         super().__init__(client, self._score, config, on_group)
-        keep = carries_gradient if config.drop_zero_variance else keep
+        if config.drop_zero_variance:
+            keep = _carries_gradient_and(keep)
         scorer = Scorer(reward, threads=config.concurrency, timeout=config.reward_timeout)
         self._scoring = RolloutScoring(scorer, config, config.source, keep, self.stats)
         self._server.reward_watch = self._scoring.watch
@@ -69,6 +71,15 @@ class GroupScorer(Stage):
             return self._server.hand_on(group, sample.info.tags, work.opening.key)
         finally:
             self._rollouts -= size
+
+
+def _carries_gradient_and(keep: Callable[[RolloutGroup], bool] | None) -> Callable[[RolloutGroup], bool]:
+    """A filter that takes the groups that carry a gradient and that `keep` takes."""
+
+    def both(group: RolloutGroup) -> bool:
+        return carries_gradient(group) and (keep is None or bool(user_code.call_here(keep, group)))
+
+    return both
 
 
 class RolloutScoring(Scoring):

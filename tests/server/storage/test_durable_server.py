@@ -397,3 +397,34 @@ def test_a_disk_without_room_refuses_a_segment(disk):
         with pytest.raises(StorageError, match="has no room for"):
             client.extend(key, {"large": np.zeros(40_000_000, np.uint8)})
         assert client.extend(key, {"small": np.zeros(3)}).added == ("small",)
+
+
+@pytest.mark.parametrize("how", ["removed", "moved away", "replaced", "with its folder"])
+def test_an_insert_into_a_file_that_has_no_name_any_more_is_not_acknowledged(tmp_path, how):
+    data = tmp_path / "data"
+    away = tmp_path / "away.mdb"
+    tables = [TableConfig(name="plain")]
+    with ReplayServer(tables, 0, data_dir=data) as server, ReplayClient(server.address, timeout=0.5) as client:
+        kept = client.insert(b"before", {"plain": 1.0})
+        if how == "with its folder":
+            data.rename(tmp_path / "elsewhere")
+        elif how == "removed":
+            (data / "data.mdb").unlink()
+        else:
+            (data / "data.mdb").rename(away)
+        if how == "replaced":
+            (data / "data.mdb").write_bytes(away.read_bytes())
+        with pytest.raises(StorageError):
+            client.insert(b"lost", {"plain": 1.0})
+        says = "data.mdb was removed or replaced while the server runs: put that file back, or stop the server"
+        assert says in client.server_info().commit_error
+        with pytest.raises(StorageError, match=says):
+            client.insert(b"lost", {"plain": 1.0})
+        assert client.server_info().items == 1
+        if how == "moved away":  # and put back
+            away.rename(data / "data.mdb")
+            until(lambda: client.server_info().commit_error == "")
+            later = client.insert(b"after", {"plain": 1.0})
+    if how == "moved away":
+        with ReplayServer(tables, 0, data_dir=data) as server, ReplayClient(server.address) as client:
+            assert [bytes(item.payload) for item in client.get([kept, later])] == [b"before", b"after"]
