@@ -98,6 +98,13 @@ class Segment:
             os.close(self._fd)
             self._fd = None
 
+    def close(self) -> None:
+        """Gives the memory back, of which nobody has another view: the segment was not handed over."""
+        memory = self.view.obj
+        self.view.release()
+        memory.close()
+        self.close_fd()
+
     def __del__(self) -> None:
         self.close_fd()  # the request for this segment may have ended while a thread made it
 

@@ -12,6 +12,7 @@ import logging
 import weakref
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.shared_memory import HEADER, MAX_CAPACITY, Segment
@@ -32,6 +33,8 @@ class SharedMemoryMethods:
         self._rings = rings
         self._folder = folder
         self._budget = Budget(backend.limits.max_shared_bytes, "bytes of shared memory (max_shared_bytes)")
+        self._shares: weakref.WeakKeyDictionary[Segment, Any] = weakref.WeakKeyDictionary()
+        """Gives the share of a segment in the budget back, once: when it is called, or when the segment goes."""
         self._short = False
         """Whether the last ring was refused for lack of room."""
 
@@ -72,7 +75,9 @@ class SharedMemoryMethods:
                 raise
             return self._no_room(f"the system gives no memory for rings: {error.strerror}")
         # A stream may use the memory for longer than this call lasts.
-        weakref.finalize(segment, self._budget.give_back, client, cost).atexit = False
+        share = weakref.finalize(segment, self._budget.give_back, client, cost)
+        share.atexit = False
+        self._shares[segment] = share
         self._short = False
         opened[segment.ring_id] = segment
         return pb.ShareMemoryResponse(ring=segment.ring_id, path=str(segment.path))
@@ -90,6 +95,10 @@ class SharedMemoryMethods:
             # On a thread: whoever can write to the folder may have put anything in the place of the client's socket.
             await asyncio.to_thread(segment.hand_over)
         except OSError as error:
+            # By name: the error, its traceback and the frame of `hand_over` hold the segment, until the collector runs.
+            share = self._shares.pop(segment)
+            segment.close()
+            share()
             return pb.ShareMemoryResponse(refusal=str(error))
         if segment.capacity:
             self._rings.add(client, segment)

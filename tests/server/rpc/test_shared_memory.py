@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import itertools
 import logging
 import os
@@ -226,6 +227,25 @@ def test_a_ring_that_its_client_has_not_received_carries_nothing_and_leaves_no_s
         mailbox = Mailbox(Path(opened.path))
     until(lambda: not list(folder.iterdir()), "the socket of a client that has ended is still there")
     assert mailbox.receive(opened.ring, CAPACITY) is None
+
+
+def test_a_ring_that_was_refused_gives_its_memory_back_before_any_collector_runs(folder, rings):
+    limits = LimitsSection(max_shared_bytes=20 * MB)  # one connection may use half of it
+    gc.disable()
+    try:
+        with (
+            ReplayServer(tables=TABLES, port=0, shared_memory=folder, limits=limits) as server,
+            grpc.insecure_channel(server.address) as channel,
+            Asking(ReplayStub(channel)) as session,
+        ):
+            for _ in range(5):
+                opened = session(open=8 * MB)
+                assert opened.refusal == ""
+                assert "another host" in session(send=opened.ring).refusal  # it has no mailbox
+                assert rings() == {}
+                assert session(close=opened.ring).refusal == ""
+    finally:
+        gc.enable()
 
 
 # --------------------------------------------------------------------------------------------------- no room
