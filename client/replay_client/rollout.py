@@ -372,7 +372,10 @@ class RolloutGroup:
         try:
             fields, arrays, extras, axes, rest = columns.decode_arrays(view, header_length)
             columns.decode_segments(rest, extras, axes)
-            reasons = fields.pop("finish_reasons")
+            reasons = fields.pop("finish_reasons", None)
+            known = cls.__dataclass_fields__.keys()
+            if unknown := sorted(map(str, (fields.keys() | arrays.keys()) - known)):
+                raise ValueError(f"there is no field {', '.join(unknown)}; there are {', '.join(sorted(known))}")
             return cls(**arrays, **fields, extras=extras, axes=axes, finish_reasons=reasons, validate=False)
         except ValueError as error:
             raise ValueError(f"damaged rollout group: {error}") from error

@@ -173,8 +173,7 @@ class Inserts:
             check_message(request)
             rows = len(request.keys)
             sizes = request.payload_sizes[:] or [0] * rows  # a slice takes half the time of list()
-            if (chunks := await self._chunks(frame, sum(sizes))) is None:
-                return
+            chunks = await self._chunks(frame, sum(sizes))
             payloads: list[Payload] = [()] * rows
             if self._refusal is None:
                 payloads = payloads_of_rows(chunks, sizes)
@@ -189,8 +188,8 @@ class Inserts:
                     await self._insert(batch, number == 0)
             await self.answer(self._decided)
 
-    async def _chunks(self, frame: Request, total: int) -> Sequence[bytes | memoryview] | None:
-        """The payload bytes of a message, `total` in all, unless they are refused. None: the stream ended before."""
+    async def _chunks(self, frame: Request, total: int) -> Sequence[bytes | memoryview]:
+        """The payload bytes of a message, `total` in all, unless they are refused. Raises Refused if others came."""
         request, chunks, limit = frame.head, frame.payloads, self._buffer.max_payload_bytes
         self._timeout = request.timeout if request.HasField("timeout") else None
         self._refusal = None
@@ -211,7 +210,11 @@ class Inserts:
         if missing < 0:
             raise invalid(f"{-missing} payload bytes more than payload_sizes says")
         self._nbytes = total if self._refusal is None else 0
-        return None if missing else chunks
+        if missing > 0:
+            raise invalid(
+                f"the stream ended in the middle of a message: {missing} of {total} payload bytes are missing"
+            )
+        return chunks
 
     async def _read_rest(self, chunks: list[bytes | memoryview], total: int) -> int:
         """Reads the missing bytes of a message. Appends them to `chunks`, if they are not refused.

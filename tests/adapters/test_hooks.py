@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
@@ -50,13 +51,22 @@ def test_a_framework_is_refused_for_its_hooks_and_not_for_its_number(monkeypatch
     ],
 )
 def test_an_adapter_without_its_hook_modules_says_in_one_sentence_what_it_was_run_with(
-    monkeypatch, adapter, missing, framework
+    monkeypatch, request, adapter, missing, framework
 ):
     name = f"replay_adapters.{adapter}"
+    before = dict(sys.modules)
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, name, raising=False)
+    request.addfinalizer(lambda: _forget_modules_since(before))
     with pytest.raises(ImportError, match=f"the adapter for {framework} was run with {RUN_WITH[framework]}, .*Install"):
         importlib.import_module(name)
+
+
+def _forget_modules_since(before: dict[str, Any]) -> None:
+    """What an import that failed has left in the middle would be half a package for the tests after this one."""
+    for name in sys.modules.keys() - before.keys():
+        del sys.modules[name]
+    sys.modules.update(before)
 
 
 def test_the_sources_that_the_tests_take_are_what_the_adapters_say():

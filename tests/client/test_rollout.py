@@ -2,10 +2,12 @@
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
@@ -284,6 +286,30 @@ def test_texts_that_are_none_are_refused_when_encoding_and_when_decoding():
     group.finish_reasons = (1, 2, 3)
     with pytest.raises(ValueError, match=r"not \(1, 2, 3\)"):
         group.encode()
+
+
+def rewritten(group: RolloutGroup, change: Callable[[dict[str, Any]], None]) -> bytes:
+    """The bytes of a group whose header has other fields, as a writer in another language may write them."""
+    encoded = bytes(group.encode())
+    length = int.from_bytes(encoded[8:16], "little")
+    header = msgpack.unpackb(encoded[16 : 16 + length])
+    change(header["fields"])
+    packed = msgpack.packb(header)
+    head = encoded[:8] + len(packed).to_bytes(8, "little") + packed
+    arrays = encoded[-(-(16 + length) // 64) * 64 :]
+    return head.ljust(-(-len(head) // 64) * 64, b"\0") + arrays
+
+
+def test_bytes_of_another_language_need_no_finish_reasons():
+    group = make_group(finish_reasons=None)
+    assert RolloutGroup.decode(rewritten(group, lambda fields: fields.pop("finish_reasons"))) == group
+
+
+def test_a_field_that_there_is_not_is_named_beside_those_that_there_are():
+    encoded = rewritten(make_group(), lambda fields: fields.update(colour="red"))
+    says = "damaged rollout group: there is no field colour; there are advantages, .*finish_reasons"
+    with pytest.raises(ValueError, match=says):
+        RolloutGroup.decode(encoded)
 
 
 def test_meta_that_msgpack_cannot_hold_is_refused_when_encoding():

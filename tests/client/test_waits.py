@@ -6,6 +6,8 @@ import threading
 
 import pytest
 
+pytest.importorskip("torch", reason="beats of the trainer need it")
+
 from replay_client import AsyncReplayClient, connection
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, ServerBusyError, ServerUnavailableError
 from replay_client.waits import Patience, beat, try_patiently

@@ -247,6 +247,9 @@ def test_a_second_run_on_the_same_server_is_refused_from_its_first_version_on(tm
     client.set_policy_version(0, str(tmp_path / "first" / "step-0"))
     with pytest.raises(RuntimeError, match=r"version 0 of the run in .*first, .*replay policy set 0 --rollback"):
         make_trainer(client, tmp_path / "second").train()
+    client.set_policy_version(0, "step-0", rollback=True)  # without a folder, as somebody's own trainer may announce it
+    with pytest.raises(RuntimeError, match=r"version 0 of the run in step-0, this run at 0"):
+        make_trainer(client, tmp_path / "second").train()
     client.set_policy_version(0, "", rollback=True)
     make_trainer(client, tmp_path / "second", max_steps=1).train()
     assert client.version == 1

@@ -174,7 +174,7 @@ class Publication:
         policy = self.client.policy()
         place = policy.weights.rpartition("/")[0]
         ours = bool(folders) and place in (str(self.output_dir), str(self.weights_dir), self.config.weights_url)
-        another = place if policy.weights and not ours else None
+        another = (place or policy.weights) if policy.weights and not ours else None
         if another is not None or (policy.version > newest and not ours):
             raise RuntimeError(
                 f"the server is at policy version {policy.version}"

@@ -6,6 +6,10 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
+pytest.importorskip("opentelemetry.sdk", reason="spans need the SDK of OpenTelemetry")
+
 from tests.commands import fails
 from tests.factories import server_process, tokens_file
 
