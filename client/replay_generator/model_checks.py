@@ -158,4 +158,5 @@ def _logprobs(model: Any, ids_BT: Tensor) -> Tensor:
             f"{name_of(model)} cannot complete a text: a forward pass of {ids_BT.shape[1]} tokens fails with "
             f"{type(error).__name__}: {error}"
         ) from error
-    return logits_BTV.float().log_softmax(-1)
+    logprobs_BTV: Tensor = logits_BTV.float().log_softmax(-1)
+    return logprobs_BTV

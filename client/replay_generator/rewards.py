@@ -209,6 +209,7 @@ async def _results(
     function: Callable[..., Any], row: Mapping[str, Any], texts: list[str], rollouts: list[Rollout]
 ) -> Any:
     wanted = _wanted(function)
+    options: dict[str, Any]
     if getattr(function, _SCORES_GROUPS, False):
         options = {wanted: rollouts} if wanted else {}
         return await user_code.call(function, row, texts, **options)

@@ -11,7 +11,7 @@ The process is a child of this one, started by `spawn`, and both speak through a
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]  # the module behind `signal` has no stub
 import atexit
 import functools
 import multiprocessing

@@ -65,7 +65,8 @@ def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     by their masks alone, and not every layer of a model names its own.
     """
     if not _packing.get():
-        return sdpa_mask(*args, **kwargs)
+        mask: Tensor | None = sdpa_mask(*args, **kwargs)
+        return mask
     window, config = kwargs.get("local_size"), kwargs["config"]
     if window is None:
         return None
