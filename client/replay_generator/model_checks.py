@@ -50,14 +50,14 @@ def name_of(model: Any) -> str:
     return f"{config.model_type} ({where})" if where else str(config.model_type)
 
 
-def choose_attention(model: Any) -> None:
+def choose_attention(model: Any) -> bool:
     """Let a model that caps its attention scores compute them eagerly: sdpa leaves the cap out, and vLLM does not.
 
-    Raises ValueError if the model cannot be switched.
+    Returns whether the model was switched. Raises ValueError if it cannot be.
     """
     cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if not cap or model.config._attn_implementation not in _SDPA:
-        return
+        return False
     model.set_attn_implementation("eager")
     if model.config._attn_implementation != "eager":
         raise ValueError(
@@ -70,6 +70,7 @@ def choose_attention(model: Any) -> None:
         name_of(model),
         cap,
     )
+    return True
 
 
 _SDPA = ("sdpa", "replay_packed")

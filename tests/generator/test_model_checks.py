@@ -2,6 +2,7 @@
 
 import logging
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from replay_generator.engines import EngineError, SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.model_checks import check_model, choose_attention
 from replay_trainer.logprobs import LogprobModel
-from tests.trainer.families import HALVES, MOE, Family
+from tests.trainer.families import FAMILIES, HALVES, MOE, Family
 from tests.trainer.test_families import save
 
 CAPPED = Family("gemma2", config=HALVES | {"head_dim": 8, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8})
@@ -29,7 +30,7 @@ def test_a_capped_attention_is_computed_eagerly_and_said(caplog):
     assert len([record for record in caplog.records if "attn_logit_softcapping = 2" in record.message]) == 1
 
 
-async def test_every_reload_of_the_engine_keeps_the_cap(tmp_path):
+async def test_every_reload_of_the_engine_keeps_the_cap_and_says_it_once(tmp_path, caplog):
     folder = save(CAPPED, tmp_path / "model")
     version = save(CAPPED, tmp_path / "step-1", seed=1)
     engine = TransformersEngine(folder)
@@ -38,7 +39,17 @@ async def test_every_reload_of_the_engine_keeps_the_cap(tmp_path):
         token_ids = [5, 9, 3, 20, 41, 7]
         expected = CAPPED.alone(CAPPED.reference(seed), token_ids)
         torch.testing.assert_close(torch.tensor(await engine.score(token_ids)), expected, atol=1e-4, rtol=0)
+    assert len([record for record in caplog.records if "attn_logit_softcapping" in record.message]) == 1
     await engine.close()
+
+
+def test_the_engine_refuses_lengths_at_which_a_model_scales_by_places_in_the_row(tmp_path):
+    chunks = FAMILIES["llama4, chunks"]
+    tuned = replace(chunks, config={**chunks.config, "attn_temperature_tuning": True, "floor_scale": 16})
+    folder = save(tuned, tmp_path / "model")
+    TransformersEngine(folder, max_length=16)
+    with pytest.raises(EngineError, match=r"llama4_text .* beyond 16 tokens.* set max_length = 16"):
+        TransformersEngine(folder)
 
 
 def test_a_model_whose_sdpa_differs_is_refused_unless_a_table_says_that_it_is_right():

@@ -65,6 +65,8 @@ class TransformersEngine:
         self._device = torch.device(device)
         self._dtype = "float32" if dtype == "auto" and self._device.type == "cpu" else dtype
         self._wanted_length = max_length
+        self._attention: str | None = None
+        """What the first model was switched to; all later ones load with it. None: as transformers chooses."""
         self.model: str = os.fspath(model)
         check_base(self.model)
         self._model = self._load(self.model)
@@ -80,6 +82,7 @@ class TransformersEngine:
             or default_length(self._model.config)
             or getattr(text_config, "max_position_embeddings", self.tokenizer.model_max_length)
         )
+        _check_positions(self._model, self.max_length)
         experts = getattr(text_config, "num_experts", 0)
         if routing and not (0 < experts <= _MOST_EXPERTS and routers_of(self._model)):
             raise ValueError(
@@ -206,10 +209,13 @@ class TransformersEngine:
     def _load(self, path: str) -> Any:
         with no_progress_bars():
             # Published weights are data: run no code that comes with them.
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=self._dtype, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=self._dtype, attn_implementation=self._attention, trust_remote_code=False
+            )
         model = model.to(self._device).eval()
         fix_frequencies(model, self._wanted_length)
-        choose_attention(model)
+        if choose_attention(model):
+            self._attention = model.config._attn_implementation
         return model
 
     def _load_adapter(self, path: str) -> None:
@@ -256,6 +262,22 @@ def _check_batches(model: Any) -> None:
         f"the transformers engine cannot draw from {name_of(model)}: {why}. Take --engine vllm, which has code of its "
         "own for each kind of model"
     )
+
+
+def _check_positions(model: Any, max_length: int) -> None:
+    """Check that no token of `max_length` is scaled by its place in the row, which padding moves.
+
+    Llama 4 scales its attention by that place, in steps of `floor_scale` tokens, far beyond any trial. Raises
+    EngineError.
+    """
+    text = model.config.get_text_config()
+    step = getattr(text, "floor_scale", None)
+    if step is not None and getattr(text, "attn_temperature_tuning", False) and max_length > step:
+        raise EngineError(
+            f"the transformers engine cannot draw from {name_of(model)} beyond {step} tokens, because it scales "
+            "attention there by places in a padded row (attn_temperature_tuning): take --engine vllm, or set "
+            f"max_length = {step}"
+        )
 
 
 def _why_unequal(model: Any, seed: int) -> str:
