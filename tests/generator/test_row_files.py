@@ -106,7 +106,9 @@ def test_a_folder_says_which_splits_and_sets_it_has(tmp_path):
         load_prompts(str(tmp_path / "empty"))
 
 
-@pytest.mark.parametrize("content", [LINES, gzip.compress(LINES), json.dumps(ROWS).encode()])
+@pytest.mark.parametrize(
+    "content", [LINES, gzip.compress(LINES), json.dumps(ROWS).encode()], ids=["lines", "gzip", "array"]
+)
 def test_a_pipe_is_read(tmp_path, content):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
