@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 LONGROPE = ("longrope", "su")
 """The kind, by its name of today and its first one."""
@@ -185,12 +186,16 @@ class _Part:
 
     def follows_the_longest(self, length: int) -> bool:
         """Whether the first positions are rotated in another way if the last of `length` positions stands beside."""
+        import torch
+
         few = min(_FEW, length)
         pairs = zip(self._rotations(few, few), self._rotations(few, max(length - 1, few)), strict=True)
         return not all(torch.equal(alone, beside) for alone, beside in pairs)
 
     def _rotations(self, few: int, last: int) -> list[torch.Tensor]:
         """What the module gives for the first positions, with the position `last` beside them."""
+        import torch  # not above: a generator without torch reads manifests with this module
+
         buffer = next(self.module.buffers())
         hidden = torch.zeros(1, device=buffer.device)
         positions = torch.tensor([[*range(few), last]], device=buffer.device)
