@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer, GenerationConfig, WatermarkingConfig
 
 from examples.demo.task import make_model, make_tokenizer
 from replay_generator.prompts import Prompt
@@ -15,7 +20,11 @@ from replay_trainer import GRPOConfig
 from replay_trainer.evaluation import PromptEvaluation
 from replay_trainer.metrics import summary
 from replay_trainer.ranks import Ranks
+from tests.generator.factories import EOS, loaded
+from tests.generator.factories import make_model as make_folder
 from tests.generator.user_functions import swallowing_grader
+
+torch.set_num_threads(1)  # matrices this small only wait for a second one
 
 
 def run_with(model: Any, tokenizer: Any = None, **config: Any) -> Any:
@@ -66,6 +75,180 @@ def test_an_evaluation_grades_with_signals_as_a_script_does_and_leaves_out_what_
     metrics = PromptEvaluation(prompts, half, max_tokens=4)(trainer)
     assert metrics["reward_mean"] == 1.0
     assert metrics["prompts"] == 4
+
+
+TEXTS = ("1+1=", "12+34=", "5", "a b c")
+"""The model of seed 3 completes them with 10, more than 12, 1 and 5 tokens, and repeats itself."""
+MOST = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Any:
+    """A model whose weights no test changes."""
+    return loaded(folder)
+
+
+def likeliest(model: Any, tokenizer: Any, ends: set[int]) -> list[list[int]]:
+    """A completion of each of TEXTS, by one plain forward pass for each token."""
+    completions = []
+    for text in TEXTS:
+        prompt_ids, completion = tokenizer.encode(text, add_special_tokens=False), list[int]()
+        while len(completion) < MOST and not ends.intersection(completion[-1:]):
+            with torch.no_grad():
+                logits_V = model(torch.tensor([[*prompt_ids, *completion]])).logits[0, -1]
+            completion.append(int(logits_V.argmax()))
+        completions.append(completion)
+    return completions
+
+
+@pytest.fixture(scope="module")
+def expected(shared: Any, tokenizer: Any) -> list[list[int]]:
+    return likeliest(shared, tokenizer, {EOS})
+
+
+def check_completes(model: Any, tokenizer: Any, expected: list[list[int]], ends: set[int]) -> None:
+    """An evaluation completes TEXTS with these tokens, and leaves the model as it was."""
+    answers = [tokenizer.decode(completion, skip_special_tokens=True) for completion in expected]
+    prompts = [Prompt.of({"prompt": text, "answer": answer}) for text, answer in zip(TEXTS, answers, strict=True)]
+
+    def is_the_answer(row: Mapping[str, Any], completion: str) -> float:
+        return float(completion == row["answer"])
+
+    before = model.generation_config
+    metrics = PromptEvaluation(prompts, is_the_answer, max_tokens=MOST, batch_size=4)(run_with(model, tokenizer))
+    assert metrics["reward_mean"] == 1
+    assert metrics["completion_length_mean"] == pytest.approx(sum(map(len, expected)) / len(TEXTS))
+    assert metrics["truncated_fraction"] == pytest.approx(sum(row[-1] not in ends for row in expected) / len(TEXTS))
+    assert model.generation_config is before
+
+
+OTHERWISE: dict[str, Any] = {
+    "max_length": 2,
+    "max_new_tokens": 1,
+    "max_time": 1e-9,
+    "min_length": 30,
+    "stop_strings": ["2"],
+    "do_sample": True,
+    "use_mtp": True,
+    "use_cache": False,
+    "cache_implementation": "quantized",
+    "cache_config": {"backend": "no such"},
+    "early_stopping": "never",
+    "temperature": 30.0,
+    "repetition_penalty": 1.05,
+    "encoder_repetition_penalty": 1.5,
+    "bad_words_ids": [[22], [9]],
+    "forced_bos_token_id": 5,
+    "forced_eos_token_id": 7,
+    "remove_invalid_values": True,
+    "exponential_decay_length_penalty": [1, 9.0],
+    "suppress_tokens": [22, 9],
+    "begin_suppress_tokens": [20, 25],
+    "sequence_bias": [[[22], -90.0]],
+    "token_healing": True,
+    "guidance_scale": 3.0,
+    "watermarking_config": WatermarkingConfig(bias=90.0),
+    "return_dict_in_generate": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "output_scores": True,
+    "output_logits": True,
+    "pad_token_id": 5,
+    "num_assistant_tokens_schedule": "heuristic",
+    "assistant_early_exit": 1,
+    "assistant_ensemble_weight": 0.5,
+    "speculation_type": "no such",
+    "disable_compile": True,
+    "dola_layers": "high",
+    "constraints": ["no such"],
+    "force_words_ids": [[9]],
+    "prefill_chunk_size": 1,
+    "logits_processor": "an argument of generate",
+    "some_field": "of somebody's own generate",
+}
+"""A value of each field that changes completions or ends an evaluation; 2 for the fields that are not here."""
+FIELDS = [name for name in vars(GenerationConfig()) if name != "eos_token_id" and not name.startswith("_")]
+
+
+@pytest.mark.parametrize("field", [*FIELDS, *sorted(OTHERWISE.keys() - set(FIELDS))])
+def test_an_evaluation_is_greedy_whatever_generation_config_says(shared, tokenizer, expected, field, monkeypatch):
+    changed = copy.deepcopy(shared.generation_config)
+    setattr(changed, field, OTHERWISE.get(field, 2))
+    monkeypatch.setattr(shared, "generation_config", changed)
+    check_completes(shared, tokenizer, expected, {EOS})
+
+
+def with_contrastive_search(model: Any) -> Any:
+    model.generation_config.update(top_k=4, penalty_alpha=0.6)
+    return model
+
+
+def with_sampled_beams(model: Any) -> Any:
+    model.generation_config.update(do_sample=True, num_beams=4, num_beam_groups=2, num_return_sequences=4)
+    return model
+
+
+def with_settings_in_its_config(model: Any) -> Any:
+    """As checkpoints have them that are older than generation_config.json."""
+    model.config.temperature = 0.5
+    model.config.num_beams = 3
+    return model
+
+
+def with_a_generate_of_its_own(model: Any) -> Any:
+    """As `custom_generate` of a checkpoint, with code that was trusted."""
+    model.generate = lambda *arguments, **options: torch.zeros(4, 99, dtype=torch.int64)
+    return model
+
+
+def with_an_adapter(model: Any) -> Any:
+    model.generation_config.repetition_penalty = 1.5
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(0, 0.2, generator=torch.Generator().manual_seed(0))
+    return adapted.eval()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        with_contrastive_search,
+        with_sampled_beams,
+        with_settings_in_its_config,
+        with_a_generate_of_its_own,
+        with_an_adapter,
+    ],
+)
+def test_an_evaluation_is_greedy_whatever_comes_with_the_model(folder, tokenizer, changed: Callable[[Any], Any]):
+    model = changed(loaded(folder))
+    check_completes(model, tokenizer, likeliest(model, tokenizer, {EOS}), {EOS})
+
+
+@pytest.mark.parametrize(("configured", "ends"), [([EOS, 22], {EOS, 22}), (9, {EOS, 9}), (None, {EOS})])
+def test_an_evaluation_ends_completions_where_the_engines_do(shared, tokenizer, configured, ends, monkeypatch):
+    monkeypatch.setattr(shared, "generation_config", GenerationConfig(eos_token_id=configured))
+    check_completes(shared, tokenizer, likeliest(shared, tokenizer, ends), ends)
+
+
+def test_an_evaluation_that_fails_leaves_the_model_as_it_was(folder, tokenizer):
+    model = loaded(folder)
+    before = model.generation_config
+    model.get_input_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        PromptEvaluation([Prompt.of("1+1=")], exact_match)(run_with(model, tokenizer))
+    assert model.generation_config is before
 
 
 def test_an_evaluation_of_prompts_needs_a_tokenizer():

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import GenerationConfig
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError
@@ -59,8 +60,9 @@ def _has_rewards(sample: Sample) -> bool:
 class PromptEvaluation:
     """Completes held-out prompts with the policy in training, and scores the completions. For GRPOTrainer's `evaluate`.
 
-    Every prompt gets one completion, always the most likely token. Each rank completes its share of the prompts. This
-    blocks training: use it for some hundred prompts, and TableEvaluation for more.
+    Every prompt gets one completion, always the most likely token, whatever the model's generation_config says. Each
+    rank completes its share of the prompts. This blocks training: use it for some hundred prompts, and TableEvaluation
+    for more.
     """
 
     prompts: Sequence[Prompt]
@@ -115,7 +117,7 @@ class PromptEvaluation:
                 beat()
                 batch = prompts[start : start + self.batch_size]
                 ids = [prompt.tokenize(tokenizer, **self.chat_template) for prompt in batch]
-                for completion in self._generate(model, next(iter(ends), 0), ids):
+                for completion in self._generate(model, ends, ids):
                     stops = [place for place, token in enumerate(completion) if token in ends]
                     length = stops[0] + 1 if stops else len(completion)
                     text = tokenizer.decode(completion[:length], skip_special_tokens=True)
@@ -125,21 +127,37 @@ class PromptEvaluation:
                 module.training = mode
         return completed
 
-    def _generate(self, model: Any, pad: int, ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _generate(self, model: Any, ends: Set[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """The tokens after each prompt, with what follows the end of a completion."""
+        # A model with an adapter computes with it in the layers of its base.
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        pad = next(iter(ends), 0)
         longest = max(map(len, ids))
         # Padded on the left: the first new token follows the last token of each prompt.
         tokens_BP = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in ids], device=model.device)
         mask_BP = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=model.device)
-        generated_BT = model.generate(
-            tokens_BP,
-            attention_mask=mask_BP,
-            max_new_tokens=self.max_tokens,
+        greedy = GenerationConfig(
             do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
+            max_new_tokens=self.max_tokens,
+            eos_token_id=sorted(ends) or None,
             pad_token_id=pad,
         )
+        with _generation_config(base, greedy):
+            # By its class: a checkpoint may have brought the model a function `generate` of its own.
+            generated_BT = type(base).generate(base, tokens_BP, greedy, attention_mask=mask_BP)
         completions: list[list[int]] = generated_BT[:, longest:].tolist()
         return completions
+
+
+@contextmanager
+def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """Inside, the model has this generation_config in the place of its own.
+
+    To pass it to `generate` is not enough: transformers fills each field that it leaves open from the model's own.
+    """
+    own = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = own
