@@ -243,6 +243,17 @@ def test_an_adapter_is_published_merged(model, server):
         torch.testing.assert_close(weight, merged.get_parameter(name))
 
 
+def test_versions_have_the_generation_config_of_the_model_byte_for_byte(model, server):
+    insert(server.address, 6)
+    content = b'{"temperature": 0.6,  "repetition_penalty": 1.05}\n'
+    (model / "generation_config.json").write_bytes(content)
+    made(model, ServerRollouts(server.address, WEIGHTS), max_steps=2, save_strategy="no").train()
+    folders = published(WEIGHTS)
+    assert len(folders) == 2
+    for folder in folders:
+        assert (folder / "generation_config.json").read_bytes() == content
+
+
 # ---------------------------------------------------------------------------------------------------- what TRL gets
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from replay_generator import building, server
-from tests.generator.factories import make_adapter, make_model
+from tests.generator.factories import EOS, make_adapter, make_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,9 +22,27 @@ def time_for_last_words() -> Iterator[None]:
         yield
 
 
+SETTINGS = {
+    "do_sample": True,
+    "temperature": 0.3,
+    "top_p": 0.6,
+    "top_k": 5,
+    "min_p": 0.4,
+    "repetition_penalty": 1.3,
+    "no_repeat_ngram_size": 2,
+    "min_new_tokens": 7,
+    "max_new_tokens": 3,
+    "eos_token_id": [EOS],
+    "pad_token_id": 0,
+}
+"""What a model may recommend in its generation_config.json. Engines read the ids of it alone."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "model")
+    folder = make_model(tmp_path_factory.mktemp("models") / "model")
+    (folder / "generation_config.json").write_text(json.dumps(SETTINGS))
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,13 @@ from replay_client.scoring import carries_gradient
 from replay_generator.engines import text_of
 from replay_generator.weights import model_facts, why_other_model
 from replay_trainer.leases import TrainedGroups
-from replay_trainer.weights import publish_weights, published, to_disk, version_of
+from replay_trainer.weights import (
+    WholeModel,
+    publish_weights,
+    published,
+    to_disk,
+    version_of,
+)
 
 with hooks_of("AsyncGRPO"):
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
@@ -174,7 +180,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._progress = Progress()
         self._trained = TrainedGroups()
         self._run = uuid.uuid4().hex
-        self._model: Any = None
+        self._writer: WholeModel | None = None
+        """Saves the weights that TRL sends. None: the trainer is not made."""
         self._tokenizer: Any = None
         self._facts: dict[str, Any] = {}
         """`model_facts` of what is trained."""
@@ -193,6 +200,10 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
 
     # ------------------------------------------------------------------------------------------------- the callback
 
+    def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        """Takes the model's generation_config.json, before the trainer sets its ids to those of the tokenizer."""
+        self._writer = WholeModel(_base_of(model))
+
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, processing_class: Any, train_dataloader: Any, **_: Any
     ) -> None:
@@ -209,10 +220,12 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._facts = model_facts(model.config, processing_class)
         self._sampling = {"temperature": args.temperature}
         self._pool.vocabulary = model.config.get_text_config().vocab_size
-        self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = _base_of(model)
+        if self._writer is None or not self._writer.has_file:
+            self._writer = WholeModel(base)
         self._tokenizer = processing_class
         frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
-        if frozen and model is self._model:
+        if frozen and model is base:
             raise ValueError(
                 f"TRL sends only what it trains, and {len(frozen)} of this model are frozen, such as {frozen[0]}: "
                 "train all weights, or an adapter"
@@ -337,7 +350,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         version = self._pool.version_of(model_version)
         self._check_alone(self._reach(self.client.policy))
         folder = publish_weights(
-            self._model,
+            self._writer,
             self._tokenizer,
             self._output_dir,
             version,
@@ -367,7 +380,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
 
     def init_weight_transfer(self) -> None:
         """Raises RuntimeError if this object is not a callback of the trainer. Weights travel through the folder."""
-        if self._model is None:
+        if self._policy is None:
             raise RuntimeError("ServerRollouts is not among the callbacks: AsyncGRPOTrainer(..., callbacks=[rollouts])")
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
@@ -460,6 +473,11 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
 
     def _text(self, token_ids: Any) -> str:
         return text_of(self._tokenizer, token_ids.tolist(), skip_special_tokens=True)
+
+
+def _base_of(model: Any) -> Any:
+    """The model of transformers in a model with an adapter, else the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class _ServerQueue:

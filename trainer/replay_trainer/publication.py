@@ -62,6 +62,7 @@ from replay_trainer.ranks import Ranks
 from replay_trainer.weights import (
     Adapter,
     OutputLock,
+    WholeModel,
     WithDelta,
     damaged,
     load_state,
@@ -126,6 +127,8 @@ class Publication:
         self._state_id = ""
         """Of the last training checkpoint of this run; on the first rank."""
         self._facts: dict[str, Any] = {}
+        self._writer: Adapter | WholeModel
+        """Saves versions. It knows their generation_config.json from the start on."""
         self._rank_files = RankFiles(self.ranks, self.output_dir) if self.partitioned else None
 
     def start(self) -> int:
@@ -150,6 +153,7 @@ class Publication:
         self._facts = model_facts(self.policy.model.config, self.tokenizer)
         if self.adapter is not None:
             self._facts |= self.adapter.facts
+        self._writer = self.adapter or WholeModel(self.policy.model)
         with self._waits.waiting("for the server"):
             info = self.client.server_info()
         admission, table = info.admission, info.tables.get(self.config.rollouts_table)
@@ -240,6 +244,7 @@ class Publication:
             if state["cuda_random"][self.ranks.index] is not None and torch.cuda.is_available():
                 torch.cuda.set_rng_state(state["cuda_random"][self.ranks.index])
         self._last_saved = version
+        self._writer.go_on_from(folder)
         location = self._restored(version, folder)
         if self.ranks.is_first:
             groups = TrainedGroups.from_state_dict(state["groups"])
@@ -410,7 +415,7 @@ class Publication:
         self, directory: Path, version: int, probe: dict[str, list[Any]], weights: dict[str, Tensor], **full_state: Any
     ) -> Path:
         """Writes one version to one of the directories."""
-        model: Any = self.adapter or self.policy.model
+        model: Any = self._writer
         if self.config.publish == "delta" and directory == self.weights_dir:
             model = WithDelta(model, directory, self.config.weights_dtype)
         # safetensors and torch have errors of their own for a full disk.

@@ -1,6 +1,7 @@
 """Published weights: folders `step-N`. Generators load them, and a killed trainer resumes from them.
 
     <output_dir>/step-12/      config, safetensors and tokenizer, as save_pretrained writes them
+                 generation_config.json  that of the model with which the run began, byte for byte
                  probe.json    log-probabilities of a fixed token sequence under these weights, to check a reload
                  trainer.pt    optimizer and random state: a run can resume from this folder (not every folder)
                  optimizer/    with partitioned weights, of a training checkpoint: each rank's rows of its state
@@ -25,13 +26,15 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from replay_generator.remote_weights import checksum_of, write_deltas
 from replay_generator.weights import MANIFEST, model_facts, no_progress_bars
@@ -122,12 +125,12 @@ def publish_weights(
 ) -> Path:
     """Write `directory`/step-`version` and return its path; keep the newest `keep` folders, remove older ones.
 
-    `model` is a PreTrainedModel or an Adapter, `tokenizer` its tokenizer or None, `weights` its state dict if it is not
-    the model's own at this moment. Without a `probe`, generators cannot check what they load, and warn. `facts`: of
-    which model the weights are; None: `model_facts` of model and tokenizer. `frequencies`: `frequency_facts`; None:
-    nothing was to choose. `state` makes the folder a training checkpoint, the newest of which is never removed.
-    `parts`: files of it to move into the folder, by their names in it, each with its checksum. Raises FileExistsError
-    if the folder exists.
+    `model` is a PreTrainedModel, or what writes one: a WholeModel, an Adapter or a WithDelta. `tokenizer` is its
+    tokenizer or None, `weights` its state dict if it is not the model's own at this moment. Without a `probe`,
+    generators cannot check what they load, and warn. `facts`: of which model the weights are; None: `model_facts` of
+    model and tokenizer. `frequencies`: `frequency_facts`; None: nothing was to choose. `state` makes the folder a
+    training checkpoint, the newest of which is never removed. `parts`: files of it to move into the folder, by their
+    names in it, each with its checksum. Raises FileExistsError if the folder exists.
     """
     folder = directory.resolve() / f"step-{version}"
     if folder.exists():
@@ -137,7 +140,7 @@ def publish_weights(
     unfinished.mkdir(parents=True)
     with no_progress_bars():
         # save_pretrained takes tensors out of the dict that it gets.
-        model.save_pretrained(unfinished, state_dict=None if weights is None else dict(weights))
+        writer_of(model).save_pretrained(unfinished, state_dict=None if weights is None else dict(weights))
     if tokenizer is not None:
         tokenizer.save_pretrained(unfinished)
     if probe is not None:
@@ -215,7 +218,12 @@ def version_of(folder: Path) -> int:
 def load_weights(folder: Path, model: Any) -> dict[str, Any]:
     """The state dict of a published folder, for a model like `model`."""
     with no_progress_bars():
-        saved_model = type(model).from_pretrained(folder, dtype=model.dtype, local_files_only=True)
+        saved_model = type(model).from_pretrained(
+            folder,
+            dtype=model.dtype,
+            local_files_only=True,
+            generation_config=GenerationConfig(),  # only the weights are wanted, and its file may be refused
+        )
     weights: dict[str, Any] = saved_model.state_dict()
     return weights
 
@@ -283,12 +291,93 @@ def why_other_tensors(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -
     return ""
 
 
+class WholeModel:
+    """Saves a model of transformers, each time with the same generation_config.json.
+
+    That is the file from which the model was loaded, byte for byte: the last version is what people deploy. If there is
+    none, or somebody has changed the model's generation_config in code, it is what the model has at the start.
+    transformers would write the file anew. It refuses to if one setting does not go with another, such as a temperature
+    without do_sample, and many checkpoints have such settings.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        content = _generation_file_of(model)
+        self.has_file = content is not None
+        """Whether the model was loaded from a generation_config.json, and still says the same."""
+        self._generation_config = _described(model) if content is None else content
+        """The content of the file; None: the model cannot generate."""
+
+    def save_pretrained(self, folder: str | os.PathLike[str], state_dict: Mapping[str, Tensor] | None = None) -> None:
+        """Write weights to a folder, as PreTrainedModel.save_pretrained does."""
+        # A shallow copy, which transformers can save: another thread may evaluate the model at this moment.
+        writable = object.__new__(type(self._model))
+        writable.__dict__.update(self._model.__dict__)
+        writable.generation_config = GenerationConfig()
+        writable.save_pretrained(folder, state_dict=state_dict)
+        file = Path(folder) / GENERATION_CONFIG_NAME
+        if self._generation_config is not None:
+            file.write_bytes(self._generation_config)
+        else:
+            file.unlink(missing_ok=True)
+
+    def go_on_from(self, folder: Path) -> None:
+        """From now on write the generation_config.json of this published folder, if it has one."""
+        with suppress(FileNotFoundError):
+            self._generation_config = (folder / GENERATION_CONFIG_NAME).read_bytes()
+
+
+def writer_of(model: Any) -> Any:
+    """What saves `model` in published folders: a WholeModel, or `model` itself if it is no PreTrainedModel."""
+    return WholeModel(model) if isinstance(model, PreTrainedModel) else model
+
+
+def _generation_file_of(model: PreTrainedModel) -> bytes | None:
+    """The generation_config.json from which a model was loaded; None: there is none, or the model says otherwise."""
+    if not model.name_or_path or _generation_config_of(model) is None:
+        return None
+    # The file is not there, or holds what transformers cannot read.
+    with suppress(OSError, ValueError):
+        # Of a name on the hub, the file in the cache.
+        found = cached_file(model.name_or_path, GENERATION_CONFIG_NAME, local_files_only=True)
+        if found is not None:
+            file = Path(found)
+            loaded = GenerationConfig.from_pretrained(file.parent)
+            if _settings(loaded) == _settings(model.generation_config):
+                return file.read_bytes()
+    return None
+
+
+def _described(model: PreTrainedModel) -> bytes | None:
+    """The content of generation_config.json as transformers writes it, for settings that it would not save too."""
+    config = _generation_config_of(model)
+    if config is None:
+        return None
+    text: str = config.to_json_string(keys_to_pop=["compile_config"])
+    return text.encode()
+
+
+def _generation_config_of(model: PreTrainedModel) -> GenerationConfig | None:
+    return model.generation_config if model.can_generate() else None
+
+
+def _settings(config: GenerationConfig) -> dict[str, Any]:
+    """What two configurations must have in common to say the same.
+
+    Without the tokens for padding and for the beginning: TRL and many programs set those in code for themselves.
+    """
+    settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False, ignore_metadata=True))
+    settings.pop("pad_token_id", None)
+    settings.pop("bos_token_id", None)
+    return settings
+
+
 class WithDelta:
     """Saves a model or an adapter in the dtype of the engines, and beside it what changed since the last version."""
 
     def __init__(self, model: Any, directory: Path, dtype: str) -> None:
         """`directory` has the versions before."""
-        self._model, self._directory, self._dtype = model, directory, getattr(torch, dtype)
+        self._model, self._directory, self._dtype = writer_of(model), directory, getattr(torch, dtype)
 
     @property
     def config(self) -> Any:
@@ -326,7 +415,6 @@ class Adapter:
         self.base: Any = model.get_base_model()
         """The transformers model. peft has put the layers of the adapter into it, so it computes with the adapter."""
         self._model = model
-        self._merged = merged
         active = list(model.active_adapters)
         if len(active) != 1:
             raise ValueError(f"one adapter must be active, not {active}: call set_adapter")
@@ -344,6 +432,7 @@ class Adapter:
                 "the base model has no name, so no engine could load an adapter of it: load it with from_pretrained, "
                 "or publish whole weights with merge_adapter=True"
             )
+        self._whole = WholeModel(self.base) if merged else None
         # A reader of the adapter may run in another folder.
         self._config.base_model_name_or_path = str(Path(base_name).resolve()) if Path(base_name).is_dir() else base_name
 
@@ -390,7 +479,7 @@ class Adapter:
 
     def weights(self) -> dict[str, Tensor]:
         """What a published folder holds: the tensors of the adapter, or of the whole model with the adapter added."""
-        if not self._merged:
+        if self._whole is None:
             return self.tensors()
         # A copy, because adding the adapter to the base and taking it out again would change the base by rounding.
         merged: dict[str, Tensor] = copy.deepcopy(self._model).merge_and_unload().state_dict()
@@ -417,12 +506,17 @@ class Adapter:
         """Write `weights()` to a folder, as PreTrainedModel.save_pretrained does."""
         from safetensors.torch import save_file
 
-        if self._merged:
-            self.base.save_pretrained(folder, state_dict=dict(state_dict))
+        if self._whole is not None:
+            self._whole.save_pretrained(folder, state_dict=dict(state_dict))
             return
         contiguous = {name: tensor.contiguous() for name, tensor in state_dict.items()}
         save_file(contiguous, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         self._config.save_pretrained(folder)
+
+    def go_on_from(self, folder: Path) -> None:
+        """From now on write the generation_config.json of this published folder, if these are whole weights."""
+        if self._whole is not None:
+            self._whole.go_on_from(folder)
 
     def off(self) -> AbstractContextManager[None]:
         """Inside, the model computes without the adapter: it is the base model."""

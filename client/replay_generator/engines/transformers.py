@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from replay_client.kept import kept_fields
 from replay_client.waits import ENGINE_STOP
@@ -122,7 +122,8 @@ class TransformersEngine:
             if is_adapter:
                 self._load_adapter(path)
             else:
-                self._model = self._load(path)
+                # Completions end as they did at the start, so nothing in the generation_config of a version matters.
+                self._model = self._load(path, generation_config=GenerationConfig())
                 self._adapted, self._is_base = None, False
             self._batch.set_model(self._model, version)
 
@@ -206,12 +207,11 @@ class TransformersEngine:
             **columns,
         )
 
-    def _load(self, path: str) -> Any:
+    def _load(self, path: str, **options: Any) -> Any:
         with no_progress_bars():
             # Published weights are data: run no code that comes with them.
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=self._dtype, attn_implementation=self._attention, trust_remote_code=False
-            )
+            options |= {"attn_implementation": self._attention}
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=self._dtype, trust_remote_code=False, **options)
         model = model.to(self._device).eval()
         fix_frequencies(model, self._wanted_length)
         if choose_attention(model):

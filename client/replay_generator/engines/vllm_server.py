@@ -128,11 +128,7 @@ class VLLMServerEngine:
         most = min(most_logprobs(server.max_logprobs, vocabulary) for server in self._servers)
         body = {
             "prompt": [int(token) for token in prompt_ids],
-            **sampling_fields(sampling, n, most),
-            # A server takes what is left out from the model's generation_config, and the trainer knows of none.
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
+            **_all_sampling_fields(sampling, n, most),
             "return_tokens_as_token_ids": True,
             "return_token_ids": True,
             "return_weight_versions": True,  # vLLM from 0.33 on
@@ -248,7 +244,8 @@ class VLLMServerEngine:
         return expected
 
     async def _score(self, server: VLLMServer, tokens: list[int]) -> list[float]:
-        body = {"model": server.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        sampling = _all_sampling_fields(SamplingConfig(max_tokens=1), 1, 0)
+        body = {"model": server.model, "prompt": tokens, **sampling, "prompt_logprobs": 0}
         while True:
             answer = ["choices", 0, "prompt_logprobs", slice(1, None)]
             steps = await server.call("POST", "/v1/completions", body, at=answer)
@@ -329,6 +326,15 @@ class VLLMServerEngine:
         await Patience(failed, first=FIRST_PAUSE, longest=LONGEST_PAUSE).result(use_again)
         self._failures.pop(server, None)
         logger.warning("%s is used again, after %.0f s", server.url, time.monotonic() - since)
+
+
+def _all_sampling_fields(sampling: SamplingConfig, n: int, most_logprobs: int) -> dict[str, Any]:
+    """`sampling_fields`, and the other fields for which a server has defaults.
+
+    It takes what a request leaves out from the model's generation_config.json, and the trainer knows of none of it.
+    """
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    return {**sampling_fields(sampling, n, most_logprobs), **neutral}
 
 
 def completion_of(choice: dict[str, Any], before: str, after: str, width: int = 0) -> Completion:

@@ -352,10 +352,37 @@ async def test_a_request_leaves_nothing_of_sampling_to_the_defaults_of_the_model
     bodies: list[dict[str, Any]] = []
     with answering(answers_for(model, **{"v1/completions": {"choices": [choice(0), choice(1)]}}), bodies) as (url, _):
         await make_engine(url).generate(PROMPT, SamplingConfig(min_p=0.05), 2)
-    (asked_for,) = [body for body in bodies if "prompt" in body and "temperature" in body]
-    drawn = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.05}
-    plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    assert drawn | plain == {name: asked_for[name] for name in drawn | plain}
+    asked_for = asked_with_sampling(bodies)
+    assert {name: asked_for[name] for name in NEUTRAL} == NEUTRAL | {"min_p": 0.05}
+    assert asked_for["max_tokens"] == SamplingConfig().max_tokens
+
+
+async def test_a_score_leaves_nothing_of_sampling_to_the_defaults_of_the_model(model, make_engine):
+    bodies: list[dict[str, Any]] = []
+    steps = [None, *({str(token): {"logprob": -1.0}} for token in PROMPT[1:])]
+    answers = answers_for(model, **{"v1/completions": {"choices": [{"prompt_logprobs": steps}]}})
+    with answering(answers, bodies) as (url, _):
+        await make_engine(url).score(PROMPT)
+    asked_for = asked_with_sampling(bodies)
+    assert {name: asked_for[name] for name in NEUTRAL} == NEUTRAL
+    assert asked_for["max_tokens"] == 1
+
+
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""What changes nothing, of all fields for which a server has defaults."""
+
+
+def asked_with_sampling(bodies: list[dict[str, Any]]) -> dict[str, Any]:
+    (body,) = [body for body in bodies if "prompt" in body and "temperature" in body]
+    return body
 
 
 @pytest.mark.parametrize(

