@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -136,7 +137,10 @@ def _with_adapter(model: Any, lora: Any, seed: int) -> Any:
     known = [each.name for each in fields(LoraConfig) if each.init]
     if unknown := sorted(wanted.keys() - set(known)):
         raise ValueError(f"[lora]: {unknown_name(unknown[0], known)}")
-    return get_peft_model(model, LoraConfig(**wanted))
+    with warnings.catch_warnings():
+        # That an adapter of tied embeddings may not be merged: the trainer refuses it, in one line, if it is to be.
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+        return get_peft_model(model, LoraConfig(**wanted))
 
 
 @dataclass

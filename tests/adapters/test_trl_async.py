@@ -23,6 +23,7 @@ pytest.importorskip("trl", reason="pip install '.[trl]'")
 
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
@@ -241,6 +242,21 @@ def test_an_adapter_is_published_merged(model, server):
     merged = trainer.model.merge_and_unload()
     for name, weight in loaded.named_parameters():
         torch.testing.assert_close(weight, merged.get_parameter(name))
+
+
+def test_an_adapter_that_no_merged_weight_can_hold_is_refused(model, server):
+    peft = pytest.importorskip("peft", reason="pip install '.[lora]'")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    weights = load_file(model / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"])
+    trainer = made(model, ServerRollouts(server.address, WEIGHTS), peft_config=adapter)
+    with pytest.raises(
+        ValueError, match=r"TRL adds the adapter .* share one weight, .* changes model\.embed_tokens alone"
+    ):
+        trainer.train()
 
 
 def test_versions_have_the_generation_config_of_the_model_byte_for_byte(model, server):

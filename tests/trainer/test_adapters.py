@@ -117,6 +117,115 @@ def test_with_merge_adapter_a_folder_holds_whole_weights_that_any_engine_loads(t
         assert "lora_" in name or torch.equal(tensor, before[name]), name
 
 
+MERGED_WRONG: dict[str, dict[str, Any]] = {
+    "the head": {"target_modules": ["q_proj", "lm_head"]},
+    "the embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "both, with one adapter": {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+    "the head by a pattern": {"target_modules": r".*(lm_head|q_proj)"},
+    "the head by DoRA": {"target_modules": ["lm_head"], "use_dora": True, "lora_dropout": 0.0},
+    "the head by a parameter": {"target_modules": [], "target_parameters": ["lm_head.weight"], "lora_dropout": 0.0},
+    "a copy of the head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "a copy of the embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "a copy of each": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "tokens of the head": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [3, 4]}},
+}
+MERGED_RIGHT: dict[str, dict[str, Any]] = {
+    "all linear layers, without the head": {"target_modules": "all-linear"},
+    "one copy of both": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+    "tokens of both": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
+    "a parameter of a layer": {"target_modules": [], "target_parameters": ["q_proj.weight"], "lora_dropout": 0.0},
+    "a copy of a norm": {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+}
+"""What an adapter changes in a model whose embedding and head are one weight."""
+
+
+def with_random_adapter(base: Path, options: dict[str, Any]) -> Any:
+    """As some steps of training leave it."""
+    model = with_adapter(base, lora(**options))
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.copy_(torch.randn(weight.shape, generator=random) * 0.2)
+    return model
+
+
+def check_versions(base: Path, directory: Path) -> None:
+    """The engine computes with the published versions what the trainer does."""
+
+    async def differences() -> list[float]:
+        engine = TransformersEngine(base)
+        found = []
+        for folder in published(directory):
+            await engine.load_weights(str(folder), 1)
+            probe = Probe.read(str(folder))
+            assert probe is not None
+            found.append(probe.max_difference(await engine.score(probe.token_ids)))
+        await engine.close()
+        return found
+
+    assert max(asyncio.run(differences())) < 1e-4
+
+
+@pytest.mark.parametrize("options", MERGED_WRONG.values(), ids=MERGED_WRONG)
+def test_an_adapter_that_no_merged_weight_can_hold_is_refused_at_the_start(tmp_path, options):
+    base = make_model_with_tokenizer(tmp_path / "base", tied=True, sharpness=1.0)
+    model = with_random_adapter(base, options)
+    words = (
+        r"^model\.embed_tokens and lm_head share one weight, and the adapter changes .*: leave .* merge_adapter=False$"
+    )
+    with pytest.raises(ValueError, match=words):
+        trainer_of(model, FakeClient(), tmp_path / "run", merge_adapter=True)
+    assert not (tmp_path / "run").exists()
+    # Engines add the adapter itself to the head and the embedding, each for itself.
+    trainer_of(model, FakeClient(make_batches(1)), tmp_path / "run", max_steps=1).train()
+    check_versions(base, tmp_path / "run")
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("options", MERGED_RIGHT.values(), ids=MERGED_RIGHT)
+def test_other_adapters_of_a_tied_model_are_published_either_way(tmp_path, options, merged):
+    base = make_model_with_tokenizer(tmp_path / "base", tied=True, sharpness=1.0)
+    model = with_random_adapter(base, options)
+    trainer_of(model, FakeClient(make_batches(1)), tmp_path / "run", max_steps=1, merge_adapter=merged).train()
+    check_versions(base, tmp_path / "run")
+
+
+def test_an_adapter_of_a_head_with_its_own_weight_is_merged(tmp_path):
+    base = make_model_with_tokenizer(tmp_path / "base", sharpness=1.0)
+    model = with_random_adapter(base, MERGED_WRONG["both"])
+    trainer_of(model, FakeClient(make_batches(1)), tmp_path / "run", max_steps=1, merge_adapter=True).train()
+    check_versions(base, tmp_path / "run")
+
+
+def test_weights_that_other_modules_share_are_refused_too(base, tmp_path):
+    def shared() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(base)
+        first, second = (layer.mlp for layer in model.model.layers)
+        second.up_proj.weight = first.up_proj.weight
+        return model
+
+    def trainer(target: str) -> GRPOTrainer:
+        model = get_peft_model(shared(), lora(target_modules=target))
+        return trainer_of(model, FakeClient(), tmp_path / "run", merge_adapter=True)
+
+    first, second = r"model\.layers\.0\.mlp\.up_proj", r"model\.layers\.1\.mlp\.up_proj"
+    words = f"{first} and {second} share one weight, and the adapter changes {second} alone"
+    with pytest.raises(ValueError, match=words):
+        trainer(r".*1\.mlp\.up_proj")
+    trainer(r".*down_proj")
+
+
+def test_replay_train_refuses_such_an_adapter_in_one_line(tmp_path):
+    make_model_with_tokenizer(tmp_path / "base", tied=True)
+    (tmp_path / "train.toml").write_text('merge_adapter = true\n[lora]\ntarget_modules = ["q_proj", "lm_head"]\n')
+    options = ["--config", str(tmp_path / "train.toml"), "--output-dir", str(tmp_path / "out")]
+    said = fails("train", "--model", str(tmp_path / "base"), *options)
+    assert "model.embed_tokens and lm_head share one weight, and the adapter changes lm_head alone" in said
+    assert "leave lm_head out" in said
+
+
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_run_that_stops_and_is_resumed_ends_with_the_same_adapter(base, tmp_path, merged):
     options: dict[str, Any] = {"max_steps": 4, "merge_adapter": merged}

@@ -39,6 +39,7 @@ from replay_trainer.weights import (
     published,
     to_disk,
     version_of,
+    why_not_mergeable,
 )
 
 with hooks_of("AsyncGRPO"):
@@ -210,7 +211,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         """Takes up the run that `state` is from: its groups, and the count of versions.
 
         Raises RuntimeError if another trainer uses output_dir, or at a second call of `train`, and ValueError for a
-        model with frozen weights.
+        model with frozen weights, or an adapter that cannot be added to them.
         """
         if not state.is_world_process_zero:
             return
@@ -221,6 +222,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._sampling = {"temperature": args.temperature}
         self._pool.vocabulary = model.config.get_text_config().vocab_size
         base = _base_of(model)
+        if model is not base and (why := why_not_mergeable(model)):
+            raise ValueError(f"TRL adds the adapter to the weights that it sends: {why}")
         if self._writer is None or not self._writer.has_file:
             self._writer = WholeModel(base)
         self._tokenizer = processing_class

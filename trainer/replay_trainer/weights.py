@@ -408,8 +408,8 @@ class Adapter:
     def __init__(self, model: Any, merged: bool) -> None:
         """`model` is a PeftModel; `merged`: publish whole weights.
 
-        Raises ValueError if the model has another kind of adapter, several active ones, no weights to train, or, unless
-        `merged`, a base model without a name.
+        Raises ValueError if the model has another kind of adapter, several active ones, no weights to train, if
+        `merged` and the adapter cannot be added to the base, or, unless `merged`, if the base model has no name.
         """
         model.eval()  # LogprobModel does it for the base alone, which is inside
         self.base: Any = model.get_base_model()
@@ -432,6 +432,8 @@ class Adapter:
                 "the base model has no name, so no engine could load an adapter of it: load it with from_pretrained, "
                 "or publish whole weights with merge_adapter=True"
             )
+        if merged and (why := why_not_mergeable(model)):
+            raise ValueError(f"{why}, or publish the adapter itself, with merge_adapter=False")
         self._whole = WholeModel(self.base) if merged else None
         # A reader of the adapter may run in another folder.
         self._config.base_model_name_or_path = str(Path(base_name).resolve()) if Path(base_name).is_dir() else base_name
@@ -509,8 +511,14 @@ class Adapter:
         if self._whole is not None:
             self._whole.save_pretrained(folder, state_dict=dict(state_dict))
             return
-        contiguous = {name: tensor.contiguous() for name, tensor in state_dict.items()}
-        save_file(contiguous, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        separate: dict[str, Tensor] = {}
+        addresses: set[int] = set()
+        for name, tensor in state_dict.items():
+            contiguous = tensor.contiguous()
+            # peft's ensure_weight_tying gives one tensor to two modules, and the format takes no shared memory.
+            separate[name] = contiguous.clone() if contiguous.data_ptr() in addresses else contiguous
+            addresses.add(contiguous.data_ptr())
+        save_file(separate, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         self._config.save_pretrained(folder)
 
     def go_on_from(self, folder: Path) -> None:
@@ -522,3 +530,50 @@ class Adapter:
         """Inside, the model computes without the adapter: it is the base model."""
         context: AbstractContextManager[None] = self._model.disable_adapter()
         return context
+
+
+def why_not_mergeable(model: Any) -> str:
+    """Why the active adapter of a peft model cannot be added to its base, and the remedy; empty: it can.
+
+    Two modules may share one weight: the embedding and the output head of many models do. The merged model has one
+    weight there too. So an adapter must change both modules by the same parameters, or neither.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for shared in names.values():
+        changes = [_adapter_parameters(model, name) for name in shared]
+        if all(change == changes[0] for change in changes):
+            continue
+        modules = [_name_in_base(name) for name in shared]
+        changed = [module for module, change in zip(modules, changes, strict=True) if change]
+        how = f"changes {changed[0]} alone" if len(changed) == 1 else "changes each of them in its own way"
+        return (
+            f"{' and '.join(modules)} share one weight, and the adapter {how}, so no merged weight is right for both: "
+            f"leave {' and '.join(changed)} out of the adapter's target_modules, modules_to_save and other settings"
+        )
+    return ""
+
+
+def _adapter_parameters(model: Any, name: str) -> set[int]:
+    """The ids of the parameters by which the active adapter changes the module that has this parameter of the base."""
+    found: set[int] = set()
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        if part in _BASES:  # what is around it is peft's
+            wrapper = model.get_submodule(".".join(parts[:place]))
+            for own_name, parameter in wrapper.named_parameters():
+                if set(own_name.split(".")) & set(model.active_adapters):
+                    found.add(id(parameter))
+    return found
+
+
+_BASES = ("base_layer", "original_module")
+"""The names that peft's modules give to what they are around."""
+_OF_PEFT = ("token_adapter", *_BASES)
+
+
+def _name_in_base(name: str) -> str:
+    """The name in the base model of the module that has a parameter, without the modules of peft around it."""
+    parts = name.removeprefix("base_model.model.").split(".")[:-1]
+    return ".".join(part for part in parts if part not in _OF_PEFT)
