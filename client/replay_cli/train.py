@@ -85,9 +85,10 @@ def train(
             reading = _eval_reading(eval_reading)
             evaluation = _evaluation(eval_prompts, reading, eval_reward, eval_max_tokens)
         # Not before: they take seconds to import, and people wait for the errors above.
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
+        from replay_generator.weights import load_causal_model
         from replay_trainer import Forgiving, GRPOTrainer, StepSpans
 
         transformers_logging.disable_progress_bar()
@@ -95,7 +96,7 @@ def train(
         with ReplayClient.from_env(timeout_of(context, None), **access) as client:
             with loading(model):
                 # In bfloat16 a step of 1e-6 rounds to nothing. The base of an adapter takes no step.
-                loaded = AutoModelForCausalLM.from_pretrained(model, dtype="float32" if lora is None else "auto")
+                loaded = load_causal_model(model, dtype="float32" if lora is None else "auto")
                 tokenizer = AutoTokenizer.from_pretrained(model)
                 if lora is not None:
                     loaded = _with_adapter(loaded, lora, training.seed)

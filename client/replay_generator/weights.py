@@ -343,6 +343,58 @@ def differing_facts(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     )
 
 
+def load_causal_model(model: str, **options: Any) -> Any:
+    """The causal language model in a folder, or of a name on the hub. `options`: those of from_pretrained.
+
+    No code that comes with a model is run: published weights are data. Raises ValueError, in one sentence, for a model
+    that transformers does not load as text, and OSError as transformers does.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        if why := _why_not_causal(model):
+            raise ValueError(why)
+        with no_progress_bars():
+            return AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False, **options)
+    except ValueError as error:
+        raise ValueError(f"{model} cannot be loaded: {' '.join(str(error).split())}") from error
+
+
+def _why_not_causal(model: str) -> str:
+    """Why transformers does not load a model as a causal language model, and what to do; empty: it may.
+
+    It would say so itself, with a list of all the kinds that it loads, and with remedies that are not those here.
+    """
+    from transformers import (
+        CONFIG_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        PreTrainedConfig,
+        __version__,
+    )
+
+    if (Path(model) / _ADAPTER_CONFIG).is_file():
+        return ""  # transformers loads it on its base
+    described, _ = PreTrainedConfig.get_config_dict(model)
+    kind = described.get("model_type")
+    known = kind is None or kind in CONFIG_MAPPING
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False) if known else None
+    if config is not None and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return ""
+    why = f"transformers {__version__} has no causal language model of the type {kind!r}"
+    if "AutoModelForCausalLM" in (described.get("auto_map") or {}):
+        return f"{why}, and code that comes with a model is not run: take a type that transformers has"
+    if config is None:
+        return f"{why}: install a version that has it, or take a type that this one has"
+    text_config = config.get_text_config()
+    if text_config is not config and type(text_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return (
+            f"{why}: save its language model, of the type {text_config.model_type!r}, in a folder of its own and give "
+            "that, or take a text model"
+        )
+    return f"{why}: take a text model, which predicts each token from those before it"
+
+
 def end_ids(model: Any, tokenizer: Any) -> set[int]:
     """Tokens that end a completion, from the tokenizer and the model's generation settings."""
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None

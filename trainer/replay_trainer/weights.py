@@ -308,6 +308,11 @@ class WholeModel:
         self._generation_config = _described(model) if content is None else content
         """The content of the file; None: the model cannot generate."""
 
+    @property
+    def config(self) -> Any:
+        """The configuration of the model."""
+        return self._model.config
+
     def save_pretrained(self, folder: str | os.PathLike[str], state_dict: Mapping[str, Tensor] | None = None) -> None:
         """Write weights to a folder, as PreTrainedModel.save_pretrained does."""
         # A shallow copy, which transformers can save: another thread may evaluate the model at this moment.

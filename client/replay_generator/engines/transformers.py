@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from replay_client.kept import kept_fields
 from replay_client.waits import ENGINE_STOP
@@ -22,7 +22,7 @@ from replay_generator.engines import Completion, EngineError, OnFinished, Sampli
 from replay_generator.engines.continuous_batch import ContinuousBatch, Row, routers_of
 from replay_generator.frequencies import default_length, fix_frequencies
 from replay_generator.model_checks import check_model, choose_attention, name_of, tolerance_of, tries_of
-from replay_generator.weights import check_base, end_ids, holds_adapter, no_progress_bars, read_adapter
+from replay_generator.weights import check_base, end_ids, holds_adapter, load_causal_model, read_adapter
 
 _T = TypeVar("_T")
 
@@ -208,10 +208,7 @@ class TransformersEngine:
         )
 
     def _load(self, path: str, **options: Any) -> Any:
-        with no_progress_bars():
-            # Published weights are data: run no code that comes with them.
-            options |= {"attn_implementation": self._attention}
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=self._dtype, trust_remote_code=False, **options)
+        model = load_causal_model(path, dtype=self._dtype, attn_implementation=self._attention, **options)
         model = model.to(self._device).eval()
         fix_frequencies(model, self._wanted_length)
         if choose_attention(model):
