@@ -27,13 +27,14 @@ from replay_generator.sessions.dialects.fields import MODEL
 from replay_generator.sessions.dialects.messages import Messages
 from replay_generator.sessions.dialects.responses import Responses
 from replay_generator.sessions.session import Session
-from replay_generator.sessions.turns import Ask, Refusal
+from replay_generator.sessions.turns import Answer, Ask, Refusal
 
 logger = logging.getLogger(__name__)
 
 Dialect = Chat | Responses | Messages
 _MOST = 32
 """Requests of one session at once."""
+_EMPTY = Answer("", "", "", (), "stop", None, 0, 0)
 _QUIET_S = 10.0
 """After so many seconds without an answer a stream gets a comment."""
 
@@ -115,8 +116,7 @@ async def _answer(dialect: Dialect, session: Session, request: web.Request) -> w
             await _written(request, response, b": waiting\n\n")
     try:
         answer = await drawing
-        events = dialect.events(answer, body) if streams else ()
-        data = b"".join(map(_event, events)) or json.dumps(dialect.answer(answer, body)).encode()
+        data = _answered(dialect, answer, body)
     except Exception as error:
         if not response.prepared:
             raise
@@ -149,13 +149,22 @@ async def _ask(dialect: Dialect, request: web.Request) -> tuple[Ask, dict[str, A
         body = json.loads(raw := await request.read())
         if rb"\u" in raw:
             json.dumps(body, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-        return dialect.ask(body), body, raw
+        ask = dialect.ask(body)
+        _answered(dialect, _EMPTY, body)  # what cannot be written is refused before it is drawn
+        return ask, body, raw
     except web.HTTPRequestEntityTooLarge as error:
         raise Refusal(f"the request is too large: {error.text}", status=413) from None
     except Refusal:
         raise
     except Exception as error:  # whatever comes of a body that is not whole, or not of the form of its path
         raise Refusal(f"this is no request for {dialect.path}: {type(error).__name__}: {error}") from error
+
+
+def _answered(dialect: Dialect, answer: Answer, body: dict[str, Any]) -> bytes:
+    """The body of an answer, or its events if the request asks for a stream."""
+    if body.get("stream"):
+        return b"".join(map(_event, dialect.events(answer, body)))
+    return json.dumps(dialect.answer(answer, body)).encode()
 
 
 def _event(data: dict[str, Any] | str) -> bytes:

@@ -23,6 +23,7 @@ from replay_generator.chat import Message
 from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.rollouts import RolloutError, RolloutSequence
 from replay_generator.sessions.conversation import Conversation
+from replay_generator.sessions.turns import object_of
 
 _EARLIER = "earlier"
 """The role of a turn of the policy that another sequence of the rollout is trained on."""
@@ -162,7 +163,5 @@ def _digests(tools: Sequence[Any], messages: Sequence[Message]) -> list[bytes]:
 
 def _object(arguments: Any) -> Any:
     """The arguments of a call, which clients repeat as an object or as JSON."""
-    try:
-        return json.loads(arguments)
-    except (TypeError, ValueError):
-        return arguments
+    found = object_of(arguments) if isinstance(arguments, str) else None
+    return arguments if found is None else found

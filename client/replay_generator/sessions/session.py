@@ -27,7 +27,7 @@ from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.sessions.conversation import Conversation
 from replay_generator.sessions.exchanges import Exchange, Exchanges
 from replay_generator.sessions.parsers import Parsers
-from replay_generator.sessions.turns import Answer, Ask, Refusal
+from replay_generator.sessions.turns import Answer, Ask, Refusal, WrittenCall
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,8 @@ class Session:
         """By the digest of a request: the newest turn that it asked for."""
         self._answered: dict[str, Exchange] = {}
         """By the id of an answer."""
+        self._slips: dict[WrittenCall, str] = {}
+        """By a call whose arguments are no object: the text of its turn."""
         self._under_way: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -130,8 +132,16 @@ class Session:
         completion = await self._draw(exchange, {"max_tokens": limit}, ask.stop)
         stopped_by = _first(ask.stop, completion.text)
         thoughts, text, calls = self._parsers.parse(
-            self.task.tokenizer, completion, stopped_by, ask.tools, self.task.chat_template
+            self.task.tokenizer,
+            completion,
+            stopped_by,
+            ask.tools,
+            self.task.chat_template,
+            objects_only=ask.objects_only,
         )
+        for call in calls:
+            if call.object is None:
+                self._slips[call] = completion.text
         exchange.text = f"{ask.prompt}{completion.text}" if isinstance(ask.prompt, str) else ""
         if ask.prompt is None:
             said = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
@@ -163,6 +173,7 @@ class Session:
 
     async def _of_messages(self, tools: Sequence[Any], messages: Sequence[Message]) -> Exchange:
         before, count = self.exchanges.after_messages(tools, messages)
+        messages = [self._without_slips(message) for message in messages]
         if before and before.conversation and before.completion:
             go_on, drawn, last = before.conversation.go_on, before.completion, before.token_ids[-1]
             new = messages[count:]
@@ -174,6 +185,19 @@ class Session:
                 _say_once(str(error))
         conversation, given = await _rendered(messages, lambda: Conversation.begin(self.task, messages, tools))
         return Exchange(None, given, words=_words(messages), conversation=conversation)
+
+    def _without_slips(self, message: Message) -> Message:
+        """The message; a turn of ours with a call that has no object as arguments as the text that the policy wrote.
+
+        No template can be told such a call.
+        """
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            if isinstance(function["arguments"], str):
+                text = self._slips.get(WrittenCall(call["id"], function["name"], function["arguments"]))
+                if text is not None:
+                    return {"role": "assistant", "content": text}
+        return message
 
     async def _draw(self, exchange: Exchange, sampling: Mapping[str, Any], stop: Sequence[str]) -> Completion:
         """Draws the completion of an exchange. The text of `stop` that comes first ends it."""

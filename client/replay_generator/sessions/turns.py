@@ -7,9 +7,13 @@ Messages and tools of an Ask have the form that chat templates take, which is th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+MOST_NESTED = 64
+"""Objects and lists within each other in the arguments of a call. Clients read them by recursion."""
 
 
 class Refusal(Exception):
@@ -29,7 +33,8 @@ class Ask:
 
     messages: Sequence[Mapping[str, Any]] = ()
     """Each has `role` ("system", "user", "assistant", "tool") and `content`, a text. One of the assistant may have
-    `tool_calls`, whose `function` has `name` and `arguments`, an object; one of a tool has `tool_call_id`."""
+    `tool_calls`, whose `function` has `name` and `arguments`: an object, or the text that the policy wrote in the place
+    of one. One of a tool has `tool_call_id`."""
     prompt: str | Sequence[int] | None = None
     """In the place of messages: a text, or token ids."""
     tools: Sequence[Mapping[str, Any]] = ()
@@ -40,6 +45,8 @@ class Ask:
     """Texts that end the turn; they are not part of the answer."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """What the client says of `temperature`, `top_p`, `top_k` and `min_p`, where it says anything."""
+    objects_only: bool = False
+    """Whether the protocol takes only objects as arguments of calls. A turn with others is answered as a text."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,12 @@ class WrittenCall:
     id: str
     name: str
     arguments: str
-    """As JSON, an object, as the policy wrote it."""
+    """As the policy wrote them: the JSON of an object, unless the policy slipped."""
+
+    @property
+    def object(self) -> dict[str, Any] | None:
+        """The arguments as an object that all clients can read; None: they are none."""
+        return object_of(self.arguments)
 
 
 @dataclass(frozen=True)
@@ -69,3 +81,37 @@ class Answer:
     """The text of `Ask.stop` that ended it; None: none did."""
     prompt_tokens: int
     completion_tokens: int
+
+
+def object_of(arguments: str) -> dict[str, Any] | None:
+    """The object whose JSON a text is; of an empty text an empty one. None: it is no JSON that all clients can read.
+
+    Some cannot read NaN, numbers beyond those of floating point, half a surrogate, and more than MOST_NESTED levels.
+    """
+    try:
+        found = json.loads(arguments or "{}")
+        if not isinstance(found, dict) or _is_deep(found):
+            return None
+        json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return found
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether lists and objects stand in more than MOST_NESTED others."""
+    level = [value]
+    for _ in range(MOST_NESTED):
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner += each.values()
+            elif isinstance(each, list):
+                inner += each
+        level = inner
+    return any(isinstance(each, dict | list) for each in level)
+
+
+def whole_text(text: str) -> str:
+    """The text with U+FFFD in the place of each half of a surrogate pair, which nobody can send."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

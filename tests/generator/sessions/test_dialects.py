@@ -314,7 +314,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (Responses, {"tools": [{"type": "web_search"}]}, "type 'web_search' is not served: send function"),
     (Responses, {"tools": [{"type": "code_interpreter"}]}, "type 'code_interpreter'"),
     (Responses, {"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
-    (Responses, {"input": [{**ITEM, "arguments": "[1"}]}, r"arguments '\[1' is not served: send .* an object"),
+    (
+        Responses,
+        {"input": [{**ITEM, "arguments": [1]}]},
+        r"arguments \[1\] is not served: send .* as they were answered",
+    ),
     (Messages, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking {"),
     (Messages, {"tool_choice": {"type": "any"}}, "tool_choice {'type': 'any'}"),
     (Messages, {"tool_choice": PARALLEL}, "tool_choice {'disable_parallel_tool_use': True"),

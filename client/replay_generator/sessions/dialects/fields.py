@@ -6,12 +6,11 @@ arguments as JSON or as an object. A body of another form raises whatever it com
 
 from __future__ import annotations
 
-import json
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from replay_generator.sessions.turns import Ask, Refusal
+from replay_generator.sessions.turns import Ask, Refusal, object_of
 
 MODEL = "policy"
 """The name of the policy."""
@@ -105,12 +104,16 @@ def said(text: str | None, thoughts: str | None = "", calls: Sequence[Any] = ())
 
 
 def call_of(id: str, function: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of the policy, whose arguments are an object, or its JSON."""
+    """A call of the policy. Its arguments are an object, its JSON, or the text that the policy wrote in its place."""
     given = function.get("arguments", function.get("input"))
-    try:
-        arguments = given if isinstance(given, dict) else {**json.loads(given or "{}")}
-    except (ValueError, TypeError, RecursionError):
-        raise refused("arguments", given, "send those of a call as an object, as it was answered") from None
+    if given is None or given == "":
+        given = {}
+    if not isinstance(given, dict | str):
+        raise refused("arguments", given, "send those of a call as they were answered")
+    arguments = given
+    if isinstance(given, str):
+        found = object_of(given)
+        arguments = given if found is None else found
     return {"id": id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +23,8 @@ class Messages:
         messages = [message for each in (*system, *body["messages"]) for message in _messages(each)]
         if messages and messages[-1]["role"] == "assistant":
             raise Refusal("the last of messages is of the assistant, and none is gone on with: end with the user's")
-        return fields.ask_of(body, messages=messages, tools=fields.tools_of(body, "custom", None))
+        tools = fields.tools_of(body, "custom", None)
+        return fields.ask_of(body, messages=messages, tools=tools, objects_only=True)
 
     def answer(self, answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
         reason = "tool_use" if answer.calls else "stop_sequence" if answer.stopped_by else "end_turn"
@@ -82,5 +82,5 @@ def _blocks(answer: Answer) -> Iterator[tuple[dict[str, Any], dict[str, Any], di
     if (text := answer.text) or not answer.calls:
         yield {"type": "text", "text": text}, {"text": ""}, {"type": "text_delta", "text": text}
     for call in answer.calls:
-        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": call.object or {}}
         yield block, {"input": {}}, {"type": "input_json_delta", "partial_json": call.arguments}
