@@ -146,7 +146,7 @@ class Command:
         stdout, stderr = bytearray(), bytearray()
         supervisor = str(Path(__file__).with_name("supervisor.py"))
         words = [sys.executable, "-I", "-S", supervisor, str(os.getpid()), *self._words]
-        variables = os.environ | _variables(address)
+        variables = _variables(address, os.environ)
         with TemporaryFile() as row:
             row.write(json.dumps(dict(task.row), default=str).encode() + b"\n")
             row.seek(0)
@@ -165,13 +165,37 @@ class Command:
         return _last_object(bytes(stdout)) | {"info": {"output": _shown(stdout, stderr)}}
 
 
-def _variables(address: Address) -> dict[str, str]:
-    kinds = {"OPENAI": address.openai, "ANTHROPIC": address.anthropic}
-    variables = {f"{kind}_{name.upper()}": value for kind, given in kinds.items() for name, value in given.items()}
-    # No proxy leads to this process.
+_ELSEWHERE = re.compile(
+    r"(OPENAI|ANTHROPIC|CLAUDE|CODEX)\w*_(URL|URI|BASE|HOST|ENDPOINT|PROXY|KEY|TOKEN|HEADERS|TYPE|VERSION|REGION"
+    r"|ORG|ORG_ID|ORGANIZATION|PROJECT|PROJECT_ID)(_PATH|_FILE)?|AZURE_(OPENAI|API)_\w+|CLAUDE_CODE_USE_\w+"
+    r"|AWS_BEARER_TOKEN_BEDROCK"
+)
+"""Variables by which a client asks, and pays, another provider than the address of its rollout."""
+_OURS = re.compile(r"REPLAY_\w+|(HF|HUGGING_?FACE)_\w*TOKEN(_PATH)?")
+"""Variables of the generator that are no business of an agent: its settings, and its token of the hub."""
+
+
+def _variables(address: Address, own: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an agent. `own`: that of the generator. Clients of all kinds find the address in it."""
+    variables = {}
+    for name, value in own.items():
+        if _ELSEWHERE.fullmatch(name) is None and _OURS.fullmatch(name) is None:
+            variables[name] = value
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE"):
+        variables[name] = address.openai["base_url"]
+    for name in ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_BASE", "ANTHROPIC_API_URL"):
+        variables[name] = address.anthropic["base_url"]
+    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "CODEX_API_KEY"):
+        variables[name] = address.key
+    # No proxy leads to this process. Some clients read the one name, some the other.
     host = urlsplit(address.url).hostname or ""
+    direct = []
     for name in ("no_proxy", "NO_PROXY"):
-        variables[name] = ",".join(filter(None, [os.environ.get(name), host]))
+        for each in own.get(name, "").split(","):
+            if each.strip() and each.strip() not in direct:
+                direct.append(each.strip())
+    for name in ("no_proxy", "NO_PROXY"):
+        variables[name] = ",".join([*direct, host])
     return variables
 
 

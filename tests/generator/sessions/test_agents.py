@@ -1,6 +1,8 @@
 """Agents that are commands and functions: what they are told, what they give, and that nothing of them is left."""
 
 import asyncio
+import json
+import os
 import re
 import subprocess
 import sys
@@ -112,6 +114,39 @@ async def test_an_agent_asks_no_proxy_for_its_address(agent, monkeypatch):
     monkeypatch.setenv("no_proxy", "example.com")
     group = await play(agent("print(json.dumps({'reward': float(bool(ask()))}))"))
     assert group.rewards.tolist() == [1.0] * 4
+
+
+ELSEWHERE = (
+    "OPENAI_BASE_URL OPENAI_API_BASE OPENAI_API_KEY OPENAI_API_TYPE OPENAI_API_VERSION OPENAI_ORG_ID OPENAI_PROJECT_ID "
+    "OPENAI_ORGANIZATION OPENAI_PROXY AZURE_OPENAI_ENDPOINT AZURE_OPENAI_API_KEY AZURE_API_BASE CODEX_API_KEY "
+    "ANTHROPIC_BASE_URL ANTHROPIC_API_BASE ANTHROPIC_API_URL ANTHROPIC_API_KEY ANTHROPIC_AUTH_TOKEN "
+    "ANTHROPIC_CUSTOM_HEADERS ANTHROPIC_BEDROCK_BASE_URL ANTHROPIC_VERTEX_PROJECT_ID ANTHROPIC_VERTEX_BASE_URL "
+    "ANTHROPIC_FOUNDRY_BASE_URL CLAUDE_CODE_USE_BEDROCK CLAUDE_CODE_USE_VERTEX CLAUDE_CODE_USE_FOUNDRY "
+    "CLAUDE_CODE_OAUTH_TOKEN AWS_BEARER_TOKEN_BEDROCK REPLAY_ADDRESS REPLAY_TOKEN REPLAY_ANYTHING HF_TOKEN "
+    "HUGGING_FACE_HUB_TOKEN HF_TOKEN_PATH"
+)
+"""Variables that lead to another provider, or that an agent has no business with."""
+OF_THE_AGENT = (
+    "OPENAI_MODEL ANTHROPIC_MODEL ANTHROPIC_SMALL_FAST_MODEL HF_HOME SERPER_API_KEY AWS_REGION HTTP_PROXY PATH"
+)
+
+
+async def test_no_variable_of_the_generator_leads_an_agent_to_another_provider(agent, monkeypatch):
+    for name in ELSEWHERE.split():
+        monkeypatch.setenv(name, "elsewhere")
+    for name in OF_THE_AGENT.split():
+        monkeypatch.setenv(name, f"elsewhere:{os.environ.get(name, '')}")
+    monkeypatch.setenv("NO_PROXY", "example.com, example.org")
+    monkeypatch.delenv("no_proxy", raising=False)
+    program = "ask(); print(json.dumps(dict(os.environ)), file=open('seen', 'w')); print('{\"reward\": 1}')"
+    await play(agent(program), group_size=1)
+    seen = json.loads(Path("seen").read_text())
+    assert [name for name in ELSEWHERE.split() if "elsewhere" in seen.get(name, "")] == []
+    assert [name for name in OF_THE_AGENT.split() if "elsewhere" not in seen.get(name, "")] == []
+    assert seen["no_proxy"] == seen["NO_PROXY"] == "example.com,example.org,127.0.0.1"
+    assert seen["OPENAI_API_BASE"] == seen["OPENAI_BASE_URL"] == f"{seen['ANTHROPIC_BASE_URL']}/v1"
+    assert seen["ANTHROPIC_API_BASE"] == seen["ANTHROPIC_API_URL"] == seen["ANTHROPIC_BASE_URL"]
+    assert len({seen[f"{kind}_API_KEY"] for kind in ("OPENAI", "ANTHROPIC", "CODEX")}) == 1
 
 
 async def test_reward_functions_score_what_a_command_played_without_a_reward_and_see_the_end_of_its_output(agent):
