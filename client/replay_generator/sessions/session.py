@@ -11,12 +11,10 @@ task of its own: a client that hangs up does not end it, because it may ask agai
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, TypeVar, cast
 
 from replay_client.kept import TRUNCATING, other_sampling
@@ -26,10 +24,9 @@ from replay_generator.engines import Completion, text_of
 from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.sessions.conversation import Conversation
 from replay_generator.sessions.exchanges import Exchange, Exchanges
+from replay_generator.sessions.notices import say_once
 from replay_generator.sessions.parsers import Parsers
 from replay_generator.sessions.turns import Answer, Ask, Refusal, WrittenCall
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _SHORT = 20_000
@@ -182,7 +179,7 @@ class Session:
                 conversation, given = await _rendered(messages, lambda: go_on(drawn.text, last, new))
                 return Exchange(before, given, new[-1]["role"], _words(new), conversation)
             except RolloutError as error:
-                _say_once(str(error))
+                say_once(f"a conversation goes on in a sequence of its own: {error}")
         conversation, given = await _rendered(messages, lambda: Conversation.begin(self.task, messages, tools))
         return Exchange(None, given, words=_words(messages), conversation=conversation)
 
@@ -240,8 +237,3 @@ async def _result(task: asyncio.Task[T]) -> T:
     if task.cancelled():
         raise Refusal("the session has ended", status=410)
     return task.result()
-
-
-@cache
-def _say_once(why: str) -> None:
-    logger.warning("a conversation goes on in a sequence of its own: %s", why)

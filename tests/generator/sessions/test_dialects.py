@@ -18,6 +18,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from replay_generator.sessions import notices
 from replay_generator.sessions.dialects.chat import Chat, Completions
 from replay_generator.sessions.dialects.messages import Messages
 from replay_generator.sessions.dialects.responses import Responses
@@ -293,10 +294,60 @@ def test_tools_that_may_not_be_called_are_left_out():
     assert messages.tools == []
 
 
+IGNORED = (
+    'parallel_tool_calls=false parallel_tool_calls=true thinking={"type":"adaptive"} thinking={"type":"enabled"} '
+    'context_management={"edits":[{"type":"clear_thinking"}]} context_management=[1] truncation="auto" seed=0 '
+    'web_search_options={"a":1} mcp_servers=[1] container="x" reasoning={"effort":"high"} reasoning_effort="low" '
+    'verbosity="low" store=true metadata={"a":"b"} service_tier="auto" prompt_cache_key="k" user="me" '
+    'include=["reasoning.encrypted_content"] client_metadata={"a":1} betas=["x"] safety_identifier="x" '
+    'prediction={"type":"content","content":"x"} max_tool_calls=3 prompt_logprobs=null return_token_ids=false '
+    "skip_special_tokens=true add_generation_prompt=true diagnostics={} speed=1"
+)
+
+
+@pytest.mark.parametrize("asked", IGNORED.split())
+def test_a_field_that_changes_no_token_is_no_reason_to_refuse(asked):
+    name, _, value = asked.partition("=")
+    for dialect, body in BODIES.items():
+        assert dialect().ask({**body, name: json.loads(value)}) == dialect().ask(body)
+
+
+@pytest.mark.parametrize("choice", ["auto", {"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": True}])
+def test_a_choice_that_forces_no_call_leaves_the_tools(choice):
+    ask = Messages().ask({**BLOCKS, "tools": [{"name": "add", "input_schema": ADD}], "tool_choice": choice})
+    assert [tool["function"]["name"] for tool in ask.tools] == ["add"]
+
+
+OTHER_TOOLS: list[tuple[Any, dict[str, Any], list[str]]] = [
+    (Chat, {"type": "custom", "custom": {"name": "x"}}, ["add"]),
+    (Responses, {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}}, ["add"]),
+    (Responses, {"type": "web_search", "external_web_access": False}, ["add"]),
+    (Responses, {"type": "namespace", "name": "mcp", "tools": [{"type": "function", "name": "y"}]}, ["add"]),
+    (Responses, {"type": "local_shell"}, ["add"]),
+    (Responses, {"type": "code_interpreter", "container": {}}, ["add"]),
+    (Messages, {"type": "web_search_20250305", "name": "web_search"}, ["add"]),
+    (Messages, {"type": "bash_20250124", "name": "bash"}, ["add"]),
+]
+
+
+@pytest.mark.parametrize(("dialect", "other", "left"), OTHER_TOOLS, ids=lambda each: str(each)[:40])
+def test_a_tool_that_no_template_can_tell_the_policy_is_left_out_which_is_said_once(dialect, other, left, caplog):
+    notices.forget()
+    add = {
+        Chat: {"type": "function", "function": TOOL},
+        Responses: {"type": "function", **TOOL},
+        Messages: {"name": "add", "description": "Adds.", "input_schema": ADD},
+    }[dialect]
+    for _ in range(3):
+        ask = dialect().ask({**BODIES[dialect], "tools": [other, add]})
+        assert [tool["function"]["name"] for tool in ask.tools] == left
+    (record,) = caplog.records
+    assert repr(other["type"]) in record.getMessage()
+
+
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
 FORM = {"type": "json_schema", "name": "x", "schema": {}}
 NAMED = {"type": "function", "function": {"name": "add"}}
-PARALLEL = {"type": "auto", "disable_parallel_tool_use": True}
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (Chat, {"messages": IMAGE}, "type 'image_url' is not served: send text"),
     (Chat, {"messages": [{"role": "function", "content": ""}]}, "role 'function' is not served: send system"),
@@ -305,24 +356,19 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (Chat, {"tool_choice": NAMED}, "tool_choice {'function': .* is not served"),
     (Chat, {"max_tokens": 0}, "max_tokens 0 is not served: send a whole number"),
     (Chat, {"stop": [""]}, r"stop .* send texts"),
-    (Chat, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "type 'custom' is not served: send function"),
     (Completions, {"prompt": ["a", "b"]}, "prompt .* send one text"),
     (Completions, {"prompt": ""}, "prompt '' "),
     (Completions, {"logprobs": 0}, "logprobs 0"),
     (Responses, {"prompt": {"id": "p"}}, "prompt {'id': 'p'}"),
     (Responses, {"text": {"format": FORM}}, "format {"),
-    (Responses, {"tools": [{"type": "web_search"}]}, "type 'web_search' is not served: send function"),
-    (Responses, {"tools": [{"type": "code_interpreter"}]}, "type 'code_interpreter'"),
+    (Responses, {"include": ["message.output_text.logprobs"]}, r"include \['message.output_text.logprobs'\] is not"),
     (Responses, {"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
     (
         Responses,
         {"input": [{**ITEM, "arguments": [1]}]},
         r"arguments \[1\] is not served: send .* as they were answered",
     ),
-    (Messages, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking {"),
     (Messages, {"tool_choice": {"type": "any"}}, "tool_choice {'type': 'any'}"),
-    (Messages, {"tool_choice": PARALLEL}, "tool_choice {'disable_parallel_tool_use': True"),
-    (Messages, {"tools": [{"type": "web_search_20250305", "name": "x"}]}, "type 'web_search_20250305'"),
     (Messages, {"output_config": {"format": FORM}}, "format {"),
     (Messages, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
     (
@@ -334,13 +380,14 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 EVERYWHERE = (
-    "n=2 best_of=3 presence_penalty=0.5 frequency_penalty=-1 repetition_penalty=1.1 length_penalty=2 seed=0 "
+    "n=2 best_of=3 presence_penalty=0.5 frequency_penalty=-1 repetition_penalty=1.1 length_penalty=2 "
     'min_tokens=4 logit_bias={"5":1} stop_token_ids=[5] bad_words=["x"] allowed_token_ids=[5] ignore_eos=true '
     'use_beam_search=true suffix="x" echo=true chat_template="x" chat_template_kwargs={"a":false} '
-    'thinking={"type":"enabled"} logprobs=true top_logprobs=5 response_format={"type":"json_object"} '
+    'logprobs=true top_logprobs=5 response_format={"type":"json_object"} prompt_logprobs=0 prompt_logprobs=1 '
+    "return_token_ids=true return_tokens_as_token_ids=true skip_special_tokens=false add_generation_prompt=false "
+    "continue_final_message=true documents=[1] thinking_token_budget=5 include_stop_str_in_output=true "
     'structured_outputs={"json":{}} guided_json={"a":1} previous_response_id="x" conversation="x" background=true '
-    'truncation="auto" web_search_options={"a":1} mcp_servers=[1] container="x" functions=[1] function_call="auto" '
-    'parallel_tool_calls=false modalities=["audio"]'
+    'functions=[1] function_call="auto" modalities=["audio"]'
 )
 
 

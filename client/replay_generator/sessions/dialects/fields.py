@@ -10,6 +10,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from replay_generator.sessions.notices import say_once
 from replay_generator.sessions.turns import Ask, Refusal, object_of
 
 MODEL = "policy"
@@ -22,20 +23,27 @@ REFUSED = {
     "leave it out, and ask once more for another turn": "n best_of",
     DRAWN: "presence_penalty frequency_penalty repetition_penalty length_penalty logit_bias min_tokens "
     "ignore_eos stop_token_ids bad_words allowed_token_ids use_beam_search suffix echo chat_template "
-    "chat_template_kwargs thinking",
-    KEPT: "logprobs top_logprobs",
+    "chat_template_kwargs documents continue_final_message logits_processors thinking_token_budget "
+    "truncate_prompt_tokens prompt_embeds include_stop_str_in_output",
+    KEPT: "logprobs top_logprobs prompt_logprobs return_token_ids return_tokens_as_token_ids return_prompt_text",
     FREE: "response_format output_format structured_outputs guided_json guided_regex guided_choice guided_grammar",
-    WHOLE: "previous_response_id conversation background context_management truncation",
-    "leave it out, since a client runs all tools itself": "web_search_options mcp_servers container",
+    WHOLE: "previous_response_id conversation background",
     "send tools and tool_choice instead": "functions function_call",
-    "leave it out, since nothing stops the policy after a call": "parallel_tool_calls",
     "leave it out, since the policy writes text": "modalities",
 }
-"""Fields that cannot be served honestly, by what their client can do."""
-_NEUTRAL: tuple[Any, ...] = (False, [], {}, ["text"], {"type": "text"}, "disabled", {"type": "disabled"})
+"""Fields without which an answer, or its log-probabilities, would be another, by what their client can do.
+
+All others are ignored: they change no token."""
+_NEUTRAL: tuple[Any, ...] = (False, [], {}, ["text"], {"type": "text"})
 """Values that ask for nothing. 0 is False."""
-_ONE = ("n", "best_of", "repetition_penalty", "length_penalty", "parallel_tool_calls")
+_ONE = ("n", "best_of", "repetition_penalty", "length_penalty")
 """Fields that ask for nothing where they are 1. True is 1."""
+_EVEN_ZERO = ("prompt_logprobs", "truncate_prompt_tokens")
+"""Fields that ask for something with 0 too."""
+_TRUE = ("skip_special_tokens", "add_generation_prompt")
+"""Fields that ask for nothing where they are true."""
+_TOOLS = ("web_search_options", "mcp_servers", "container")
+"""Fields with tools that the provider runs."""
 _NO_TOOL = ("none", {"type": "none"})
 _ROLES = {"system": "system", "developer": "system", "user": "user"}
 
@@ -54,8 +62,17 @@ def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
     """The request with this conversation. Raises Refusal for what cannot be served honestly."""
     for remedy, names in REFUSED.items():
         for name in names.split():
-            check(body, name, remedy, (1,) if name in _ONE else _NEUTRAL)
-    check(body, "seed", DRAWN, ())
+            neutral = _NEUTRAL
+            if name in _ONE:
+                neutral = (1,)
+            elif name in _EVEN_ZERO:
+                neutral = ()
+            check(body, name, remedy, neutral)
+    for name in _TRUE:
+        check(body, name, DRAWN, (True,))
+    for name in _TOOLS:
+        if body.get(name):
+            _left_out(name)
     if not conversation.get("messages", True):
         raise Refusal("the request has no message: send one that the policy is to answer")
     ways = ("max_completion_tokens", "max_output_tokens", "max_tokens")
@@ -120,22 +137,27 @@ def call_of(id: str, function: Mapping[str, Any]) -> dict[str, Any]:
 def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]]:
     """The tools of a request; none if it says that none may be called.
 
-    Nobody can promise that arguments keep to their schema (`strict`): they are as the policy wrote them.
+    Nobody can promise that arguments keep to their schema (`strict`), or that the policy calls one at a time: it writes
+    what it writes. Tools of other kinds than `kinds` are left out: no template can tell them to the policy.
     """
-    check(
-        body,
-        "tool_choice",
-        FREE,
-        ("auto", {"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}, *_NO_TOOL),
-    )
+    choice = body.get("tool_choice")
+    if isinstance(choice, Mapping):
+        choice = {name: value for name, value in choice.items() if name != "disable_parallel_tool_use"}
+    check({"tool_choice": choice}, "tool_choice", FREE, ("auto", {"type": "auto"}, *_NO_TOOL))
     tools = []
     for tool in body.get("tools") or ():
-        kind_of(tool, *kinds)
+        if tool.get("type") not in kinds:
+            _left_out(f"a tool of the kind {tool['type']!r:.80}")
+            continue
         about = tool.get("function", tool)
         parameters = about.get("parameters") or about.get("input_schema") or {"type": "object", "properties": {}}
         function = {"name": about["name"], "description": about.get("description") or "", "parameters": parameters}
         tools.append({"type": "function", "function": function})
-    return [] if body.get("tool_choice") in _NO_TOOL else tools
+    return [] if choice in _NO_TOOL else tools
+
+
+def _left_out(what: str) -> None:
+    say_once(f"an agent sends {what}, which the policy is not told: no chat template has a form for it")
 
 
 def error_of(refusal: Refusal) -> dict[str, Any]:

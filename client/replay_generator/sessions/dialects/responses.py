@@ -23,6 +23,8 @@ class Responses:
     def ask(self, body: dict[str, Any]) -> Ask:
         fields.check(body, "prompt", fields.WHOLE)
         fields.check(body.get("text") or {}, "format", fields.FREE)
+        included = [name for name in body.get("include") or () if "logprobs" in name]
+        fields.check({"include": included}, "include", fields.KEPT)
         given = body.get("input") or ()
         items = [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
         if body.get("instructions"):
