@@ -5,6 +5,7 @@
 * A null field is no field. Arrow has all fields in each message, and null where a message lacks one.
 * Content in parts is the text of its parts. A part that is no text is refused.
 * Arguments of calls are objects for the template. One that wants their JSON gets this (`_WAYS`).
+* Messages of the system stay where they are. A template that refuses them there gets one, at the top (`_WAYS`).
 * A last message of the assistant is not rendered: the policy goes on behind its words, whatever the template does to
   whole messages.
 * Templates that ask for today's date get the day on which the rollout began. It would change the head of a
@@ -38,11 +39,14 @@ def render(
     tools: Sequence[Any] = (),
     template: Mapping[str, Any] | None = None,
     began: datetime | None = None,
+    *,
+    ended: bool = False,
 ) -> str:
     """The text that the policy goes on after: what the tokenizer's chat template makes of the messages.
 
     `tools`: as the client gave them, or Python functions. `template`: arguments of the template. `began`: when the
-    rollout began; None: now. Tokenize it without special tokens: the template has written them. Raises ChatError.
+    rollout began; None: now. `ended`: whether the policy begins a turn of its own, also if the last message is of the
+    assistant. Tokenize it without special tokens: the template has written them. Raises ChatError.
     """
     arguments = dict(template or {})
     written = _template_of(tokenizer, arguments)
@@ -52,7 +56,7 @@ def render(
         arguments.setdefault("strftime_now", (began or datetime.now()).strftime)
     told = clean(messages)
     words = ""
-    if told and told[-1]["role"] == "assistant":
+    if told and told[-1]["role"] == "assistant" and not ended:
         words = _words_of(told.pop())
     if not told:
         raise ChatError("no message comes before the words of the assistant: begin with one of the user")
@@ -275,7 +279,33 @@ def _thoughts_apart(told: _Told) -> _Told:
     return changed
 
 
-_WAYS: tuple[Callable[[_Told], _Told], ...] = (_arguments_as_text, _thoughts_apart)
+def _one_system(told: _Told) -> _Told:
+    """One message of the system, at the top: of several there, all words. Later ones are words of the user.
+
+    They join those of the user beside them, since many of these templates want turns that alternate.
+    """
+    top: list[str] = []
+    rest = list(told)
+    while rest and rest[0]["role"] == "system":
+        top.append(rest.pop(0)["content"])
+    changed: _Told = []
+    if top:
+        changed.append({**told[0], "content": "\n\n".join(top)})
+    was_system = False
+    for message in rest:
+        is_system = message["role"] == "system"
+        if is_system:
+            message = {**message, "role": "user"}
+        follows_user = bool(changed) and changed[-1]["role"] == message["role"] == "user"
+        if follows_user and (is_system or was_system):
+            changed[-1] = {**changed[-1], "content": f"{changed[-1]['content']}\n\n{message['content']}"}
+        else:
+            changed.append(message)
+        was_system = is_system
+    return changed
+
+
+_WAYS: tuple[Callable[[_Told], _Told], ...] = (_arguments_as_text, _thoughts_apart, _one_system)
 """What some templates want. A way is tried, alone and with others, only where the template refuses the usual form."""
 
 

@@ -114,6 +114,50 @@ def test_a_template_that_wants_thoughts_apart_gets_them_so():
     assert said == "[user||Weather in Rome?][assistant|hm|Rain.][user||Weather in Rome?]"
 
 
+ONE_SYSTEM = CHATML.replace(
+    "{% for message in messages %}",
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}",
+)
+"""As templates of Qwen 3.5 and later have it."""
+
+
+def of(role, *texts):
+    return [{"role": role, "content": text} for text in texts]
+
+
+ASKED_TWICE = [ASKED, {"role": "assistant", "content": "Rain."}]
+
+
+@pytest.mark.parametrize("tell", [of_row, of_hook, render])
+@pytest.mark.parametrize(
+    ("given", "folded"),
+    [
+        ([*of("system", "a", "b"), ASKED], [*of("system", "a\n\nb"), ASKED]),
+        ([*of("system", "a"), *of("developer", "b"), ASKED], [*of("system", "a\n\nb"), ASKED]),
+        ([*of("developer", "a", "b", "c"), ASKED], [*of("system", "a\n\nb\n\nc"), ASKED]),
+        ([*of("user", "x"), *of("system", "a")], of("user", "x\n\na")),
+        ([*of("user", "x"), *of("system", "a"), *of("user", "y")], of("user", "x\n\na\n\ny")),
+        (
+            [*of("system", "s"), *ASKED_TWICE, *of("system", "a", "b"), *of("user", "y")],
+            [*of("system", "s"), *ASKED_TWICE, *of("user", "a\n\nb\n\ny")],
+        ),
+        ([*ASKED_TWICE, *of("developer", "a")], [*ASKED_TWICE, *of("user", "a")]),
+        ([*of("user", "x", "y"), *of("system", "a")], [*of("user", "x", "y\n\na")]),
+        ([*of("system", "s"), *of("user", "x")], [*of("system", "s"), *of("user", "x")]),
+    ],
+)
+def test_a_template_that_refuses_messages_of_the_system_gets_one_at_the_top(given, folded, tell):
+    tokenizer = make_chat_tokenizer(ONE_SYSTEM)
+    assert tell(tokenizer, given, []) == rendered_by_hand(tokenizer, folded)
+
+
+def test_a_template_that_takes_messages_of_the_system_where_they_are_gets_them_there():
+    tokenizer = make_chat_tokenizer(CHATML)
+    given = [*of("system", "a", "b"), ASKED, *of("system", "c")]
+    assert render(tokenizer, given) == rendered_by_hand(tokenizer, given)
+
+
 @pytest.mark.parametrize("tell", [of_row, of_hook, render])
 @pytest.mark.parametrize(
     ("message", "says"),

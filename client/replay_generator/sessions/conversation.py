@@ -52,7 +52,7 @@ class Conversation:
 
     def go_on(self, said: str, last_token: int, given: Sequence[Message]) -> tuple[Conversation, list[int]]:
         """The conversation after a turn of the policy and the messages `given`, and the tokens between this turn and
-        the next. `said`: the turn as text; `last_token`: its last.
+        the next. `said`: the turn as text; `last_token`: its last. Without messages the policy takes one more turn.
 
         Raises RolloutError if the template would let the policy read something else than what it wrote.
         """
@@ -62,22 +62,23 @@ class Conversation:
         if _THOUGHT in said:
             mark = f"{_THINKS * (_THINKS in said)}\n[thought-{place}]\n{_THOUGHT}\n\n{mark}".lstrip("\n")
         turn = {"role": "assistant", "content": mark}
-        if given[0]["role"] == "tool" and self.said == self.marked:  # the first turn
+        if given and given[0]["role"] == "tool" and self.said == self.marked:  # the first turn
             answer = {**given[0], "content": f"[answer-{place}]"}
             if answer["content"] not in _render(self.task, (*self.marked, turn, answer), self.tools):
                 raise RolloutError(
                     "the chat template leaves out the answer of a tool: use one that knows the role tool"
                 )
         marked = (*self.marked, turn, *given)
-        rendered, begins = _render(self.task, marked, self.tools), self.rendered + mark
+        rendered = _render(self.task, marked, self.tools, ended=True)
+        begins = self.rendered + mark
         if not rendered.startswith(begins):
             raise RolloutError(
                 "the chat template renders earlier turns differently after an answer of a tool, so the policy would "
                 "read what it never wrote: use a template that keeps all turns as they are"
             )
         whole = (*self.said, {"role": "assistant", "content": said}, *given)
-        read = _without_space(_render(self.task, self.said, self.tools) + said)
-        if not _without_space(_render(self.task, whole, self.tools)).startswith(read):
+        read = _without_space(_render(self.task, self.said, self.tools, ended=True) + said)
+        if not _without_space(_render(self.task, whole, self.tools, ended=True)).startswith(read):
             raise RolloutError(
                 "the chat template leaves out or changes what the policy wrote in an earlier turn, for example its "
                 "thoughts: use a template that keeps all turns as they are, or a hook of your own that begins a new "
@@ -92,9 +93,9 @@ class Conversation:
         return rendered_ids(self.task.tokenizer, text)
 
 
-def _render(task: Task, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+def _render(task: Task, messages: Sequence[Message], tools: Sequence[Any], *, ended: bool = False) -> str:
     try:
-        return render(task.tokenizer, messages, tools, task.chat_template, task.began)
+        return render(task.tokenizer, messages, tools, task.chat_template, task.began, ended=ended)
     except ChatError as error:
         raise RolloutError(str(error)) from error
 

@@ -82,10 +82,11 @@ class Exchanges:
         self._known.setdefault(_digests(tools, messages)[-1], []).append(exchange)
 
     def after_messages(self, tools: Sequence[Any], messages: Sequence[Message]) -> tuple[Exchange | None, int]:
-        """The last exchange that these messages begin with, and how many of them are its own. Of several that
+        """The last exchange that these messages begin with, and how many of them are its own: all, if they end with its
+        answer. Of several that
         answered alike: one that was read, and of these the oldest that nobody goes on after."""
         digests = _digests(tools, messages)
-        for count in range(len(digests) - 1, 0, -1):
+        for count in range(len(digests), 0, -1):
             if found := self._known.get(digests[count - 1]):
                 return min(found, key=lambda each: (not each.read, each.followed)), count
         return None, 0

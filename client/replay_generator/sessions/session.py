@@ -177,7 +177,8 @@ class Session:
             before.followed = True
             try:
                 conversation, given = await _rendered(messages, lambda: go_on(drawn.text, last, new))
-                return Exchange(before, given, new[-1]["role"], _words(new), conversation)
+                role = new[-1]["role"] if new else "user"
+                return Exchange(before, given, role, _words(new), conversation)
             except RolloutError as error:
                 say_once(f"a conversation goes on in a sequence of its own: {error}")
         conversation, given = await _rendered(messages, lambda: Conversation.begin(self.task, messages, tools))

@@ -371,11 +371,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (Messages, {"tool_choice": {"type": "any"}}, "tool_choice {'type': 'any'}"),
     (Messages, {"output_config": {"format": FORM}}, "format {"),
     (Messages, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
-    (
-        Messages,
-        {"messages": [*HELLO, {"role": "assistant", "content": "It is ("}]},
-        "the last of messages is of the assistant, .* end with the user's",
-    ),
 ]
 
 

@@ -167,6 +167,40 @@ async def test_a_template_that_rewrites_earlier_turns_gives_each_turn_a_sequence
     assert_drawn(engine, sequences, [each for _, each in engine.drawn])
 
 
+ONE_SYSTEM = TEMPLATE.replace(
+    "{% for message in messages %}",
+    "{% for message in messages %}{% if message['role'] == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}",
+)
+
+
+async def test_a_conversation_with_messages_of_the_system_all_over_it_is_one_sequence():
+    engine = Drawing(tokenizer=chat_tokenizer(ONE_SYSTEM), says=["one", "two", "three"])
+    session = session_of(engine)
+    system = [{"role": "system", "content": text} for text in "pqrs"]
+    talk: list[Any] = [system[0], system[1], user("a"), system[2]]
+    for new in ([user("b"), system[3]], [system[0], user("c")], []):
+        talk.append(said(await ask(session, *talk)))
+        talk += new
+    (sequence,) = session.rollout(1.0).sequences
+    assert "<s>system\np\n\nq<e>\n<s>user\na\n\nr<e>\n" in words(engine, sequence.token_ids)
+    assert "<s>user\nb\n\ns<e>\n<s>assistant\ntwo<e>\n<s>user\np\n\nc<e>\n" in words(engine, sequence.token_ids)
+    assert_drawn(engine, [sequence], [each for _, each in engine.drawn])
+
+
+async def test_a_conversation_that_ends_with_our_own_answer_is_continued_by_one_more_turn():
+    engine = Drawing(says=["one", "two", "three"])
+    session = session_of(engine)
+    talk: list[Any] = [user("a")]
+    for new in ([], [user("b")], []):
+        talk.append(said(await ask(session, *talk)))
+        talk += new
+    (sequence,) = session.rollout(1.0).sequences
+    begin = "<s>user\na<e>\n<s>assistant\none<e>\n<s>assistant\ntwo<e>\n<s>user\nb<e>\n<s>assistant\nthree<e>"
+    assert words(engine, sequence.token_ids) == begin
+    assert_drawn(engine, [sequence], [each for _, each in engine.drawn])
+
+
 async def test_sub_agents_that_share_a_beginning_are_sequences_that_train_a_shared_turn_once():
     engine = Drawing(says=["plan", "left", "right", "end"])
     session = session_of(engine)

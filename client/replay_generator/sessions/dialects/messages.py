@@ -21,8 +21,6 @@ class Messages:
         fields.check(body.get("output_config") or {}, "format", fields.FREE)
         system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
         messages = [message for each in (*system, *body["messages"]) for message in _messages(each)]
-        if messages and messages[-1]["role"] == "assistant":
-            raise Refusal("the last of messages is of the assistant, and none is gone on with: end with the user's")
         tools = fields.tools_of(body, "custom", None)
         return fields.ask_of(body, messages=messages, tools=tools, objects_only=True)
 
