@@ -138,6 +138,15 @@ async def test_the_client_of_anthropic_reads_an_answer_at_once_as_a_stream_and_b
         assert (message.usage.input_tokens, message.usage.output_tokens) == (7, 3)
 
 
+def test_a_stream_of_chat_has_a_chunk_for_each_call():
+    calls = [replace(CALL, id=f"call{n}") for n in range(3)]
+    events = [*Chat().events(answer("So:", calls), CHAT)]
+    chunks = [event["choices"][0]["delta"] for event in events if event != "[DONE]"]
+    told = [chunk["tool_calls"] for chunk in chunks if "tool_calls" in chunk]
+    assert [[call["id"] for call in each] for each in told] == [["call0"], ["call1"], ["call2"]]
+    assert [each[0]["index"] for each in told] == [0, 1, 2]
+
+
 def triples(said: Answer) -> list[Any]:
     return [(call.id, call.name, call.arguments) for call in said.calls]
 

@@ -49,7 +49,11 @@ class Chat:
         return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
 
     def _parts(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
-        deltas = [{name: value} for name, value in choice.pop("message").items()]
+        """One chunk for each field of the message, and one for each call: some clients read the first in a chunk."""
+        deltas = []
+        for name, value in choice.pop("message").items():
+            values = [[call] for call in value] if name == "tool_calls" else [value]
+            deltas += [{name: each} for each in values]
         return [*({"index": 0, "delta": delta, "finish_reason": None} for delta in deltas), {**choice, "delta": {}}]
 
 
