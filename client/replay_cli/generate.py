@@ -275,8 +275,10 @@ def load_rows(
 
     if system is not None and not chat:
         raise ValueError("--system needs --chat")
-    loaded = load_prompts(prompts, prompt_field=prompt_field, split=split, check=check)
+    loaded = load_prompts(prompts, prompt_field=prompt_field, split=split, check=False)
     rows = PreparedRows(loaded, prompt_field, system, chat=chat)
+    if check and loaded.in_memory:
+        rows.check()
     return rows if seed is None else cycle_prompts(rows, seed=seed)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import reprlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,7 +61,7 @@ class GroupMaker:
         try:
             prompt = Prompt.of(source)
         except ValueError as error:
-            raise PromptError(f"{source!r:.200} is no prompt: {error}") from error
+            raise PromptError(f"{reprlib.repr(source)} is no prompt: {error}") from error
         prompt_ids = prompt.tokenize(self._engine.tokenizer, began=began, **self._config.chat_template)
         if why := why_unfit(self._engine, prompt_ids):
             raise PromptError(f"prompt {prompt.prompt_id!r} has {why}")

@@ -8,7 +8,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import msgpack
 import numpy as np
@@ -17,9 +18,18 @@ import numpy.typing as npt
 from replay_client.errors import ReplayError
 from replay_generator import chat
 from replay_generator.chat import Message
-from replay_generator.row_files import Rows, file_rows, open_rows
+from replay_generator.row_files import (
+    ArrowRows,
+    Rows,
+    file_rows,
+    is_of_arrow,
+    numbered_rows,
+    open_rows,
+    place_of,
+    row_of_arrow,
+)
 from replay_generator.row_values import field_of, json_of, plain_row
-from replay_protos.labels import TagValue, labels_of
+from replay_protos.labels import MOST_VALUE_BYTES, TagValue, labels_of
 
 
 class PromptError(ReplayError):
@@ -51,48 +61,35 @@ class Prompt:
         """Makes a prompt of a row with a `prompt_field`, of a text, or of a list of messages.
 
         `prompt_field` may be a path: `extra_info.question`. The row gets values of Python (`plain_row`), and its
-        messages are cleaned (`chat.clean`). Its `prompt_id` is `row["prompt_id"]`, or else a hash of its content and of
-        the row's other fields. Raises ValueError if the content is missing, empty, or neither a text nor messages, for
-        what no store can hold, such as half of a surrogate pair, for `tools` and `chat_template_kwargs` that no
-        template takes, and for tags that no item can have.
+        messages are cleaned (`chat.clean`). Its `prompt_id` is `row["prompt_id"]`, a text or a number, or else a hash
+        of its content and of the row's other fields. Raises ValueError if the content is missing, empty, or neither a
+        text nor messages, for what no store can hold, such as half of a surrogate pair, for `tools` and
+        `chat_template_kwargs` that no template takes, and for tags that no item can have.
         """
         if isinstance(source, Prompt):
             return source
-        if hasattr(source, "to_dict"):  # a row of pandas
-            source = source.to_dict()
-        row = plain_row(source if isinstance(source, Mapping) else {prompt_field: source})
-        try:
-            value = field_of(row, prompt_field)
-        except KeyError as error:
-            raise ValueError(
-                f"a row needs the field {prompt_field!r}; {error.args[0]}: name one of them with --prompt-field "
-                "(prompt_field)"
-            ) from None
-        content = _content(prompt_field, value)
-        prompt_id = row.get("prompt_id")
-        if prompt_id is None:
+        row, content, tags = _parsed(source, prompt_field)
+        prompt_id = _named(row.get("prompt_id"))
+        if not prompt_id:
             prompt_id = _id_of(content, {name: each for name, each in row.items() if name != prompt_field})
-        prompt = cls(prompt_id=str(prompt_id), content=content, row=row, tags=_tags(row.get("tags")))
-        prompt.tools()
-        prompt.template()
-        return prompt
+        return cls(prompt_id=prompt_id, content=content, row=row, tags=tags)
 
     def packed(self) -> bytes:
         """The bytes for `unpacked`. Raises PromptError if the row has a value that msgpack has no type for."""
         fields = {**vars(self), "row": dict(self.row), "tags": dict(self.tags)}
         try:
-            packed: bytes = msgpack.packb(fields)
+            packed: bytes = msgpack.packb(fields, default=_packed_number)
         except (TypeError, ValueError, OverflowError) as error:
             raise PromptError(
-                f"prompt {self.prompt_id!r} cannot be stored in a table: {error}; leave out the field of its row that "
-                "is neither text, number, list nor object"
+                f"prompt {self.prompt_id!r:.80} cannot be stored in a table: {error}; leave out the field of its row "
+                "that is neither text, number, list nor object"
             ) from error
         return packed
 
     @classmethod
     def unpacked(cls, packed: bytes) -> Prompt:
         """Raises an error for what `packed` cannot have made."""
-        fields = msgpack.unpackb(packed, strict_map_key=False)
+        fields = msgpack.unpackb(packed, strict_map_key=False, ext_hook=_unpacked_number)
         prompt_id, row = fields["prompt_id"], fields["row"]
         if not isinstance(prompt_id, str) or not isinstance(row, Mapping):
             raise ValueError(f"a prompt needs a text as its prompt_id and an object as its row, not {prompt_id!r:.80}")
@@ -101,13 +98,18 @@ class Prompt:
         return prompt
 
     def as_chat(self, system: str | None = None) -> Prompt:
-        """The prompt as messages. A text becomes the user's message; `system` comes first if there is no other."""
+        """The prompt as messages. A text becomes the user's message; `system` comes first if there is no other.
+
+        Raises ValueError for `tools` that no template takes: those of a text are told to none.
+        """
         messages = self.content
         if isinstance(messages, str):
             messages = ({"role": "user", "content": messages},)
         if system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = ({"role": "system", "content": system}, *messages)
-        return replace(self, content=messages)
+        prompt = replace(self, content=messages)
+        prompt.tools()
+        return prompt
 
     def tools(self) -> list[Any]:
         """The tools that the chat template is told: the row's `tools`. A text has none.
@@ -139,6 +141,68 @@ class Prompt:
             raise PromptError(f"prompt {self.prompt_id!r} cannot be tokenized: {error}") from error
 
 
+_NUMBER = 1
+"""The type of extension of msgpack for whole numbers of more than 64 bits."""
+
+
+def _packed_number(value: Any) -> msgpack.ExtType:
+    """Raises TypeError for anything else that msgpack has no type for."""
+    if not isinstance(value, int):
+        raise TypeError(f"a {type(value).__name__} has no type there")
+    return msgpack.ExtType(_NUMBER, b"%x" % value)
+
+
+def _unpacked_number(code: int, data: bytes) -> int:
+    if code != _NUMBER:
+        raise ValueError(f"a prompt has no extension {code}")
+    return int(data, 16)
+
+
+def _parsed(
+    source: Mapping[str, Any] | str | Sequence[Message], prompt_field: str
+) -> tuple[dict[str, Any], str | tuple[Message, ...], dict[str, TagValue]]:
+    """The row, the content and the tags of a prompt. Raises ValueError for a row that is no prompt."""
+    if hasattr(source, "to_dict"):  # a row of pandas
+        source = source.to_dict()
+    row = plain_row(source if isinstance(source, Mapping) else {prompt_field: source})
+    try:
+        value = field_of(row, prompt_field)
+    except KeyError as error:
+        raise ValueError(
+            f"a row needs the field {prompt_field!r}; {error.args[0]}: name one of them with --prompt-field "
+            "(prompt_field)"
+        ) from None
+    content = _content(prompt_field, value)
+    _named(row.get("prompt_id"))
+    _check_columns(content, row)
+    return row, content, _tags(row.get("tags"))
+
+
+def _check_columns(content: str | tuple[Message, ...], row: Mapping[str, Any]) -> None:
+    """Raises ValueError for columns that no template can be told."""
+    prompt = Prompt("", content, row)
+    prompt.tools()
+    prompt.template()
+
+
+def _named(prompt_id: Any) -> str:
+    """The name in a row's `prompt_id`; "": it has none. Raises ValueError for what is no name."""
+    if prompt_id is None:
+        return ""
+    if isinstance(prompt_id, float) and prompt_id.is_integer():
+        prompt_id = int(prompt_id)  # beside nulls, Arrow and pandas make numbers floats
+    if not isinstance(prompt_id, str | int | float):
+        raise ValueError(f"'prompt_id' must be a text or a number, not {prompt_id!r:.80}")
+    name = str(prompt_id)
+    size = len(name.encode())
+    if size > MOST_VALUE_BYTES:
+        raise ValueError(
+            f"'prompt_id' has {size} bytes, and a name has at most {MOST_VALUE_BYTES}: leave it out, and a hash of the "
+            "row is its name"
+        )
+    return name
+
+
 def _tags(given: Any) -> dict[str, TagValue]:
     """A data set may have a column `tags` of its own, such as lists of keywords: that is not meant for the server."""
     if not isinstance(given, Mapping):
@@ -153,6 +217,7 @@ def _content(name: str, value: Any) -> str | tuple[Message, ...]:
     if isinstance(value, list | tuple) and value:
         try:
             messages = chat.clean(value)
+            chat.check_words(messages)
             for function in chat.functions_of(messages):
                 chat.arguments_of(function)
         except chat.ChatError as error:
@@ -220,22 +285,48 @@ class LoadedPrompts:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def in_memory(self) -> bool:
+        """A look at all rows costs little."""
+        return self._rows.in_memory
+
     def __getitem__(self, index: int) -> Prompt:
         """Raises PromptError that names file and row."""
-        try:
-            return Prompt.of(self._rows[int(index)], self._prompt_field)
-        except ValueError as error:
-            place = self._rows.place(int(index))
-            said = str(error)
-            raise PromptError(said if said.startswith(place) else f"{place}: {said}") from error
+        return prompt_at(self._rows, index, self._prompt_field)
+
+    def place(self, index: int) -> str:
+        """What errors call this row: its file and its number."""
+        return self._rows.place(index)
 
     def check(self) -> None:
-        """Looks at all rows. Raises ValueError for the first that is no prompt."""
-        for index in range(len(self)):
+        """Looks at all rows. Raises ValueError for the first that is no prompt, which names file and row."""
+        for index, row in enumerate(self._rows.each()):
             try:
-                self[index]
-            except PromptError as error:
-                raise ValueError(str(error)) from error
+                if isinstance(row, ValueError):
+                    raise row
+                _parsed(row, self._prompt_field)
+            except ValueError as error:
+                raise ValueError(_at(self._rows, index, error)) from error
+
+
+def prompt_rows(rows: PromptRows, prompt_field: str = "prompt") -> PromptRows:
+    """The rows by number, whatever holds them: a list, a data set, a table of pyarrow, a DataFrame.
+
+    Raises ValueError for a data set of which no split was chosen.
+    """
+    numbered: PromptRows = numbered_rows(rows, _told_columns(prompt_field))
+    return numbered
+
+
+def rows_in_turn(rows: Any) -> Iterable[Any]:
+    """The rows that any iterable gives, which may be a data set or a stream of one. Raises as `prompt_rows`."""
+    told = _told_columns("prompt")
+    numbered = numbered_rows(rows, told)
+    if is_of_arrow(numbered):  # a stream
+        return map(partial(row_of_arrow, told=told), numbered)
+    if isinstance(numbered, ArrowRows):
+        return map(partial(prompt_at, numbered), range(len(numbered)))
+    return cast("Iterable[Any]", numbered)
 
 
 def prompt_at(rows: PromptRows, index: int, prompt_field: str = "prompt") -> Prompt:
@@ -243,7 +334,13 @@ def prompt_at(rows: PromptRows, index: int, prompt_field: str = "prompt") -> Pro
     try:
         return Prompt.of(rows[int(index)], prompt_field)
     except ValueError as error:
-        raise PromptError(f"row {index + 1} (index {index}) of the prompts: {error}") from error
+        raise PromptError(_at(rows, int(index), error)) from error
+
+
+def _at(rows: PromptRows, index: int, error: Exception) -> str:
+    """What is wrong, with the place of the row."""
+    place, said = place_of(rows, index), str(error)
+    return said if said.startswith(place) else f"{place}: {said}"
 
 
 PromptSource = Prompt | Mapping[str, Any] | str | list[Message]
@@ -256,17 +353,36 @@ class PreparedRows:
     def __init__(
         self, rows: PromptRows, prompt_field: str = "prompt", system: str | None = None, *, chat: bool = False
     ) -> None:
-        """`system`: the message of the system in each chat that has none."""
-        self._rows = rows
+        """`chat`: texts become messages of the user. `system`: the message of the system in each that has none."""
+        self._rows = prompt_rows(rows, prompt_field)
         self._prompt_field = prompt_field
-        self._chat, self._system = chat, system
+        self._chat = chat
+        self._system = system
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
+        """Raises PromptError that names the row."""
         prompt = prompt_at(self._rows, index, self._prompt_field)
-        return prompt.as_chat(self._system) if self._chat else prompt
+        if not self._chat:
+            return prompt
+        try:
+            return prompt.as_chat(self._system)
+        except ValueError as error:
+            raise PromptError(_at(self._rows, int(index), error)) from error
+
+    def place(self, index: int) -> str:
+        """What errors call this row."""
+        return place_of(self._rows, index)
+
+    def check(self) -> None:
+        """Looks at all rows. Raises PromptError for the first that is no prompt."""
+        if isinstance(self._rows, LoadedPrompts) and not self._chat:
+            self._rows.check()
+            return
+        for index in range(len(self)):
+            self[index]
 
 
 def cycle_prompts(
@@ -278,11 +394,12 @@ def cycle_prompts(
     no prompt raises PromptError when its turn comes, and the next call goes on with the next row.
     """
     if not len(rows):
-        raise ValueError(f"there are no prompts to cycle through: rows is empty, {rows!r}")
+        raise ValueError(f"there are no prompts to cycle through: rows is empty, {rows!r:.80}")
+    numbered = prompt_rows(rows, prompt_field)
     orders = (epoch_order(len(rows), seed, epoch) for epoch in (itertools.count() if epochs is None else range(epochs)))
 
     def prompt_of(index: int) -> Prompt:
-        return prompt_at(rows, index, prompt_field)
+        return prompt_at(numbered, index, prompt_field)
 
     # `map` goes on after an error, which a generator does not.
     return map(prompt_of, itertools.chain.from_iterable(orders))

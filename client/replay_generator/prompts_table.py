@@ -29,19 +29,30 @@ import json
 import logging
 import secrets
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy.typing as npt
 
 from replay_client import AsyncReplayClient, Sample, ServerInfo
-from replay_client.errors import DeadlineExceededError, LeaseEndedError, ReplayError
+from replay_client.errors import DeadlineExceededError, LeaseEndedError, PayloadTooLargeError, ReplayError
 from replay_client.scoring import group_learnability
 from replay_client.waits import in_daemon_thread
 from replay_generator.config import GeneratorConfig
 from replay_generator.metrics import GeneratorStats
-from replay_generator.prompts import Prompt, PromptError, PromptRows, PromptSource, epoch_order, prompt_at
+from replay_generator.prompts import (
+    Prompt,
+    PromptError,
+    PromptRows,
+    PromptSource,
+    epoch_order,
+    prompt_at,
+    prompt_rows,
+    rows_in_turn,
+)
+from replay_generator.row_files import place_of
 from replay_generator.stored_prompts import (
     MARK_TAG,
     LoadMark,
@@ -216,7 +227,7 @@ class PromptsTable(PromptSupply):
             closes=closes,
         )
 
-    async def _load(self, mark: LoadMark, rows: Iterable[int], priority: float = 1.0) -> None:
+    async def _load(self, mark: LoadMark, rows: Sequence[int], priority: float = 1.0) -> None:
         """Inserts the prompts of these rows, which begin where the mark is, those that are there already apart.
 
         A row that is no prompt, or that no table can hold, is left out: it would end every generator in turn.
@@ -224,23 +235,28 @@ class PromptsTable(PromptSupply):
         prompts = await in_daemon_thread(
             lambda: [self._stored(row, mark, position) for position, row in enumerate(rows, mark.position)]
         )
-        for prompt in prompts:
-            self._count_bad(prompt)
+        places = {key_of(mark.run, mark.epoch, mark.position + index): index for index in range(len(prompts))}
 
-        async def attempt() -> None:
+        async def attempt() -> dict[int, ReplayError]:
             async with self._client.writer(max_in_flight=WINDOW) as writer:
-                for position, stored in enumerate(prompts, mark.position):
+                for key, index in places.items():
+                    stored = prompts[index]
                     if isinstance(stored, PromptError):
                         continue
                     payload, tags = stored
-                    await writer.insert(
-                        payload,
-                        {self.table: priority},
-                        key=key_of(mark.run, mark.epoch, position),
-                        tags=tags,
-                    )
+                    insert = partial(writer.insert, payload, {self.table: priority}, key=key, tags=tags)
+                    await _beside_too_large(insert)
+                await _beside_too_large(writer.flush)
+                for error in writer.refused.values():
+                    if not isinstance(error, PayloadTooLargeError):
+                        raise error
+                return dict(writer.refused)
 
-        await self._answer(attempt)
+        for key, error in (await self._answer(attempt)).items():
+            row = place_of(self._rows, rows[places[key]])
+            prompts[places[key]] = PromptError(f"{row}: the prompt cannot be stored in a table: {error}")
+        for prompt in prompts:
+            self._count_bad(prompt)
 
     def _stored(self, row: int, mark: LoadMark, position: int) -> tuple[bytes, dict[str, TagValue]] | PromptError:
         """The bytes and the tags of the prompt of a row, or why it has none."""
@@ -269,6 +285,19 @@ class PromptsTable(PromptSupply):
                 f"table {self.table!r} was loaded from {mark.rows} prompts, and this generator has {kind}: give all "
                 f"generators the same prompts, or empty the table with `replay table reset {self.table}`"
             )
+
+
+async def _beside_too_large(call: Callable[[], Awaitable[object]]) -> None:
+    """Calls a method of a writer, whose `refused` gets each prompt that is too large for the server.
+
+    A writer that raises has done nothing else: the error is that of an earlier item, and it raises it once.
+    """
+    while True:
+        try:
+            await call()
+        except PayloadTooLargeError:
+            continue
+        return
 
 
 def _decoded(sample: Sample) -> StoredPrompt | LoadMark:
@@ -407,10 +436,10 @@ def supply_of(
     if config.prompts_table is None:
         if config.prompts_epochs is not None:
             raise ValueError("prompts_epochs needs a prompts_table: without one, `prompts` says how many there are")
-        return IteratedPrompts(cast("Iterable[PromptSource]", prompts))
+        return IteratedPrompts(cast("Iterable[PromptSource]", rows_in_turn(prompts)))
     if not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__"):
         raise ValueError(f"prompts_table needs all prompts as rows by number, not {type(prompts).__name__}")
     if config.prompts_mode == "curriculum" and config.prompts_epochs is not None:
         raise ValueError("prompts_epochs does not go together with prompts_mode = 'curriculum', which has no epochs")
     kind = EpochPrompts if config.prompts_mode == "epoch" else CurriculumPrompts
-    return kind(client, answer, cast("PromptRows", prompts), config, stats)
+    return kind(client, answer, prompt_rows(cast("PromptRows", prompts)), config, stats)

@@ -46,14 +46,21 @@ _ONLY_LINES = (
     (_PARQUET, "a Parquet file", "write it as JSON lines or, to import items, let its name end with .parquet"),
 )
 """More of these, where nothing but lines of JSON is read."""
+_AT_ONCE = 256
+"""Rows that Arrow makes objects of Python at once."""
 _HEAD = 8
 """First bytes of a file that tell what it is."""
+_LOOKED_AT = 1 << 16
+"""Bytes at the beginning of a file that tell whether it has a row a line."""
 _TABLES = {".csv": "read_csv", ".tsv": "read_table", ".xlsx": "read_excel"}
 """Files without types, and the function of pandas that reads them."""
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 _DATA = (".parquet", (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"), (".json", ".json.gz"))
-"""How the names of files end that a folder may hold. Those of the first kind that there is are read."""
-_NAMES_OF_FILES = (".parquet", ".jsonl", ".json", ".gz", *_TABLES)
+"""How the names of files end that a folder may hold: Parquet, JSON lines, and JSON, which may describe the others."""
+_NAMES_OF_FILES = (".parquet", ".jsonl", ".ndjson", ".json", ".txt", *_PACKED, *_TABLES)
 """Ends of names that are those of files, and not of data sets on the hub."""
+_LFS = b"version https://git-lfs"
+"""The beginning of what git leaves in the place of a large file."""
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -80,6 +87,17 @@ class Rows(Protocol):
     def place(self, index: int) -> str:
         """What errors call this row: its file and its number."""
         ...
+
+    def each(self) -> Iterator[Any]:
+        """All rows in their order; a ValueError stands for one that cannot be read."""
+        ...
+
+
+def place_of(rows: Any, index: int) -> str:
+    """What errors call a row: as the rows say, or by its number."""
+    if hasattr(rows, "place"):
+        return str(rows.place(index))
+    return f"row {index + 1} (index {index}) of the prompts"
 
 
 # ------------------------------------------------------------------------------------------------ JSON
@@ -145,6 +163,8 @@ def _object(text: str) -> dict[str, Any]:
         row = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error}: it is no JSON, and each line must be an object") from error
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__} where an object belongs")
     return row
@@ -162,32 +182,70 @@ def _decoded(data: bytes) -> str:
 
 def _refuse_others(path: object, file: IO[bytes], others: Sequence[tuple[bytes, str, str]] = ()) -> None:
     name = str(path)
-    reader = _TABLES.get(Path(name).suffix)
-    if reader is not None:
-        target = str(Path(name).with_suffix(".jsonl"))
-        raise ValueError(
-            f'{name}: its values have no types, so it is not read; convert it: python -c "import pandas; '
-            f"pandas.{reader}({name!r}, dtype=str).to_json({target!r}, orient='records', lines=True)\""
-        )
+    line = _line_that_converts(Path(name))
+    if line is not None:
+        raise ValueError(f"{name}: its values have no types, so it is not read; convert it: {line}")
     head = _head(file)
+    if _LFS.startswith(head) and len(head) == _HEAD:
+        raise ValueError(f"{name}: git has not fetched this file yet, and left a note in its place: run git lfs pull")
     for start, kind, remedy in (*_OTHER_FILES, *others):
         if head.startswith(start):
             raise ValueError(f"{name}, line 1: this is {kind}, and not lines of JSON in UTF-8: {remedy}")
 
 
-def _array(file: IO[bytes]) -> list[Any] | None:
-    """The values of a file that is one JSON array; None: it is none, or damaged."""
-    start = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()
+def _line_that_converts(path: Path) -> str | None:
+    """The command that makes JSON lines of a file without types; None: it is another file, by its name."""
+    plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+    reader = _TABLES.get(plain.suffix.lower())
+    if reader is None:
+        return None
+    target = str(plain.with_suffix(".jsonl"))
+    source = str(path)
+    return (
+        f'python -c "import pandas; pandas.{reader}({source!r}, dtype=str).to_json({target!r}, '
+        "orient='records', lines=True)\""
+    )
+
+
+def _values(name: str, file: IO[bytes]) -> list[Any] | None:
+    """The values of a file that is one JSON array, or the object of one that is this alone; None: it has lines.
+
+    Raises ValueError for an array that is damaged.
+    """
+    start = file.read(_LOOKED_AT).removeprefix(codecs.BOM_UTF8).lstrip()
     file.seek(0)
-    if not start.startswith(b"["):
+    is_array = start.startswith(b"[")
+    if not is_array and not _has_lines_of_one_object(start):
         return None
+    data = file.read().removeprefix(codecs.BOM_UTF8)
+    file.seek(0)
     try:
-        values = json.loads(file.read().removeprefix(codecs.BOM_UTF8))
-    except (ValueError, RecursionError):
+        value = json.loads(data)
+    except RecursionError:
+        raise ValueError(f"{name}: it is nested too deeply") from None
+    except UnicodeDecodeError:
+        return None  # whoever reads it by lines says in which
+    except json.JSONDecodeError as error:
+        if is_array and not _is_json(start.partition(b"\n")[0]):  # else each line is an array
+            raise ValueError(f"{name}: it begins as a JSON array, and is damaged: {error}") from error
         return None
-    finally:
-        file.seek(0)
-    return values if isinstance(values, list) else None
+    if isinstance(value, dict):
+        return [value]
+    return value if isinstance(value, list) else None
+
+
+def _has_lines_of_one_object(start: bytes) -> bool:
+    """The beginning of a file is that of an object over several lines."""
+    first, ends, _ = start.partition(b"\n")
+    return first.startswith(b"{") and bool(ends) and not _is_json(first)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 # ------------------------------------------------------------------------------------------------ rows of files
@@ -202,8 +260,9 @@ class FileRows:
 
     def __post_init__(self) -> None:
         self._ends = list(accumulate(len(part) for part in self.parts))
-        columns = [part.columns for part in self.parts]
-        self.columns: Sequence[str] | None = None if None in columns or not columns else columns[0]
+        self.columns: Sequence[str] | None = None
+        if self.parts and all(part.columns is not None for part in self.parts):
+            self.columns = list(dict.fromkeys(name for part in self.parts for name in part.columns or ()))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -221,6 +280,10 @@ class FileRows:
     def place(self, index: int) -> str:
         part, inside = self._part(index)
         return part.place(inside)
+
+    def each(self) -> Iterator[Any]:
+        for part in self.parts:
+            yield from part.each()
 
 
 @dataclass
@@ -247,6 +310,10 @@ class _Listed:
     def place(self, index: int) -> str:
         return f"{self.name}, {self.word} {self.rows[index][0]}"
 
+    def each(self) -> Iterator[Any]:
+        for _, row in self.rows:
+            yield row
+
 
 @dataclass
 class ArrowRows:
@@ -265,17 +332,57 @@ class ArrowRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self.rows):
+            raise IndexError(index)
         if hasattr(self.rows, "to_pylist"):
             (row,) = self.rows.slice(index, 1).to_pylist()
         else:
             row = self.rows[index]
-        for name in self.told:
-            if row.get(name) is not None:
-                row[name] = without_nulls(row[name])
-        return row
+        return row_of_arrow(row, self.told)
 
     def place(self, index: int) -> str:
         return f"{self.name}, row {index + 1} (index {index})"
+
+    def each(self) -> Iterator[Any]:
+        for start in range(0, len(self.rows), _AT_ONCE):
+            if hasattr(self.rows, "to_pylist"):
+                rows = self.rows.slice(start, _AT_ONCE).to_pylist()
+            else:
+                rows = [self.rows[index] for index in range(start, min(start + _AT_ONCE, len(self.rows)))]
+            for row in rows:
+                try:
+                    yield row_of_arrow(row, self.told)
+                except ValueError as error:
+                    yield error
+
+
+def row_of_arrow(row: Mapping[str, Any], told: Sequence[str]) -> dict[str, Any]:
+    """A row without the null fields that Arrow puts into the columns that are `told`. Raises ValueError."""
+    cleaned = dict(row)
+    for name in told:
+        if cleaned.get(name) is not None:
+            cleaned[name] = without_nulls(cleaned[name])
+    return cleaned
+
+
+def numbered_rows(rows: Any, told: Sequence[str]) -> Any:
+    """The rows by number that a program has, in whatever holds them. `told`: as of ArrowRows.
+
+    Those of Arrow are a data set of the package `datasets`, or a table of pyarrow. Raises ValueError for a data set of
+    which no split was chosen.
+    """
+    if hasattr(rows, "iloc"):  # a DataFrame of pandas, which numbers its columns
+        return rows.to_dict("records")
+    if isinstance(rows, Mapping):
+        raise ValueError(f"the prompts are in splits, {', '.join(map(str, rows))}: choose one, such as rows['train']")
+    if is_of_arrow(rows) and hasattr(rows, "__getitem__"):
+        return ArrowRows("the prompts", rows, rows.column_names, told, in_memory=False)
+    return rows
+
+
+def is_of_arrow(rows: Any) -> bool:
+    """These are rows of the package `datasets`, or of pyarrow."""
+    return type(rows).__module__.partition(".")[0] in ("datasets", "pyarrow") and hasattr(rows, "column_names")
 
 
 def _rows_of_file(path: str | os.PathLike[str], told: Sequence[str]) -> Rows:
@@ -285,7 +392,7 @@ def _rows_of_file(path: str | os.PathLike[str], told: Sequence[str]) -> Rows:
         if _head(file).startswith(_PARQUET):
             table = _parquet(name, file)
             return ArrowRows(name, table, table.column_names, told, in_memory=True)
-        values = _array(file)
+        values = _values(name, file)
         if values is None:
             return _Listed(name, "line", list(_lines(path, file)))
         rows: list[tuple[int, Any]] = []
@@ -338,6 +445,7 @@ def _data_files(folder: Path) -> list[Path]:
     if not having:
         raise ValueError(
             f"{folder} holds no prompts: neither files *.parquet, *.jsonl or *.json, nor what `datasets` saved"
+            f"{_other_files(folder)}"
         )
     by_split = all(_split_of(Path(path.name)) for path in having)
     if len(having) > 1 and not by_split:
@@ -360,13 +468,34 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _files_of_one_kind(folder: Path) -> list[Path]:
-    """The Parquet files of a folder, or else those of JSON lines, or else of JSON: that may describe the others."""
-    paths = [path for path in sorted(folder.iterdir()) if path.is_file()]
-    for ends in _DATA:
-        found = [path for path in paths if path.name.endswith(ends)]
-        if found:
-            return found
-    return []
+    """The Parquet files of a folder, or those of JSON lines, or else of JSON: that may describe the others.
+
+    Raises ValueError for a folder with both of the first, of which one would be lost.
+    """
+    kinds = [[path for path in _files(folder) if path.name.lower().endswith(ends)] for ends in _DATA]
+    parquet, lines, described = kinds
+    if parquet and lines:
+        raise ValueError(
+            f"{folder} holds files of two kinds, such as {parquet[0].name} and {lines[0].name}: give one file, or a "
+            "folder of one kind"
+        )
+    return parquet or lines or described
+
+
+def _files(folder: Path) -> list[Path]:
+    """Files that somebody put there: those that begin with a dot are of systems and editors."""
+    return [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
+
+
+def _other_files(folder: Path) -> str:
+    """What to do with files of a folder that are not read, in words; "": there are none."""
+    for path in _files(folder):
+        line = _line_that_converts(path)
+        if line is not None:
+            return f"; convert {path.name}: {line}"
+        if path.suffix.lower() in _PACKED:
+            return f"; unpack {path.name}"
+    return ""
 
 
 def _split_of(path: Path) -> str:
@@ -388,7 +517,11 @@ def open_rows(source: str, *, split: str = "train", told: Sequence[str] = ()) ->
     without rows, or of another kind, OSError, and ImportError if a package is missing.
     """
     path = Path(source)
-    if source == STDIN or (path.exists() and not path.is_dir()) or path.suffix in _NAMES_OF_FILES:
+    if not source:
+        raise ValueError("the prompts have no name: give a file, a folder, or a data set")
+    if source != STDIN and not path.exists() and _is_path(source):
+        raise FileNotFoundError(f"there is no file or folder {source}")
+    if source == STDIN or (path.exists() and not path.is_dir()):
         rows: Rows = file_rows(source, told)
     elif path.is_dir() and not any((path / name).exists() for name in ("dataset_dict.json", "dataset_info.json")):
         rows = _folder_rows(path, split, told)
@@ -397,6 +530,12 @@ def open_rows(source: str, *, split: str = "train", told: Sequence[str] = ()) ->
     if not len(rows):
         raise ValueError(f"{source} has no prompts")
     return rows
+
+
+def _is_path(source: str) -> bool:
+    """A source that is not there is named as a file or folder, and not as a data set on the hub: `owner/name`."""
+    path = Path(source.partition(":")[0])
+    return source.startswith(("/", ".", "~")) or len(path.parts) > 2 or path.suffix.lower() in _NAMES_OF_FILES
 
 
 def _data_set(source: str, split: str, told: Sequence[str]) -> ArrowRows:
@@ -408,7 +547,12 @@ def _data_set(source: str, split: str, told: Sequence[str]) -> ArrowRows:
         ) from error
     is_saved = Path(source).is_dir()
     name, _, subset = source.partition(":")
-    loaded = datasets.load_from_disk(source) if is_saved else datasets.load_dataset(name, subset or None)
+    try:
+        loaded = datasets.load_from_disk(source) if is_saved else datasets.load_dataset(name, subset or None)
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:  # what a package raises for a name that it cannot read
+        raise ValueError(f"{source!r} is no data set that can be loaded: {type(error).__name__}: {error}") from error
     if isinstance(loaded, Mapping):
         if split not in loaded:
             raise ValueError(f"{source} has no split {split!r}, only {', '.join(loaded)}")

@@ -1,16 +1,23 @@
 """Values of rows: what people's rows hold, as what JSON, msgpack and reward functions all take.
 
 Rows come from JSON, Arrow, pandas and Python. Whoever reads a row knows nothing of that: numbers and arrays of numpy
-are those of Python, and a number that JSON cannot write is null.
+are those of Python, sets are lists, a number that JSON cannot write is null, and what JSON has no type for is its text:
+dates, times, decimals, UUIDs, paths.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from datetime import date, time, timedelta
 from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePath
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 
@@ -18,20 +25,34 @@ MOST_DEPTH = 64
 """Lists and objects inside one another. Whoever walks through a row may do so by recursion."""
 _NULLS = ("NAType", "NaTType")
 """Types of pandas for what is missing."""
+_TEXTS = (Decimal, Fraction, UUID, PurePath, timedelta)
+"""Types whose values are told by their texts."""
+_LISTS = (list, tuple, AbstractSet, deque, range)
+"""Types of values that hold others in a row. Sets come in the order of their texts."""
+_SIMPLE = frozenset([str, int, float, bool, type(None)])
+"""Types that hold no others: most values have one of them."""
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with values of Python. NaN and infinities become None; objects of other kinds stay as they are.
+    """The row with values that JSON has too. NaN and infinities become None; objects of other kinds stay as they are.
 
     Raises ValueError that names the field, for a text with half a surrogate, and for what is nested too deeply.
     """
-    plain: dict[str, Any] = {}
-    for name, value in row.items():
-        try:
-            plain[_plain(name)] = _rebuilt(value, _plain)
-        except ValueError as error:
-            raise ValueError(f"field {str(name)!r:.80} {error}") from error
-    return plain
+    try:
+        plain: dict[str, Any] = _rebuilt(row, _plain, most=MOST_DEPTH + 1)
+        return plain
+    except ValueError:
+        for name, value in row.items():
+            try:
+                _rebuilt({name: value}, _plain, most=MOST_DEPTH + 1)
+            except ValueError as error:
+                raise ValueError(f"field {str(name)!r:.80} {error}") from error
+        raise
+
+
+def plain_value(value: Any) -> Any:
+    """A value as `plain_row` has it. Raises ValueError, as that does."""
+    return _rebuilt(value, _plain)
 
 
 def without_nulls(value: Any) -> Any:
@@ -42,8 +63,11 @@ def without_nulls(value: Any) -> Any:
     return _rebuilt(value, lambda each: each, drop_nulls=True)
 
 
-def _rebuilt(value: Any, change: Callable[[Any], Any], *, drop_nulls: bool = False) -> Any:
-    """The value with all its objects and lists made anew, and each value in them, at any depth, changed."""
+def _rebuilt(value: Any, change: Callable[[Any], Any], *, drop_nulls: bool = False, most: int = MOST_DEPTH) -> Any:
+    """The value with all its objects and lists made anew, and each value in them, at any depth, changed.
+
+    `most`: the depth from which on it raises ValueError.
+    """
     top = [change(value)]
     todo: list[tuple[Any, Any, int]] = [(top, 0, 0)]
     while todo:
@@ -51,34 +75,64 @@ def _rebuilt(value: Any, change: Callable[[Any], Any], *, drop_nulls: bool = Fal
         inner = holder[key]
         if isinstance(inner, np.ndarray):
             inner = inner.tolist()
+        if depth > most and _holds_others(inner):
+            raise ValueError(f"is nested more than {MOST_DEPTH} deep")
+        keys: list[Any] = []
         if isinstance(inner, Mapping):
             inner = {change(name): change(each) for name, each in inner.items()}
             if drop_nulls:
                 inner = {name: each for name, each in inner.items() if each is not None}
-            todo.extend((inner, name, depth + 1) for name in inner)
-        elif isinstance(inner, list | tuple):
+            keys = [name for name, each in inner.items() if _holds_others(each)]
+        elif isinstance(inner, _LISTS):
+            if isinstance(inner, AbstractSet):
+                inner = sorted(inner, key=repr)
             inner = [change(each) for each in inner]
-            todo.extend((inner, index, depth + 1) for index in range(len(inner)))
-        if depth > MOST_DEPTH:
-            raise ValueError(f"is nested more than {MOST_DEPTH} deep")
+            keys = [index for index, each in enumerate(inner) if _holds_others(each)]
         holder[key] = inner
+        for each in keys:
+            todo.append((inner, each, depth + 1))
     return top[0]
+
+
+def _holds_others(value: Any) -> bool:
+    if type(value) in _SIMPLE:
+        return False
+    return isinstance(value, (Mapping, np.ndarray, *_LISTS))
 
 
 def _plain(value: Any) -> Any:
     """A value as JSON and msgpack have it, if it is none that holds others. Raises ValueError for half a surrogate."""
+    if type(value) is str:
+        return _whole(value)
+    if value is None or type(value) in (bool, int, dict, list):
+        return value
+    if isinstance(value, np.datetime64 | np.timedelta64):
+        return None if np.isnat(value) else str(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "mM":
+        return list(value)
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
+    if type(value).__name__ in _NULLS:
+        return None
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            half = value[error.start]
-            raise ValueError(f"holds half of a surrogate pair, {half!a}, which no text in UTF-8 has: mend it") from None
-        return str(value)
-    return None if type(value).__name__ in _NULLS else value
+        return _whole(str.__str__(value))
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return str(value) if isinstance(value, _TEXTS) else value
+
+
+def _whole(text: str) -> str:
+    """The text. Raises ValueError for half a surrogate."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(f"holds half of a surrogate pair, {half!a}, which no text in UTF-8 has: mend it") from None
+    return text
 
 
 # ------------------------------------------------------------------------------------------------ fields by path
@@ -113,9 +167,10 @@ def _names(value: Any) -> str:
 def json_of(value: Any) -> str:
     """JSON that is the same for equal values wherever they come from: sorted, and without null fields.
 
-    What is neither text, number, list, object, decimal, bytes nor a date counts as null.
+    `value`: as `plain_row` and `plain_value` make it, or an object of such values. What JSON has no type for counts as
+    null.
     """
-    told = _rebuilt(value, _told, drop_nulls=True)
+    told = _rebuilt(value, _told, drop_nulls=True, most=MOST_DEPTH + 2)
     try:
         return json.dumps(told, sort_keys=True, skipkeys=True)
     except TypeError:  # names of several types, which have no order
@@ -123,11 +178,12 @@ def json_of(value: Any) -> str:
 
 
 def _told(value: Any) -> Any:
+    """Arrow makes all numbers of a column with fractions floats, so 1.0 is 1."""
     value = _plain(value)
-    if value is None or isinstance(value, str | int | float | Mapping | list | tuple):
-        return value
-    if isinstance(value, bytes | bytearray):
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value).hex()
-    if isinstance(value, Decimal):
-        return str(value)
-    return value.isoformat() if hasattr(value, "isoformat") else None
+    if type(value) in _SIMPLE or isinstance(value, (int, Mapping, *_LISTS)):
+        return value
+    return None

@@ -20,13 +20,15 @@ from replay_client import AsyncKeeper, AsyncReplayClient, Sample, SampleInfo
 from replay_client.errors import ReplayError
 from replay_client.waits import LAST_WORD, in_daemon_thread
 from replay_generator.metrics import GeneratorStats
-from replay_generator.prompts import PromptSource
+from replay_generator.prompts import Prompt, PromptError, PromptSource
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Answer = Callable[..., Awaitable[Any]]
 """Makes a call of the client, again while the server is away or busy: `GeneratorServer.answer`."""
+_THE_END = object()
+"""What stands for a further prompt where there is none. Null may be one that somebody gave."""
 _MOST_STRANGERS = 100
 """Items that cannot be decoded. When there were so many before the first group, it is the wrong table."""
 
@@ -96,12 +98,19 @@ class IteratedPrompts(PromptSupply):
 
     def __init__(self, prompts: Iterable[PromptSource]) -> None:
         self._prompts = iter(prompts)
+        self._count = 0
 
     async def next(self) -> Drawn | None:
         # In a thread: the next prompt of a streamed data set may take its time.
-        source = await in_daemon_thread(lambda: next(self._prompts, None))
-        self.ended = source is None
-        return None if source is None else Drawn(source)
+        source = await in_daemon_thread(lambda: next(self._prompts, _THE_END))
+        if source is _THE_END:
+            self.ended = True
+            return None
+        self._count += 1
+        try:
+            return Drawn(Prompt.of(source))
+        except ValueError as error:
+            raise PromptError(f"prompt {self._count} of those that are given: {error}") from error
 
 
 class LeasedItems(Generic[T]):

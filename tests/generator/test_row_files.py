@@ -7,16 +7,31 @@ import os
 import subprocess
 import sys
 import threading
+from collections import deque
+from datetime import date, datetime, time
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePath
+from uuid import UUID
 
 import numpy as np
 import pytest
 
-from replay_generator.prompts import Prompt, PromptError, cycle_prompts, load_prompts, read_prompts
+from replay_generator.prompts import (
+    PreparedRows,
+    Prompt,
+    PromptError,
+    cycle_prompts,
+    load_prompts,
+    read_prompts,
+    rows_in_turn,
+)
 from replay_generator.row_values import field_of
 from tests.commands import run_replay
 
 pandas = pytest.importorskip("pandas")
 pyarrow = pytest.importorskip("pyarrow")
+datasets = pytest.importorskip("datasets")
 from pyarrow import parquet  # noqa: E402
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
@@ -31,6 +46,7 @@ def table(path, rows=ROWS):
 def write(path, content=LINES):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
+    return str(path)
 
 
 def texts(source, **options):
@@ -107,6 +123,47 @@ def test_a_folder_says_which_splits_and_sets_it_has(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["a.parquet", "b.jsonl"], "holds files of two kinds, such as a.parquet and b.jsonl: give one file"),
+        (["train.csv"], r"convert train.csv: python -c .import pandas; pandas.read_csv"),
+        (["train.jsonl.zst"], "unpack train.jsonl.zst"),
+    ],
+)
+def test_a_folder_with_files_that_would_be_lost_says_what_to_do(tmp_path, names, says):
+    for name in names:
+        table(tmp_path / name) if "parquet" in name else write(tmp_path / name)
+    with pytest.raises(ValueError, match=says):
+        load_prompts(str(tmp_path))
+
+
+def test_files_of_systems_are_no_data_and_names_may_be_in_capitals(tmp_path):
+    write(tmp_path / "._a.jsonl", b"\0\5\26\7")
+    write(tmp_path / "A.JSONL")
+    assert texts(tmp_path) == ["1+1=", "2+2="]
+
+
+def test_files_of_a_folder_may_have_columns_of_their_own(tmp_path):
+    table(tmp_path / "a.parquet", [{"question": "1"}])
+    table(tmp_path / "b.parquet", [{"prompt": "2"}])
+    with pytest.raises(ValueError, match=r"a.parquet, row 1 .* needs the field 'prompt'; this one has question"):
+        load_prompts(str(tmp_path))
+    assert load_prompts(str(tmp_path), check=False)[1].content == "2"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.ndjson", "folder/of/mine", "./a.txt", "a.csv"])
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no file or folder"):
+        load_prompts(name)
+
+
+def test_a_name_that_the_package_datasets_cannot_read_is_an_error_in_words():
+    with pytest.raises(ValueError, match="'::' is no data set that can be loaded: IndexError"):
+        load_prompts("::")
+
+
+@pytest.mark.parametrize(
     "content", [LINES, gzip.compress(LINES), json.dumps(ROWS).encode()], ids=["lines", "gzip", "array"]
 )
 def test_a_pipe_is_read(tmp_path, content):
@@ -142,6 +199,27 @@ def test_another_file_is_named_with_the_remedy(tmp_path, name, content, says):
     write(tmp_path / name, content)
     with pytest.raises(ValueError, match=says):
         load_prompts(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.json", b'[\n{"prompt": "a"},\n]', "begins as a JSON array, and is damaged: .* line 3"),
+        ("a.json", b'[{"prompt": "a"}', "begins as a JSON array, and is damaged"),
+        ("a.csv.gz", gzip.compress(b"prompt\n1"), r"pandas.read_csv\('.*a.csv.gz'.*to_json\('.*a.jsonl'"),
+        ("A.CSV", b"prompt\n1", "pandas.read_csv"),
+        ("a", b"prompt,answer\n1,2", "line 1: .*: it is no JSON, and each line must be an object"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1", "run git lfs pull"),
+    ],
+)
+def test_a_file_that_is_damaged_or_another_one_says_so(tmp_path, name, content, says):
+    with pytest.raises(ValueError, match=says):
+        load_prompts(write(tmp_path / name, content))
+
+
+@pytest.mark.parametrize("content", [b'{\n"prompt": "a"\n}', b'\xef\xbb\xbf{\n"prompt": "a"}\n', b'{"prompt": "a"}'])
+def test_a_file_may_be_one_object(tmp_path, content):
+    assert texts(write(tmp_path / "a.json", content)) == ["a"]
 
 
 def test_the_line_that_converts_csv_makes_a_file_that_is_read(tmp_path, monkeypatch):
@@ -269,6 +347,20 @@ def test_what_no_store_can_hold_is_a_bad_row(row, says):
         (pandas.NA, None),
         (pandas.NaT, None),
         ((1, 2), [1, 2]),
+        ({2, 1}, [1, 2]),
+        (deque([1]), [1]),
+        (Decimal("1.50"), "1.50"),
+        (datetime(2020, 1, 2, 3), "2020-01-02T03:00:00"),
+        (date(2020, 1, 2), "2020-01-02"),
+        (time(1, 2), "01:02:00"),
+        (pandas.Timestamp("2020-01-02"), "2020-01-02T00:00:00"),
+        (np.datetime64("2020-01-02", "ns"), "2020-01-02T00:00:00.000000000"),
+        (np.array(["2020-01-02", "NaT"], "datetime64[D]"), ["2020-01-02", None]),
+        (UUID(int=3), "00000000-0000-0000-0000-000000000003"),
+        (Fraction(1, 2), "1/2"),
+        (PurePath("a/b"), "a/b"),
+        (2**70, 2**70),
+        (-(2**70), -(2**70)),
     ],
     ids=lambda each: f"{each!r:.30}",
 )
@@ -287,6 +379,37 @@ def test_rows_of_pandas_are_rows(tmp_path):
         prompt = Prompt.of(row)
         assert prompt.content == tuple(messages)
         assert prompt.row["answer"] == 2
+
+
+def in_a_table(rows):
+    return pyarrow.Table.from_pylist(rows)
+
+
+def in_a_data_set(rows):
+    return datasets.Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("hold", [in_a_table, in_a_data_set])
+@pytest.mark.parametrize("ask", [cycle_prompts, PreparedRows, rows_in_turn])
+def test_rows_of_arrow_that_a_program_gives_have_no_nulls_of_arrow(hold, ask):
+    calls = [{"function": {"name": "f", "arguments": {"a": 1}}}, {"function": {"name": "f", "arguments": {"b": 2}}}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}]
+    rows = [{"prompt": [*messages, {"role": "tool", "content": "b"}], "tools": [{"name": "f", "x": {"y": 1}}]}]
+    other = {"prompt": [{"role": "user", "content": "c"}], "tools": [{"name": "g", "x": {"z": 1}}]}
+    prompts = ask(hold([*rows, other]))
+    found = {prompt.prompt_id: prompt for prompt in itertools.islice(iter(prompts), 2)}
+    for row in (*rows, other):
+        expected = Prompt.of(row)
+        assert found[expected.prompt_id].content == expected.content
+        assert found[expected.prompt_id].tools() == expected.tools()
+
+
+def test_a_frame_of_pandas_is_rows_and_a_data_set_in_splits_says_to_choose_one():
+    frame = pandas.DataFrame([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}])
+    assert sorted(prompt.content for prompt in cycle_prompts(frame, epochs=1)) == ["a", "b"]
+    splits = datasets.DatasetDict({"train": in_a_data_set([{"prompt": "a"}])})
+    with pytest.raises(ValueError, match=r"in splits, train: choose one, such as rows\['train'\]"):
+        cycle_prompts(splits)
 
 
 def test_a_row_may_hold_an_object_that_nothing_knows():
@@ -313,6 +436,43 @@ def test_a_row_has_one_name_however_it_was_stored(tmp_path):
     assert names[0] == names[1]
     turned = dict(reversed(rows[0].items()))
     assert Prompt.of(turned | {"none": None, "thing": object(), "nan": float("nan")}).prompt_id == names[0][0]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [(1, "1"), (1.0, "1"), (2.5, "2.5"), (True, "True"), ("a", "a"), (np.int64(4), "4")]
+)
+def test_a_prompt_id_is_a_text_or_a_number(given, name):
+    assert Prompt.of({"prompt": "a", "prompt_id": given}).prompt_id == name
+
+
+@pytest.mark.parametrize("given", [None, "", float("nan"), pandas.NA])
+def test_rows_without_a_prompt_id_have_names_of_their_own(given):
+    names = {Prompt.of({"prompt": text, "prompt_id": given}).prompt_id for text in "ab"}
+    assert len(names - {""}) == 2
+
+
+@pytest.mark.parametrize("given", [[], {}, ["a"], b"a", "x" * 257, "x" * 1_000_000])
+def test_what_is_no_name_is_refused(given):
+    with pytest.raises(ValueError, match=r"^'prompt_id' ") as caught:
+        Prompt.of({"prompt": "a", "prompt_id": given})
+    assert len(str(caught.value)) < 200
+
+
+def test_numbers_that_arrow_makes_floats_name_the_same_prompt():
+    assert Prompt.of({"prompt": "a", "x": 1}).prompt_id == Prompt.of({"prompt": "a", "x": 1.0}).prompt_id
+
+
+@pytest.mark.parametrize("depth", [64, 65, 100_000])
+@pytest.mark.parametrize("field", ["more", "prompt"])
+def test_a_row_may_be_nested_64_deep_and_says_its_field_beyond(depth, field):
+    value = "x"
+    for _ in range(depth):
+        value = [value]
+    if (depth, field) == (64, "more"):
+        assert Prompt.of({"prompt": "a", "more": value}).row["more"] == value
+        return
+    with pytest.raises(ValueError, match=r"each message needs|field '(more|prompt)' is nested more than 64 deep"):
+        Prompt.of({"prompt": "a"} | {field: value})
 
 
 def test_a_prompt_keeps_its_name_when_the_others_of_its_file_change():
@@ -342,3 +502,13 @@ def test_replay_train_reads_held_out_prompts_as_generators_read_theirs(tmp_path,
     done = run_replay(*command, "--eval-prompts", str(tmp_path / "a.jsonl"), *options)
     assert done.returncode == 1
     assert says in done.stderr
+
+
+def test_a_column_of_tools_that_chat_tells_a_template_is_a_bad_row_by_its_line(tmp_path):
+    path = write(tmp_path / "a.jsonl", b'{"prompt": "a"}\n{"prompt": "b", "tools": ["hammer"]}\n')
+    rows = PreparedRows(load_prompts(path), chat=True)
+    with pytest.raises(PromptError, match=r"a\.jsonl, line 2: each of 'tools' is an object"):
+        rows[1]
+    done = run_replay("generate", "--model", str(tmp_path), "--prompts", path, "--chat", "--reward", "exact_match")
+    assert done.returncode == 1
+    assert "a.jsonl, line 2: each of 'tools' is an object" in done.stderr

@@ -5,6 +5,7 @@ import pytest
 from replay_client.errors import ReplayError
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.prompts import cycle_prompts, load_prompts
+from replay_server import TableConfig
 from tests.commands import run_replay
 from tests.generator.factories import ScriptedEngine
 from tests.generator.prompts.test_curriculum import TABLES as CURRICULUM
@@ -33,6 +34,28 @@ async def test_a_row_that_no_table_can_hold_does_not_end_a_generator_of_it(row):
     async with serving() as client:
         await make_generator(client, [row, *GOOD]).run()
         assert sorted(await made(client)) == [each["prompt_id"] for each in GOOD]
+
+
+@pytest.mark.parametrize("at", [0, 3, 6])
+async def test_rows_that_are_too_large_for_the_server_do_not_end_a_generator_of_a_table(at, caplog):
+    large = {"prompt": "a", "more": "x" * 200_000}
+    prompts = TableConfig(name="prompts", sampler="fifo", max_times_sampled=1, max_bytes=100_000)
+    async with serving(prompts, TableConfig(name="rollouts")) as client:
+        generator = make_generator(client, [*GOOD[:at], large, *GOOD[at:], large])
+        await generator.run()
+        assert sorted(await made(client)) == [row["prompt_id"] for row in GOOD]
+        assert generator.stats["skipped"] == 2
+        assert f"row {at + 1} (index {at}) of the prompts: the prompt cannot be stored in a table: " in caplog.text
+
+
+async def test_a_bad_row_among_those_that_a_program_gives_is_skipped_by_its_number(caplog):
+    settings = GeneratorConfig(group_size=2, on_prompt_error="skip")
+    async with serving() as client:
+        generator = RolloutGenerator(client, ScriptedEngine(), [*among(None), None, *GOOD], by_length, settings)
+        await generator.run()
+        assert len(await made(client)) == 2 * len(GOOD)
+        assert "prompt 2 of those that are given: 'prompt' must be a text or a list of messages" in caplog.text
+        assert "prompt 8 of those that are given: 'prompt' must be a text or a list of messages" in caplog.text
 
 
 async def test_a_bad_row_does_not_end_a_curriculum():
