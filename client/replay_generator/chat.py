@@ -20,6 +20,8 @@ from datetime import datetime
 from itertools import combinations
 from typing import Any
 
+from replay_generator.row_values import plain_value
+
 Message = Mapping[str, Any]
 """{"role": "system" | "user" | "assistant" | ..., "content": ...}, and any other field of the chat template."""
 _TEXTS = (None, "text", "input_text", "output_text")
@@ -27,6 +29,9 @@ _TEXTS = (None, "text", "input_text", "output_text")
 _THINKS, _THOUGHT = "<think>", "</think>"
 _OURS = ("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
 """Arguments of the template that follow from the messages, or that `render` sets."""
+
+
+_NOTHING_BEFORE = "no message comes before the words of the assistant: begin with one of the user"
 
 
 class ChatError(ValueError):
@@ -59,9 +64,11 @@ def render(
     if told and told[-1]["role"] == "assistant" and not ended:
         words = _words_of(told.pop())
     if not told:
-        raise ChatError("no message comes before the words of the assistant: begin with one of the user")
+        raise ChatError(_NOTHING_BEFORE)
     if "developer" not in written:
-        told = [{**each, "role": "system"} if each["role"] == "developer" else each for each in told]
+        for message in told:
+            if message["role"] == "developer":
+                message["role"] = "system"
     failure: Exception | None = None
     for way in _ways(told):
         try:
@@ -72,7 +79,9 @@ def render(
         except Exception as error:  # a template may raise anything
             failure = failure or error
             continue
-        return f"{rendered}{words}"
+        whole = f"{rendered}{words}"
+        _checked("the chat, as the template renders it,", whole)
+        return whole
     raise ChatError(f"the chat template refuses the messages: {type(failure).__name__}: {failure}") from failure
 
 
@@ -84,21 +93,35 @@ def rendered_ids(tokenizer: Any, rendered: str) -> list[int]:
 def text_ids(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a text that the policy goes on after, which may be one that a template has rendered.
 
-    The tokenizer puts its BOS before it, unless the text begins with it. It puts none before a text with other special
-    tokens if the chat template writes none either.
+    The tokenizer puts its first tokens before it, such as BOS, unless the text begins with them. It puts none before a
+    text with other special tokens if the chat template writes none either. What a tokenizer puts behind a text, such
+    as EOS, would end it, and is left out. Raises ChatError for half a surrogate.
     """
+    _checked("the text", text)
     ids = [int(token) for token in tokenizer.encode(text)]
-    bos = getattr(tokenizer, "bos_token_id", None)
-    if bos is None or ids[:1] != [bos]:
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    if not special.intersection([*ids[:1], *ids[-1:]]):  # the tokenizer has added nothing
         return ids
     plain = rendered_ids(tokenizer, text)
-    if plain[:1] == [bos]:
+    first = _before(ids, plain)
+    if first is None:  # a tokenizer that reads a text in another way behind its first tokens
+        return ids
+    if plain[: len(first)] == first:
         return plain
     written = _template_of(tokenizer, {})
-    writes_bos = "bos_token" in written or tokenizer.bos_token in written
-    if written and not writes_bos and _special_ids(tokenizer).intersection(plain):
+    bos = getattr(tokenizer, "bos_token", None)
+    writes_first = "bos_token" in written or (bos is not None and bos in written)
+    if written and not writes_first and _special_ids(tokenizer).intersection(plain):
         return plain
-    return ids
+    return [*first, *plain]
+
+
+def _before(ids: list[int], plain: list[int]) -> list[int] | None:
+    """What stands in `ids` before `plain`. None: `plain` is not in it."""
+    for start in range(len(ids) - len(plain) + 1):
+        if ids[start : start + len(plain)] == plain:
+            return ids[:start]
+    return None
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
@@ -109,7 +132,13 @@ def _special_ids(tokenizer: Any) -> set[int]:
 
 def _template_of(tokenizer: Any, arguments: Mapping[str, Any]) -> str:
     """The source of the template, or of all of them if the tokenizer has several; "": it has none."""
-    return str(arguments.get("chat_template") or getattr(tokenizer, "chat_template", None) or "")
+    own = getattr(tokenizer, "chat_template", None) or ""
+    wanted = arguments.get("chat_template")
+    if not isinstance(own, Mapping):
+        return str(wanted or own)
+    if wanted:
+        return str(own.get(wanted, wanted))  # the name of one of them, or another one
+    return "\n".join(map(str, own.values()))
 
 
 # ------------------------------------------------------------------------------------------------ messages
@@ -129,13 +158,15 @@ def clean(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _clean(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatError(f"each message needs a 'role' and a 'content', not {message!r:.200}")
+    if message.get("function_call"):
+        raise ChatError("it has a function_call, which no template knows: write it as one of its tool_calls")
     told = {name: value for name, value in message.items() if value is not None}
-    calls = told.pop("tool_calls", None)
+    calls = _clean_calls(told.pop("tool_calls", None) or [])
     if "content" not in message and not calls:
         raise ChatError(f"each message needs a 'role' and a 'content', not {message!r:.200}")
     told["content"] = text_of(message.get("content"))
     if calls:
-        told["tool_calls"] = _clean_calls(calls)
+        told["tool_calls"] = calls
     return told
 
 
@@ -158,12 +189,22 @@ def text_of(content: Any) -> str:
         text = part.get("text")
         if not isinstance(text, str | None):
             raise ChatError(f"the 'text' of a part of its content is {text!r:.80}, which is no text")
+        others = [name for name, value in part.items() if name not in ("type", "text") and value is not None]
+        if text is None and others:  # an image of which nobody said that it is one
+            raise ChatError(
+                f"a part of its content has {', '.join(map(str, others))!r:.80} and no 'text', and no text model "
+                "takes that: leave out the row"
+            )
         texts.append(text or "")
     return "".join(texts)
 
 
 def _clean_calls(calls: Any) -> list[dict[str, Any]]:
-    """The calls without null fields, with their arguments as they are: a null in these is the caller's."""
+    """The calls without null fields, with their arguments as they are: a null in these is the caller's.
+
+    `calls`: a list, or its JSON.
+    """
+    calls = _unpacked("tool_calls", calls) or []
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         raise ChatError(f"its tool_calls must be a list of objects, not {calls!r:.200}")
     told = []
@@ -189,7 +230,25 @@ def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
         raise ChatError("the arguments of a call are nested too deeply") from None
     if not isinstance(arguments, dict):
         raise ChatError(f"the arguments of a call must be an object, or its JSON, not {given!r:.200}")
-    return arguments
+    checked: dict[str, Any] = _checked("the JSON of the arguments of a call", arguments)
+    return checked
+
+
+def check_words(messages: Sequence[Message]) -> None:
+    """Raises ChatError if the last message is one of the assistant that nobody can go on with."""
+    if messages[-1]["role"] != "assistant":
+        return
+    _words_of(messages[-1])
+    if len(messages) == 1:
+        raise ChatError(_NOTHING_BEFORE)
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value as rows have it (`plain_value`). Raises ChatError for what no tokenizer takes."""
+    try:
+        return plain_value(value)
+    except ValueError as error:
+        raise ChatError(f"{name} {error}") from error
 
 
 def functions_of(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
@@ -311,9 +370,15 @@ _WAYS: tuple[Callable[[_Told], _Told], ...] = (_arguments_as_text, _thoughts_apa
 
 def _check_arguments(rendered: str, told: _Told) -> None:
     """Raises ChatError if the template has written arguments as Python does: it wants their JSON."""
+    said = "\n".join(message["content"] for message in told)
     for function in functions_of(told):
         arguments = function.get("arguments")
-        if isinstance(arguments, dict) and arguments and repr(arguments) in rendered:
+        if not isinstance(arguments, dict):
+            continue
+        written = repr(arguments)
+        if written == json.dumps(arguments):  # there is no difference
+            continue
+        if rendered.count(written) > said.count(written):
             raise ChatError("the template writes the arguments of calls as Python does")
 
 
@@ -355,9 +420,12 @@ def _unpacked(name: str, value: Any) -> Any:
     """Data sets have what Arrow has no type for as JSON."""
     if not isinstance(value, str):
         return value
+    if not value.strip():
+        return None
     try:
-        return json.loads(value) if value.strip() else None
+        unpacked = json.loads(value)
     except ValueError as error:
         raise ChatError(f"{name!r} is a text that is no JSON, {value!r:.200}: {error}") from None
     except RecursionError:
         raise ChatError(f"{name!r} is nested too deeply") from None
+    return _checked(f"the JSON of {name!r}", unpacked)

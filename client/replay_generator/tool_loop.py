@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from replay_generator import user_code
+from replay_generator.chat import tools_of
 from replay_generator.rollouts import Rollout, RolloutError, RolloutHook, RolloutPolicy, RolloutSequence, Task
 from replay_generator.sessions.conversation import Conversation
 
@@ -62,7 +63,9 @@ def tool_loop(
     `max_turns` turns of the policy the rollout ends with the reason "turns". `parse` finds the calls in a turn; the
     ValueError that it raises goes back to the policy too. `Rollout.info["calls"]` has all calls, in order.
 
-    The prompts must consist of messages, and the tokenizer needs a chat template.
+    The prompts must consist of messages, and the tokenizer needs a chat template. A row with `tools` chooses among the
+    functions, by their names: only these can be called, and the template gets what the row says of them. If the last
+    message is one of the assistant, the first turn of the policy goes on with it.
     """
     by_name = {tool.__name__: tool for tool in tools}
     if len(by_name) < len(tools):
@@ -73,7 +76,9 @@ def tool_loop(
     async def play(task: Task, policy: RolloutPolicy) -> Rollout:
         if task.messages is None:
             raise RolloutError("a tool loop needs prompts of messages (--chat), and a chat template that knows tools")
-        conversation, begins = Conversation.begin(task, task.messages, tools)
+        wanted_tools = tools_of(task.row.get("tools"))
+        callable_now = _chosen(by_name, wanted_tools)
+        conversation, begins = Conversation.begin(task, task.messages, wanted_tools or tools)
         sequence, calls = RolloutSequence(begins), []
         for turn in range(1, max_turns + 1):
             said = sequence.sampled(await policy.generate(sequence.token_ids))
@@ -81,7 +86,7 @@ def tool_loop(
                 break
             try:
                 wanted = list(user_code.call_here(parse, said.text))
-                answers = [await _answer(by_name, call) for call in wanted]
+                answers = [await _answer(callable_now, call) for call in wanted]
                 calls += wanted
                 if not wanted:
                     break
@@ -97,6 +102,24 @@ def tool_loop(
         return Rollout([sequence], info={"calls": calls})
 
     return play
+
+
+def _chosen(
+    functions: Mapping[str, Callable[..., Any]], wanted: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Callable[..., Any]]:
+    """The functions that a row's `tools` name; all of them if it names none. Raises RolloutError for another name."""
+    if not wanted:
+        return functions
+    chosen = {}
+    for tool in wanted:
+        name = tool.get("function", tool)["name"]
+        if name not in functions:
+            raise RolloutError(
+                f"the row's 'tools' name {name!r:.80}, and the tool loop has {', '.join(functions)}: give it this "
+                "function too, or leave out the column"
+            )
+        chosen[name] = functions[name]
+    return chosen
 
 
 async def _answer(tools: Mapping[str, Callable[..., Any]], call: ToolCall) -> str:

@@ -1,13 +1,15 @@
 """Messages as a chat template reads them, whichever door they come through."""
 
+import json
 from datetime import datetime
 
 import pytest
+from tokenizers import processors
 
 from replay_generator.chat import ChatError, render, text_ids
 from replay_generator.engines import SamplingConfig
 from replay_generator.openings import Opening
-from replay_generator.prompts import Prompt, PromptError
+from replay_generator.prompts import Prompt
 from replay_generator.rollouts import RolloutError, Task
 from replay_generator.sessions.conversation import Conversation
 from tests.generator.factories import make_chat_tokenizer, shipped_template
@@ -169,8 +171,12 @@ def test_a_template_that_takes_messages_of_the_system_where_they_are_gets_them_t
         ({"role": "user", "content": 3}, "must be a text, or a list of parts, not 3"),
         ({"role": "user", "content": {"text": "a"}}, "must be a text, or a list of parts"),
         ({"role": "user"}, "needs a 'role' and a 'content'"),
+        ({"role": "user", "content": [{"image_url": {"url": "x"}}]}, "has 'image_url' and no 'text'"),
+        ({"role": "user", "content": [{"type": None, "text": None, "image": "x"}]}, "has 'image' and no 'text'"),
+        ({"role": "user", "content": [{"type": "text", "content": "a"}]}, "has 'content' and no 'text'"),
+        ({"role": "assistant", "function_call": {"name": "f"}, "content": None}, "write it as one of its tool_calls"),
         ({"role": None, "content": "a"}, "needs a 'role' and a 'content'"),
-        ({"role": "assistant", "tool_calls": "[]"}, "must be a list of objects"),
+        ({"role": "assistant", "tool_calls": "[1]"}, "must be a list of objects"),
     ],
 )
 def test_a_message_that_no_text_model_can_take_is_refused_by_its_number(message, says, tell):
@@ -299,8 +305,8 @@ def test_the_policy_goes_on_behind_the_words_of_the_assistant_as_they_are(templa
     ],
 )
 def test_what_nobody_can_go_on_with_is_refused(messages, says):
-    with pytest.raises(PromptError, match=says):
-        Prompt.of(messages).tokenize(make_chat_tokenizer(CHATML))
+    with pytest.raises(ValueError, match=says):
+        Prompt.of(messages)
 
 
 # ------------------------------------------------------------------------------------------ today's date
@@ -333,3 +339,61 @@ def test_a_template_that_fails_says_why():
     tokenizer = make_chat_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ChatError, match="refuses the messages: TemplateError: roles must alternate"):
         render(tokenizer, [ASKED])
+
+
+def test_arguments_that_people_quote_or_that_read_alike_in_json_are_no_python():
+    quoted = [{"role": "user", "content": "Call it with {'city': 'Rome'}"}, called({"city": "Rome"}), SEEN]
+    alike = [ASKED, called({"it's": 1}), SEEN]
+    tokenizer = make_chat_tokenizer(shipped_template("qwen3"))
+    for messages in (quoted, alike):
+        assert render(tokenizer, messages) == rendered_by_hand(tokenizer, messages)
+
+
+def test_calls_may_be_json_as_a_whole():
+    tokenizer = make_chat_tokenizer(shipped_template("qwen3"))
+    calls = called({"city": "Rome"})["tool_calls"]
+    told = Prompt.of([ASKED, {"role": "assistant", "tool_calls": json.dumps(calls)}, SEEN]).tokenize(tokenizer)
+    assert told == Prompt.of([ASKED, called({"city": "Rome"}), SEEN]).tokenize(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "\ud83d"}],
+        [{**ASKED, "name": "\ud83d"}, ASKED],
+        [ASKED, called('{"city": "\\ud83d"}'), SEEN],
+        [ASKED, called({"city": ["\ud83d"]}), SEEN],
+    ],
+    ids=["content", "name", "JSON of arguments", "arguments"],
+)
+@pytest.mark.parametrize("tell", [of_row, of_hook])
+def test_half_a_surrogate_is_refused_before_the_tokenizer_wherever_it_stands(messages, tell):
+    template = "{% for message in messages %}{{ message | tojson }}{% endfor %}"
+    with pytest.raises((ValueError, RolloutError), match="half of a surrogate pair"):
+        tell(make_chat_tokenizer(template), messages, [])
+
+
+@pytest.mark.parametrize(
+    "column", [{"tools": '[{"name": "\\ud83d"}]'}, {"chat_template_kwargs": '{"a": {"b": "\\ud83d"}}'}]
+)
+def test_half_a_surrogate_in_the_json_of_a_column_is_refused(column):
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        Prompt.of({"prompt": [ASKED]} | column)
+
+
+def test_the_template_that_arguments_name_among_several_is_the_one_that_is_looked_at():
+    tokenizer = make_chat_tokenizer(None)
+    tokenizer.chat_template = {"default": CHATML, "dated": DATED}
+    ids = Prompt.of([ASKED]).tokenize(tokenizer, began=EVENING, chat_template="dated")
+    assert tokenizer.decode(ids).startswith("01 Mar 2025: ")
+
+
+def test_a_tokenizer_with_other_first_tokens_than_bos_writes_them_once_and_its_last_ones_never():
+    tokenizer = make_chat_tokenizer(None, bos=True)
+    around = processors.TemplateProcessing(
+        "<|im_start|> <s> $A </s>", None, [("<|im_start|>", 2), ("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer.backend_tokenizer.post_processor = around
+    whole = tokenizer.encode("<|im_start|><s>hi", add_special_tokens=False)
+    assert text_ids(tokenizer, "hi") == whole
+    assert text_ids(tokenizer, "<|im_start|><s>hi") == whole

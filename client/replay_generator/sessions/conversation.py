@@ -35,20 +35,27 @@ class Conversation:
     """The same with a mark in the place of each of its turns."""
     rendered: str
     """What the template makes of `marked`. All later renderings must begin with it."""
+    words: str = ""
+    """Words of the assistant in the prompt, which the next turn of the policy goes on with."""
 
     @classmethod
     def begin(
         cls, task: Task, messages: Sequence[Message], tools: Sequence[Any] = ()
     ) -> tuple[Conversation, list[int]]:
-        """A conversation in which the policy has written nothing yet, and its tokens. Raises RolloutError if there can
-        be none."""
+        """A conversation in which the policy has written nothing yet, and its tokens.
+
+        If the last message is one of the assistant, the first turn of the policy goes on with its words. Raises
+        RolloutError if there can be no conversation.
+        """
         if not getattr(task.tokenizer, "chat_template", None):
             raise RolloutError("a conversation needs a model whose tokenizer has a chat template")
-        if not messages or messages[-1]["role"] == "assistant":
-            raise RolloutError("the conversation ends with words of the assistant: end it with a message of the user")
+        whole = _render(task, messages, tools)
         said = tuple(messages)
-        begun = cls(task, tools, said, said, _render(task, said, tools))
-        return begun, begun._tokens(begun.rendered)
+        if said[-1]["role"] == "assistant":
+            said = said[:-1]
+        rendered = _render(task, said, tools)
+        begun = cls(task, tools, said, said, rendered, words=whole.removeprefix(rendered))
+        return begun, begun._tokens(whole)
 
     def go_on(self, said: str, last_token: int, given: Sequence[Message]) -> tuple[Conversation, list[int]]:
         """The conversation after a turn of the policy and the messages `given`, and the tokens between this turn and
@@ -56,6 +63,7 @@ class Conversation:
 
         Raises RolloutError if the template would let the policy read something else than what it wrote.
         """
+        said = f"{self.words}{said}"
         place = f"{len(self.said)}-{id(self)}"
         # No text has these marks by chance, and no template changes them. Some move thoughts, so they have a mark too.
         mark = f"[turn-{place}]"

@@ -181,6 +181,8 @@ class Session:
                 return Exchange(before, given, role, _words(new), conversation)
             except RolloutError as error:
                 say_once(f"a conversation goes on in a sequence of its own: {error}")
+        if messages[-1]["role"] == "assistant":
+            raise RolloutError("the conversation ends with words of the assistant: end it with a message of the user")
         conversation, given = await _rendered(messages, lambda: Conversation.begin(self.task, messages, tools))
         return Exchange(None, given, words=_words(messages), conversation=conversation)
 

@@ -1,6 +1,7 @@
 """The hook for tools that are Python functions: what the policy reads, and which templates it takes."""
 
 import asyncio
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -236,10 +237,39 @@ async def test_the_tool_loop_gives_the_template_what_the_generator_is_configured
     assert all(text.startswith("kind<s>user") for text in engine.read)
 
 
-async def test_a_prompt_that_ends_with_words_of_the_assistant_is_refused():
-    messages = [*CHAT[0]["prompt"], {"role": "assistant", "content": "It is"}]
-    with pytest.raises(PromptError, match="end it with a message of the user"):
-        await played(tool_loop([add]), Talking(), group_size=1, prompts=[{"prompt": messages}])
+@pytest.mark.parametrize("words", ["It is ", " It is", "<think>\nhm, "])
+async def test_the_first_turn_goes_on_with_the_words_of_the_assistant_in_the_prompt(words):
+    messages = [*CHAT[0]["prompt"], {"role": "assistant", "content": words}]
+    said = f"well.</think>{CALL}" if "<think>" in words else CALL
+    engine = Talking(says=[said, "5"])
+    await played(tool_loop([add]), engine, group_size=1, prompts=[{"prompt": messages}])
+    assert engine.read[0].endswith(f"assistant\n{words}")
+    assert engine.read[1].startswith(f"{engine.read[0]}{said}<e>")
+    assert "5" in engine.read[1].removeprefix(f"{engine.read[0]}{said}<e>")
+
+
+def named(*names):
+    return [{"type": "function", "function": {"name": name, "description": "As the row says."}} for name in names]
+
+
+async def test_the_tools_of_a_row_choose_among_the_functions():
+    def subtract(a: int, b: int) -> int:
+        """Subtracts.
+
+        Args:
+            a: One.
+            b: Another.
+        """
+        return a - b
+
+    engine = Talking(says=[CALL, "5"], tokenizer=chat_tokenizer("{{ tools | tojson }}" + TEMPLATE))
+    rows = [{"prompt": CHAT[0]["prompt"], "tools": named("subtract")}]
+    await played(tool_loop([add, subtract]), engine, group_size=1, prompts=rows)
+    assert engine.read[0].startswith(json.dumps(named("subtract")))
+    assert "there is no tool 'add'; there are subtract" in engine.read[1]
+    rows = [{"prompt": CHAT[0]["prompt"], "tools": named("divide")}]
+    with pytest.raises(PromptError, match="'tools' name 'divide', and the tool loop has add: give it this function"):
+        await played(tool_loop([add]), Talking(), group_size=1, prompts=rows)
 
 
 async def test_a_prompt_without_messages_is_refused():
