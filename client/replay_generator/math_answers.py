@@ -29,7 +29,9 @@ _LOOKED_AT = 1000
 """Characters of the end of a text in which an answer without a mark is looked for."""
 _MOST_ANSWER = 10_000
 """Characters of an answer: a longer one is none."""
-_NUMBER = re.compile(r"\$?\s*([-+]?[\d,]*\.?\d+)\s*\$?\.?")
+_NUMBER = re.compile(r"(?:\\?\$)?\s*([-+]?[\d,]*\.?\d+)\s*\$?\.?")
+_WITH_UNIT = re.compile(r"((?:\\?\$)?\s*[-+]?[\d,]*\.?\d+)\s+[A-Za-z]{2}.*")
+"""What GSM8K's own evaluation reads as a number: what stands behind it is its unit."""
 
 
 def check_installed() -> None:
@@ -46,7 +48,10 @@ def marked_answer(text: str) -> str | None:
     if start >= 0:
         return _in_braces(text[start + len(_BOX) :])
     if _HASHES in text:
-        return text.rpartition(_HASHES)[2].strip().partition("\n")[0].strip()
+        line = text.rpartition(_HASHES)[2].strip().partition("\n")[0]
+        answer = line.strip("* ")  # Markdown's signs of bold text
+        with_unit = _WITH_UNIT.fullmatch(answer)
+        return answer if with_unit is None else with_unit[1]
     return None
 
 

@@ -30,6 +30,11 @@ SOLUTION = "She sold 48/2 = <<48/2=24>>24.\nIn all 72.\n#### 72"
         ("(1, 2)", "\\boxed{(1,2)}"),
         ("Paris", "\\boxed{Paris}"),
         (["71", "72"], "\\boxed{72}"),
+        ("72", "so **#### 72**"),
+        ("72", "#### **72**"),
+        ("72", "#### 72 clips in all"),
+        ("72", "#### $72 dollars"),
+        (r"\$18.00", "#### 18"),
     ],
 )
 def test_an_equal_answer_is_right(answer, completion):
