@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -152,7 +152,8 @@ class _Reading:
     split: str = "train"
     chat: bool = False
     system: str | None = None
-    chat_template: dict[str, Any] = field(default_factory=dict)
+    chat_template: dict[str, Any] | None = None
+    """None: as generators that are at work say."""
 
 
 def _eval_reading(section: Any) -> _Reading:
@@ -170,7 +171,7 @@ def _eval_reading(section: Any) -> _Reading:
     reading = _Reading(**section)
     for name, kind in (("prompt_field", str), ("split", str), ("chat", bool), ("chat_template", dict)):
         value = getattr(reading, name)
-        if not isinstance(value, kind):
+        if name in section and not isinstance(value, kind):
             raise ValueError(f"[evaluation] {name} must be a {kind.__name__}, not {value!r}")
     if reading.system is not None and not (reading.chat and isinstance(reading.system, str)):
         raise ValueError("[evaluation] system is a text, and needs chat = true")
@@ -179,18 +180,17 @@ def _eval_reading(section: Any) -> _Reading:
 
 def _evaluation(prompts: str, reading: _Reading, rewards: list[str] | None, max_tokens: int) -> PromptEvaluation:
     """Raises ValueError, OSError or ImportError for prompts and rewards that cannot be used."""
-    from replay_generator.prompts import load_prompts
+    from replay_generator.prompts import PreparedRows, load_prompts
     from replay_generator.rewards import load_reward
 
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
-    rows = load_prompts(prompts, prompt_field=reading.prompt_field, split=reading.split)
-    loaded = [rows[index] for index in range(len(rows))]
-    if reading.chat:
-        loaded = [prompt.as_chat(reading.system) for prompt in loaded]
+    loaded = load_prompts(prompts, prompt_field=reading.prompt_field, split=reading.split, check=False)
+    rows = PreparedRows(loaded, reading.prompt_field, reading.system, chat=reading.chat)
+    held_out = [rows[index] for index in range(len(rows))]
     scored_by = [load_reward(name) for name in rewards or ["exact_match"]]
     from replay_trainer import PromptEvaluation  # needs torch; prompts and rewards that cannot be used end it before
 
-    return PromptEvaluation(loaded, scored_by, max_tokens, chat_template=reading.chat_template)
+    return PromptEvaluation(held_out, scored_by, max_tokens, chat_template=reading.chat_template)
 
 
 def _as_typed(message: str, names: set[str]) -> str:

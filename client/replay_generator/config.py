@@ -33,7 +33,9 @@ class GeneratorConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How completions are drawn. With a seed, each group has a seed of its own that is derived from it."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the tokenizer's chat template for prompts that are messages, like {"enable_thinking": False}."""
+    """Arguments of the tokenizer's chat template for prompts that are messages, like {"enable_thinking": False}.
+
+    `replay train --eval-prompts` asks generators that are there for theirs."""
     tables: Names = ("rollouts",)
     """Tables of each group."""
     tags: Mapping[str, Any] = field(default_factory=dict)
@@ -195,4 +197,6 @@ class GeneratorConfig:
             own["sampling_masks"] = self.sampling.sampling_masks
         if self.prompts_table is not None:
             own["prompts_table"] = self.prompts_table
+        if self.chat_template:
+            own["chat_template"] = dict(self.chat_template)
         return described("generator", own)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import json
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +17,17 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, GenerationConfig, WatermarkingConfig
 
 from examples.demo.task import make_model, make_tokenizer
+from replay_client import AsyncReplayClient
+from replay_generator import GeneratorConfig
 from replay_generator.prompts import Prompt
 from replay_generator.rewards import exact_match
+from replay_server import ReplayServer, TableConfig
 from replay_trainer import GRPOConfig
 from replay_trainer.evaluation import PromptEvaluation
 from replay_trainer.metrics import summary
 from replay_trainer.ranks import Ranks
+from tests.commands import run_replay
+from tests.factories import make_group
 from tests.generator.factories import EOS, loaded
 from tests.generator.factories import make_model as make_folder
 from tests.generator.user_functions import swallowing_grader
@@ -314,3 +322,60 @@ def test_an_evaluation_tells_the_template_what_generators_and_rows_do():
     evaluation = PromptEvaluation(prompts, exact_match, max_tokens=2, chat_template={"tone": "1"})
     evaluation(run_with(make_model(0), tokenizer))
     assert tokenizer.rendered == ["11+1=", "21+1="]
+
+
+def test_a_token_that_the_model_has_no_embedding_of_is_named_with_its_prompt():
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    prompts = [Prompt.of({"prompt": "1+1=", "answer": "2"}), Prompt.of({"prompt": "<new>", "prompt_id": "second"})]
+    with pytest.raises(ValueError, match="prompt 'second' of the evaluation has token 45, and the model has embedd"):
+        PromptEvaluation(prompts, exact_match, max_tokens=2)(run_with(make_model(0), tokenizer))
+
+
+SAYS_ITS_TONE = "{{ raise_exception('asked in tone ' ~ tone) }}"
+
+
+@pytest.mark.parametrize(
+    ("generators", "section", "asked"),
+    [
+        ([{"tone": "x"}], {}, "x"),
+        ([{"tone": "x"}, {"tone": "y"}], {"chat_template": {"tone": "z"}}, "z"),
+        ([], {"chat_template": {"tone": "z"}}, "z"),
+    ],
+    ids=["of a generator", "of the section", "without generators"],
+)
+async def test_replay_train_asks_held_out_prompts_by_the_chat_template_settings_of_generators(
+    tmp_path, generators, section, asked
+):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = SAYS_ITS_TONE
+    make_model(0).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text('{"prompt": "1+1", "answer": "2"}')
+    options = ["--model", str(tmp_path / "model"), "--output-dir", str(tmp_path / "run"), "--max-steps", "1"]
+    options += ["--groups-per-step", "1", "--quiet", "--set", "eval_every=1", "--eval-prompts", str(held_out)]
+    options += ["--set", f"evaluation={json.dumps({'chat': True, **section})}"]
+    with ReplayServer([TableConfig(name="rollouts")], port=0) as server:
+        async with AsyncExitStack() as clients:
+            for template in generators:
+                client = await clients.enter_async_context(AsyncReplayClient(server.address))
+                await client.describe(GeneratorConfig(chat_template=template).described())
+            client = await clients.enter_async_context(AsyncReplayClient(server.address))
+            await client.insert(make_group(rewards=[1.0, 0.0]), {"rollouts": 1.0})
+            done = await asyncio.to_thread(run_replay, "train", *options, address=server.address)
+    assert done.returncode == 1
+    assert f"asked in tone {asked}" in done.stderr
+
+
+def test_generators_that_differ_are_named_and_the_first_counts(caplog):
+    client = SimpleNamespace()
+    tokenizer = Chats()
+    said = [("a", {"part": "generator", "chat_template": {"tone": "1"}}), ("b", {"part": "generator"})]
+    client.server_info = lambda: SimpleNamespace(said=lambda part: iter(said))
+    trainer = run_with(make_model(0), tokenizer)
+    trainer.client = client
+    prompts = [Prompt.of({"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"})]
+    PromptEvaluation(prompts, exact_match, max_tokens=2, chat_template=None)(trainer)
+    assert tokenizer.rendered == ["11+1="]
+    assert "generators have different chat_template settings" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
@@ -17,12 +18,15 @@ from transformers import GenerationConfig
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError
 from replay_client.waits import beat
+from replay_generator.engines import text_of
 from replay_generator.prompts import Prompt
 from replay_generator.rewards import Rewards, Scorer
 from replay_generator.weights import end_ids
 from replay_trainer.background import through_restarts
 from replay_trainer.callbacks import Run
 from replay_trainer.metrics import GroupFacts, Metrics, describe_groups
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -71,8 +75,10 @@ class PromptEvaluation:
     """The longest completion."""
     batch_size: int = 16
     """Prompts that are completed at the same time."""
-    chat_template: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template: those of the generators' `chat_template`, so that both ask the same."""
+    chat_template: Mapping[str, Any] | None = field(default_factory=dict)
+    """Arguments of the chat template, as `GeneratorConfig.chat_template` has them.
+
+    None: those of the generators that are at work, so that both ask the same."""
 
     def __call__(self, trainer: Run) -> Metrics:
         """reward_mean, completion_length_mean (tokens), truncated_fraction and prompts, over all ranks.
@@ -112,15 +118,18 @@ class PromptEvaluation:
         modes = {module: module.training for module in model.modules()}
         model.eval()
         ends = end_ids(model, tokenizer)
+        template = self.chat_template
+        if template is None:
+            template = _template_of_generators(trainer.client)
         try:
             for start in range(0, len(prompts), self.batch_size):
                 beat()
                 batch = prompts[start : start + self.batch_size]
-                ids = [prompt.tokenize(tokenizer, **self.chat_template) for prompt in batch]
+                ids = [_known_ids(trainer, prompt, template) for prompt in batch]
                 for completion in self._generate(model, ends, ids):
                     stops = [place for place, token in enumerate(completion) if token in ends]
                     length = stops[0] + 1 if stops else len(completion)
-                    text = tokenizer.decode(completion[:length], skip_special_tokens=True)
+                    text = text_of(tokenizer, completion[:length], skip_special_tokens=True)
                     completed.append((text, length, not stops))
         finally:
             for module, mode in modes.items():
@@ -161,3 +170,33 @@ def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
+
+
+def _template_of_generators(client: ReplayClient) -> Mapping[str, Any]:
+    """Arguments of the chat template that generators say they use; those of the first if they differ."""
+    said = through_restarts(client, client.server_info).said("generator")
+    templates = []
+    for _, settings in said:
+        template = settings.get("chat_template", {})
+        if isinstance(template, dict) and template not in templates:  # a client may say anything
+            templates.append(template)
+    if len(templates) > 1:
+        logger.warning(
+            "generators have different chat_template settings, %s: held-out prompts are asked by the first; write "
+            "[evaluation] chat_template",
+            templates,
+        )
+    return templates[0] if templates else {}
+
+
+def _known_ids(trainer: Run, prompt: Prompt, template: Mapping[str, Any]) -> list[int]:
+    """The tokens of a prompt. Raises ValueError for one that the model has no embedding of."""
+    ids = prompt.tokenize(trainer.tokenizer, **template)
+    count = trainer.model.get_input_embeddings().num_embeddings
+    unknown = [token for token in ids if token >= count]
+    if unknown:
+        raise ValueError(
+            f"prompt {prompt.prompt_id!r} of the evaluation has token {unknown[0]}, and the model has embeddings of "
+            f"{count}: use the tokenizer of the model"
+        )
+    return ids
