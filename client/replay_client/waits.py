@@ -77,7 +77,7 @@ async def in_daemon_thread(work: Callable[[], Any]) -> Any:
             result.set_result(work())
         except BaseException as error:
             if isinstance(error, StopIteration):  # a future of asyncio refuses to carry it
-                result.set_exception(RuntimeError(repr(error)))
+                result.set_exception(RuntimeError(repr(error)).with_traceback(error.__traceback__))
             elif isinstance(error, Exception):
                 result.set_exception(error)
             else:  # such as SystemExit, which would end the event loop

@@ -119,7 +119,8 @@ class GeneratorConfig:
     """When a row is no prompt or does not fit the engine, a reward fails, or a group is too large: raise, or skip.
 
     raise: the run ends. skip: the group is left out, counted and logged; 100 in a row end the run. A group that lacks
-    rollouts because its engine returned what no policy can have drawn is always skipped."""
+    rollouts because its engine returned what no policy can have drawn is always skipped; so is one that lacks
+    rollouts because every reward function returned None for them, once any rollout of the run has got a reward."""
     when_full: Literal["wait", "drop"] = "wait"
     """When a full table refuses a group, for its own `when_full` is "reject": wait, or drop the group.
 

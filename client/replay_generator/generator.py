@@ -34,7 +34,7 @@ from replay_generator.openings import Opening
 from replay_generator.policy_follower import PolicyFollower, TooOldToFinish
 from replay_generator.prompts import PromptError, PromptRows, PromptSource
 from replay_generator.prompts_table import supply_of
-from replay_generator.rewards import Rewards
+from replay_generator.rewards import AbstainedError, Rewards
 from replay_generator.rollouts import RolloutHook, held, single_turn
 from replay_generator.scoring.groups import LeftOut
 from replay_generator.server import GeneratorServer, run_worker
@@ -393,8 +393,11 @@ class RolloutGenerator:
             )
 
     def _may_skip(self, error: PromptError) -> bool:
-        """Whether the run goes on without the group. One whose completions nobody can have drawn is not its user's."""
-        return self.config.on_prompt_error == "skip" or isinstance(error.__cause__, CompletionError)
+        """Whether the run goes on without the group. One whose completions nobody can have drawn is not its user's,
+        and one for which the reward functions abstain is no error of theirs."""
+        if self.config.on_prompt_error == "skip":
+            return True
+        return isinstance(error.__cause__, CompletionError | AbstainedError)
 
     def _skip(self, error: PromptError) -> None:
         """Leave a prompt out, or end the run with its error."""

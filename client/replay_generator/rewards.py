@@ -52,6 +52,10 @@ class RewardError(ReplayError):
     """A reward function failed. The message names the function and the failure."""
 
 
+class AbstainedError(RewardError):
+    """Every reward function abstained, although some have given a number in this run: no failure of a function."""
+
+
 def group_reward(function: Function) -> Function:
     """Decorator for a function that scores all completions of a prompt in one call, for example in one model batch."""
     setattr(function, _SCORES_GROUPS, True)
@@ -103,6 +107,8 @@ class Scorer:
         self._timeout = timeout
         self._threads = asyncio.Semaphore(threads or 1)
         self._safe_threads = asyncio.Semaphore(threads or _SAFE_THREADS)
+        self._has_scored = False
+        """Whether any rollout has got a reward. Until then a None may be a `return` that was forgotten."""
 
     @property
     def scores_groups(self) -> bool:
@@ -131,12 +137,15 @@ class Scorer:
             total += weights[name] * np.nan_to_num(rewards)
             abstained &= np.isnan(rewards)
         total[abstained] = math.nan
+        if not abstained.all():
+            self._has_scored = True
         return total.astype(np.float32), {name: rewards.astype(np.float32) for name, rewards in by_name.items()}
 
     def unscored(self) -> RewardError:
-        """Why a rollout has no reward: every function abstained."""
+        """Why a rollout has no reward: every function abstained. An AbstainedError if that is an exception."""
         named = " and ".join(f"{each.name!r}{user_code.where(each.function)}" for each in self.rewards)
-        return RewardError(f"it has no reward: {named} returned None, and one function must give a number")
+        kind = AbstainedError if self._has_scored else RewardError
+        return kind(f"it has no reward: {named} returned None, and one function must give a number")
 
     async def _call(
         self, reward: Reward, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None
@@ -155,7 +164,7 @@ class Scorer:
             except user_code.UserCodeError as error:
                 raise RewardError(f"reward function {reward.name!r} {error.how}{error.place}") from error
             except Exception as error:
-                raise _failed(reward, f"raised {type(error).__name__}: {error}", error) from error
+                raise _failed(reward, f"raised {user_code.in_words(error)}", error) from error
         if isinstance(results, str | Mapping) or not isinstance(results, Iterable):
             raise _failed(reward, f"returned {results!r}, not one reward for each of the {len(texts)} completions")
         values = list(results)

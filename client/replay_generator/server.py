@@ -26,6 +26,7 @@ from replay_client.errors import (
 )
 from replay_client.records import restarted
 from replay_client.waits import LAST_WORD, Patience, WaitLog, stop_signals
+from replay_generator import user_code
 from replay_generator.building import BuildingSite, LeaseLostError, Site, UnderConstruction
 from replay_generator.config import GeneratorConfig
 from replay_generator.metrics import GeneratorStats
@@ -37,7 +38,6 @@ from replay_generator.scoring.config import StageConfig
 from replay_generator.scoring.groups import HandOn, LeftOut
 from replay_generator.scoring.watch import RewardWatch
 from replay_generator.weights import told_facts
-from replay_protos import event_loop
 
 logger = logging.getLogger(__name__)
 
@@ -320,7 +320,7 @@ def run_worker(
             stats: GeneratorStats = worker.stats
             return stats
 
-    return event_loop.run(main())
+    return user_code.run(main())
 
 
 def _index_prompts(info: ServerInfo, tables: Sequence[str]) -> bool:

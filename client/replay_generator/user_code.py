@@ -35,6 +35,7 @@ from replay_generator.signal_process import (
     SignalRequests,
     signal_requests,
 )
+from replay_protos import event_loop
 
 logger = logging.getLogger(__name__)
 
@@ -133,13 +134,32 @@ async def entered(hook: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
         await awaited(kind.__aexit__, kind.__aexit__(hook, None, None, None))
 
 
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """The result of `main`, in which users' code runs, for callers without an event loop.
+
+    A callback that users' code gave to the event loop runs outside of all guards. What it raises to end the process
+    ends the loop, and is a UserCodeError here.
+    """
+    try:
+        return event_loop.run(main)
+    except (SystemExit, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) and not _is_raised_by_a_line(error):
+            raise
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_pythons(frame.filename)]
+        users = [frame for frame in frames if not _is_ours(frame.filename)]
+        place = own_line(users) if users else ""
+        raise UserCodeError("a callback of the event loop", f"raised {in_words(error)}", place) from error
+
+
 def name_of(function: Function) -> str:
     """The name of a function, or that of the class of an object that can be called."""
     return getattr(function, "__name__", type(function).__name__)
 
 
 def in_words(error: BaseException) -> str:
-    """What a function raised: its type and its message."""
+    """What a function raised: its type and its message; of a group of errors, those of the first one."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     if isinstance(error, UserCodeError):
         return error.how.removeprefix("raised ")
     return f"{type(error).__name__}: {error}"
@@ -164,6 +184,13 @@ def own_line(frames: Sequence[traceback.FrameSummary]) -> str:
 
 def _is_ours(filename: str) -> bool:
     return Path(__file__).parent in Path(filename).parents
+
+
+def _is_pythons(filename: str) -> bool:
+    """Whether a line is one of an event loop, or one that Python keeps inside itself, such as those of `exit`."""
+    path = Path(filename)
+    of_the_loop = {Path(asyncio.__file__).parent, Path(event_loop.__file__).parent}
+    return path.parent in of_the_loop or not path.is_file()
 
 
 def _code_of(function: Function) -> CodeType | None:
@@ -278,8 +305,8 @@ async def _call_plain(function: Function, calls: Sequence[Call]) -> list[Any]:
         return await process.call_each(calls)
     except NotImportableError as error:
         how = (
-            f"asks for a signal ({process.requests}), which Python gives to the main thread of a process alone, and no "
-            f"process of its own can import it by name: define it at the top of a module ({error})"
+            f"asks for a signal ({process.requests}), which Python gives to the main thread of a process alone, and "
+            f"{error}"
         )
         raise UserCodeError(name_of(function), how, where(function)) from None
     except FunctionFailedError as error:
@@ -294,6 +321,8 @@ def _call_in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[Any
         try:
             for args, options in calls:
                 results.append(_begin(function, args, options))
+                if requests:
+                    break
         except Exception:
             if not requests:
                 raise
@@ -383,5 +412,6 @@ __all__ = [
     "is_async",
     "name_of",
     "own_line",
+    "run",
     "where",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -18,6 +17,7 @@ from transformers import GenerationConfig
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError
 from replay_client.waits import beat
+from replay_generator import user_code
 from replay_generator.engines import text_of
 from replay_generator.prompts import Prompt
 from replay_generator.rewards import Rewards, Scorer
@@ -93,7 +93,7 @@ class PromptEvaluation:
             raise ValueError("an evaluation of prompts needs whole weights: leave out fsdp, or use a table")
         mine = self.prompts[ranks.index :: ranks.size]
         completed = self._complete(trainer, mine)
-        scored = asyncio.run(self._score(mine, [text for text, _, _ in completed]))
+        scored = user_code.run(self._score(mine, [text for text, _, _ in completed]))
         rewards = [reward for reward in scored if not math.isnan(reward)]
         lengths, truncated = sum(length for _, length, _ in completed), sum(cut for _, _, cut in completed)
         reward, tokens, cut, count, with_reward = ranks.sum([sum(rewards), lengths, truncated, len(mine), len(rewards)])
