@@ -377,11 +377,7 @@ class LmdbStorage(LmdbFile):
 
         The only method for another thread. Raises FileGone if data.mdb was removed or replaced.
         """
-        if _identity(self.directory) != self._file:
-            raise FileGone(
-                "data.mdb was removed or replaced while the server runs: put that file back, or stop the server and "
-                "restore a checkpoint"
-            )
+        self._check_file()
         # The chunks of a new payload would overwrite those of an older item with its key, which must be there until the
         # last transaction.
         portion = BYTES_PER_TRANSACTION if payloads.parts.keys().isdisjoint(payloads.gone) else math.inf
@@ -402,7 +398,16 @@ class LmdbStorage(LmdbFile):
                     for some, records in changes:
                         self._write_records(txn, some, records)
                 txn.put(COMMIT, seal(COMMIT_RECORD.pack(FORMAT, txn.id())))
+                self._check_file()  # once more, after all that takes long: an error here undoes the transaction
             self._strays = []
+
+    def _check_file(self) -> None:
+        """Raises FileGone if what is written now could not be found again."""
+        if _identity(self.directory) != self._file:
+            raise FileGone(
+                "data.mdb was removed or replaced while the server runs: put that file back, or stop the server and "
+                "restore a checkpoint"
+            )
 
     def _delete_payloads(self, txn: lmdb.Transaction, payloads: Unwritten) -> None:
         cursor = txn.cursor(self._payloads)
