@@ -74,6 +74,7 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _blocks(answer: Answer) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
     """Each block, what is empty in it when it begins, and what it then gets."""
+    block: dict[str, Any]
     if thoughts := answer.reasoning:
         block = {"type": "thinking", "thinking": thoughts, "signature": ""}
         yield block, {"thinking": ""}, {"type": "thinking_delta", "thinking": thoughts}
