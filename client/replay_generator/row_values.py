@@ -39,12 +39,12 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError that names the field, for a text with half a surrogate, and for what is nested too deeply.
     """
     try:
-        plain: dict[str, Any] = _rebuilt(row, _plain, most=MOST_DEPTH + 1)
+        plain: dict[str, Any] = _rebuilt(row, _plain)
         return plain
     except ValueError:
         for name, value in row.items():
             try:
-                _rebuilt({name: value}, _plain, most=MOST_DEPTH + 1)
+                _rebuilt({name: value}, _plain)
             except ValueError as error:
                 raise ValueError(f"field {str(name)!r:.80} {error}") from error
         raise
