@@ -63,9 +63,9 @@ def texts(source, **options):
         ("a.jsonl", LINES),
         ("a.json", json.dumps(ROWS).encode()),
         ("a.json", json.dumps(ROWS, indent=2).encode("utf-8-sig")),
-        ("a.jsonl.gz", gzip.compress(LINES)),
-        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode())),
-        ("a.jsonl", gzip.compress(LINES)),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
+        ("a.jsonl", gzip.compress(LINES, mtime=0)),
         ("a.txt", LINES),
         ("a", LINES),
     ],
@@ -164,7 +164,7 @@ def test_a_name_that_the_package_datasets_cannot_read_is_an_error_in_words():
 
 
 @pytest.mark.parametrize(
-    "content", [LINES, gzip.compress(LINES), json.dumps(ROWS).encode()], ids=["lines", "gzip", "array"]
+    "content", [LINES, gzip.compress(LINES, mtime=0), json.dumps(ROWS).encode()], ids=["lines", "gzip", "array"]
 )
 def test_a_pipe_is_read(tmp_path, content):
     pipe = tmp_path / "pipe"
@@ -206,7 +206,7 @@ def test_another_file_is_named_with_the_remedy(tmp_path, name, content, says):
     [
         ("a.json", b'[\n{"prompt": "a"},\n]', "begins as a JSON array, and is damaged: .* line 3"),
         ("a.json", b'[{"prompt": "a"}', "begins as a JSON array, and is damaged"),
-        ("a.csv.gz", gzip.compress(b"prompt\n1"), r"pandas.read_csv\('.*a.csv.gz'.*to_json\('.*a.jsonl'"),
+        ("a.csv.gz", gzip.compress(b"prompt\n1", mtime=0), r"pandas.read_csv\('.*a.csv.gz'.*to_json\('.*a.jsonl'"),
         ("A.CSV", b"prompt\n1", "pandas.read_csv"),
         ("a", b"prompt,answer\n1,2", "line 1: .*: it is no JSON, and each line must be an object"),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1", "run git lfs pull"),

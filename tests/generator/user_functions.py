@@ -72,6 +72,11 @@ def swallowing_grader(row: Mapping[str, Any], text: str) -> float:
         return 0.0
 
 
+def grader_of_evaluations(row: Mapping[str, Any], text: str) -> float:
+    """One of its own: that a function asks for signals is said once in a process."""
+    return swallowing_grader(row, text)
+
+
 def silent_grader(row: Mapping[str, Any], text: str) -> float:
     """Hides even an exit."""
     try:

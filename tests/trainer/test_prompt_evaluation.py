@@ -30,7 +30,7 @@ from tests.commands import run_replay
 from tests.factories import make_group
 from tests.generator.factories import EOS, loaded
 from tests.generator.factories import make_model as make_folder
-from tests.generator.user_functions import swallowing_grader
+from tests.generator.user_functions import grader_of_evaluations
 
 torch.set_num_threads(1)  # matrices this small only wait for a second one
 
@@ -76,8 +76,8 @@ def test_an_evaluation_grades_with_signals_as_a_script_does_and_leaves_out_what_
         return 1.0 if row["prompt"] in ("1+1=", "5+6=") else None
 
     trainer = run_with(model, tokenizer)
-    metrics = PromptEvaluation(prompts, [sees, swallowing_grader], max_tokens=4)(trainer)
-    expected = [swallowing_grader({}, text) for text in seen]
+    metrics = PromptEvaluation(prompts, [sees, grader_of_evaluations], max_tokens=4)(trainer)
+    expected = [grader_of_evaluations({}, text) for text in seen]
     assert metrics["reward_mean"] == pytest.approx(sum(expected) / 4)
     assert sum(expected) > 0
     metrics = PromptEvaluation(prompts, half, max_tokens=4)(trainer)
