@@ -113,6 +113,11 @@ class SessionHook(SessionServer):
                 return session.rollout(result.reward, metrics=result.metrics, info=result.info)
             except (ValueError, RolloutError) as error:
                 raise RolloutError(f"{error}; the agent ended with {said!r}") from None
+        except RolloutError as error:
+            if session.last_refusal is None:
+                raise
+            why = f"{error}; the last request that was refused: {session.last_refusal}"
+            raise RolloutError(why).with_traceback(error.__traceback__) from error
         finally:
             self.close(session)
             await session.close()

@@ -85,15 +85,16 @@ class SessionServer:
 
     async def _serve(self, dialect: Dialect, work: _Work, request: web.Request) -> web.StreamResponse:
         id = request.match_info["id"]
+        session = self._sessions.get(id)
         self._busy[id] += 1
         try:
-            if (session := self._sessions.get(id)) is None:
+            if session is None:
                 raise Refusal("no session is open at this address: it has ended, or never began", status=404)
             if self._busy[id] > _MOST:
                 raise Refusal(f"the session has {_MOST} requests under way: wait for an answer", status=429)
             return await work(dialect, session, request)
         except Exception as error:
-            refusal = _refusal(error)
+            refusal = _refusal(error, session if request.method == "POST" else None)
             headers = {"Retry-After": "1"} if refusal.status == 429 else None
             return web.json_response(dialect.error(refusal), status=refusal.status, headers=headers)
         finally:
@@ -120,7 +121,7 @@ async def _answer(dialect: Dialect, session: Session, request: web.Request) -> w
     except Exception as error:
         if not response.prepared:
             raise
-        await _written(request, response, _event(dialect.error(_refusal(error))), is_all=True)
+        await _written(request, response, _event(dialect.error(_refusal(error, session))), is_all=True)
     else:
         if await _written(request, response, data, is_all=True):
             session.delivered(answer)
@@ -140,7 +141,8 @@ async def _models(dialect: Dialect, session: Session, request: web.Request) -> w
 
 async def _unknown(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
     paths = ", ".join(each.path for each in (Chat, Completions, Responses, Messages))
-    raise Refusal(f"{request.method} /{request.match_info['rest']} is not served; there are {paths}", status=404)
+    path = f"{request.method} /{request.match_info['rest']}"
+    raise Refusal(f"{path} is not served; there are {paths}", status=404, field="path")
 
 
 async def _ask(dialect: Dialect, request: web.Request) -> tuple[Ask, dict[str, Any], bytes]:
@@ -153,11 +155,12 @@ async def _ask(dialect: Dialect, request: web.Request) -> tuple[Ask, dict[str, A
         _answered(dialect, _EMPTY, body)  # what cannot be written is refused before it is drawn
         return ask, body, raw
     except web.HTTPRequestEntityTooLarge as error:
-        raise Refusal(f"the request is too large: {error.text}", status=413) from None
+        raise Refusal(f"the request is too large: {error.text}", status=413, field="body") from None
     except Refusal:
         raise
     except Exception as error:  # whatever comes of a body that is not whole, or not of the form of its path
-        raise Refusal(f"this is no request for {dialect.path}: {type(error).__name__}: {error}") from error
+        why = f"this is no request for {dialect.path}: {type(error).__name__}: {error}"
+        raise Refusal(why, field=f"body of {dialect.path}") from error
 
 
 def _answered(dialect: Dialect, answer: Answer, body: dict[str, Any]) -> bytes:
@@ -173,11 +176,14 @@ def _event(data: dict[str, Any] | str) -> bytes:
     return f"{name}data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
 
 
-def _refusal(error: Exception) -> Refusal:
-    if isinstance(error, Refusal):
-        return error
-    logger.error("a request of an agent failed with %s: %s", type(error).__name__, error)
-    return Refusal(f"the policy failed with {type(error).__name__}: {error}", status=500)
+def _refusal(error: Exception, session: Session | None) -> Refusal:
+    """The words for a client. `session`: it remembers why a request of its agent was refused; None: nobody does."""
+    if not isinstance(error, Refusal):
+        logger.error("a request of an agent failed with %s: %s", type(error).__name__, error)
+        return Refusal(f"the policy failed with {type(error).__name__}: {error}", status=500)
+    if session is not None:
+        session.refused(error)
+    return error
 
 
 async def _written(request: web.Request, response: web.StreamResponse, data: bytes, *, is_all: bool = False) -> bool:

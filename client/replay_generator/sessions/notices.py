@@ -11,10 +11,11 @@ MOST = 1000
 _given: set[str] = set()
 
 
-def say_once(text: str) -> None:
-    """Writes a warning, unless it was written before."""
-    if text not in _given and len(_given) < MOST:
-        _given.add(text)
+def say_once(text: str, kind: str | None = None) -> None:
+    """Writes a warning, unless it was written before, or another one of its kind."""
+    kind = text if kind is None else kind
+    if kind not in _given and len(_given) < MOST:
+        _given.add(kind)
         logger.warning("%s", text)
 
 

@@ -42,6 +42,9 @@ class Session:
         self.exchanges = Exchanges()
         self.context_full = False
         """Whether a request left no room for another token."""
+        self.last_refusal: Refusal | None = None
+        self.refusals = 0
+        """Requests that were refused; without those that were too long for the model."""
         self._policy, self._parsers = policy, parsers
         self._asked: dict[bytes, asyncio.Task[Answer]] = {}
         """By the digest of a request: the newest turn that it asked for."""
@@ -70,6 +73,15 @@ class Session:
         """The client has the whole answer."""
         self._answered[answer.id].read = True
 
+    def refused(self, refusal: Refusal) -> None:
+        """A request of the agent was refused. An agent may swallow that, so the log and the rollout say it."""
+        if refusal.status in (410, 429):  # it comes too late, or it may come again
+            return
+        self.last_refusal = refusal
+        if refusal.code != "context_length_exceeded":
+            self.refusals += 1
+            say_once(f"a request of an agent is refused: {refusal}", f"refused {refusal.kind}")
+
     async def draw(self, token_ids: Sequence[int], params: Mapping[str, Any]) -> Completion:
         """A completion of these tokens, for a client that makes tokens itself. `params`: what it says of sampling."""
         known = ("temperature", *TRUNCATING, "max_tokens")
@@ -85,11 +97,16 @@ class Session:
         info: Mapping[str, Any] | None = None,
     ) -> Rollout:
         """What the agent has played, with its reward; see Rollout. Raises RolloutError if it is nothing."""
-        if not (sequences := self.exchanges.sequences(self.task.sampling)):
+        sequences = self.exchanges.sequences(self.task.sampling)
+        if not sequences and self.last_refusal is not None:
+            raise RolloutError("the agent was answered nothing")
+        if not sequences:
             raise RolloutError(
                 "the agent asked the policy for nothing: its address is in OPENAI_BASE_URL and ANTHROPIC_BASE_URL"
             )
-        return Rollout(sequences, reward, "length" * self.context_full, dict(info or {}), dict(metrics or {}))
+        finish_reason = "length" if self.context_full else ""
+        counted = {"refusals": float(self.refusals), **(metrics or {})}
+        return Rollout(sequences, reward, finish_reason, dict(info or {}), counted)
 
     async def close(self) -> None:
         """Ends the requests under way, and refuses further ones."""
@@ -113,10 +130,13 @@ class Session:
         if other := other_sampling({**own, **ask.sampling}, own):
             name, wanted, has = other
             raise Refusal(
-                f"{name} {wanted} is not that of the generator, {has}, which the trainer assumes: leave it out"
+                f"{name} {wanted} is not that of the generator, {has}, which the trainer assumes: leave it out",
+                field=name,
             )
         if ask.tools and not self._parsers.knows_tools:
-            raise Refusal("the request has tools: start the generator with --tool-parser, the name of the parser")
+            raise Refusal(
+                "the request has tools: start the generator with --tool-parser, the name of the parser", field="tools"
+            )
         exchange = await self._exchange(ask)
         size = len(exchange.token_ids)
         if size >= self.task.max_length:

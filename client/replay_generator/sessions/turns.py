@@ -19,12 +19,15 @@ MOST_NESTED = 64
 class Refusal(Exception):
     """A request that is not served, in a sentence for whoever wrote the client."""
 
-    def __init__(self, message: str, *, status: int = 400, code: str | None = None) -> None:
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None, field: str | None = None) -> None:
         """`status`: of HTTP. Clients try 429 and those from 500 again by themselves. `code`: OpenAI's word for the kind
-        of refusal, such as "context_length_exceeded"; None: there is none."""
+        of refusal, such as "context_length_exceeded"; None: there is none. `field`: of the request, the reason; None:
+        it is another one."""
         super().__init__(message)
         self.status = status
         self.code = code
+        self.kind = field or code or message
+        """The log shows one refusal of each kind."""
 
 
 @dataclass(frozen=True)

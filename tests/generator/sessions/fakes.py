@@ -15,7 +15,7 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from replay_generator.sessions.endpoint import SessionServer
-from replay_generator.sessions.turns import Answer, Ask, WrittenCall
+from replay_generator.sessions.turns import Answer, Ask, Refusal, WrittenCall
 from tests.factories import PATIENCE
 
 CALL = WrittenCall("call1", "add", '{"a": 1, "b": [2.5, "ü"]}')
@@ -33,6 +33,7 @@ class ScriptedSession:
         self.id, self.script, self.task = id, list(script), SimpleNamespace(max_length=100)
         self.asked: list[Ask] = []
         self.read: list[Answer] = []
+        self.refusals: list[Refusal] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self._turns: dict[bytes, asyncio.Task[Answer]] = {}
@@ -54,6 +55,9 @@ class ScriptedSession:
     async def count(self, ask: Ask) -> int:
         self.asked.append(ask)
         return 42
+
+    def refused(self, refusal: Refusal) -> None:
+        self.refusals.append(refusal)
 
     def delivered(self, answer: Answer) -> None:
         self.read.append(answer)

@@ -15,7 +15,7 @@ import pytest
 
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator, Task
 from replay_generator.scoring.groups import MOST_FAILURE, MOST_FAILURES
-from replay_generator.sessions import load_sessions
+from replay_generator.sessions import load_sessions, notices
 from replay_generator.sessions.agents import MOST_SHOWN, Address, SessionHook
 from tests.factories import async_until, until
 from tests.generator.factories import RecordingClient, make_prompts, played
@@ -185,6 +185,45 @@ async def test_a_command_that_fails_loses_its_own_rollout_and_the_group_remember
     assert re.search(says, line), line
     assert MOST_SHOWN - 300 < len(line) <= MOST_FAILURE + 10 if "x" * 100 in line else len(line) < 1000
     assert "\n" not in line
+
+
+SWALLOWS = """
+import urllib.error
+def refused(**fields):
+    body = json.dumps({"messages": [{"role": "user", "content": "ab"}], **fields}).encode()
+    try:
+        urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body))
+    except urllib.error.HTTPError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("refused(n=2); refused(tool_choice='required')", "answered nothing.*refused: tool_choice .*required.* is not"),
+        ("refused(n=2); sys.exit(3)", "exit code 3, .*refused: n 2 is not served: leave it out, and ask once more"),
+        ("refused(temperature=0.2)", "refused: temperature 0.2 is not that of the generator"),
+        ("refused(tools=[{'type': 'function', 'function': {'name': 'f'}}])", "refused: the request has tools: start"),
+        ("refused(messages=5)", "refused: this is no request for /v1/chat/completions"),
+        ("refused(messages=[{'role': 'user', 'content': 'a' * 2000}])", "refused: the request has"),
+    ],
+)
+async def test_the_last_refusal_is_in_the_error_of_its_rollout(agent, code, says):
+    command = agent(f"{SWALLOWS}\n{code}\nprint('{{\"reward\": 0}}')")
+    with pytest.raises(PromptError, match=says):
+        await play(command, Drawing(max_length=1000), group_size=1)
+
+
+async def test_refusals_that_an_agent_swallows_are_counted_and_each_kind_is_in_the_log_once(agent, caplog):
+    notices.forget()
+    code = "for n in (2, 3): refused(n=n); refused(logprobs=True)\nask(); refused(n=4); print('{\"reward\": 0}')"
+    group = await play(agent(f"{SWALLOWS}\n{code}"), group_size=2)
+    assert group.extras["rewards/rollout/refusals"].tolist() == [5.0, 5.0]
+    said = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert len(said) == 2
+    assert any("refused: n " in each for each in said)
+    assert any("refused: logprobs True" in each for each in said)
 
 
 async def test_failures_of_any_hook_are_remembered_up_to_a_number_and_with_the_users_line():

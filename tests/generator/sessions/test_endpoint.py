@@ -94,6 +94,7 @@ async def test_a_body_that_is_no_request_is_refused_and_is_no_fault(path, body, 
         assert answered.status_code == 400
         assert answered.json()["error"]["type"] == "invalid_request_error"
     assert session.asked == []
+    assert len(session.refusals) == 1
     assert not caplog.records
 
 

@@ -49,7 +49,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user"}
 
 
 def refused(name: str, value: object, remedy: str) -> Refusal:
-    return Refusal(f"{name} {reprlib.repr(value)} is not served: {remedy}")
+    return Refusal(f"{name} {reprlib.repr(value)} is not served: {remedy}", field=name)
 
 
 def check(body: Mapping[str, Any], name: str, remedy: str, neutral: Iterable[Any] = _NEUTRAL) -> None:
@@ -74,7 +74,7 @@ def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
         if body.get(name):
             _left_out(name)
     if not conversation.get("messages", True):
-        raise Refusal("the request has no message: send one that the policy is to answer")
+        raise Refusal("the request has no message: send one that the policy is to answer", field="messages")
     ways = ("max_completion_tokens", "max_output_tokens", "max_tokens")
     limits = {name: body[name] for name in ways if body.get(name) is not None}
     for name, limit in limits.items():
