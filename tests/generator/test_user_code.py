@@ -1,6 +1,8 @@
 """What functions of users do to a run: they fail alone, and are named with their file and line."""
 
 import asyncio
+import os
+import subprocess
 import sys
 import threading
 from typing import Any
@@ -14,7 +16,7 @@ from replay_client.waits import in_daemon_thread
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.rewards import Reward, RewardError, Scorer, group_reward
 from replay_generator.rollouts import single_turn
-from replay_generator.user_code import LoopWatch, UserCodeError, call
+from replay_generator.user_code import LoopWatch, UserCodeError, call, run
 from tests.factories import stopped_clock
 from tests.generator import user_functions
 from tests.generator.factories import RecordingClient, ScriptedEngine, generate, make_prompts, played
@@ -161,6 +163,17 @@ async def test_a_rollout_for_which_all_functions_abstain_has_failed_and_the_othe
     assert "it has no reward: 'only_some'" in group.meta["failures"][0]
 
 
+async def test_a_group_that_lacks_a_reward_is_skipped_once_the_run_has_scored_anything(caplog):
+    def only_the_first(row: Any, text: str) -> float | None:
+        calls.append(text)
+        return 1.0 if len(calls) == 1 else None
+
+    calls: list[str] = []
+    stats = await generate(RecordingClient(), ScriptedEngine(), single_turn, reward=only_the_first, group_size=2)
+    assert stats["skipped"] == 1
+    assert any("it has no reward: 'only_the_first'" in line for line in caplog.messages)
+
+
 async def test_without_a_least_number_of_rollouts_a_rollout_without_a_reward_fails_its_group_with_the_line():
     def never(row: Any, text: str) -> None:
         pass
@@ -196,7 +209,17 @@ IN_A_SCRIPT = [float(number % 3) for number in range(200)]
 
 
 @pytest.mark.parametrize(
-    "name", ["honest_grader", "swallowing_grader", "silent_grader", "group_grader", "object_grader"]
+    "name",
+    [
+        "honest_grader",
+        "swallowing_grader",
+        "silent_grader",
+        "group_grader",
+        "object_grader",
+        "lambda_grader",
+        "closure_grader",
+        "wrapped_grader",
+    ],
 )
 async def test_a_grader_that_asks_for_signals_scores_as_in_a_script_and_it_is_said_once(name, caplog):
     function = getattr(user_functions, name)
@@ -205,6 +228,57 @@ async def test_a_grader_that_asks_for_signals_scores_as_in_a_script_and_it_is_sa
     said = [line for line in caplog.messages if "asks for a signal (signal.signal(SIGALRM)" in line]
     assert len(said) == 1
     assert "user_functions.py, line" in said[0]
+
+
+async def test_a_request_by_a_name_that_its_module_imported_is_noted_too():
+    assert await scored(user_functions.grader_with_an_imported_timer) == [1.0, 2.0, 0.0]
+
+
+async def test_a_child_that_a_function_forks_may_ask_for_signals_and_the_function_stays_in_its_thread(caplog):
+    assert await scored(user_functions.forking_grader) == [1.0, 2.0, 0.0]
+    assert not any("asks for a signal" in line for line in caplog.messages)
+
+
+def test_a_callback_that_wants_to_end_the_process_is_an_error_with_its_line():
+    with pytest.raises(UserCodeError, match=f"callback of the event loop' raised SystemExit: 3 {PLACE}"):
+        run(scored(user_functions.exits_in_a_callback))
+
+
+SCRIPT = """
+import asyncio
+from replay_generator.rewards import Scorer
+from tests.generator.user_functions import swallowing_grader
+
+def own(row, text):
+    return swallowing_grader(row, text)
+
+def work():
+    print("the work of the program")
+    for function in (swallowing_grader, own):
+        try:
+            print(asyncio.run(Scorer(function).score({}, ["x", "xx"]))[0].tolist())
+        except Exception as error:
+            print(error)
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "own"),
+    [
+        ("work()", "would run that program again: define it in a module, or begin the work of the program with"),
+        ("if __name__ == '__main__':\n    work()", "[1.0, 2.0]"),
+    ],
+)
+def test_a_process_for_signals_never_runs_the_program_again(tmp_path, end, own):
+    (tmp_path / "program.py").write_text(SCRIPT + end)
+    command = [sys.executable, str(tmp_path / "program.py")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(said) == 3
+    assert said[0] == "the work of the program"
+    assert said[1] == "[1.0, 2.0]"
+    assert own in said[2]
 
 
 async def test_a_function_that_no_process_can_import_and_that_asks_for_signals_is_one_sentence():

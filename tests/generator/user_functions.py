@@ -6,10 +6,13 @@ A process of its own imports some of them by name.
 from __future__ import annotations
 
 import asyncio
+import functools
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from signal import setitimer as imported_setitimer
 from typing import Any
 
 from replay_generator.rewards import group_reward
@@ -132,3 +135,51 @@ def number_tool(number: int) -> str:
     """
     _length_within_an_alarm("")
     return f"it is {number}"
+
+
+lambda_grader = lambda row, text: swallowing_grader(row, text)  # noqa: E731
+
+
+def _closure() -> Any:
+    def grader(row: Mapping[str, Any], text: str) -> float:
+        return swallowing_grader(row, text)
+
+    return grader
+
+
+closure_grader = _closure()
+wrapped_grader = functools.wraps(swallowing_grader)(lambda row, text: swallowing_grader(row, text))
+
+
+def grader_with_an_imported_timer(row: Mapping[str, Any], text: str) -> float:
+    """Asks for nothing else: its handler may be there already."""
+    imported_setitimer(signal.ITIMER_REAL, 0.0)
+    return float(len(text) % 3) if _is_main_thread_of_its_process() else -1.0
+
+
+def _is_main_thread_of_its_process() -> bool:
+    try:
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM) or signal.SIG_DFL)
+    except ValueError:
+        return False
+    return True
+
+
+def _length_into(queue: Any, text: str) -> None:
+    queue.put(_length_within_an_alarm(text))
+
+
+def forking_grader(row: Mapping[str, Any], text: str) -> float:
+    """Has a child of its own, in whose main thread the alarm is."""
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=_length_into, args=(queue, text))
+    child.start()
+    child.join()
+    return float("nan") if queue.empty() else float(queue.get())
+
+
+async def exits_in_a_callback(*_: Any, **__: Any) -> float:
+    asyncio.get_running_loop().call_soon(lambda: sys.exit(3))
+    await asyncio.Event().wait()
+    return 1.0
