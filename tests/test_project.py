@@ -144,7 +144,7 @@ PUBLIC = {
     },
     "replay_generator": {
         *("config", "engines", "environments", "frequencies", "model_checks", "prompts", "remote_weights", "rewards"),
-        *("rollouts", "row_files", "sessions", "stored_prompts", "weights"),
+        *("rollouts", "row_files", "sessions", "stored_prompts", "user_code", "weights"),
     },
     "replay_dashboard": {"app", "diagnosis", "group", "turns", "units"},
     "replay_trainer": {"config", "correction", "leases", "metrics", "weights"},

@@ -20,7 +20,6 @@ import functools
 import importlib
 import multiprocessing.spawn
 import os
-import pickle
 import queue
 import signal
 import socket
@@ -31,6 +30,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ _note_requests()
 def portable(function: Callable[..., Any]) -> bytes:
     """The function as bytes that another process can load. Raises NotImportableError."""
     try:
-        return pickle.dumps(function)
+        return bytes(ForkingPickler.dumps(function))
     except Exception as error:
         place = _place_of(function)
         if place is None:
@@ -137,7 +137,7 @@ def portable(function: Callable[..., Any]) -> bytes:
                 "no process of its own can import it by name: define it at the top of a module "
                 f"({type(error).__name__}: {error})"
             ) from error
-    return pickle.dumps(_ByName(*place))
+    return bytes(ForkingPickler.dumps(_ByName(*place)))
 
 
 class _ByName:
@@ -284,7 +284,7 @@ class SignalProcess:
 
     def _packed(self, calls: Sequence[Any]) -> bytes:
         try:
-            return pickle.dumps(list(calls))
+            return bytes(ForkingPickler.dumps(list(calls)))
         except Exception as error:
             raise NotImportableError(
                 f"its arguments cannot be sent to a process of its own ({type(error).__name__}: {error})"
@@ -310,7 +310,7 @@ def serve(connection: Connection) -> None:
     questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, questions), daemon=True).start()
     try:
-        function = pickle.loads(questions.get())
+        function = ForkingPickler.loads(questions.get())
     except BaseException as error:
         connection.send(f"{type(error).__name__}: {error}")
         return
@@ -337,7 +337,7 @@ def _read(connection: Connection, questions: queue.SimpleQueue[bytes]) -> None:
 def _called(function: Callable[..., Any], question: bytes) -> tuple[Any, ...]:
     try:
         # Loaded here, in the main thread: a module that is imported for it may ask for signals.
-        calls = pickle.loads(question)
+        calls = ForkingPickler.loads(question)
         return "returned", [function(*args, **options) for args, options in calls]
     except BaseException as error:
         return _raised(error)

@@ -507,8 +507,8 @@ def test_replay_train_reads_held_out_prompts_as_generators_read_theirs(tmp_path,
 def test_a_column_of_tools_that_chat_tells_a_template_is_a_bad_row_by_its_line(tmp_path):
     path = write(tmp_path / "a.jsonl", b'{"prompt": "a"}\n{"prompt": "b", "tools": ["hammer"]}\n')
     rows = PreparedRows(load_prompts(path), chat=True)
-    with pytest.raises(PromptError, match=r"a\.jsonl, line 2: each of 'tools' is an object"):
+    with pytest.raises(PromptError, match=r"a\.jsonl, line 2: 'tools' is a text that is no JSON"):
         rows[1]
     done = run_replay("generate", "--model", str(tmp_path), "--prompts", path, "--chat", "--reward", "exact_match")
     assert done.returncode == 1
-    assert "a.jsonl, line 2: each of 'tools' is an object" in done.stderr
+    assert "a.jsonl, line 2: 'tools' is a text that is no JSON" in done.stderr
