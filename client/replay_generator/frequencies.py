@@ -29,7 +29,7 @@ _FEW = 8
 
 @dataclass(frozen=True)
 class Rope:
-    """How the frequencies of one model follow from a length."""
+    """The rule by which the frequencies of one model follow from a length."""
 
     long_from: int | None
     """The long factors belong to lengths above this one; None: the model has no long factors."""
@@ -70,7 +70,7 @@ class Rope:
         return int(getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings)
 
     def is_long(self, length: int) -> bool:
-        """Whether a model that serves sequences of up to `length` tokens takes the long factors."""
+        """Returns whether a model that serves up to `length` tokens takes the long factors."""
         return self.long_from is not None and length > self.long_from
 
 

@@ -83,14 +83,16 @@ def check_model(model: Any) -> None:
 
     Raises ValueError that names the model. It leaves the model as it was.
     """
-    if why := _why(model, _moves_earlier_tokens):
+    why = _why(model, _moves_earlier_tokens)
+    if why:
         raise ValueError(
             f"{name_of(model)} is no causal language model: after a change of the last token, log-probabilities of "
             f"earlier ones differ by {why:.3g} nats. Take a model that predicts each token from those before it"
         )
     if model.config._attn_implementation not in _SDPA or model.config.model_type in SDPA_IS_RIGHT:
         return
-    if why := _why(model, _differs_from_eager):
+    why = _why(model, _differs_from_eager)
+    if why:
         raise ValueError(
             f"{name_of(model)}: with sdpa and with eager attention its log-probabilities differ by {why:.3g} nats, and "
             "nobody has found out which are right. Load it with attn_implementation='eager' if you know that those "

@@ -66,7 +66,7 @@ class TransformersEngine:
         self._dtype = "float32" if dtype == "auto" and self._device.type == "cpu" else dtype
         self._wanted_length = max_length
         self._attention: str | None = None
-        """What the first model was switched to; all later ones load with it. None: as transformers chooses."""
+        """The attention that the first model was switched to. Later models load with it. None: transformers chooses."""
         self.model: str = os.fspath(model)
         check_base(self.model)
         self._model = self._load(self.model)
