@@ -138,7 +138,8 @@ def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]
     """The tools of a request; none if it says that none may be called.
 
     Nobody can promise that arguments keep to their schema (`strict`), or that the policy calls one at a time: it writes
-    what it writes. Tools of other kinds than `kinds` are left out: no template can tell them to the policy.
+    what it writes. The template gets tools in the form that `vllm serve` gives it. Tools of other kinds than `kinds`
+    are left out: no template can tell them to the policy.
     """
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping):
@@ -150,8 +151,15 @@ def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]
             _left_out(f"a tool of the kind {tool['type']!r:.80}")
             continue
         about = tool.get("function", tool)
-        parameters = about.get("parameters") or about.get("input_schema") or {"type": "object", "properties": {}}
-        function = {"name": about["name"], "description": about.get("description") or "", "parameters": parameters}
+        function = {
+            "name": about["name"],
+            "description": about.get("description"),
+            "parameters": about.get("parameters", about.get("input_schema")),
+        }
+        for name in ("strict", "defer_loading"):
+            given = about.get(name, tool.get(name))
+            if given is not None:
+                function[name] = given
         tools.append({"type": "function", "function": function})
     return [] if choice in _NO_TOOL else tools
 

@@ -19,7 +19,8 @@ class Messages:
 
     def ask(self, body: dict[str, Any]) -> Ask:
         fields.check(body.get("output_config") or {}, "format", fields.FREE)
-        system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+        given = _without_billing(body.get("system") or "")
+        system = [{"role": "system", "content": given}] if given else []
         messages = [message for each in (*system, *body["messages"]) for message in _messages(each)]
         tools = fields.tools_of(body, "custom", None)
         return fields.ask_of(body, messages=messages, tools=tools, objects_only=True)
@@ -54,6 +55,13 @@ class Messages:
         if refusal.code == "context_length_exceeded":  # by these words clients know that they have to compact
             error["message"] = f"prompt is too long: {refusal}"
         return {"type": "error", "error": error}
+
+
+def _without_billing(system: Any) -> Any:
+    """The words of the system without what Claude Code puts before them, which changes with each request."""
+    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
+    left = [block for block in blocks if not str(block.get("text")).startswith("x-anthropic-billing-header:")]
+    return left if len(left) < len(blocks) else system
 
 
 def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
