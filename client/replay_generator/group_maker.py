@@ -154,4 +154,5 @@ class GroupMaker:
             self._engine.max_length,
             {**self._config.chat_template, **prompt.template()},
             datetime.fromisoformat(opening.began),
+            prompt.content if isinstance(prompt.content, str) else "",
         )

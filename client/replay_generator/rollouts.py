@@ -80,6 +80,8 @@ class Task:
     """Arguments of the chat template: `GeneratorConfig.chat_template`, and the row's own."""
     began: datetime = field(default_factory=datetime.now)
     """When its group began. Templates that ask for today's date get this day, also after midnight."""
+    text: str = ""
+    """The prompt, if it is a text."""
 
 
 @dataclass(frozen=True)

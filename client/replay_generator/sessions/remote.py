@@ -100,7 +100,7 @@ class RemoteHook(SessionHook):
         url = f"{request.url.origin()}{seat.address.url.removeprefix(self.base_url)}"
         offer = {
             "id": seat.address.key,
-            "prompt": seat.task.messages or seat.task.tokenizer.decode(seat.task.prompt_ids),
+            "prompt": seat.task.messages or seat.task.text,
             "row": dict(seat.task.row),
             "address": url,
             "openai_base_url": f"{url}/v1",

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from replay_generator import GeneratorConfig, RolloutGenerator
 from replay_generator.sessions import load_sessions, remote
@@ -104,6 +105,19 @@ async def test_agents_take_the_rollouts_of_a_group_ask_at_their_addresses_and_en
     assert group.extras["rewards/rollout/steps"].tolist() == [4.0, 4.0]
     drawn = sorted(logprob for _, each in engine.drawn for logprob in each.logprobs)
     np.testing.assert_allclose(np.sort(group.rollout_logprobs[group.trained_mask]), drawn, rtol=1e-6)
+
+
+async def test_the_prompt_of_an_offer_is_the_text_of_the_row_without_tokens_of_the_tokenizer():
+    engine = Drawing()
+    begins = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    engine.tokenizer.backend_tokenizer.post_processor = begins
+    assert engine.tokenizer.decode(engine.tokenizer.encode("0+1=")).startswith("<s>")
+    async with running(engine=engine, group_size=1) as run:
+        offer = await run.taken()
+        assert offer["prompt"] == "0+1="
+        await run.ask(offer)
+        await run.end(offer, reward=1.0)
+        await run.group()
 
 
 async def test_where_no_rollout_waits_a_client_is_told_to_come_again(monkeypatch):
