@@ -23,38 +23,79 @@ from replay_generator.rollouts import RolloutError, Task
 _THINKS, _THOUGHT = "<think>", "</think>"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Conversation:
-    """Messages that end where the policy has to write. It does not change; `go_on` makes the next one."""
+    """Messages that end where the policy has to write. It does not change; `go_on` makes the next one.
+
+    Each has only what is new in it, so that a conversation of many turns takes no more memory than its text does.
+    """
 
     task: Task
     tools: Sequence[Any]
-    said: tuple[Message, ...]
-    """With what the policy wrote."""
-    marked: tuple[Message, ...]
-    """The same with a mark in the place of each of its turns."""
-    rendered: str
-    """What the template makes of `marked`. All later renderings must begin with it."""
+    before: Conversation | None
+    """The one that it goes on after; None: it is the first."""
+    new_said: tuple[Message, ...]
+    """Its messages behind those of `before`, with what the policy wrote."""
+    new_marked: tuple[Message, ...]
+    """The same with a mark in the place of the turn of the policy."""
+    new_rendered: str
+    """What the template makes of `marked`, behind that of `before`."""
+    size: int
+    """How many messages it has."""
     words: str = ""
     """Words of the assistant in the prompt, which the next turn of the policy goes on with."""
 
+    @property
+    def _path(self) -> list[Conversation]:
+        """Those from the first to itself."""
+        found = []
+        conversation: Conversation | None = self
+        while conversation is not None:
+            found.append(conversation)
+            conversation = conversation.before
+        return found[::-1]
+
+    @property
+    def said(self) -> list[Message]:
+        """All messages, with what the policy wrote."""
+        return [message for each in self._path for message in each.new_said]
+
+    @property
+    def marked(self) -> list[Message]:
+        """The same with a mark in the place of each turn of the policy."""
+        return [message for each in self._path for message in each.new_marked]
+
+    @property
+    def rendered(self) -> str:
+        """What the template makes of `marked`. All later renderings must begin with it."""
+        return "".join(each.new_rendered for each in self._path)
+
     @classmethod
     def begin(
-        cls, task: Task, messages: Sequence[Message], tools: Sequence[Any] = ()
+        cls, task: Task, messages: Sequence[Message], tools: Sequence[Any] = (), *, ended: bool = False
     ) -> tuple[Conversation, list[int]]:
         """A conversation in which the policy has written nothing yet, and its tokens.
 
-        If the last message is one of the assistant, the first turn of the policy goes on with its words. Raises
-        RolloutError if there can be no conversation.
+        If the last message is one of the assistant, the first turn of the policy goes on with its words; `ended`: it
+        stands, and the policy takes another turn behind it. Raises RolloutError if there can be no conversation.
         """
         if not getattr(task.tokenizer, "chat_template", None):
             raise RolloutError("a conversation needs a model whose tokenizer has a chat template")
-        whole = _render(task, messages, tools)
+        whole = _render(task, messages, tools, ended=ended)
         said = tuple(messages)
-        if said[-1]["role"] == "assistant":
+        if said[-1]["role"] == "assistant" and not ended:
             said = said[:-1]
-        rendered = _render(task, said, tools)
-        begun = cls(task, tools, said, said, rendered, words=whole.removeprefix(rendered))
+        rendered = _render(task, said, tools, ended=ended)
+        begun = cls(
+            task=task,
+            tools=tools,
+            before=None,
+            new_said=said,
+            new_marked=said,
+            new_rendered=rendered,
+            size=len(said),
+            words=whole.removeprefix(rendered),
+        )
         return begun, begun._tokens(whole)
 
     def go_on(self, said: str, last_token: int, given: Sequence[Message]) -> tuple[Conversation, list[int]]:
@@ -64,28 +105,29 @@ class Conversation:
         Raises RolloutError if the template would let the policy read something else than what it wrote.
         """
         said = f"{self.words}{said}"
-        place = f"{len(self.said)}-{id(self)}"
+        place = f"{self.size}-{id(self)}"
+        before, before_marked = self.said, self.marked
         # No text has these marks by chance, and no template changes them. Some move thoughts, so they have a mark too.
         mark = f"[turn-{place}]"
         if _THOUGHT in said:
             mark = f"{_THINKS * (_THINKS in said)}\n[thought-{place}]\n{_THOUGHT}\n\n{mark}".lstrip("\n")
         turn = {"role": "assistant", "content": mark}
-        if given and given[0]["role"] == "tool" and self.said == self.marked:  # the first turn
+        if given and given[0]["role"] == "tool" and self.before is None:  # the first turn
             answer = {**given[0], "content": f"[answer-{place}]"}
-            if answer["content"] not in _render(self.task, (*self.marked, turn, answer), self.tools):
+            if answer["content"] not in _render(self.task, (*before_marked, turn, answer), self.tools):
                 raise RolloutError(
                     "the chat template leaves out the answer of a tool: use one that knows the role tool"
                 )
-        marked = (*self.marked, turn, *given)
-        rendered = _render(self.task, marked, self.tools, ended=True)
+        rendered = _render(self.task, (*before_marked, turn, *given), self.tools, ended=True)
         begins = self.rendered + mark
         if not rendered.startswith(begins):
             raise RolloutError(
                 "the chat template renders earlier turns differently after an answer of a tool, so the policy would "
                 "read what it never wrote: use a template that keeps all turns as they are"
             )
-        whole = (*self.said, {"role": "assistant", "content": said}, *given)
-        read = _without_space(_render(self.task, self.said, self.tools, ended=True) + said)
+        new_said = ({"role": "assistant", "content": said}, *given)
+        whole = (*before, *new_said)
+        read = _without_space(_render(self.task, before, self.tools, ended=True) + said)
         if not _without_space(_render(self.task, whole, self.tools, ended=True)).startswith(read):
             raise RolloutError(
                 "the chat template leaves out or changes what the policy wrote in an earlier turn, for example its "
@@ -95,7 +137,16 @@ class Conversation:
         # The template ends the turn of the policy as the policy has ended it.
         ending = text_of(self.task.tokenizer, [last_token])
         between = self._tokens(rendered.removeprefix(begins).removeprefix(ending))
-        return Conversation(self.task, self.tools, whole, marked, rendered), between
+        conversation = Conversation(
+            task=self.task,
+            tools=self.tools,
+            before=self,
+            new_said=new_said,
+            new_marked=(turn, *given),
+            new_rendered=rendered[len(begins) - len(mark) :],
+            size=len(whole),
+        )
+        return conversation, between
 
     def _tokens(self, text: str) -> list[int]:
         return rendered_ids(self.task.tokenizer, text)

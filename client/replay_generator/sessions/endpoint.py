@@ -2,6 +2,7 @@
 
     /sessions/ID/v1/… ──▶ the dialect of the path ──Ask──▶ the session ──Answer──▶ a body, or events
 
+* What a path ends with decides. Clients differ in what they write before it: nothing, /v1, or /v1 twice.
 * An answer is sent when its turn has been drawn whole. Until then a stream gets comments, so that it stays open.
 * A failure has a status and a body in the words of the protocol; in a stream that has begun it is an event, the last.
 * A client that hangs up ends nothing: it may ask again, and gets the answer. Only a session that closes ends turns.
@@ -16,7 +17,6 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 from ssl import SSLContext
 from typing import Any
 
@@ -27,13 +27,15 @@ from replay_generator.sessions.dialects.fields import MODEL
 from replay_generator.sessions.dialects.messages import Messages
 from replay_generator.sessions.dialects.responses import Responses
 from replay_generator.sessions.session import Session
-from replay_generator.sessions.turns import Answer, Ask, Refusal
+from replay_generator.sessions.turns import Answer, Ask, Refusal, is_deep
 
 logger = logging.getLogger(__name__)
 
 Dialect = Chat | Responses | Messages
 _MOST = 32
 """Requests of one session at once."""
+_MOST_NESTED = 256
+"""Lists and objects in each other in a request. What reads and writes them further does it by recursion."""
 _EMPTY = Answer("", "", "", (), "stop", None, 0, 0)
 _QUIET_S = 10.0
 """After so many seconds without an answer a stream gets a comment."""
@@ -56,12 +58,8 @@ class SessionServer:
         self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0)
 
     async def __aenter__(self) -> SessionServer:
-        chat, messages = Chat(), Messages()
-        for dialect in (chat, Completions(), Responses(), messages):
-            self._route("POST", dialect.path, dialect, _answer)
-        self._route("POST", f"{messages.path}/count_tokens", messages, _count)
-        self._route("GET", "/v1/models", chat, _models)
-        self._route("*", "/{rest:.*}", chat, _unknown)
+        self.app.router.add_route("*", "/sessions/{id}{rest:/.*|}", self._serve)
+        self.app.router.add_route("*", "/{rest:.*}", self._serve)
         await self._runner.setup()
         await web.TCPSite(self._runner, *self._at, ssl_context=self._ssl).start()
         host, port = self._runner.addresses[0][:2]
@@ -80,11 +78,9 @@ class SessionServer:
         """Serves a session no more."""
         self._sessions.pop(session.id, None)
 
-    def _route(self, method: str, path: str, dialect: Dialect, work: _Work) -> None:
-        self.app.router.add_route(method, f"/sessions/{{id}}{path}", partial(self._serve, dialect, work))
-
-    async def _serve(self, dialect: Dialect, work: _Work, request: web.Request) -> web.StreamResponse:
-        id = request.match_info["id"]
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        id = request.match_info.get("id", "")
+        dialect, work = _work_of(request)
         session = self._sessions.get(id)
         self._busy[id] += 1
         try:
@@ -105,7 +101,7 @@ _Work = Callable[[Dialect, Session, web.Request], Awaitable[web.StreamResponse]]
 
 
 async def _answer(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
-    ask, body, raw = await _ask(dialect, request)
+    ask, body, raw = await _ask(dialect, session, request)
     key = request.headers.get("Idempotency-Key", "")
     repeated = bool(key) or request.headers.get("x-stainless-retry-count", "0") != "0"
     digest = hashlib.sha256(b"\n".join([dialect.path.encode(), key.encode(), raw])).digest()
@@ -129,29 +125,64 @@ async def _answer(dialect: Dialect, session: Session, request: web.Request) -> w
 
 
 async def _count(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
-    ask, *_ = await _ask(dialect, request)
+    ask, *_ = await _ask(dialect, session, request)
     return web.json_response({"input_tokens": await session.count(ask)})
 
 
 async def _models(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
-    # One token less: the policy writes at least one more.
-    card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "replay"}
-    return web.json_response({"object": "list", "data": [{**card, "max_model_len": session.task.max_length - 1}]})
+    return web.json_response({"object": "list", "data": [_card(session, MODEL)]})
+
+
+async def _model(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
+    return web.json_response(_card(session, request.path.rstrip("/").rpartition("/models/")[2]))
+
+
+def _card(session: Session, name: str) -> dict[str, Any]:
+    """What is told of the policy, by whichever name the client knows it."""
+    about = {"id": name, "object": "model", "created": 0, "owned_by": "replay"}
+    return about | {"max_model_len": session.task.max_length - 1}  # the policy writes at least one more
 
 
 async def _unknown(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
     paths = ", ".join(each.path for each in (Chat, Completions, Responses, Messages))
-    path = f"{request.method} /{request.match_info['rest']}"
-    raise Refusal(f"{path} is not served; there are {paths}", status=404, field="path")
+    path = request.match_info["rest"] or "/"
+    raise Refusal(f"{request.method} {path} is not served; there are {paths}", status=404, field="path")
 
 
-async def _ask(dialect: Dialect, request: web.Request) -> tuple[Ask, dict[str, Any], bytes]:
+_CHAT, _MESSAGES = Chat(), Messages()
+_POSTED: tuple[tuple[str, Dialect, _Work], ...] = (
+    ("/chat/completions", _CHAT, _answer),
+    ("/completions", Completions(), _answer),
+    ("/responses", Responses(), _answer),
+    ("/messages/count_tokens", _MESSAGES, _count),
+    ("/messages", _MESSAGES, _answer),
+)
+"""What is done at the paths with these ends; the first decides."""
+
+
+def _work_of(request: web.Request) -> tuple[Dialect, _Work]:
+    """What a request is for, and in whose words it is answered."""
+    path = request.path.rstrip("/")
+    if request.method == "POST":
+        for end, dialect, work in _POSTED:
+            if path.endswith(end):
+                return dialect, work
+    elif request.method == "GET" and path.endswith("/models"):
+        return _CHAT, _models
+    elif request.method == "GET" and "/models/" in path:
+        return _CHAT, _model
+    return _CHAT, _unknown
+
+
+async def _ask(dialect: Dialect, session: Session, request: web.Request) -> tuple[Ask, dict[str, Any], bytes]:
     """What a request asks, and its body. Raises Refusal."""
     try:
         body = json.loads(raw := await request.read())
+        if is_deep(body, _MOST_NESTED):
+            raise Refusal(f"the request has more than {_MOST_NESTED} lists and objects in each other", field="body")
         if rb"\u" in raw:
             json.dumps(body, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-        ask = dialect.ask(body)
+        ask = dialect.ask(body, session.answers) if isinstance(dialect, Responses) else dialect.ask(body)
         _answered(dialect, _EMPTY, body)  # what cannot be written is refused before it is drawn
         return ask, body, raw
     except web.HTTPRequestEntityTooLarge as error:

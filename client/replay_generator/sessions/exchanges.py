@@ -1,10 +1,12 @@
 """Exchanges: what an agent asked and the policy drew, as a tree, and the sequences of a rollout that come of it.
 
-A client sends the whole conversation each time. The exchange that its messages begin with is found by them, and what
-is asked now goes on after the tokens of that one, as they were drawn. One that goes on at the end of a branch makes
-the branch longer. One that goes on where another already does, as sub-agents do that share a beginning, begins a branch
-of its own. A conversation that begins with no exchange, for example because the agent has edited or compacted it,
-begins a tree of its own.
+A client sends the whole conversation each time. The exchange that its messages begin with is found by them
+(matching.py has the rule), and what is asked now goes on after the tokens of that one, as they were drawn. One that
+goes on at the end of a branch makes the branch longer. One that goes on where another already does, as sub-agents do
+that share a beginning, begins a branch of its own. A conversation that begins with no exchange, for example because the
+agent has edited or compacted it, begins a tree of its own.
+
+An exchange has only its own tokens, so that a session of many turns takes no more memory than its tokens do.
 
 Each branch becomes a sequence. A turn that several branches share is trained on in the first of them, and is context in
 the others. A turn that no client has read, because it hung up and never asked again, belongs to none.
@@ -12,8 +14,6 @@ the others. A turn that no client has read, because it hung up and never asked a
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,9 @@ from replay_generator.chat import Message
 from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.rollouts import RolloutError, RolloutSequence
 from replay_generator.sessions.conversation import Conversation
-from replay_generator.sessions.turns import object_of
+from replay_generator.sessions.matching import begun, difference, followed_by, has_ids, has_thoughts, in_order
+from replay_generator.sessions.notices import say_once
+from replay_generator.sessions.turns import Answer
 
 _EARLIER = "earlier"
 """The role of a turn of the policy that another sequence of the rollout is trained on."""
@@ -42,8 +44,6 @@ class Exchange:
     """Who gave these tokens, and as which text."""
     conversation: Conversation | None = None
     """As the policy read it; None: it was asked with tokens or with a text."""
-    token_ids: list[int] = field(default_factory=list)
-    """All tokens, from the first of the tree on; with those of the completion, once it is drawn."""
     completion: Completion | None = None
     """None: it is not drawn yet."""
     sampling: SamplingConfig | None = None
@@ -54,14 +54,63 @@ class Exchange:
     """Whether the client has the whole answer."""
     followed: bool = False
     """Whether somebody goes on after it."""
+    answer: Answer | None = None
+    """What the client was answered."""
+    digest: bytes = b""
+    """Of the conversation with its answer."""
+    size: int = field(init=False)
+    """How many tokens it has, from the first of the tree on; with those of the completion, once it is drawn."""
 
     def __post_init__(self) -> None:
-        self.token_ids = [*(self.before.token_ids if self.before else ()), *self.given]
+        self.size = len(self.given)
+        if self.before is not None:
+            self.size += self.before.size
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens, from the first of the tree on; with those of the completion, once it is drawn."""
+        ids: list[int] = []
+        for exchange in self.path:
+            ids += exchange.given
+            if exchange.completion is not None:
+                ids += exchange.completion.token_ids
+        return ids
 
     @property
     def path(self) -> list[Exchange]:
         """Those from the first of its tree to itself."""
-        return [*(self.before.path if self.before else ()), self]
+        found = []
+        exchange: Exchange | None = self
+        while exchange is not None:
+            found.append(exchange)
+            exchange = exchange.before
+        return found[::-1]
+
+    def begins(self, token_ids: Sequence[int]) -> bool:
+        """Whether tokens begin with all of its own."""
+        end = self.size
+        exchange: Exchange | None = self
+        while exchange is not None:
+            for part in (exchange.completion.token_ids if exchange.completion else (), exchange.given):
+                if list(token_ids[end - len(part) : end]) != list(part):
+                    return False
+                end -= len(part)
+            exchange = exchange.before
+        return True
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What of the messages of a request is known."""
+
+    messages: Sequence[Message]
+    """All of the request, in the order in which the policy reads them."""
+    before: Exchange | None
+    """The last exchange that they begin with; None: they begin with none."""
+    count: int
+    """How many of them are its own, with its answer."""
+    digests: Sequence[bytes]
+    """Of the conversations that end with each of the others; the last one is that of the whole request."""
 
 
 class Exchanges:
@@ -69,32 +118,74 @@ class Exchanges:
 
     def __init__(self) -> None:
         self._drawn: list[Exchange] = []
-        self._known: dict[bytes, list[Exchange]] = {}
-        """By the digest of a conversation that ends with an answer: those that gave it, the oldest first."""
+        self._asked: dict[bytes, list[Exchange]] = {}
+        """By the digest of a conversation: the exchanges that answered it, the oldest first."""
+        self._beginnings: set[bytes] = set()
+        """Digests of all conversations that another one, which was answered, begins with."""
+        self._call_ids: dict[str, Exchange] = {}
+        """By the id of a call: the exchange that wrote it."""
 
     def add(self, exchange: Exchange, completion: Completion, sampling: SamplingConfig) -> None:
         exchange.completion, exchange.sampling = completion, sampling
-        exchange.token_ids = [*exchange.token_ids, *completion.token_ids]
+        exchange.size += len(completion.token_ids)
         self._drawn.append(exchange)
 
-    def answered(self, exchange: Exchange, tools: Sequence[Any], messages: Sequence[Message]) -> None:
-        """A request that begins with these messages, whose last is the answer, goes on after this exchange."""
-        self._known.setdefault(_digests(tools, messages)[-1], []).append(exchange)
+    def answered(self, exchange: Exchange, beginning: Beginning, answer: Answer) -> None:
+        """A request that begins with these messages and the answer goes on after this exchange."""
+        exchange.answer = answer
+        exchange.digest = followed_by(beginning.digests[-1], {"answer": answer.id})
+        self._asked.setdefault(beginning.digests[-1], []).append(exchange)
+        self._beginnings.update(beginning.digests)
+        for call in answer.calls:
+            self._call_ids[call.id] = exchange
 
-    def after_messages(self, tools: Sequence[Any], messages: Sequence[Message]) -> tuple[Exchange | None, int]:
-        """The last exchange that these messages begin with, and how many of them are its own: all, if they end with its
-        answer. Of several that
-        answered alike: one that was read, and of these the oldest that nobody goes on after."""
-        digests = _digests(tools, messages)
-        for count in range(len(digests), 0, -1):
-            if found := self._known.get(digests[count - 1]):
-                return min(found, key=lambda each: (not each.read, each.followed)), count
-        return None, 0
+    def after_messages(self, tools: Sequence[Any], messages: Sequence[Message]) -> Beginning:
+        """What these messages begin with.
+
+        Of several exchanges that answered alike, the one whose calls have the ids; of these the one with the thoughts;
+        then one that was read, and of these the oldest that nobody goes on after.
+        """
+        messages = in_order(messages, self._call_ids)
+        start = begun(tools)
+        reached: set[bytes] = {start}
+        best: Exchange | None = None
+        count = 0
+        for number, message in enumerate(messages, start=1):
+            following = {followed_by(digest, message) for digest in reached} & self._beginnings
+            differs = ""
+            if message["role"] == "assistant":
+                for exchange in [each for digest in reached for each in self._asked.get(digest, ())]:
+                    assert exchange.answer is not None
+                    differs = difference(exchange.answer, message)
+                    if differs:
+                        continue
+                    following.add(exchange.digest)
+                    if count < number or _rank(exchange, message) < _rank(best, message):
+                        best, count = exchange, number
+            if not following:
+                self._say_what_differs(messages, number, differs)
+                break
+            reached = following
+        digests = [best.digest if best is not None else start]
+        for message in messages[count:]:
+            digests.append(followed_by(digests[-1], message))
+        return Beginning(messages, best, count, digests)
+
+    def _say_what_differs(self, messages: Sequence[Message], number: int, differs: str) -> None:
+        """Says from which message on a conversation with turns of the assistant goes on after none of ours."""
+        if not self._asked or all(message["role"] != "assistant" for message in messages[number - 1 :]):
+            return
+        role = messages[number - 1]["role"]
+        what = f" in {differs}" if differs else ""
+        say_once(
+            f"a conversation begins a new sequence: message {number}, of the {role}, is another one than before{what}",
+            f"differs {role} {differs}",
+        )
 
     def after_tokens(self, token_ids: Sequence[int]) -> Exchange | None:
         """The longest exchange that these tokens go on after."""
-        begun = (each for each in self._drawn if each.token_ids == token_ids[: len(each.token_ids)])
-        return max(begun, key=lambda each: len(each.token_ids), default=None)
+        begun = (each for each in self._drawn if each.size <= len(token_ids) and each.begins(token_ids))
+        return max(begun, key=lambda each: each.size, default=None)
 
     def after_text(self, text: str) -> Exchange | None:
         """The longest exchange that this text goes on after."""
@@ -104,7 +195,7 @@ class Exchanges:
     def that_drew(self, token_ids: Sequence[int], besides: Sequence[Exchange]) -> Exchange:
         """The exchange whose last token is that of these. Of several: one that is not among `besides`. Raises
         RolloutError if there is none."""
-        found = [each for each in self._drawn if each.token_ids == token_ids]
+        found = [each for each in self._drawn if each.size == len(token_ids) and each.begins(token_ids)]
         if not found:
             raise RolloutError(f"the environment has {len(token_ids)} tokens that the engine did not draw like this")
         return next((each for each in found if each not in besides), found[0])
@@ -145,24 +236,9 @@ def _sequence(path: Sequence[Exchange], taught: set[Exchange], assumed: Mapping[
     return sequence
 
 
-def _digests(tools: Sequence[Any], messages: Sequence[Message]) -> list[bytes]:
-    """Of the conversations that end with each of the messages. What clients change when they repeat an answer does
-    not count: its thoughts, the ids of its calls, white space around its text."""
-    digest, digests = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()), []
-    for message in messages:
-        told: Any = message
-        if message["role"] == "assistant":
-            calls = [call["function"] for call in message.get("tool_calls") or ()]
-            told = (
-                (message.get("content") or "").strip(),
-                [(call["name"], _object(call["arguments"])) for call in calls],
-            )
-        digest.update(json.dumps(told, sort_keys=True).encode() + b"\n")
-        digests.append(digest.digest())
-    return digests
-
-
-def _object(arguments: Any) -> Any:
-    """The arguments of a call, which clients repeat as an object or as JSON."""
-    found = object_of(arguments) if isinstance(arguments, str) else None
-    return arguments if found is None else found
+def _rank(exchange: Exchange | None, message: Message) -> tuple[bool, ...]:
+    """Which of several exchanges a message is of: the one with the least."""
+    assert exchange is not None
+    assert exchange.answer is not None
+    answer = exchange.answer
+    return not has_ids(answer, message), not has_thoughts(answer, message), not exchange.read, exchange.followed

@@ -9,12 +9,16 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from replay_generator.engines import Completion, text_of
-from replay_generator.sessions.turns import WrittenCall, whole_text
+from replay_generator.sessions.turns import Refusal, WrittenCall, whole_text
 
 logger = logging.getLogger(__name__)
+
+_HARMONY = ("openai", "openai_gptoss")
+"""Names of vLLM that stand for a parser of gpt-oss, which vLLM takes by the model and not by the name."""
 
 
 class Parsers:
@@ -40,45 +44,75 @@ class Parsers:
         ):
             if name is not None and name not in known:
                 raise ValueError(f"{option} {name!r} is none of vLLM's: {', '.join(known)}")
+            if name in _HARMONY:
+                raise ValueError(
+                    f"{option} {name!r} is not served: the turns of gpt-oss are messages of Harmony, which no chat "
+                    "template goes on after: train an agent of another model"
+                )
         self._request = ChatCompletionRequest
         self._kind = ParserManager.get_parser(tool_parser, reasoning_parser, True)
 
+    def ready(
+        self, tokenizer: Any, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
+    ) -> TurnParser:
+        """The parser of a turn that is not drawn yet. `prompt_ids`: what the policy reads; `template`: arguments of the
+        chat template. Raises Refusal if the tokenizer lacks what the parser needs."""
+        if self._kind is None:
+            return TurnParser(tokenizer)
+        request = self._request(
+            model="", messages=[], tools=list(tools) or None, chat_template_kwargs=dict(template) or None
+        )
+        try:
+            parser = self._kind(tokenizer, request.tools, chat_template_kwargs=dict(template))
+            parser.set_prompt_token_ids(list(prompt_ids))
+            adjusted = parser.adjust_request(request)
+        except Exception as error:  # whatever the parser of some model misses
+            raise Refusal(
+                f"the parser that the generator names does not fit the tokenizer: {type(error).__name__}: {error}: "
+                "start the generator with the --tool-parser and the --reasoning-parser of its model",
+                field="parser",
+            ) from error
+        return TurnParser(tokenizer, parser, request, bool(tools), adjusted.skip_special_tokens)
+
+
+@dataclass(frozen=True)
+class TurnParser:
+    """The parser of one turn."""
+
+    tokenizer: Any
+    parser: Any = None
+    """Of vLLM; None: every turn is text."""
+    request: Any = None
+    has_tools: bool = False
+    skips_special_tokens: bool = True
+    """False: some formats consist of them."""
+
     def parse(
-        self,
-        tokenizer: Any,
-        completion: Completion,
-        stopped_by: str | None,
-        tools: Sequence[Mapping[str, Any]],
-        arguments: Mapping[str, Any],
-        *,
-        objects_only: bool = False,
+        self, completion: Completion, stopped_by: str | None, *, objects_only: bool = False
     ) -> tuple[str, str, list[WrittenCall]]:
-        """The thoughts, the text and the calls of a turn up to the text that stopped it. `arguments`: of the chat
-        template. `objects_only`: see Ask.
+        """The thoughts, the text and the calls of a turn up to the text that stopped it. `objects_only`: see Ask.
 
         A policy may write anything. A turn at which the parser fails is a text, as it is written.
         """
-        if self._kind is None:
+        if self.parser is None:
             return "", _up_to(stopped_by, completion.text), []
-        request = self._request(
-            model="", messages=[], tools=list(tools) or None, chat_template_kwargs=dict(arguments) or None
-        )
-        parser = self._kind(tokenizer, request.tools, chat_template_kwargs=dict(arguments))
         text, ids = completion.text, completion.token_ids
-        if not parser.adjust_request(request).skip_special_tokens:  # some formats consist of them
-            ended = completion.finish_reason == "stop" and ids[-1] in tokenizer.all_special_ids
-            text = text_of(tokenizer, ids[: len(ids) - ended], skip_special_tokens=False)
+        if not self.skips_special_tokens:
+            if completion.finish_reason == "stop" and ids[-1] in self.tokenizer.all_special_ids:
+                text = text_of(self.tokenizer, ids[:-1], skip_special_tokens=False)
+            else:
+                text = text_of(self.tokenizer, ids, skip_special_tokens=False)
         text = _up_to(stopped_by, text)
-        if tools:
+        if self.has_tools:
             try:
-                thoughts, said, written = _parsed(parser, text, request, ids, with_calls=True)
+                thoughts, said, written = _parsed(self.parser, text, self.request, ids, with_calls=True)
             except Exception as error:  # of the parser of some model
                 logger.debug("a turn of the policy is a text: its parser fails: %s: %s", type(error).__name__, error)
             else:
                 if not objects_only or all(call.object is not None for call in written):
                     return thoughts, said, written
         try:
-            thoughts, said, _ = _parsed(parser, text, request, ids, with_calls=False)
+            thoughts, said, _ = _parsed(self.parser, text, self.request, ids, with_calls=False)
         except Exception as error:
             logger.debug("a turn of the policy is a text: its parser fails: %s: %s", type(error).__name__, error)
             return "", whole_text(text), []

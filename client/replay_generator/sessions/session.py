@@ -23,7 +23,7 @@ from replay_generator.chat import Message, rendered_ids, text_ids
 from replay_generator.engines import Completion, text_of
 from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.sessions.conversation import Conversation
-from replay_generator.sessions.exchanges import Exchange, Exchanges
+from replay_generator.sessions.exchanges import Beginning, Exchange, Exchanges
 from replay_generator.sessions.notices import say_once
 from replay_generator.sessions.parsers import Parsers
 from replay_generator.sessions.turns import Answer, Ask, Refusal, WrittenCall
@@ -42,6 +42,8 @@ class Session:
         self.exchanges = Exchanges()
         self.context_full = False
         """Whether a request left no room for another token."""
+        self.answers: list[Answer] = []
+        """What the agent was answered, in order."""
         self.last_refusal: Refusal | None = None
         self.refusals = 0
         """Requests that were refused; without those that were too long for the model."""
@@ -67,7 +69,8 @@ class Session:
 
     async def count(self, ask: Ask) -> int:
         """How many tokens the policy would read. Raises Refusal."""
-        return len((await self._exchange(ask)).token_ids)
+        exchange, _ = await self._exchange(ask)
+        return exchange.size
 
     def delivered(self, answer: Answer) -> None:
         """The client has the whole answer."""
@@ -86,7 +89,7 @@ class Session:
         """A completion of these tokens, for a client that makes tokens itself. `params`: what it says of sampling."""
         known = ("temperature", *TRUNCATING, "max_tokens")
         given = {name: params[name] for name in known if params.get(name) is not None}
-        exchange = await self._exchange(Ask(prompt=token_ids))
+        exchange, _ = await self._exchange(Ask(prompt=token_ids))
         return await _result(self._begin(self._draw(exchange, given, ())))
 
     def rollout(
@@ -137,8 +140,8 @@ class Session:
             raise Refusal(
                 "the request has tools: start the generator with --tool-parser, the name of the parser", field="tools"
             )
-        exchange = await self._exchange(ask)
-        size = len(exchange.token_ids)
+        exchange, beginning = await self._exchange(ask)
+        size = exchange.size
         if size >= self.task.max_length:
             self.context_full = True
             raise Refusal(
@@ -146,37 +149,36 @@ class Session:
                 code="context_length_exceeded",
             )
         limit = min(ask.max_tokens or self.task.sampling.max_tokens, self.task.sampling.max_tokens)
+        parser = self._parsers.ready(self.task.tokenizer, exchange.token_ids, ask.tools, self.task.chat_template)
         completion = await self._draw(exchange, {"max_tokens": limit}, ask.stop)
         stopped_by = _first(ask.stop, completion.text)
-        thoughts, text, calls = self._parsers.parse(
-            self.task.tokenizer,
-            completion,
-            stopped_by,
-            ask.tools,
-            self.task.chat_template,
-            objects_only=ask.objects_only,
-        )
+        thoughts, text, calls = parser.parse(completion, stopped_by, objects_only=ask.objects_only)
         for call in calls:
             if call.object is None:
                 self._slips[call] = completion.text
         exchange.text = f"{ask.prompt}{completion.text}" if isinstance(ask.prompt, str) else ""
-        if ask.prompt is None:
-            said = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
-            answer = {"role": "assistant", "content": text, "tool_calls": said}
-            self.exchanges.answered(exchange, ask.tools, [*ask.messages, answer])
         drawn, name = len(completion.token_ids), secrets.token_hex(12)
         self._answered[name] = exchange
-        return Answer(name, text, thoughts, calls, completion.finish_reason, stopped_by, size, drawn)
+        answer = Answer(name, text, thoughts, calls, completion.finish_reason, stopped_by, size, drawn)
+        self.answers.append(answer)
+        if beginning is not None:
+            self.exchanges.answered(exchange, beginning, answer)
+        return answer
 
-    async def _exchange(self, ask: Ask) -> Exchange:
-        """The exchange of a request, before its completion. Raises Refusal."""
+    async def _exchange(self, ask: Ask) -> tuple[Exchange, Beginning | None]:
+        """The exchange of a request, before its completion, and what is known of its messages; None: it has none.
+        Raises Refusal."""
         try:
             if isinstance(ask.prompt, str):
-                return self._of_text(ask.prompt)
+                return self._of_text(ask.prompt), None
             if ask.prompt is None:
-                return await self._of_messages(ask.tools, ask.messages)
-            before = self.exchanges.after_tokens(ids := list(ask.prompt))
-            return Exchange(before, ids[len(before.token_ids) :], "user") if before else Exchange(None, ids)
+                beginning = self.exchanges.after_messages(ask.tools, ask.messages)
+                return await self._of_messages(ask.tools, beginning), beginning
+            ids = list(ask.prompt)
+            before = self.exchanges.after_tokens(ids)
+            if before is None:
+                return Exchange(None, ids), None
+            return Exchange(before, ids[before.size :], "user"), None
         except RolloutError as error:
             raise Refusal(str(error)) from error
 
@@ -185,15 +187,16 @@ class Session:
         if not (before := self.exchanges.after_text(text)):
             return Exchange(None, text_ids(tokenizer, text), words=text)
         # Where the policy ended its turn, the client may have written this as text.
-        new = text.removeprefix(before.text).removeprefix(text_of(tokenizer, [before.token_ids[-1]]))
+        new = text.removeprefix(before.text).removeprefix(text_of(tokenizer, before.token_ids[-1:]))
         return Exchange(before, rendered_ids(tokenizer, new), "user", new)
 
-    async def _of_messages(self, tools: Sequence[Any], messages: Sequence[Message]) -> Exchange:
-        before, count = self.exchanges.after_messages(tools, messages)
-        messages = [self._without_slips(message) for message in messages]
+    async def _of_messages(self, tools: Sequence[Any], beginning: Beginning) -> Exchange:
+        before = beginning.before
+        messages = [self._without_slips(message) for message in beginning.messages]
+        new = messages[beginning.count :]
         if before and before.conversation and before.completion:
-            go_on, drawn, last = before.conversation.go_on, before.completion, before.token_ids[-1]
-            new = messages[count:]
+            go_on, drawn = before.conversation.go_on, before.completion
+            last = (drawn.token_ids or before.given)[-1]
             before.followed = True
             try:
                 conversation, given = await _rendered(messages, lambda: go_on(drawn.text, last, new))
@@ -201,9 +204,14 @@ class Session:
                 return Exchange(before, given, role, _words(new), conversation)
             except RolloutError as error:
                 say_once(f"a conversation goes on in a sequence of its own: {error}")
-        if messages[-1]["role"] == "assistant":
+        ended = before is not None and not new
+        if messages[-1]["role"] == "assistant" and not ended:
             raise RolloutError("the conversation ends with words of the assistant: end it with a message of the user")
-        conversation, given = await _rendered(messages, lambda: Conversation.begin(self.task, messages, tools))
+
+        def begin() -> tuple[Conversation, list[int]]:
+            return Conversation.begin(self.task, messages, tools, ended=ended)
+
+        conversation, given = await _rendered(messages, begin)
         return Exchange(None, given, words=_words(messages), conversation=conversation)
 
     def _without_slips(self, message: Message) -> Message:

@@ -93,7 +93,7 @@ def object_of(arguments: str) -> dict[str, Any] | None:
     """
     try:
         found = json.loads(arguments or "{}")
-        if not isinstance(found, dict) or _is_deep(found):
+        if not isinstance(found, dict) or is_deep(found, MOST_NESTED):
             return None
         json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
@@ -101,10 +101,10 @@ def object_of(arguments: str) -> dict[str, Any] | None:
     return found
 
 
-def _is_deep(value: Any) -> bool:
-    """Whether lists and objects stand in more than MOST_NESTED others."""
+def is_deep(value: Any, levels: int) -> bool:
+    """Whether lists and objects stand in that many others, or in more."""
     level = [value]
-    for _ in range(MOST_NESTED):
+    for _ in range(levels):
         inner: list[Any] = []
         for each in level:
             if isinstance(each, dict):

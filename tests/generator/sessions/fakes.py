@@ -34,6 +34,7 @@ class ScriptedSession:
         self.asked: list[Ask] = []
         self.read: list[Answer] = []
         self.refusals: list[Refusal] = []
+        self.answers: list[Answer] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self._turns: dict[bytes, asyncio.Task[Answer]] = {}

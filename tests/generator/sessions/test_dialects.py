@@ -223,7 +223,7 @@ def test_a_conversation_means_the_same_whichever_way_a_chat_repeats_it(nothing, 
         {"role": "tool", "tool_call_id": "call1", "content": nothing},
         {"role": "user", "content": "and?"},
     ]
-    ask = Chat().ask({"messages": messages, "tools": [{"type": "function", "function": {**TOOL, "strict": True}}]})
+    ask = Chat().ask({"messages": messages, "tools": [{"type": "function", "function": TOOL}]})
     assert ask.messages == CONVERSATION
     assert ask.tools == [{"type": "function", "function": TOOL}]
 
@@ -239,7 +239,7 @@ def test_a_conversation_means_the_same_in_the_words_of_the_other_protocols():
         {"type": "function_call_output", "call_id": "call1", "output": text("", kind="input_text")},
         {"type": "message", "role": "user", "content": "and?"},
     ]
-    tools = [{"type": "function", **TOOL, "strict": True}]
+    tools = [{"type": "function", **TOOL}]
     of_responses = Responses().ask({"instructions": "Be brief.", "input": items, "tools": tools})
     result = {"type": "tool_result", "tool_use_id": "call1"}
     thought = {"type": "thinking", "thinking": "hm", "signature": ""}
@@ -275,6 +275,14 @@ def test_an_answer_that_a_client_repeats_as_it_was_sent_is_the_same_in_all_proto
     assert chat.messages[1]["content"] == said.text
 
 
+@pytest.mark.parametrize("said", [ANSWERS[name] for name in ("text", "nothing", "calls", "all")])
+def test_items_that_we_sent_may_be_named_in_their_place(said):
+    items = Responses().answer(said, ITEMS)["output"]
+    named = [{"type": "item_reference", "id": item["id"]} for item in items]
+    whole = Responses().ask({"input": [*HELLO, *items, *HELLO]})
+    assert Responses().ask({"input": [*HELLO, *named, *HELLO]}, [answer("earlier"), said]) == whole
+
+
 def test_limits_stops_and_sampling_reach_the_session_and_what_changes_no_draw_is_ignored():
     ignored = {
         "user": "me",
@@ -298,9 +306,56 @@ def test_limits_stops_and_sampling_reach_the_session_and_what_changes_no_draw_is
 def test_tools_that_may_not_be_called_are_left_out():
     tools = [{"type": "function", "function": {"name": "add"}}]
     assert Chat().ask({**CHAT, "tools": tools, "tool_choice": "none"}).tools == []
-    assert Chat().ask({**CHAT, "tools": tools}).tools[0]["function"]["description"] == ""
+    assert Chat().ask({**CHAT, "tools": tools}).tools[0]["function"]["description"] is None
     messages = Messages().ask({**BLOCKS, "tools": [{"name": "a", "input_schema": {}}], "tool_choice": {"type": "none"}})
     assert messages.tools == []
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"name": "add"},
+        {"name": "add", "description": ""},
+        {"description": "Adds.", "parameters": ADD, "name": "add"},
+        {"name": "add", "strict": True, "parameters": {}},
+        {"name": "add", "strict": False, "description": None},
+        {"name": "add", "strict": None, "parameters": {"b": 1, "a": [2]}},
+    ],
+    ids=str,
+)
+def test_tools_are_told_to_the_template_as_vllm_serve_tells_them(function):
+    protocol = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
+    tool = {"type": "function", "function": function}
+    as_vllm = json.dumps([protocol.ChatCompletionToolsParam.model_validate(tool).model_dump()])
+    block = {name: value for name, value in function.items() if name != "parameters"}
+    if "parameters" in function:
+        block["input_schema"] = function["parameters"]
+    assert json.dumps(Chat().ask({**CHAT, "tools": [tool]}).tools) == as_vllm
+    assert json.dumps(Responses().ask({**ITEMS, "tools": [{"type": "function", **function}]}).tools) == as_vllm
+    assert json.dumps(Messages().ask({**BLOCKS, "tools": [block]}).tools) == as_vllm
+
+
+BILLING = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=5f3;"}
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        [BILLING, {"type": "text", "text": "Be brief."}],
+        [{"type": "text", "text": "Be brief."}, BILLING],
+        [BILLING, {"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}}, *text("brief.")],
+        "Be brief.",
+    ],
+)
+def test_what_claude_code_puts_before_its_words_is_left_out(system):
+    ask = Messages().ask({**BLOCKS, "system": system})
+    assert ask.messages == [{"role": "system", "content": "Be brief."}, *HELLO]
+
+
+def test_a_system_that_is_nothing_but_that_is_none():
+    assert Messages().ask({**BLOCKS, "system": [BILLING]}).messages == HELLO
+    told = Messages().ask({**BLOCKS, "system": text("Say x-anthropic-billing-header: y")})
+    assert told.messages[0]["content"] == "Say x-anthropic-billing-header: y"
 
 
 IGNORED = (
@@ -371,7 +426,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (Responses, {"prompt": {"id": "p"}}, "prompt {'id': 'p'}"),
     (Responses, {"text": {"format": FORM}}, "format {"),
     (Responses, {"include": ["message.output_text.logprobs"]}, r"include \['message.output_text.logprobs'\] is not"),
-    (Responses, {"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
+    (Responses, {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference 'x' is not served: send the whole"),
     (
         Responses,
         {"input": [{**ITEM, "arguments": [1]}]},

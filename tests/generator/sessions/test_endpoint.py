@@ -73,10 +73,41 @@ async def test_a_path_that_nobody_serves_is_told_which_there_are():
                 await client.embeddings.create(model="any", input="x")
 
 
+@EACH
+@pytest.mark.parametrize("before", ["", "/v1", "/v1/v1", "/openai/v1", "//v1", "/v1/"])
+@pytest.mark.parametrize("after", ["", "/", "?beta=true", "/?api-version=1"])
+async def test_what_a_path_ends_with_decides(path, body, before, after):
+    async with serving(answer()) as (session, address), httpx.AsyncClient() as client:
+        path = path.removeprefix("/v1")
+        answered = await client.post(f"{address}{before}{path}{after}", json=body)
+    assert answered.status_code == 200
+    assert len(session.read) == 1
+
+
+async def test_models_and_tokens_are_told_at_all_these_paths():
+    async with serving() as (session, address), httpx.AsyncClient() as client:
+        for before in ("", "/v1", "/v1/v1"):
+            for after in ("", "/"):
+                counted = await client.post(f"{address}{before}/messages/count_tokens{after}", json={"messages": HELLO})
+                assert counted.json() == {"input_tokens": 42}
+                listed = (await client.get(f"{address}{before}/models{after}")).json()
+                assert [each["id"] for each in listed["data"]] == ["policy"]
+                for name in ("policy", "openai/policy", "claude-x"):
+                    card = (await client.get(f"{address}{before}/models/{name}{after}")).json()
+                    assert (card["id"], card["object"], card["max_model_len"]) == (name, "model", 99)
+        for path in ("", "/", "/v1", "/v1/responses/resp_1"):
+            assert (await client.get(address + path)).status_code == 404
+        assert session.refusals == []
+
+
 BAD = {
     "no JSON": b"{",
     "no object": b"[]",
     "deep": b"[" * 200_000,
+    "deep, but JSON": b'{"messages": [{"role": "user", "content": "a"}], "prompt": "a", "input": "a", "tools": '
+    + b"[" * 400
+    + b"]" * 400
+    + b"}",
     "no UTF-8": b'{"messages": "\xff"}',
     "half a surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
     "numbers": b'{"messages": 5, "prompt": 5, "input": 5}',

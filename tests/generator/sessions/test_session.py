@@ -355,6 +355,21 @@ def test_an_unknown_parser_is_refused_with_the_names_that_there_are(option):
         Parsers(**{option: "klingon"})
 
 
+@pytest.mark.parametrize("names", [{"tool_parser": "openai"}, {"reasoning_parser": "openai_gptoss"}])
+def test_a_parser_that_vllm_takes_by_the_model_alone_is_refused_at_the_start(names):
+    with pytest.raises(
+        ValueError, match=f"{next(iter(names))} '{next(iter(names.values()))}' is not served: .*Harmony"
+    ):
+        Parsers(**names)
+
+
+async def test_a_parser_that_does_not_fit_the_tokenizer_is_refused_before_anything_is_drawn():
+    engine = Drawing()
+    with pytest.raises(Refusal, match=r"does not fit the tokenizer: RuntimeError: DeepSeek.* start the generator with"):
+        await ask(session_of(engine, parsers=Parsers("deepseek_v3")), user("a"), tools=TOOLS)
+    assert engine.drawn == []
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_whatever_agents_ask_each_turn_that_they_read_is_trained_on_once_as_it_was_drawn(data):

@@ -20,7 +20,8 @@ class Responses:
 
     path = "/v1/responses"
 
-    def ask(self, body: dict[str, Any]) -> Ask:
+    def ask(self, body: dict[str, Any], answers: Sequence[Answer] = ()) -> Ask:
+        """`answers`: those that the client has, for it may name their items in the place of them."""
         fields.check(body, "prompt", fields.WHOLE)
         fields.check(body.get("text") or {}, "format", fields.FREE)
         included = [name for name in body.get("include") or () if "logprobs" in name]
@@ -29,6 +30,7 @@ class Responses:
         items = [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
         if body.get("instructions"):
             items.insert(0, {"role": "system", "content": body["instructions"]})
+        items = _resolved(items, answers)
         return fields.ask_of(body, messages=_messages(items), tools=fields.tools_of(body, "function"))
 
     def answer(self, answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
@@ -57,6 +59,21 @@ class Responses:
         # An event has the fields at its top, and a body has them in `error`, where `openai` looks for them in both.
         error = fields.error_of(refusal)
         return {**error, "error": error, "type": "error", "sequence_number": 0}
+
+
+def _resolved(items: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """The items, each that an `item_reference` names in its place."""
+    if all(item.get("type") != "item_reference" for item in items):
+        return [*items]
+    sent = {item["id"]: item for answer in answers for item in _items(answer)}
+    resolved = []
+    for item in items:
+        if item.get("type") == "item_reference":
+            if item["id"] not in sent:
+                raise fields.refused("item_reference", item["id"], fields.WHOLE)
+            item = sent[item["id"]]
+        resolved.append(item)
+    return resolved
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -97,9 +114,10 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
     if answer.text or not answer.calls:
         text = {"type": "output_text", "text": answer.text, "annotations": []}
         items.append({"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "content": [text]})
-    for call in answer.calls:
-        about = {"name": call.name, "arguments": call.arguments}
-        items.append({"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, **about})
+    for number, call in enumerate(answer.calls):
+        # Some models write the ids of their calls, and write one twice.
+        about = {"id": f"fc_{answer.id}_{number}", "name": call.name, "arguments": call.arguments}
+        items.append({"type": "function_call", "call_id": call.id, **about})
     return [{**item, "status": "completed"} for item in items]
 
 
