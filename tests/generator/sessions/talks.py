@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -9,10 +10,10 @@ from typing import Any
 
 from replay_generator.sessions.endpoint import SessionServer
 from replay_generator.sessions.session import Session
+from replay_generator.sessions.turns import object_of
 from tests.generator.sessions.fakes import of_anthropic, of_openai
 
 SCHEMA = {"type": "object", "properties": {}}
-PROTOCOLS = ("chat", "responses", "messages")
 
 
 class Talk:
@@ -39,6 +40,37 @@ class Talk:
 
     async def ask(self) -> None:
         raise NotImplementedError
+
+    def rewrite(self, *, spells_numbers: bool, drops_thoughts: bool, drops_text: bool) -> None:
+        """Rewrites the newest answer in the history as some clients do. `spells_numbers`: as JavaScript, 2.0 as 2;
+        `drops_text`: beside calls alone."""
+        raise NotImplementedError
+
+    def copied(self) -> Talk:
+        """Another conversation that begins with this one."""
+        other = type(self)(self.client, self.tools, stream=self.stream)
+        other.history = copy.deepcopy(self.history)
+        other.calls = list(self.calls)
+        return other
+
+
+def spelt_by_javascript(value: Any) -> Any:
+    """The value of JSON as JavaScript writes it after it has read it."""
+    if isinstance(value, dict):
+        return {name: spelt_by_javascript(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [spelt_by_javascript(each) for each in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _respelt(arguments: str) -> str:
+    """Arguments that a client has read and written again; what no client can read stays as it is."""
+    found = object_of(arguments)
+    if found is None:
+        return arguments
+    return json.dumps(spelt_by_javascript(found), separators=(",", ":"))
 
 
 class ChatTalk(Talk):
@@ -73,6 +105,16 @@ class ChatTalk(Talk):
             message["tool_calls"] = calls
         return message, reason
 
+    def rewrite(self, *, spells_numbers: bool, drops_thoughts: bool, drops_text: bool) -> None:
+        message = self.history[-1]
+        if drops_thoughts:
+            message.pop("reasoning_content", None)
+        for call in message.get("tool_calls") or ():
+            if spells_numbers:
+                call["function"]["arguments"] = _respelt(call["function"]["arguments"])
+            if drops_text:
+                message["content"] = None
+
 
 class ResponsesTalk(Talk):
     def results(self, results: Sequence[tuple[str, str]]) -> None:
@@ -89,6 +131,19 @@ class ResponsesTalk(Talk):
         self.text, self.reason = answer.output_text, answer.status
         self.calls = [(item.call_id, item.arguments) for item in answer.output if item.type == "function_call"]
         self.history += [item.model_dump(exclude_none=True) for item in answer.output]
+        self._newest = len(answer.output)
+
+    def rewrite(self, *, spells_numbers: bool, drops_thoughts: bool, drops_text: bool) -> None:
+        items = self.history[-self._newest :]
+        if drops_thoughts:
+            items = [item for item in items if item["type"] != "reasoning"]
+        if drops_text and self.calls:
+            items = [item for item in items if item["type"] != "message"]
+        if spells_numbers:
+            for item in items:
+                if item["type"] == "function_call":
+                    item["arguments"] = _respelt(item["arguments"])
+        self.history[-self._newest :] = items
 
 
 class MessagesTalk(Talk):
@@ -109,11 +164,27 @@ class MessagesTalk(Talk):
         self.reason = answer.stop_reason
         self.history.append({"role": "assistant", "content": [each.model_dump() for each in answer.content]})
 
+    def rewrite(self, *, spells_numbers: bool, drops_thoughts: bool, drops_text: bool) -> None:
+        blocks = self.history[-1]["content"]
+        if drops_thoughts:
+            blocks = [block for block in blocks if block["type"] != "thinking"]
+        if drops_text and self.calls:
+            blocks = [block for block in blocks if block["type"] != "text"]
+        if spells_numbers:
+            for block in blocks:
+                if block["type"] == "tool_use":
+                    block["input"] = spelt_by_javascript(block["input"])
+        self.history[-1]["content"] = blocks
+
+
+KINDS: dict[str, type[Talk]] = {"chat": ChatTalk, "responses": ResponsesTalk, "messages": MessagesTalk}
+PROTOCOLS = tuple(KINDS)
+
 
 @asynccontextmanager
 async def talking(session: Session, protocol: str, tools: Sequence[str] = (), **options: Any) -> AsyncIterator[Talk]:
     """A conversation with a session through a real server and the real client of the protocol."""
-    kind = {"chat": ChatTalk, "responses": ResponsesTalk, "messages": MessagesTalk}[protocol]
+    kind = KINDS[protocol]
     async with SessionServer() as server:
         address = server.open(session)
         async with (of_anthropic if kind is MessagesTalk else of_openai)(address) as client:
