@@ -67,6 +67,7 @@ def _forget_modules_since(before: dict[str, Any]) -> None:
     for name in sys.modules.keys() - before.keys():
         del sys.modules[name]
     sys.modules.update(before)
+    assert sys.modules == before
 
 
 def test_the_sources_that_the_tests_take_are_what_the_adapters_say():
