@@ -16,14 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replay_cli.archive.writing import TokenizerFolder, WhichRows, WithPayloads, check_name, write
 from replay_cli.connection import TableName, TagTexts, ask, complete_table, connect, parse_tags, reach
 from replay_cli.items import all_items, info_document, load_tokenizer
 from replay_cli.options import Commands
-from replay_cli.output import AsJson, console, misuse, need, plain_table, print_json, tell
+from replay_cli.output import AsJson, console, plain_table, print_json, tell
 from replay_protos.state import document
 
 if TYPE_CHECKING:
@@ -44,22 +45,6 @@ FileNames = Annotated[
 
 _LONG = 600.0
 """Seconds in which the server writes or reads a checkpoint."""
-
-
-WhichRows = Annotated[
-    Literal["groups", "sequences"],
-    typer.Option(help="A row for each item, or one for each sequence of its group, with the tokens."),
-]
-TokenizerFolder = Annotated[
-    Path | None, typer.Option(help="Folder with a tokenizer.json: adds prompt and completions as text.")
-]
-WithPayloads = Annotated[
-    bool,
-    typer.Option(
-        "--payloads/--no-payloads",
-        help="Write the bytes of the items, which `import` needs. Rows of sequences have none.",
-    ),
-]
 
 
 def create(
@@ -133,18 +118,6 @@ def export(
             {"table": table},
             as_json,
         )
-
-
-def write(file: Path, form: Form, rows: Iterator[Row], origin: dict[str, str], as_json: bool) -> None:
-    """Writes an export, and prints how much it has. `origin`: what the rows are of, by the name that JSON gives it."""
-    from replay_cli.archive.files import write_rows
-    from replay_dashboard.units import counted
-
-    check_name(file)
-    count = ask(lambda: write_rows(file, form.columns(), rows))
-    more = f", in {counted(count, 'row')}" if form.sequences else ""
-    words = f"{counted(form.items, 'item')} of {', '.join(origin.values())} written to {file}{more}"
-    tell(as_json, origin | {"file": str(file), "items": form.items, "rows": count}, words)
 
 
 def import_items(
@@ -351,11 +324,3 @@ def _insert(client: ReplayClient, row: Row, priorities: Mapping[str, float], *, 
 
 
 # ------------------------------------------------------------------------------------------------ files
-
-
-def check_name(path: Path) -> None:
-    """Ends the command unless the end of the name is that of a kind of files that can be written and read."""
-    if path.suffix == ".parquet":
-        need("a .parquet file", "parquet", "pyarrow")
-    elif path.suffix not in (".jsonl", ".json"):
-        misuse(f"{path}: the name of the file must end with .jsonl or .parquet")

@@ -24,8 +24,8 @@ from replay_server.rpc.items import ItemMethods
 from replay_server.rpc.limits import Backend
 from replay_server.rpc.policy import PolicyMethods
 from replay_server.rpc.rings.carrying import Rings
-from replay_server.rpc.rings.memory import SharedMemoryMethods
 from replay_server.rpc.sampling import SampleMethods
+from replay_server.rpc.shared_memory import SharedMemoryMethods
 from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.journal import Journal
 from replay_server.tables.buffer import ReplayBuffer

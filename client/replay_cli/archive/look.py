@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from replay_cli.archive.writing import TokenizerFolder, WhichRows, WithPayloads, write
 from replay_cli.connection import ask, parse_key, parse_tags
 from replay_cli.items import load_tokenizer
-from replay_cli.keep import TokenizerFolder, WhichRows, WithPayloads, write
 from replay_cli.options import option, taking
 from replay_cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, say
 
