@@ -138,6 +138,7 @@ setup-real: setup-dev
 lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
 format: setup-dev

@@ -1,6 +1,7 @@
 """Rules of the project itself that protect its users or a direction.
 
-Generated code is current, imports point one way, packages use only public names of each other, no code comes from data.
+Generated code is current, packages use only public names of each other, no code comes from data. Which way imports
+point is in pyproject.toml, for import-linter; what ruff has a rule for is there too. `make lint` runs both.
 """
 
 import ast
@@ -8,35 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from protos.generate import generate
 from tests.packages import PACKAGES, ROOT
-
-ALLOWED = {
-    "replay_protos": set(),
-    "replay_server": {"replay_protos"},
-    "replay_client": {"replay_protos"},
-    "replay_generator": {"replay_protos", "replay_client"},
-    "replay_dashboard": {"replay_protos", "replay_client", "replay_generator"},
-    "replay_trainer": {"replay_client", "replay_generator"},
-    "replay_adapters": {"replay_client", "replay_generator", "replay_trainer"},
-    "replay_cli": PACKAGES.keys() - {"replay_adapters"},
-}
-# One adapter starts a server inside the trainer's process.
-JOINS = (ROOT / "trainer/replay_adapters/trl.py",)
-LEVELS = [
-    {"errors"},
-    {"tables"},
-    {"config", "storage", "telemetry"},
-    {"rpc"},
-    {"server"},
-    {"shards"},
-]
-"""The rooms of replay_server, lowest first: its folders and the modules beside them. Each imports lower rooms only."""
 
 
 @cache
@@ -65,22 +43,6 @@ def imported(node: ast.AST) -> list[str]:
     return [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
 
 
-@cache
-def imports_of(package: str) -> dict[str, set[str]]:
-    """The modules that each module of a package imports from it: at its top, in functions, for type checkers."""
-    modules = modules_of(package)
-    imports = {}
-    for name, path in modules.items():
-        found = set()
-        for node in ast.walk(tree_of(path)):
-            members = set()
-            if isinstance(node, ast.ImportFrom) and node.module:
-                members = {f"{node.module}.{alias.name}" for alias in node.names} & modules.keys()
-            found |= members or set(imported(node))
-        imports[name] = (found & modules.keys()) - {name}
-    return imports
-
-
 def test_the_generated_code_is_that_of_the_proto(tmp_path):
     generate(tmp_path)
     for path in sorted((tmp_path / "replay_protos").iterdir()):
@@ -89,51 +51,7 @@ def test_the_generated_code_is_that_of_the_proto(tmp_path):
         )
 
 
-# ------------------------------------------------------------------------------------------------ imports
-
-
-def imports_in(path: Path) -> Iterator[str]:
-    for node in ast.walk(tree_of(path)):
-        yield from imported(node)
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_imports_point_one_way(package):
-    for path in files_of(PACKAGES[package]):
-        if not any(path.is_relative_to(join) for join in JOINS):
-            others = {name.partition(".")[0] for name in imports_in(path)} & PACKAGES.keys() - {package}
-            assert others <= ALLOWED[package], path.relative_to(ROOT)
-
-
-def test_a_room_of_the_server_imports_lower_rooms_only_and_none_is_forgotten():
-    level = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
-    rooms = {module: module.split(".")[1] for module in modules_of("replay_server") if module != "replay_server"}
-    assert set(rooms.values()) == level.keys()
-    wrong = [
-        f"{module} imports {other}"
-        for module, room in rooms.items()
-        for other in imports_of("replay_server")[module] & rooms.keys()
-        if room != rooms[other] and level[room] <= level[rooms[other]]
-    ]
-    assert wrong == []
-
-
-def test_the_tables_know_neither_grpc_nor_the_wire_nor_the_disk():
-    for module, path in modules_of("replay_server").items():
-        if module.startswith("replay_server.tables") or module == "replay_server.errors":
-            names = set(imports_in(path)) - {"replay_protos.labels", "replay_protos.settings"}
-            imported = {name.partition(".")[0] for name in names}
-            assert not imported & {"grpc", "replay_protos", "lmdb"}, module
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_no_modules_import_each_other_in_a_circle(package):
-    # The root only gives names out again. It is loaded before any of its modules, whoever imports them.
-    graph = {module: others - {package} for module, others in imports_of(package).items()}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(" <- ".join(error.args[1]))
+# ------------------------------------------------------------------------------------------------ public names
 
 
 PUBLIC = {
@@ -218,24 +136,25 @@ def test_no_test_asserts_the_memory_of_a_process():
 
 # ------------------------------------------------------------------------------------------------ code from data
 
-CODE_FROM_DATA = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
-"""Modules that execute what they read."""
-RUNS_TEXT = ("eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "torch.hub.load")
+NEVER = ("allow_pickle", "trust_remote_code")
+"""Arguments of a call that turn data into code. ruff has rules for modules and functions, and none for these."""
+
+
+def is_unsafe(call: ast.Call) -> bool:
+    """Whether a call could turn data into code."""
+    name = ast.unparse(call.func)
+    given = {word.arg: ast.unparse(word.value) for word in call.keywords}
+    if name in ("compile", "__import__"):
+        return True
+    if name == "torch.load" and given.get("weights_only") != "True":
+        return True
+    return any(given.get(word, "False") != "False" for word in NEVER)
 
 
 def unsafe(tree: ast.AST) -> list[str]:
-    """What in a module could turn data into code or commands: `line: what`."""
-    found = []
-    for node in ast.walk(tree):
-        what = ", ".join(CODE_FROM_DATA & {module.partition(".")[0] for module in imported(node)})
-        if isinstance(node, ast.Call):
-            name, given = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
-            allows = any(given.get(word, "False") != "False" for word in ("shell", "allow_pickle", "trust_remote_code"))
-            if allows or name in RUNS_TEXT or (name == "torch.load" and given.get("weights_only") != "True"):
-                what = name
-        if what:
-            found.append(f"{node.lineno}: {what}")
-    return found
+    """The unsafe calls in a module: `line: call`."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [f"{call.lineno}: {ast.unparse(call)}" for call in calls if is_unsafe(call)]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -247,14 +166,7 @@ def test_nothing_turns_data_into_code(package):
 @pytest.mark.parametrize(
     "line",
     [
-        "import pickle",
-        "import os, pickle as p",
-        "from dill import loads",
-        "eval(text)",
-        "exec(text)",
         "__import__(name)",
-        "os.system(command)",
-        "subprocess.run(command, shell=True)",
         "torch.load(path)",
         "torch.load(path, weights_only=False)",
         "numpy.load(path, allow_pickle=True)",
@@ -263,6 +175,4 @@ def test_nothing_turns_data_into_code(package):
 )
 def test_the_rule_about_code_finds(line):
     assert unsafe(ast.parse(line))
-    assert not unsafe(
-        ast.parse("model.eval(); torch.load(path, weights_only=True); subprocess.run(command, shell=False)")
-    )
+    assert not unsafe(ast.parse("model.eval(); torch.load(path, weights_only=True); re.compile(text)"))
