@@ -3,6 +3,8 @@
 What each does is compared with what stands on the page; `make agents-page` renews that.
 """
 
+import json
+
 import pytest
 
 from tests.generator.sessions.agents.catalog import AGENTS, CLIENTS, NODE, OLDER, Client, NodePackages
@@ -50,12 +52,18 @@ def test_each_client_has_called_two_tools_or_edited_twice_and_a_refusal_has_not_
         assert row["sequences"] <= row["turns"], row
 
 
-def test_the_files_of_the_environments_name_no_address_of_an_index():
-    for path in (AGENTS.constraints, OLDER.constraints):
-        assert "//" not in path.read_text()
-    lock = NODE.lock.read_text()
-    assert '"resolved"' not in lock
-    assert '"integrity"' in lock
+def test_the_lock_file_of_npm_names_no_registry_and_the_digest_of_each_package():
+    packages = json.loads(NODE.lock.read_text())["packages"]
+    del packages[""]
+    for name, about in packages.items():
+        assert "resolved" not in about, name
+        assert about["integrity"].startswith("sha512-"), name
+
+
+def test_the_clients_of_npm_are_locked_as_package_json_names_them():
+    named = json.loads((NODE.lock.parent / "package.json").read_text())["dependencies"]
+    assert named == {name: NODE.locked(name) for name in named}
+    assert {client.package for client in CLIENTS if client.packages is NODE} <= named.keys()
 
 
 def test_make_clean_removes_the_environments_of_agents():
