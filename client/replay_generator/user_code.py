@@ -217,14 +217,19 @@ async def _resolved(function: Function, result: Any) -> Any:
 class _Guard:
     """Surrounds users' code: what it raises to end the process becomes a UserCodeError."""
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, function: Function, *, of_a_task: bool = False) -> None:
+        """`of_a_task`: whether it surrounds a step of a task that users' code has started. A CancelledError ends this
+        task alone: aiohttp's server ends those of its connections so, by cancelling what they wait for."""
         self._function = function
+        self._of_a_task = of_a_task
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None or isinstance(error, Exception) or _passes(error):
+            return
+        if self._of_a_task and isinstance(error, asyncio.CancelledError):
             return
         how = f"raised {in_words(error)}"
         failure = UserCodeError(name_of(self._function), how, where(self._function, error))
@@ -276,11 +281,11 @@ class _GuardedCoroutine(Coroutine[Any, Any, Any]):
         self._inner = inner
 
     def send(self, value: Any) -> Any:
-        with _Guard(self._function):
+        with _Guard(self._function, of_a_task=True):
             return self._inner.send(value)
 
     def throw(self, *error: Any) -> Any:
-        with _Guard(self._function):
+        with _Guard(self._function, of_a_task=True):
             return self._inner.throw(*error)
 
     def close(self) -> None:

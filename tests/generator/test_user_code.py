@@ -30,6 +30,7 @@ ENDINGS = {
     "interrupts_later": "KeyboardInterrupt: enough",
     "cancels_later": "CancelledError: mine",
     "exits_in_a_task": "SystemExit: 3",
+    "cancels_in_a_task": "CancelledError: mine",
 }
 """Functions that want to end more than themselves, and what they raise."""
 PLAIN = ("exits", "interrupts", "cancels")

@@ -45,6 +45,11 @@ async def cancels_later(*_: Any, **__: Any) -> float:
     raise asyncio.CancelledError("mine")
 
 
+async def cancels_in_a_task(*_: Any, **__: Any) -> float:
+    await asyncio.gather(cancels_later(), asyncio.sleep(0))
+    return 1.0
+
+
 async def exits_in_a_task(*_: Any, **__: Any) -> float:
     await asyncio.gather(exits_later(), asyncio.sleep(0))
     return 1.0

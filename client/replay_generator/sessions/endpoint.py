@@ -144,6 +144,9 @@ def _card(session: Session, name: str) -> dict[str, Any]:
 
 
 async def _unknown(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
+    if request.headers.get("Upgrade", "").lower() == "websocket":
+        # Codex asks by a web socket first. At this status it posts at once, at any other after seven seconds.
+        raise Refusal("no path is served by web sockets: send a request by POST", status=426)
     paths = ", ".join(each.path for each in (Chat, Completions, Responses, Messages))
     path = request.match_info["rest"] or "/"
     raise Refusal(f"{request.method} {path} is not served; there are {paths}", status=404, field="path")

@@ -1,6 +1,7 @@
 """Agents that are commands and functions: what they are told, what they give, and that nothing of them is left."""
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator, Task
@@ -114,6 +116,19 @@ async def test_an_agent_asks_no_proxy_for_its_address(agent, monkeypatch):
     monkeypatch.setenv("no_proxy", "example.com")
     group = await play(agent("print(json.dumps({'reward': float(bool(ask()))}))"))
     assert group.rewards.tolist() == [1.0] * 4
+
+
+async def test_a_connection_that_an_agent_closes_leaves_no_word_in_the_log(caplog):
+    async def agent(task: Task, address: Address) -> float:
+        for _ in range(2):  # the server sees the end of the first connection before it answers on the second
+            async with openai.AsyncOpenAI(**address.openai) as client:
+                await client.chat.completions.create(model="policy", messages=[user("a")])
+        return 1.0
+
+    group = await played(SessionHook(agent, GeneratorConfig(), needs_reward=True), Drawing(), reward=None)
+    gc.collect()  # a task that failed says so when it goes
+    assert group.rewards.tolist() == [1.0] * 4
+    assert caplog.records == []
 
 
 ELSEWHERE = (

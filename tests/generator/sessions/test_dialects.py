@@ -283,6 +283,15 @@ def test_items_that_we_sent_may_be_named_in_their_place(said):
     assert Responses().ask({"input": [*HELLO, *named, *HELLO]}, [answer("earlier"), said]) == whole
 
 
+@pytest.mark.parametrize("tool", [{"type": "function", **TOOL}, {"type": "custom", "name": "exec", "format": {}}])
+def test_items_that_are_fields_elsewhere_are_no_words_of_the_conversation(tool):
+    tools = {"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [tool]}
+    update = {"type": "configuration_update", "reasoning": {"effort": "low"}}
+    other = {"type": "function", "name": "other"}
+    ask = Responses().ask({"input": [tools, *HELLO, update], "tools": [other]})
+    assert ask == Responses().ask({"input": HELLO, "tools": [other, tool]})
+
+
 def test_limits_stops_and_sampling_reach_the_session_and_what_changes_no_draw_is_ignored():
     ignored = {
         "user": "me",

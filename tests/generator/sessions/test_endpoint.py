@@ -100,6 +100,21 @@ async def test_models_and_tokens_are_told_at_all_these_paths():
         assert session.refusals == []
 
 
+async def test_a_client_that_asks_by_a_web_socket_is_told_to_post_and_it_is_no_refusal_of_a_turn():
+    asks = {
+        "Connection": "Upgrade",
+        "Upgrade": "WebSocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "a" * 22,
+    }
+    async with serving() as (session, address), httpx.AsyncClient() as client:
+        for path in ("/v1/responses", "/v1/realtime"):
+            answered = await client.get(address + path, headers=asks)
+            assert answered.status_code == 426  # of all others Codex tries again, for seven seconds
+            assert answered.json()["error"]["message"] == "no path is served by web sockets: send a request by POST"
+        assert session.refusals == []
+
+
 BAD = {
     "no JSON": b"{",
     "no object": b"[]",

@@ -1,80 +1,73 @@
-"""Agents of the package index, as they are, in an environment of their own: `make test-long` makes .venv-agents."""
+"""Clients of the package indexes, as they are, in environments of their own: `make test-long` makes them.
+
+What each does is compared with what stands on the page; `make agents-page` renews that.
+"""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from replay_generator import GeneratorConfig
-from replay_generator.engines import SamplingConfig
-from replay_generator.sessions import load_sessions
-from tests.docs.blocks import ROOT
-from tests.generator.factories import RecordingClient, assert_drawn, generate
-from tests.generator.sessions.test_session import Drawing
+from tests.generator.sessions.agents.catalog import AGENTS, CLIENTS, NODE, OLDER, Client, NodePackages
+from tests.generator.sessions.agents.play import observe
+from tests.generator.sessions.agents.table import PAGE, lines_of, observed, renewed, table_of
+from tests.packages import ROOT
 
-PYTHON = ROOT / ".venv-agents" / "bin" / "python"
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not PYTHON.exists(), reason="make test-long makes .venv-agents"),
-]
+NAMES = [client.name for client in CLIENTS]
 
 
-@dataclass
-class Replying(Drawing):
-    """Draws what `reply` says to the tokens that it read."""
-
-    reply: Callable[[str], str] = field(kw_only=True)
-
-    def text_of(self, prompt_ids: list[int]) -> str:
-        return self.reply("".join(self.tokenizer.convert_ids_to_tokens(prompt_ids)))
+def why_skipped(client: Client) -> str:
+    if isinstance(client.packages, NodePackages):
+        return f"make test-long makes {client.packages.folder.name} where node and npm are"
+    return f"make test-long makes {client.packages.folder.name}"
 
 
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("client", CLIENTS, ids=NAMES)
+async def test_a_client_is_trained_on_as_the_engine_drew_it_and_as_the_page_says(client):
+    if not client.packages.is_there:
+        pytest.skip(why_skipped(client))
+    assert await observe(client) == observed()[client.name]
 
 
-def of_openai_agents(read: str) -> str:
-    """Calls both tools, hands over, and the other agent says the result."""
-    if "Say the result in words" in read:
-        return "twenty-five"
-    calls = [call("add", a=2, b=3), call("multiply", a=5, b=5), call("transfer_to_teller")]
-    return calls[read.count("<s>tool")]
+# ------------------------------------------------------------------------------------------------ the page
 
 
-def of_smolagents(read: str) -> str:
-    if "Observation" not in read.rpartition("25?")[2]:
-        return "Thought: compute.\n<code>\nprint((2 + 3) * 5)\n</code>"
-    return "Thought: done.\n<code>\nfinal_answer('twenty-five')\n</code>"
+def test_the_table_of_the_page_is_that_of_the_last_observations():
+    rows = list(observed().values())
+    assert [row["client"] for row in rows] == NAMES, "run make agents-page"
+    assert table_of(PAGE.read_text()) == lines_of(rows), "run python -m tests.generator.sessions.agents.table --page"
+    assert renewed(PAGE.read_text(), rows) == PAGE.read_text()
 
 
-def of_mini_swe_agent(read: str) -> str:
-    commands = ["echo twenty-five > answer", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
-    return call("bash", command=commands[read.count("<s>tool")])
+@pytest.mark.parametrize("client", CLIENTS, ids=NAMES)
+def test_a_client_was_observed_in_the_version_that_is_locked(client):
+    assert observed()[client.name]["package"] == client.package
+    assert observed()[client.name]["version"] == client.packages.locked(client.package), "run make agents-page"
 
 
-@pytest.mark.parametrize(
-    ("program", "reply", "turns"),
-    [
-        ("with_openai_agents", of_openai_agents, 4),
-        ("with_smolagents", of_smolagents, 2),
-        ("with_mini_swe_agent", of_mini_swe_agent, 2),
-    ],
-)
-async def test_an_agent_of_the_index_is_trained_on_as_the_engine_drew_it(program, reply, turns):
-    engine, client = Replying(reply=reply, max_length=100_000), RecordingClient()
-    sampling = SamplingConfig(max_tokens=400)
-    given = {"group_size": 2, "sampling": sampling, "tool_parser": "hermes", "rollout_timeout": 300.0}
-    config = GeneratorConfig(max_groups=1, **given)
-    hook = load_sessions(f"{PYTHON} {Path(__file__).parent / 'agents' / program}.py", None, config, needs_reward=True)
-    prompts = [{"prompt": "What is (2 + 3) * 5, 25?", "answer": "twenty-five"}]
-    await generate(client, engine, hook, reward=None, prompts=prompts, **given)
-    ((group, _),) = client.inserts
-    assert group.rewards.tolist() == [1.0, 1.0]
-    assert len(engine.drawn) == 2 * turns
-    if program == "with_smolagents":  # it asks to stop at the end of the code: before the end of the turn
-        engine.drawn = [(before, each.cut(len(each.token_ids) - 1, each.text)) for before, each in engine.drawn]
-    assert_drawn([group], engine)
+def test_each_client_has_called_two_tools_or_edited_twice_and_a_refusal_has_not_stopped_it():
+    for row in observed().values():
+        assert row["turns"] >= 2, row
+        assert row["sequences"] <= row["turns"], row
+
+
+def test_the_lock_file_of_npm_names_no_registry_and_the_digest_of_each_package():
+    packages = json.loads(NODE.lock.read_text())["packages"]
+    del packages[""]
+    for name, about in packages.items():
+        assert "resolved" not in about, name
+        assert about["integrity"].startswith("sha512-"), name
+
+
+def test_the_clients_of_npm_are_locked_as_package_json_names_them():
+    named = json.loads((NODE.lock.parent / "package.json").read_text())["dependencies"]
+    assert named == {name: NODE.locked(name) for name in named}
+    assert {client.package for client in CLIENTS if client.packages is NODE} <= named.keys()
+
+
+def test_make_clean_removes_the_environments_of_agents():
+    (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("\trm -rf $(VENV) ")]
+    assert {"$(AGENTS)", "$(AGENTS_OLDER)", "$(AGENTS_NODE)"} <= {*line.split()}
+    for packages in (AGENTS, OLDER, NODE):
+        assert f":= {packages.folder.relative_to(ROOT)}\n" in (ROOT / "Makefile").read_text()

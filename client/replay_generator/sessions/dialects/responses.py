@@ -13,6 +13,9 @@ _NO_DETAILS = {
     "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
     "output_tokens_details": {"reasoning_tokens": 0},
 }
+_TOOLS = "additional_tools"
+_NO_WORDS = (_TOOLS, "configuration_update")
+"""Kinds of items with which Codex sends what others send in fields of the body. No message comes of them."""
 
 
 class Responses:
@@ -31,7 +34,13 @@ class Responses:
         if body.get("instructions"):
             items.insert(0, {"role": "system", "content": body["instructions"]})
         items = _resolved(items, answers)
-        return fields.ask_of(body, messages=_messages(items), tools=fields.tools_of(body, "function"))
+        given_tools = [*(body.get("tools") or ())]
+        for item in items:
+            if item.get("type") == _TOOLS:
+                given_tools += item["tools"]
+        tools = fields.tools_of({**body, "tools": given_tools}, "function")
+        messages = _messages([item for item in items if item.get("type") not in _NO_WORDS])
+        return fields.ask_of(body, messages=messages, tools=tools)
 
     def answer(self, answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
         read, drawn = answer.prompt_tokens, answer.completion_tokens

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ |= {"MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_SILENT_STARTUP": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "1"}
+os.environ["MSWEA_COST_TRACKING"] = "ignore_errors"
 
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
@@ -15,7 +15,7 @@ from minisweagent.models.litellm_model import LitellmModel
 row = json.loads(sys.stdin.readline())
 scratch = Path(tempfile.mkdtemp())
 agent = DefaultAgent(
-    LitellmModel(model_name="openai/policy", model_kwargs={"api_base": os.environ["OPENAI_BASE_URL"]}),
+    LitellmModel(model_name="openai/policy"),
     LocalEnvironment(cwd=str(scratch)),
     system_template="You work in a shell.",
     instance_template="{{task}}",

@@ -1,12 +1,17 @@
-"""An agent of the package `openai-agents`: two tools, and another agent to which the first one hands over."""
+"""An agent of the package `openai-agents`: two tools, and another agent to which the first one hands over.
+
+Its argument is the protocol: "responses", which is the package's own choice, or "chat".
+"""
 
 import asyncio
 import json
 import sys
 
-from agents import Agent, Runner, function_tool, set_tracing_disabled
+from agents import Agent, Runner, function_tool, set_default_openai_api, set_tracing_disabled
 
 set_tracing_disabled(True)
+if sys.argv[1] == "chat":
+    set_default_openai_api("chat_completions")
 row = json.loads(sys.stdin.readline())
 
 

@@ -1,13 +1,12 @@
 """An agent of the package `smolagents`: it writes Python, which runs in this process, until it gives a final answer."""
 
 import json
-import os
 import sys
 
 from smolagents import CodeAgent, OpenAIServerModel
 
 row = json.loads(sys.stdin.readline())
-model = OpenAIServerModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+model = OpenAIServerModel("policy")
 agent = CodeAgent(tools=[], model=model, max_steps=3, verbosity_level=0)
 answer = agent.run(row["prompt"])
 steps = len([step for step in agent.memory.steps if type(step).__name__ == "ActionStep"])
