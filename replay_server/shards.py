@@ -251,6 +251,8 @@ def up(
     """Starts `shards` shards NAME-0, NAME-1, ... and returns when all of them serve. Those that run already stay.
 
     Every shard has `config`. Clients tell them their places, by which they share `groups_per_step` of [admission].
+    Other machines reach the address of a shard, unless that of its node is loopback: so a shard starts only with
+    tokens, a `tls_client_ca`, or `insecure` in [security].
 
     data_dir: each shard keeps its items in a folder NAME-<number> in it; absent: in memory only. The folder must be
     shared by all nodes, unless `pin` is set: then each shard stays on one node as long as that node lives.
@@ -330,10 +332,7 @@ def shard_configs(config: Config, shards: int, data_dir: str | Path | None, name
         }
         if data_dir is not None:
             section["data_dir"] = Path(data_dir) / f"{name}-{number}"
-        # Nobody chose the address: Ray's nodes reach a shard as they reach each other, and the log warns.
-        security = config.security.model_copy(update={"insecure": True})
-        server = config.server.model_copy(update=section)
-        parts.append(config.model_copy(update={"server": server, "security": security}))
+        parts.append(config.model_copy(update={"server": config.server.model_copy(update=section)}))
     return parts
 
 

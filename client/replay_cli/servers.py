@@ -29,6 +29,10 @@ ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file with the configuration of a server.")
 ]
 
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Listen where other machines reach it, although no token is needed.")
+]
+
 
 def serve(
     context: typer.Context,
@@ -53,9 +57,7 @@ def serve(
     replace: Annotated[
         bool, typer.Option("--replace", help="With --restore: move the contents of data_dir aside instead of failing.")
     ] = False,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen where other machines reach it, although no token is needed.")
-    ] = False,
+    insecure: Insecure = False,
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
 ) -> None:
@@ -80,8 +82,7 @@ def serve(
             section = ServerSection.model_validate(loaded.server.model_dump() | given)
             loaded = loaded.model_copy(update={"server": section})
         if insecure:
-            security = loaded.security.model_copy(update={"insecure": True})
-            loaded = loaded.model_copy(update={"security": security})
+            loaded = _insecure(loaded)
         server = ReplayServer.from_config(loaded, os.environ)
         if restore is not None:
             if "://" in restore or os.sep in restore:
@@ -109,6 +110,12 @@ def _load(path: Path | None, recipe: Mapping[str, Any] | None = None) -> Config:
     if path is None:
         return Config.model_validate(recipe or {"tables": DEFAULT_TABLES})
     return Config.load(path, recipe)
+
+
+def _insecure(config: Config) -> Config:
+    """The configuration, with `insecure` in [security]."""
+    security = config.security.model_copy(update={"insecure": True})
+    return config.model_copy(update={"security": security})
 
 
 async def _run(server: ReplayServer) -> None:
@@ -203,12 +210,15 @@ def _size(
         str | None,
         typer.Option(help='What Ray reserves for each shard, like "32GiB"; else a quarter above max_bytes.'),
     ] = None,
+    insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> None:
     """`up` and `resize`, which take the same options."""
     from replay_server.tables.config import parse_bytes
 
     ray, loaded, reserved = _ray_of(context), ask(lambda: _load(config)), ask(lambda: parse_bytes(memory))
+    if insecure:
+        loaded = _insecure(loaded)
     found = _of_ray(str(context.info_name), shards, loaded, pin=pin, memory=reserved, **each, **ray)
     _show(found, ray, as_json)
 

@@ -20,7 +20,8 @@ from datetime import datetime
 from itertools import combinations
 from typing import Any
 
-from replay_generator.row_values import plain_value
+from replay_generator.notices import say_once
+from replay_generator.row_values import HalfSurrogateError, plain_value
 
 Message = Mapping[str, Any]
 """{"role": "system" | "user" | "assistant" | ..., "content": ...}, and any other field of the chat template."""
@@ -70,17 +71,24 @@ def render(
             if message["role"] == "developer":
                 message["role"] = "system"
     failure: Exception | None = None
-    for way in _ways(told):
+    for ways, form in _ways(told):
         try:
             rendered = tokenizer.apply_chat_template(
-                way, tools=list(tools) or None, add_generation_prompt=True, tokenize=False, **arguments
+                form, tools=list(tools) or None, add_generation_prompt=True, tokenize=False, **arguments
             )
-            _check_arguments(str(rendered), way)
+            _check_arguments(str(rendered), form)
         except Exception as error:  # a template may raise anything
             failure = failure or error
             continue
         whole = f"{rendered}{words}"
         _checked("the chat, as the template renders it,", whole)
+        if ways:
+            in_words = ", and ".join(_WAYS[way] for way in ways)
+            say_once(
+                f"the chat template refuses the messages as they are ({type(failure).__name__}: {failure}): it is told "
+                f"{in_words}",
+                f"told {in_words}",
+            )
         return whole
     raise ChatError(f"the chat template refuses the messages: {type(failure).__name__}: {failure}") from failure
 
@@ -271,10 +279,14 @@ def _words_of(message: Message) -> str:
 # ------------------------------------------------------------------------------------------------ ways to tell them
 
 _Told = list[dict[str, Any]]
+_Way = Callable[[_Told], _Told]
 
 
-def _ways(told: _Told) -> Iterator[_Told]:
-    """The messages in each form that some template wants, the usual one first; those that change nothing left out."""
+def _ways(told: _Told) -> Iterator[tuple[tuple[_Way, ...], _Told]]:
+    """The messages in each form that some template wants, with the ways that lead to it.
+
+    The usual form is first; a form that comes again is left out. Raises ChatError for half a surrogate.
+    """
     yielded: list[_Told] = []
     for count in range(len(_WAYS) + 1):
         for chosen in combinations(_WAYS, count):
@@ -285,16 +297,18 @@ def _ways(told: _Told) -> Iterator[_Told]:
                 form = _arguments_as_objects(form)
             if form not in yielded:
                 yielded.append(form)
-                yield form
+                yield chosen, form
 
 
 def _arguments_as_objects(told: _Told) -> _Told:
-    """What is no JSON of an object stays as it is."""
+    """What is no JSON of an object stays as it is. Raises ChatError for half a surrogate in the JSON."""
 
     def as_object(function: Mapping[str, Any]) -> Any:
         try:
             return arguments_of(function)
-        except ChatError:
+        except ChatError as error:
+            if isinstance(error.__cause__, HalfSurrogateError):
+                raise
             return function.get("arguments")
 
     return _with_arguments(told, as_object)
@@ -364,8 +378,13 @@ def _one_system(told: _Told) -> _Told:
     return changed
 
 
-_WAYS: tuple[Callable[[_Told], _Told], ...] = (_arguments_as_text, _thoughts_apart, _one_system)
-"""What some templates want. A way is tried, alone and with others, only where the template refuses the usual form."""
+_WAYS: dict[_Way, str] = {
+    _arguments_as_text: "the arguments of calls as the text of their JSON",
+    _thoughts_apart: "the thoughts of the assistant apart from its content, as reasoning_content",
+    _one_system: "the messages of the system as one at the top, and later ones as words of the user",
+}
+"""What some templates want, and its words in the log. A way is tried, alone and with others, only where the template
+refuses the usual form."""
 
 
 def _check_arguments(rendered: str, told: _Told) -> None:

@@ -148,7 +148,9 @@ _NUMBER = 1
 def _packed_number(value: Any) -> msgpack.ExtType:
     """Raises TypeError for anything else that msgpack has no type for."""
     if not isinstance(value, int):
-        raise TypeError(f"a {type(value).__name__} has no type there")
+        name = type(value).__name__
+        article = "an" if name[:1].lower() in "aeiou" else "a"
+        raise TypeError(f"{article} {name} has no type there")
     return msgpack.ExtType(_NUMBER, b"%x" % value)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import numbers
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
@@ -170,15 +169,10 @@ class Scorer:
         values = list(results)
         if len(values) != len(texts):
             raise _failed(reward, f"returned {len(values)} rewards for {len(texts)} completions")
-        given = [value for value in values if value is not None]
-        for value in given:
-            # Numbers of numpy and tensors with one element count as numbers; texts do not.
-            if not isinstance(value, numbers.Number | np.generic) and not hasattr(value, "item"):
-                raise _failed(reward, f"returned {value!r}, which is no number")
         try:
-            numbers_given = np.array([float(value) for value in given])
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise _failed(reward, f"returned {values!r}: {error}") from error
+            numbers_given = np.array([user_code.number_of(value) for value in values if value is not None])
+        except ValueError as error:
+            raise _failed(reward, f"returned {error}") from error
         if not np.isfinite(numbers_given).all():
             raise _failed(reward, f"returned {numbers_given.tolist()}: rewards must be finite")
         rewards = np.full(len(values), math.nan)
@@ -328,8 +322,8 @@ def load_priority(name: str | Priority) -> Priority:
     def checked(group: RolloutGroup) -> float:
         result = user_code.call_here(function, group)
         try:
-            number = float(result)
-        except (TypeError, ValueError):
+            number = user_code.number_of(result)
+        except ValueError:
             number = math.nan
         if not (math.isfinite(number) and number >= 0):
             raise ValueError(f"priority function {shown!r} returned {result!r}: it must be a finite number from 0")

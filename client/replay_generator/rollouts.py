@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import random
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -366,9 +367,22 @@ def checked(rollout: Any) -> Rollout:
             raise RolloutError(f"the hook returned a rollout of {sequence!r:.80}, which is no RolloutSequence")
     if len({id(sequence) for sequence in rollout.sequences}) < len(rollout.sequences):
         raise RolloutError("the hook returned one sequence twice: make a RolloutSequence for each")
+    if rollout.reward is not None:
+        rollout.reward = _number("reward", rollout.reward)
+        if not math.isfinite(rollout.reward):
+            raise RolloutError(f"the hook gave the reward {rollout.reward}: it must be finite")
+    rollout.metrics = {name: _number(f"metric {name!r:.80}", value) for name, value in rollout.metrics.items()}
     if all(turn.role != "assistant" for turn in rollout.turns):
         raise RolloutError("the policy wrote nothing in the rollout: add what policy.generate returns by `sampled`")
     return rollout
+
+
+def _number(name: str, value: Any) -> float:
+    """Raises RolloutError that names what the hook gave."""
+    try:
+        return user_code.number_of(value)
+    except ValueError as error:
+        raise RolloutError(f"the hook gave the {name} {error}") from error
 
 
 def why_unreadable(engine: Engine, rollout: Rollout) -> str:

@@ -33,6 +33,10 @@ _SIMPLE = frozenset([str, int, float, bool, type(None)])
 """Types that hold no others: most values have one of them."""
 
 
+class HalfSurrogateError(ValueError):
+    """A text holds half of a surrogate pair."""
+
+
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with values that JSON has too. NaN and infinities become None; objects of other kinds stay as they are.
 
@@ -131,7 +135,9 @@ def _whole(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         half = text[error.start]
-        raise ValueError(f"holds half of a surrogate pair, {half!a}, which no text in UTF-8 has: mend it") from None
+        raise HalfSurrogateError(
+            f"holds half of a surrogate pair, {half!a}, which no text in UTF-8 has: mend it"
+        ) from None
     return text
 
 

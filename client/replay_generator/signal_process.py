@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -338,9 +338,16 @@ def _called(function: Callable[..., Any], question: bytes) -> tuple[Any, ...]:
     try:
         # Loaded here, in the main thread: a module that is imported for it may ask for signals.
         calls = ForkingPickler.loads(question)
-        return "returned", [function(*args, **options) for args, options in calls]
+        return "returned", [at_once(function(*args, **options)) for args, options in calls]
     except BaseException as error:
         return _raised(error)
+
+
+def at_once(result: Any) -> Any:
+    """The result; what an iterator yields, as a list."""
+    if isinstance(result, Iterator) and not isinstance(result, Awaitable):
+        return list(result)
+    return result
 
 
 def _raised(error: BaseException) -> tuple[Any, ...]:
@@ -356,4 +363,12 @@ def _line_of(error: BaseException) -> str:
     return f" ({last.filename}, line {last.lineno})"
 
 
-__all__ = ["FunctionFailedError", "NotImportableError", "SignalProcess", "SignalRequests", "serve", "signal_requests"]
+__all__ = [
+    "FunctionFailedError",
+    "NotImportableError",
+    "SignalProcess",
+    "SignalRequests",
+    "at_once",
+    "serve",
+    "signal_requests",
+]

@@ -128,6 +128,13 @@ async def _answer(tools: Mapping[str, Callable[..., Any]], call: ToolCall) -> st
         return f"error: there is no tool {call.name!r:.80}; there are {', '.join(tools)}"
     try:
         answer = await user_code.call(tool, **call.arguments)
+        if isinstance(answer, str):
+            return answer
+        return str(user_code.call_here(json.dumps, answer, default=_as_json))
     except Exception as error:
         return f"error: {user_code.in_words(error)}"
-    return answer if isinstance(answer, str) else json.dumps(answer, default=str)
+
+
+def _as_json(value: Any) -> Any:
+    """Numbers and arrays of NumPy, and tensors, as those of Python; all else that JSON has no type for as its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

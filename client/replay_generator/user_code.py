@@ -15,6 +15,7 @@ import asyncio
 import dis
 import inspect
 import logging
+import numbers
 import sys
 import threading
 import traceback
@@ -33,6 +34,7 @@ from replay_generator.signal_process import (
     NotImportableError,
     SignalProcess,
     SignalRequests,
+    at_once,
     signal_requests,
 )
 from replay_protos import event_loop
@@ -202,9 +204,22 @@ def _code_of(function: Function) -> CodeType | None:
     return getattr(plain, "__code__", None)
 
 
+def number_of(value: Any) -> float:
+    """A number of Python or NumPy, or a tensor with one element. Raises ValueError for all else, also for texts."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")
+    is_number = isinstance(value, numbers.Number) or hasattr(value, "item")
+    if kind not in "biufc" or not is_number:
+        raise ValueError(f"{value!r:.200}, which is no number")
+    try:
+        return float(value)
+    except Exception as error:  # an object of the user may raise anything
+        raise ValueError(f"{value!r:.200}: {error}") from error
+
+
 def _begin(function: Function, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """What the function returns. An iterator, such as a generator, runs code of the user too: it is a list here."""
     with _Guard(function):
-        return function(*args, **options)
+        return at_once(function(*args, **options))
 
 
 async def _resolved(function: Function, result: Any) -> Any:
@@ -416,6 +431,7 @@ __all__ = [
     "in_words",
     "is_async",
     "name_of",
+    "number_of",
     "own_line",
     "run",
     "where",

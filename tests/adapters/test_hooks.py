@@ -57,6 +57,7 @@ def test_an_adapter_without_its_hook_modules_says_in_one_sentence_what_it_was_ru
     before = dict(sys.modules)
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, name, raising=False)
+    request.addfinalizer(lambda: _check_modules(before))
     request.addfinalizer(lambda: _forget_modules_since(before))
     with pytest.raises(ImportError, match=f"the adapter for {framework} was run with {RUN_WITH[framework]}, .*Install"):
         importlib.import_module(name)
@@ -67,6 +68,11 @@ def _forget_modules_since(before: dict[str, Any]) -> None:
     for name in sys.modules.keys() - before.keys():
         del sys.modules[name]
     sys.modules.update(before)
+    assert sys.modules == before
+
+
+def _check_modules(before: dict[str, Any]) -> None:
+    """No module is left of the frameworks, nor another one in the place of one that was there."""
     assert sys.modules == before
 
 

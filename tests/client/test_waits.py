@@ -10,8 +10,8 @@ from replay_client.waits import Patience, beat, try_patiently
 from tests.client.fake_server import FakeServer
 
 
-def test_a_heartbeat_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("REPLAY_HEARTBEAT", str(tmp_path / "heartbeat" / "none"))
+def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("REPLAY_HEARTBEAT", str(tmp_path / "missing/none"))
     with pytest.raises(ValueError, match=r"REPLAY_HEARTBEAT: cannot write .*/none"):
         beat()
 

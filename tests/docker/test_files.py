@@ -1,5 +1,6 @@
 """Dockerfiles and compose files: schema, linter, and what every service of ours must have."""
 
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import yaml
 from examples.demo.run import GROUP_SIZE, GROUPS_PER_STEP
 from replay_client.waits import STOP_SECONDS
 from replay_server import Config
+from tests.commands import fails
 from tests.docker import files
 from tests.docker.engine import make_secrets
 
@@ -163,6 +165,20 @@ def test_the_server_of_the_files_is_the_one_that_the_demo_needs():
     assert [table.name for table in config.tables] == ["rollouts", "replay"]
     for name in ("generator", "generator-cpu"):
         assert f"--group-size={GROUP_SIZE}" in our_services()[name]["command"]
+
+
+def test_what_listens_on_all_addresses_of_a_container_starts_only_where_somebody_says_who_comes():
+    """A server without tokens refuses an open address unless it is told otherwise, also that of a container."""
+    (line,) = [rest for word, rest in files.last_stage(files.DOCKER / "Dockerfile.server") if word == "CMD"]
+    of_image = json.loads(line)
+    assert "refusing to listen on 0.0.0.0:7400 without tokens" in fails(*of_image)
+    plain = files.load()["services"]
+    for name in ("server", "server-1", "server-2"):
+        assert "--insecure" in plain[name]["command"]
+        secured = our_services()[name]["command"]
+        assert "--insecure" not in " ".join(secured)  # there tokens count, and a start without them is refused
+    of_chart = yaml.safe_load((files.DOCKER / "chart/values.yaml").read_text())["server"]["args"]
+    assert "--insecure" in of_chart
 
 
 def test_prometheus_asks_each_server_of_the_run_at_its_metrics(tmp_path):

@@ -89,13 +89,20 @@ def test_a_generator_is_not_killed_before_it_can_have_stopped():
     assert pods()["generator"]["spec"]["terminationGracePeriodSeconds"] >= 1.5 * STOP_SECONDS
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_no_pod_gets_variables_named_after_the_services_of_its_namespace(overlay):
+    found = pods(*OVERLAYS[overlay])
+    assert "server" in found
+    for part, pod in found.items():
+        assert pod["spec"]["enableServiceLinks"] is False, part  # a Service named vllm would set VLLM_PORT
+
+
 @pytest.mark.parametrize("part", ["server", "trainer", "generator", "archiver", "page"])
 def test_a_pod_is_confined_and_limited_and_mounts_only_volumes_that_it_has(part):
     spec = pods(*EVERYTHING)[part]["spec"]
     assert spec["securityContext"]["runAsNonRoot"]
     assert spec["securityContext"]["runAsUser"] > 0
     assert spec["automountServiceAccountToken"] is False
-    assert spec["enableServiceLinks"] is False  # a Service named vllm would set VLLM_PORT to an address
     claims = of("StatefulSet", *EVERYTHING)["spec"]["volumeClaimTemplates"] if part == "server" else []
     volumes = {volume["name"] for volume in spec["volumes"]} | {claim["metadata"]["name"] for claim in claims}
     for container in containers(pods(*EVERYTHING)[part]):

@@ -6,6 +6,7 @@ from datetime import datetime
 import pytest
 from tokenizers import processors
 
+from replay_generator import notices
 from replay_generator.chat import ChatError, render, text_ids
 from replay_generator.engines import SamplingConfig
 from replay_generator.openings import Opening
@@ -372,9 +373,54 @@ def test_half_a_surrogate_is_refused_before_the_tokenizer_wherever_it_stands(mes
         tell(make_chat_tokenizer(template), messages, [])
 
 
-def test_half_a_surrogate_in_the_json_of_the_arguments_of_a_row_is_refused():
-    with pytest.raises(ValueError, match="half of a surrogate pair"):
-        of_row(make_chat_tokenizer("{{ messages | tojson }}"), [ASKED, called('{"city": "\\ud83d"}'), SEEN], [])
+@pytest.mark.parametrize("tell", [of_row, of_hook, render])
+@pytest.mark.parametrize("arguments", ['{"city": "\\ud83d"}', '{"\\udc00": 1}', '{"a": [{"b": "x\\ud83dy"}]}'])
+@pytest.mark.parametrize("template", ["{{ messages | tojson }}", "{% for m in messages %}{{ m.content }}{% endfor %}"])
+def test_half_a_surrogate_in_the_json_of_arguments_is_refused(template, arguments, tell):
+    with pytest.raises((ValueError, RolloutError), match="half of a surrogate pair"):
+        tell(make_chat_tokenizer(template), [ASKED, called(arguments), SEEN], [])
+
+
+WANTS_TEXT = (
+    "{% for message in messages %}{% for call in message.tool_calls or [] %}"
+    "{{ '' + call.function.arguments }}{% endfor %}{{ message.content }}{% endfor %}"
+)
+WANTS_THOUGHTS = (
+    "{% for message in messages %}{% if '</think>' in message.content %}{{ raise_exception('no thoughts') }}{% endif %}"
+    "{{ message.content }}{% endfor %}"
+)
+WANTS_ONE_SYSTEM = (
+    "{% for message in messages %}{% if message.role == 'system' and loop.index > 1 %}"
+    "{{ raise_exception('no system') }}{% endif %}{{ message.content }}{% endfor %}"
+)
+THOUGHT = {"role": "assistant", "content": "<think>hm</think>24"}
+LATER = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "said"),
+    [
+        (WANTS_TEXT, [ASKED, called({"city": "Rome"}), SEEN], "the arguments of calls as the text of their JSON"),
+        (WANTS_THOUGHTS, [ASKED, THOUGHT, ASKED], "thoughts of the assistant apart from its content"),
+        (WANTS_ONE_SYSTEM, [ASKED, LATER], "messages of the system as one at the top"),
+        (WANTS_ONE_SYSTEM, [LATER, ASKED], ""),
+        (CHATML, [ASKED, THOUGHT, ASKED], ""),
+    ],
+    ids=["text", "thoughts", "system", "as they are", "as they are too"],
+)
+@pytest.mark.parametrize("tell", [of_row, of_hook, render])
+def test_the_log_says_once_in_which_other_form_a_template_is_told_messages(template, messages, said, tell, caplog):
+    notices.forget()
+    tokenizer = make_chat_tokenizer(template)
+    for _ in range(2):
+        tell(tokenizer, messages, [])
+    lines = [line for line in caplog.messages if "the chat template refuses the messages as they are" in line]
+    if not said:
+        assert lines == []
+        return
+    (line,) = lines
+    assert said in line
+    assert "Error: " in line
 
 
 @pytest.mark.parametrize(

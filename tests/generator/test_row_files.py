@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from array import array
 from collections import deque
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -369,6 +370,15 @@ def test_values_of_a_row_are_those_that_json_has(value, held):
     assert prompt.row["value"] == held
     assert json.loads(json.dumps(prompt.row, allow_nan=False)) == prompt.row
     assert Prompt.unpacked(prompt.packed()).row == prompt.row
+
+
+@pytest.mark.parametrize(
+    ("value", "named"), [(object(), "an object"), (array("d", [1.0]), "an array"), (bytearray, "a type")]
+)
+def test_a_value_that_no_table_stores_is_named_by_its_type(value, named):
+    prompt = Prompt.of({"prompt": "a", "value": [value]})
+    with pytest.raises(PromptError, match=f"cannot be stored in a table: {named} has no type there; leave out"):
+        prompt.packed()
 
 
 def test_rows_of_pandas_are_rows(tmp_path):

@@ -1,24 +1,31 @@
 """What functions of users do to a run: they fail alone, and are named with their file and line."""
 
 import asyncio
+import math
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from replay_client.errors import ReplayError
 from replay_client.settings import load_function
 from replay_client.waits import in_daemon_thread
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.rewards import Reward, RewardError, Scorer, group_reward
-from replay_generator.rollouts import single_turn
+from replay_generator.rollouts import Rollout, single_turn
+from replay_generator.tool_loop import tool_loop
 from replay_generator.user_code import LoopWatch, UserCodeError, call, run
 from tests.factories import stopped_clock
 from tests.generator import user_functions
+from tests.generator.environments.test_tool_loop import CHAT, Talking
 from tests.generator.factories import RecordingClient, ScriptedEngine, generate, make_prompts, played
 from tests.generator.test_stages import between, sizes
 
@@ -130,6 +137,208 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_line(tmp_path, monke
     monkeypatch.delitem(sys.modules, "odd_module", raising=False)
     with pytest.raises(ValueError, match=f"reward 'odd_module:f': its module cannot be imported, for it {says}"):
         load_function("reward", "odd_module:f", {})
+
+
+async def test_a_reward_that_yields_is_called_where_the_guard_is_and_not_on_the_event_loop():
+    threads = []
+
+    @group_reward
+    def lazy(row: Any, texts: list[str]) -> Any:
+        for text in texts:
+            threads.append(threading.current_thread())
+            yield float(len(text))
+
+    @group_reward
+    def mapped(row: Any, texts: list[str]) -> Any:
+        return map(float, map(len, texts))
+
+    assert await scored(lazy, mapped) == [2.0, 4.0, 6.0]
+    assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("name", PLAIN)
+async def test_a_reward_that_ends_the_process_while_it_yields_has_failed_with_its_line(name):
+    @group_reward
+    def lazy(row: Any, texts: list[str]) -> Any:
+        yield getattr(user_functions, name)()
+
+    with pytest.raises(RewardError, match=rf"reward function 'lazy' raised {ENDINGS[name]} \(.*\.py, line \d+\)$"):
+        await scored(lazy)
+
+
+async def test_a_grader_that_yields_and_asks_for_signals_scores_as_in_a_script():
+    assert await scored(user_functions.yielding_grader, texts=ANSWERS[:3]) == IN_A_SCRIPT[:3]
+
+
+# ------------------------------------------------------------------------------------------------ odd ends and numbers
+
+
+@pytest.mark.parametrize(
+    ("raises", "says"),
+    [
+        (lambda: sys.exit("done with it"), "SystemExit: done with it"),
+        (lambda: sys.exit(), "SystemExit: "),
+        (lambda: exit(), "SystemExit: None"),
+        (lambda: _raise(GeneratorExit("gone")), "GeneratorExit: gone"),
+        (lambda: _raise(KeyboardInterrupt()), "KeyboardInterrupt: "),
+        (lambda: _raise(asyncio.CancelledError()), "CancelledError: "),
+        (lambda: _raise(BaseExceptionGroup("all", [SystemExit(4)])), "SystemExit: 4"),
+        (lambda: next(iter(())), "RuntimeError: StopIteration"),
+    ],
+    ids=["text", "nothing", "exit", "GeneratorExit", "KeyboardInterrupt", "CancelledError", "a group", "StopIteration"],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_whatever_a_function_raises_is_the_error_of_its_call(raises, says, is_async):
+    def now(row: Any, text: str) -> Any:
+        return raises()
+
+    async def later(row: Any, text: str) -> Any:
+        await asyncio.sleep(0)
+        return raises()
+
+    if is_async and "StopIteration" in says:
+        says = "RuntimeError: coroutine raised StopIteration"
+    with pytest.raises(RewardError, match=f"reward function '(now|later)' raised {says}"):
+        await scored(later if is_async else now)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+class Odd:
+    """What a user may return, with an `item` that fails."""
+
+    def item(self) -> float:
+        return 1.0
+
+    def __float__(self) -> float:
+        raise KeyError("mine")
+
+
+NUMBERS = {
+    "an int": (1, 1.0),
+    "a bool": (True, 1.0),
+    "numpy": (np.float32(0.5), 0.5),
+    "numpy int": (np.int64(2), 2.0),
+    "numpy bool": (np.True_, 1.0),
+    "an array": (np.array(0.5), 0.5),
+    "a tensor": (torch.tensor(0.5), 0.5),
+    "a tensor with a gradient": (torch.tensor([0.5], requires_grad=True), 0.5),
+    "bfloat16": (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+    "a fraction": (Fraction(1, 2), 0.5),
+    "a decimal": (Decimal("0.5"), 0.5),
+}
+NO_NUMBERS = {
+    "a text": "1.0",
+    "bytes": b"1.0",
+    "a text of numpy": np.str_("1.0"),
+    "an array of a text": np.array("1.0"),
+    "a list": [1.0],
+    "a complex": 1j,
+    "huge": 10**400,
+    "two": torch.tensor([1.0, 2.0]),
+    "an object": object(),
+    "a dict": {"reward": 1.0},
+    "odd": Odd(),
+    "a day": np.datetime64("2020-01-01"),
+}
+NOT_FINITE = {
+    "NaN": math.nan,
+    "infinite": math.inf,
+    "NaN of numpy": np.float32("nan"),
+    "NaN tensor": torch.tensor(math.nan),
+}
+
+
+async def given_by_reward(value: Any) -> float:
+    (one,) = await scored(lambda row, text: value, texts=("a",))
+    return one
+
+
+async def given_by_group_reward(value: Any) -> float:
+    (one,) = await scored(group_reward(lambda row, texts: [value]), texts=("a",))
+    return one
+
+
+async def given_by_hook(value: Any) -> float:
+    async def hook(task: Any, policy: Any) -> Rollout:
+        rollout = await single_turn(task, policy)
+        rollout.reward = value
+        return rollout
+
+    client = RecordingClient()
+    await generate(client, ScriptedEngine(), hook, reward=None, group_size=2)
+    return float(client.inserts[0][0].rewards[0])
+
+
+async def given_by_priority(value: Any) -> float:
+    client = RecordingClient()
+    await generate(client, ScriptedEngine(), single_turn, priority=lambda group: value)
+    (priority,) = client.inserts[0][1].values()
+    return float(priority)
+
+
+DOORS = [given_by_reward, given_by_group_reward, given_by_hook, given_by_priority]
+
+
+@pytest.mark.parametrize(("value", "number"), NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("given", DOORS)
+async def test_a_number_is_a_number_whatever_its_type(given, value, number):
+    assert await given(value) == number
+
+
+@pytest.mark.parametrize("value", [*NO_NUMBERS.values(), *NOT_FINITE.values()], ids=[*NO_NUMBERS, *NOT_FINITE])
+@pytest.mark.parametrize("given", DOORS)
+async def test_what_is_no_finite_number_is_an_error_that_says_so(given, value):
+    with pytest.raises((RewardError, PromptError), match=r"returned |the hook gave the reward ") as caught:
+        await given(value)
+    assert not isinstance(caught.value, UserCodeError)
+
+
+async def answer_of(tool: Callable[[], Any]) -> str:
+    """What the policy reads of a tool that returns what `tool` returns."""
+
+    def look() -> Any:
+        """Looks."""
+        return tool()
+
+    engine = Talking(says=['<tool_call>{"name": "look", "arguments": {}}</tool_call>', "done"])
+    await played(tool_loop([look]), engine, prompts=CHAT, group_size=1)
+    return engine.read[1].rpartition("<s>tool\n")[2].partition("<e>")[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (None, "null"),
+        (math.nan, "NaN"),
+        (np.float32(0.5), "0.5"),
+        (torch.tensor([1.0, 2.0]), "[1.0, 2.0]"),
+        ({"a": np.int64(1)}, '{"a": 1}'),
+        ("1.0", "1.0"),
+        (range(1, 3).__iter__(), "[1, 2]"),
+    ],
+    ids=["None", "NaN", "numpy", "a tensor", "in a dict", "a text", "an iterator"],
+)
+async def test_what_a_tool_returns_is_told_as_its_text(value, told):
+    assert await answer_of(lambda: value) == told
+
+
+async def test_what_no_json_can_have_is_the_error_of_the_tool():
+    loop: list[Any] = []
+    loop.append(loop)
+    assert (await answer_of(lambda: loop)).startswith("error: ValueError: Circular reference")
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert (await answer_of(lambda: deep)).startswith("error: RecursionError")
+
+    class Exits:
+        def __str__(self) -> str:
+            sys.exit(3)
+
+    assert (await answer_of(Exits)).startswith("error: SystemExit: 3")
 
 
 # ------------------------------------------------------------------------------------------------ abstaining

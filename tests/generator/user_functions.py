@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from signal import setitimer as imported_setitimer
 from typing import Any
 
@@ -96,6 +96,12 @@ def silent_grader(row: Mapping[str, Any], text: str) -> float:
 @group_reward
 def group_grader(row: Mapping[str, Any], texts: Sequence[str]) -> list[float]:
     return [swallowing_grader(row, text) for text in texts]
+
+
+@group_reward
+def yielding_grader(row: Mapping[str, Any], texts: Sequence[str]) -> Iterator[float]:
+    for text in texts:
+        yield swallowing_grader(row, text)
 
 
 class Grader:

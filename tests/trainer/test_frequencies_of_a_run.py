@@ -27,7 +27,7 @@ def train(folder: Path, client: FakeClient | None = None, **config: Any) -> Path
     client = client or FakeClient(make_batches(1))
     tokenizer = AutoTokenizer.from_pretrained(save(LONG, folder / "model"))
     few = {"max_steps": 1, "groups_per_step": 3}
-    make_trainer(client, folder / "run", model=LONG.make(), tokenizer=tokenizer, **few, **config).train()
+    make_trainer(client, folder / "run", model=LONG.make(), tokenizer=tokenizer, **(few | config)).train()
     return folder / "run/step-1"
 
 
@@ -112,3 +112,21 @@ async def test_a_manifest_without_a_choice_leaves_the_judgement_to_the_probe(tmp
     engine = ScriptedEngine(model=str(tmp_path / "model"), max_length=128, probe_scores=probe["logprobs"])
     await make_generator(client, engine, max_groups=1).run()
     assert engine.loaded == [str(version)]
+
+
+@pytest.mark.parametrize(("first", "then"), [(None, ORIGINAL + 1), (64, ORIGINAL), (64, None)])
+def test_a_resume_with_a_length_that_chooses_other_frequencies_is_refused(tmp_path, first, then):
+    train(tmp_path, max_length=first)
+    says = (
+        f"step-1 is of a run with max_length = {first or ORIGINAL}, and this one has max_length = {then or ORIGINAL}: "
+    )
+    with pytest.raises(ValueError, match=says + rf".*Resume with max_length = {first or ORIGINAL}, or choose another"):
+        train(tmp_path, max_length=then, resume=True, max_steps=2)
+
+
+@pytest.mark.parametrize(("first", "then"), [(None, 20), (64, 128), (None, None)])
+def test_a_resume_with_another_length_and_the_same_choice_goes_on(tmp_path, first, then):
+    client = FakeClient(make_batches(2))
+    train(tmp_path, client, max_length=first)
+    train(tmp_path, client, max_length=then, resume=True, max_steps=2)
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 2]

@@ -7,27 +7,31 @@ on: `init(id=, resume=, dir=, config=)`, and of a run `define_metric(name, step_
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from replay_trainer import GRPOConfig
+from replay_trainer import GRPOConfig, callbacks
 from tests.commands import fails
 from tests.trainer.factories import FakeClient, lines_of, make_batches, make_trainer
 
 WANDB = '''
 """Notes each call in a file, and fails in those that FAILS names."""
-import json, os
+import json, os, threading
 from pathlib import Path
 
 CALLS = Path(__file__).with_name("calls.jsonl")
 FAILS = os.environ.get("FAILS", "").split(",")
+HANGS = os.environ.get("HANGS", "")
 
 def note(called, **values):
     with CALLS.open("a") as file:
         file.write(json.dumps([called, values]) + chr(10))
+    if called == HANGS:
+        threading.Event().wait()
     if called in FAILS:
         raise ConnectionError("api.example: network is unreachable")
 
@@ -80,6 +84,25 @@ def test_weights_and_biases_that_fails_is_one_warning_and_training_goes_on(
     said = [line for line in caplog.messages if "Weights & Biases fails, and training goes on without it" in line]
     assert len(said) == 1
     assert "ConnectionError: api.example: network is unreachable" in said[0]
+
+
+@pytest.mark.parametrize("hanging", ["init", "log", "finish"])
+def test_weights_and_biases_that_does_not_answer_is_named_with_its_bound_and_training_goes_on(
+    tmp_path, calls, monkeypatch, caplog, hanging
+):
+    monkeypatch.setenv("HANGS", hanging)
+    monkeypatch.setattr(callbacks, "SERVICE_SECONDS", 0.5)
+    assert train(tmp_path / "run", 3) == [1, 2, 3]
+    said = [line for line in caplog.messages if "Weights & Biases fails, and training goes on without it" in line]
+    assert len(said) == 1
+    assert "TimeoutError: no answer within 0.5 s" in said[0]
+    assert len(calls(hanging)) == 1
+
+
+def test_the_end_of_the_process_waits_for_weights_and_biases_no_longer_than_the_trainer(tmp_path, calls, monkeypatch):
+    monkeypatch.delenv("WANDB_FINISH_TIMEOUT", raising=False)
+    train(tmp_path / "run", 1)
+    assert float(os.environ["WANDB_FINISH_TIMEOUT"]) == callbacks.SERVICE_SECONDS
 
 
 def test_a_callback_of_the_user_still_ends_the_run(tmp_path):

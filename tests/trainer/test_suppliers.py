@@ -13,8 +13,9 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
-from replay_server import ReplayServer, TableConfig
-from replay_trainer import grpo, suppliers
+from replay_server import CheckpointsSection, ReplayServer, TableConfig
+from replay_server.storage import checkpointer
+from replay_trainer import grpo, publication, suppliers
 from replay_trainer.background import ServerWaits
 from tests.factories import make_group, until
 from tests.trainer.factories import lines_of, make_trainer
@@ -147,3 +148,29 @@ def test_the_wait_for_the_pool_has_a_limit_of_its_own_that_names_itself(address,
     options = {"zero_variance": "replace", "on_empty": "wait", "pool_timeout": 0.5}
     with pytest.raises(DeadlineExceededError, match=r"replay: .*; pool_timeout = 0\.5 s is over: raise it"):
         train(address, tmp_path / "run", 1, **options)
+
+
+def test_a_checkpoint_of_the_server_that_is_late_is_one_warning_and_the_training_checkpoint_is_written(
+    tmp_path, monkeypatch, caplog
+):
+    go_on = threading.Event()
+    seal = checkpointer.seal
+
+    def slowly(*arguments: Any) -> Any:
+        go_on.wait(100)
+        return seal(*arguments)
+
+    monkeypatch.setattr(checkpointer, "seal", slowly)
+    monkeypatch.setattr(publication, "CHECKPOINT_SECONDS", 0.5)
+    checkpoints = CheckpointsSection(dir=tmp_path / "checkpoints")
+    with ReplayServer([TableConfig(name="rollouts"), TableConfig(name="replay")], 0, checkpoints=checkpoints) as server:
+        come(server.address, "generator", "gen-1").close()
+        made = train(server.address, tmp_path / "run", 1, checkpoint_server=True)
+        go_on.set()
+    assert made == [1]
+    said = [line for line in caplog.messages if "names no checkpoint of the server" in line]
+    assert len(said) == 2  # of version 0 and of the last one
+    assert "the training checkpoint of step 1" in said[1]
+    manifest = json.loads((tmp_path / "run/step-1/manifest.json").read_text())
+    assert manifest["server_checkpoint"] == ""
+    assert (tmp_path / "run/step-1/trainer.pt").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -99,6 +100,32 @@ class BackgroundTask:
             return None
         error, self._work = self._work.exception(), None
         return error
+
+
+class DaemonThread:
+    """A thread that runs functions one after the other. The end of the program does not wait for it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: queue.SimpleQueue[tuple[Callable[[], object], Future[object]]] = queue.SimpleQueue()
+        self._runs = False
+
+    def start(self, function: Callable[[], object]) -> Future[object]:
+        """The result of `function`, which runs after those before it."""
+        if not self._runs:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            self._runs = True
+        result: Future[object] = Future()
+        self._work.put((function, result))
+        return result
+
+    def _run(self) -> None:
+        while True:
+            function, result = self._work.get()
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
 
 
 def through_restarts(client: ReplayClient, attempt: Callable[[], T]) -> T:

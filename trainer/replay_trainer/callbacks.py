@@ -10,8 +10,10 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,12 +24,16 @@ from rich.table import Table
 
 from replay_client import ReplayClient, Sample
 from replay_client.tracing import TRACEPARENT
+from replay_trainer.background import DaemonThread
 from replay_trainer.config import GRPOConfig
 from replay_trainer.metrics import Metrics, read_metrics
 from replay_trainer.ranks import Ranks
 from replay_trainer.weights import writing
 
 logger = logging.getLogger(__name__)
+
+SERVICE_SECONDS = 60.0
+"""The most that one call of a service in the network may take: to start a run there, to send a step, or to end it."""
 
 
 class Run(Protocol):
@@ -193,6 +199,8 @@ class WeightsAndBiases(Callback):
     def on_start(self, trainer: Run, version: int) -> None:
         import wandb
 
+        # wandb ends the run once more when the process ends, and would then wait without end.
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{SERVICE_SECONDS:g}")
         config = {name: str(value) for name, value in vars(trainer.config).items()}
         # wandb adds the folder "wandb" itself. With "allow" it makes the run if there is none with this id.
         self._run = wandb.init(id=self._run_id(trainer), resume="allow", dir=str(self.output_dir), config=config)
@@ -219,32 +227,46 @@ class WeightsAndBiases(Callback):
 
 
 class Forgiving(Callback):
-    """Calls another callback, and says once if that fails: the run goes on.
+    """Calls another callback, and says once if that fails or takes too long: the run goes on.
 
     For what shows a run elsewhere. The run's own files are no such thing: without them a resume lacks steps.
     """
 
-    def __init__(self, name: str, inner: Callback) -> None:
-        """`name`: of the reporter, in the warning."""
+    def __init__(self, name: str, inner: Callback, seconds: float | None = None) -> None:
+        """`name`: of the reporter, in the warning. `seconds`: the most that one call of it may take; it then gets no
+        further call. None: as long as it takes."""
         self.name = name
         self._inner = inner
+        self._seconds = seconds
+        self._thread = DaemonThread(f"replay-{name}")
         self._started = False
         self._said = False
 
     def on_start(self, trainer: Run, version: int) -> None:
         with self._forgiving():
-            self._inner.on_start(trainer, version)
+            self._call(partial(self._inner.on_start, trainer, version))
             self._started = True
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
         if self._started:
             with self._forgiving():
-                self._inner.on_step(trainer, report)
+                self._call(partial(self._inner.on_step, trainer, report))
 
     def on_end(self, trainer: Run) -> None:
         if self._started:
             with self._forgiving():
-                self._inner.on_end(trainer)
+                self._call(partial(self._inner.on_end, trainer))
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Raises what `function` raises, and TimeoutError after the seconds that it may take."""
+        if self._seconds is None:
+            function()
+            return
+        call = self._thread.start(function)
+        if not wait([call], self._seconds).done:
+            self._started = False  # its thread is still in this call
+            raise TimeoutError(f"no answer within {self._seconds:g} s")
+        call.result()
 
     @contextmanager
     def _forgiving(self) -> Iterator[None]:
@@ -317,7 +339,7 @@ def reporters(config: GRPOConfig) -> list[Callback]:
     if "tensorboard" in chosen:
         made.append(Forgiving("TensorBoard", TensorBoard(folder / "tensorboard")))
     if "wandb" in chosen:
-        made.append(Forgiving("Weights & Biases", WeightsAndBiases(folder)))
+        made.append(Forgiving("Weights & Biases", WeightsAndBiases(folder), SERVICE_SECONDS))
     return made
 
 

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError, ServerUnavailableError
-from replay_generator.frequencies import frequency_facts
+from replay_generator.frequencies import frequency_facts, why_other_frequencies
 from replay_generator.weights import differing_facts, folder_facts, model_facts, told_facts, why_other_model
 from replay_trainer.background import BackgroundTask, HostCopy, ServerWaits
 from replay_trainer.batching import bare_group, to_batch
@@ -65,6 +65,7 @@ from replay_trainer.weights import (
     WholeModel,
     WithDelta,
     damaged,
+    frequencies_of,
     load_state,
     load_weights,
     probe_tokens,
@@ -209,6 +210,15 @@ class Publication:
         differing = differing_facts(folder_facts(folder, self._facts), self._facts)
         if differing:
             raise ValueError(f"{folder} is of a run with another model: {differing}; {_SAME_MODEL}")
+        before = frequencies_of(folder)
+        now = frequency_facts(self.policy.model.config, self.policy.max_length)
+        if before and now and why_other_frequencies(before, now["max_length"]):
+            raise ValueError(
+                f"{folder} is of a run with max_length = {before['max_length']}, and this one has max_length = "
+                f"{now['max_length']}: above {now['original_length']} tokens (original_max_position_embeddings) the "
+                f"model computes with other frequencies. Resume with max_length = {before['max_length']}, or choose "
+                f"another output_dir"
+            )
 
     def _load(self, folder: Path) -> None:
         """Continue from a training checkpoint, and undo later publications."""

@@ -181,6 +181,12 @@ def published(directory: Path) -> list[Path]:
     return sorted((path for path in folders if _FOLDER.fullmatch(path.name)), key=version_of)
 
 
+def frequencies_of(folder: Path) -> dict[str, Any]:
+    """What a published folder says of its frequencies (`frequency_facts`); empty: nothing was to choose."""
+    found: dict[str, Any] = _manifest(folder).get("frequencies", {})
+    return found
+
+
 def saved(directory: Path) -> list[Path]:
     """The published folders that hold an undamaged training checkpoint."""
     return [

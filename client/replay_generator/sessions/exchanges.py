@@ -21,10 +21,10 @@ from typing import Any
 from replay_client.kept import other_sampling
 from replay_generator.chat import Message
 from replay_generator.engines import Completion, SamplingConfig
+from replay_generator.notices import say_once
 from replay_generator.rollouts import RolloutError, RolloutSequence
 from replay_generator.sessions.conversation import Conversation
 from replay_generator.sessions.matching import begun, difference, followed_by, has_ids, has_thoughts, in_order
-from replay_generator.sessions.notices import say_once
 from replay_generator.sessions.turns import Answer
 
 _EARLIER = "earlier"

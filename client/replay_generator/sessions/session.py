@@ -21,10 +21,10 @@ from replay_client.kept import TRUNCATING, other_sampling
 from replay_client.waits import in_daemon_thread
 from replay_generator.chat import Message, rendered_ids, text_ids
 from replay_generator.engines import Completion, text_of
+from replay_generator.notices import say_once
 from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.sessions.conversation import Conversation
 from replay_generator.sessions.exchanges import Beginning, Exchange, Exchanges
-from replay_generator.sessions.notices import say_once
 from replay_generator.sessions.parsers import Parsers
 from replay_generator.sessions.turns import Answer, Ask, Refusal, WrittenCall
 

@@ -15,9 +15,9 @@ import numpy as np
 import openai
 import pytest
 
-from replay_generator import GeneratorConfig, PromptError, RolloutGenerator, Task
+from replay_generator import GeneratorConfig, PromptError, RolloutGenerator, Task, notices
 from replay_generator.scoring.groups import MOST_FAILURE, MOST_FAILURES
-from replay_generator.sessions import load_sessions, notices
+from replay_generator.sessions import load_sessions
 from replay_generator.sessions.agents import MOST_SHOWN, Address, SessionHook
 from tests.factories import async_until, until
 from tests.generator.factories import RecordingClient, make_prompts, played

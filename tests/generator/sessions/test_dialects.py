@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from replay_generator.sessions import notices
+from replay_generator import notices
 from replay_generator.sessions.dialects.chat import Chat, Completions
 from replay_generator.sessions.dialects.messages import Messages
 from replay_generator.sessions.dialects.responses import Responses

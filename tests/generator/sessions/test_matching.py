@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from replay_generator import notices
 from replay_generator.engines import Completion, SamplingConfig
-from replay_generator.sessions import notices
 from replay_generator.sessions.exchanges import Exchange, Exchanges
 from replay_generator.sessions.turns import Answer, WrittenCall, object_of
 

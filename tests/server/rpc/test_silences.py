@@ -244,3 +244,16 @@ def test_names_and_their_number_are_bounded_and_the_one_seen_longest_ago_goes_fi
     assert "n0" in names
     assert "n1" not in names
     assert max(map(len, names)) == MAX_NAME
+
+
+@pytest.mark.parametrize("hours", [0, 1, 24 * 30])
+def test_a_client_that_left_is_known_as_long_as_the_server_runs(hours):
+    """A trainer ends only if all who brought groups have left, for ten minutes: by then nobody may be forgotten."""
+    run = Run()
+    with run.clients.calling(context("gen:1"), Side.GENERATOR):
+        run.clients.leave(context("gen:1"))
+    run.now += hours * 3600
+    with run.clients.calling(context("train:1"), Side.TRAINER):
+        pass
+    known = {client.name: client.ended for client in run.clients}
+    assert known == {"gen:1": True, "train:1": False}

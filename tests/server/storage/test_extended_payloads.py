@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replay_server.storage import lmdb
-from replay_server.storage.lmdb import LmdbStorage, Unwritten
+from replay_server.storage.lmdb import FileGone, LmdbStorage, Unwritten
 from replay_server.storage.memory import MemoryStorage, first_bytes
 from replay_server.storage.records import ITEM, ROW, Delta, ItemRecords
 from replay_server.tables.items import DamagedPayloads
@@ -233,4 +233,34 @@ def test_a_damaged_last_chunk_stays_damaged_when_its_payload_is_extended(tmp_pat
     storage.end_commit(None)
     with pytest.raises(DamagedPayloads):
         storage.get([1], [14])
+    storage.close()
+
+
+class Removing(tuple):
+    """Records of a commit. The file goes away while the commit reads them, as it may at any moment."""
+
+    def __new__(cls, path):
+        removing = super().__new__(cls)
+        removing.path = path
+        return removing
+
+    def __iter__(self):
+        self.path.rename(self.path.with_name("away.mdb"))
+        return super().__iter__()
+
+
+def test_a_commit_during_which_the_file_is_removed_fails_and_has_no_effect(tmp_path):
+    data = tmp_path / "data.mdb"
+    storage = LmdbStorage(tmp_path)
+    storage.put([1], [(b"lost",)])
+    delta = Delta(records_of({1: b"lost"}))
+    with pytest.raises(FileGone, match=r"data\.mdb was removed or replaced while the server runs") as caught:
+        storage.commit(delta, storage.begin_commit(), Removing(data))
+    assert storage.end_commit(caught.value) == [1]
+    (tmp_path / "away.mdb").rename(data)
+    assert storage.read([1], [4]) == [None]
+    assert len(storage.load().items) == 0
+    storage.commit(delta, storage.begin_commit())
+    storage.end_commit(None)
+    assert storage.get([1], [4]) == [(b"lost",)]
     storage.close()

@@ -56,6 +56,7 @@ RUN = """
 
 
 def test_a_group_is_followed_from_its_generation_to_the_step_that_trains_on_it(tmp_path):
+    pytest.importorskip("torch", reason="the trainer of the run needs it")
     tokens = tokens_file(tmp_path, "read-write:0123456789abcdef0123")
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(RUN), str(tokens)], capture_output=True, text=True, timeout=200

@@ -65,9 +65,11 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     from replay_server import shards
-    from replay_server.config import Config
+    from replay_server.config import Config, SecuritySection
 
     config, folder, port, count = Config.load(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    # Ray gives a shard the address of its node, which other machines may reach.
+    config = config.model_copy(update={"security": SecuritySection(insecure=True)})
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": MEMORY})
     node = cluster.add_node(num_cpus=count, object_store_memory=MEMORY)
     ray.init(address=cluster.address, namespace="tests", log_to_driver=False, logging_level="ERROR")

@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from replay_generator.sessions.notices import say_once
+from replay_generator.notices import say_once
 from replay_generator.sessions.turns import Ask, Refusal, object_of
 
 MODEL = "policy"

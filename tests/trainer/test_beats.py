@@ -1,4 +1,4 @@
-"""Heartbeats: when generators and trainers touch the file that a container's health check looks at."""
+"""When the heartbeat of a generator, and that of a trainer, comes."""
 
 import asyncio
 import os
