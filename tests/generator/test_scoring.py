@@ -221,7 +221,8 @@ async def test_a_reward_that_takes_too_long_has_failed_and_when_all_groups_fail_
                 await task
         async with AsyncReplayClient(address) as client:
             left = (await client.server_info()).tables["unscored"]
-            assert left.size == (await counts(client))[2] == 1
+            assert left.size <= 1  # the third may have been too late as well, before the run ended
+            assert left.size == (await counts(client))[2]
 
 
 async def test_a_function_of_whole_groups_sees_all_rollouts_and_keep_sees_the_scored_group():

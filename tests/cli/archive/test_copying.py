@@ -145,7 +145,7 @@ def test_a_store_that_is_away_is_said_once_and_what_it_lacks_follows(tmp_path, s
     names.append(finish())
     store.start()
     until(heartbeat.exists)
-    assert names_at("s3://bucket/archive") == sorted(names)
+    until(lambda: names_at("s3://bucket/archive") == sorted(names))
     names.append(writer.finish().name)
     status, said, complained = ended(copying)
     assert (status, complained) == (0, "")
