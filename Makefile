@@ -23,6 +23,7 @@ AGENTS_OLDER := .venv-agents-older
 AGENTS_NODE := .venv-agents-node
 VERIFIERS_TESTS := tests/generator/environments/test_verifiers.py
 HAS_NPM := $(shell command -v npm >/dev/null 2>&1 && command -v node >/dev/null 2>&1 && echo yes)
+CORE_TEST_PACKAGES := cryptography hypothesis psutil pytest pytest-asyncio pytest-timeout pytest-xdist pyyaml
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
 ifeq ($(ENGINE),transformers)
@@ -62,7 +63,7 @@ endef
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-annotate --custom-compile-command "make constraints" pyproject.toml
 
-.PHONY: demo demo-real test test-long adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page lint format protos docs constraints \
+.PHONY: demo demo-real test test-core test-long adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page lint format protos docs constraints \
   agents agents-page setup setup-dev setup-real clean
 
 demo: setup
@@ -75,6 +76,14 @@ demo-real: setup-real
 test: setup-dev $(VERIFIERS)/.ready $(BIN)/helm
 	$(BIN)/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
 	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m "not long" --numprocesses 0 $(VERIFIERS_TESTS))
+
+# Server, client and protocol by another Python, without torch: PYTHON=python3.13 make test-core. Its environment is new.
+test-core:
+	rm -rf .venv-core
+	$(PYTHON) -m venv .venv-core
+	.venv-core/bin/python -m pip $(PIP_OPTIONS) --editable ".[fast,otel,parquet]" $(CORE_TEST_PACKAGES)
+	.venv-core/bin/python -m pytest -m "not long" --numprocesses $(TEST_JOBS) --dist loadfile \
+	  $(if $(TEST_ARGS),$(TEST_ARGS),tests/server tests/client tests/protos)
 
 # What takes long: kills, cut connections, demos, adapters, ranks. Its last figures are in docs/record/reliability.md.
 test-long: setup-dev $(VERIFIERS)/.ready agents
@@ -246,4 +255,4 @@ $(VENV)/.ready-dev-$(ENGINE): $(VENV)/.ready-$(ENGINE)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(AGENTS) $(AGENTS_OLDER) $(AGENTS_NODE) .venv-bench .venv-latest-trl .venv-latest-verl .venv-redis .venv-reverb .venv-skyrl .venv-transferqueue .venv-trl .venv-verifiers runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AGENTS) $(AGENTS_OLDER) $(AGENTS_NODE) .venv-bench .venv-core .venv-latest-trl .venv-latest-verl .venv-redis .venv-reverb .venv-skyrl .venv-transferqueue .venv-trl .venv-verifiers runs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
