@@ -101,11 +101,16 @@ class GeneratorConfig:
     """Load weights only from this folder and its subfolders. Otherwise from any folder that the policy names.
 
     Any client that may write to the server can set that folder. Weights are only read, never executed. Of weights that
-    are fetched: the address, up to the slash before step-N."""
+    are fetched: the address, up to the slash before step-N. It is needed there: no address counts that only a client
+    has named."""
     weights_cache: FixedPath | None = None
-    """Folder of this generator alone for weights that it fetches: three versions at most."""
+    """Folder on this machine for weights that are fetched: three versions at most of each generator that uses it.
+
+    Each generator has a folder of its own in it."""
     weights_token_file: FixedPath | None = None
-    """File with the token of `replay weights serve`."""
+    """File with the token of `replay weights serve`. It goes to other machines only over TLS."""
+    weights_allow_insecure_token: bool = False
+    """Send that token unencrypted to other machines. Anyone on the network can then read it."""
     weights_ca: FixedPath | None = None
     """Authority of its certificate, in PEM format. None: the public ones."""
     probe_tolerance: Annotated[float, Field(gt=0)] = 0.02

@@ -1,8 +1,8 @@
 """Results: the reward, the metrics and the names that a rollout may end with.
 
-A metric becomes a column of its group: its name travels on the wire, its numbers are stored in float32. Whoever brings a
-result from outside checks it here, where it comes in: one bad number would otherwise be found when the whole group is
-made.
+A metric becomes a column of its group: its name travels on the wire, its numbers are stored in float32. Whoever brings
+a result from outside checks it here, where it comes in: one bad number would otherwise be found when the whole group
+is made.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rollout ends with: a result that no group can hold is refused where it comes in, and loses its own group alone."""
+"""What a rollout ends with: a result that no group can hold is refused where it comes in, and loses no more."""
 
 import json
 from typing import Any
