@@ -115,7 +115,7 @@ def generate(
         check_source(prompts, ways, environment_args, chat, system)
         if environment and "prompts_table" in given:
             raise ValueError("--prompts-table needs --prompts: an environment gives its own prompts one by one")
-        settings = _settings_of(given, seed, environment)
+        settings = _settings_of(given, seed, environment).decided(agents=bool(agent or sessions))
         if settings.unscored and (reward or drop_zero_variance):
             raise ValueError("--reward and --drop-zero-variance belong to `replay score` here, because of --unscored")
         if environment:

@@ -120,12 +120,14 @@ class Access:
         if self.name is not None:
             check_name(self.name)
         for address in split_addresses(self.address).values():
-            host = check_address(address, "address")
-            if self.token is not None and self.tls is None and not is_loopback(host) and not self.allow_insecure_token:
-                raise ValueError(
-                    f"refusing to send the token to {address} unencrypted: anyone on the network could read it. "
-                    f"Use TLS (tls=..., REPLAY_TLS_CA or --tls-ca), or say that you trust the network "
-                    f"(allow_insecure_token=True, REPLAY_ALLOW_INSECURE_TOKEN=1)"
+            check_address(address, "address")
+            if self.token is not None:
+                check_token_way(
+                    address,
+                    is_encrypted=self.tls is not None,
+                    is_allowed=self.allow_insecure_token,
+                    remedy="Use TLS (tls=..., REPLAY_TLS_CA or --tls-ca), or say that you trust the network "
+                    "(allow_insecure_token=True, REPLAY_ALLOW_INSECURE_TOKEN=1)",
                 )
         object.__setattr__(self, "_credentials", None if self.tls is None else self.tls.credentials())
 
@@ -198,6 +200,18 @@ def check_address(address: str, source: str) -> str:
     if not host or "/" in address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"{source} must be host:port with a port from 1 to 65535, not {address!r}")
     return host
+
+
+def check_token_way(address: str, *, is_encrypted: bool, is_allowed: bool, remedy: str) -> None:
+    """Raises ValueError with the remedy if a token would go unencrypted to another machine.
+
+    `address`: host:port. `is_allowed`: somebody has said that the network is trusted.
+    """
+    if is_encrypted or is_allowed or is_loopback(address.rpartition(":")[0]):
+        return
+    raise ValueError(
+        f"refusing to send the token to {address} unencrypted: anyone on the network could read it. {remedy}"
+    )
 
 
 def own_name() -> str:

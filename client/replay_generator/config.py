@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -29,7 +29,9 @@ class GeneratorConfig:
     # Nothing else ends a completion of an engine that hangs and still answers for its health. An hour is several times
     # what 32,000 tokens take, and the patience with servers that are away.
     rollout_timeout: Seconds | None = 3600.0
-    """Seconds after which a rollout has failed. None: it may take any time."""
+    """Seconds after which a rollout has failed. None: it may take any time.
+
+    The time of one that an agent elsewhere plays begins when the agent takes it."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How completions are drawn. With a seed, each group has a seed of its own that is derived from it."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
@@ -99,11 +101,16 @@ class GeneratorConfig:
     """Load weights only from this folder and its subfolders. Otherwise from any folder that the policy names.
 
     Any client that may write to the server can set that folder. Weights are only read, never executed. Of weights that
-    are fetched: the address, up to the slash before step-N."""
+    are fetched: the address, up to the slash before step-N. It is needed there: no address counts that only a client
+    has named."""
     weights_cache: FixedPath | None = None
-    """Folder of this generator alone for weights that it fetches: three versions at most."""
+    """Folder on this machine for weights that are fetched: three versions at most of each generator that uses it.
+
+    Each generator has a folder of its own in it."""
     weights_token_file: FixedPath | None = None
-    """File with the token of `replay weights serve`."""
+    """File with the token of `replay weights serve`. It goes to other machines only over TLS."""
+    weights_allow_insecure_token: bool = False
+    """Send that token unencrypted to other machines. Anyone on the network can then read it."""
     weights_ca: FixedPath | None = None
     """Authority of its certificate, in PEM format. None: the public ones."""
     probe_tolerance: Annotated[float, Field(gt=0)] = 0.02
@@ -115,12 +122,14 @@ class GeneratorConfig:
 
     mask: they count in the advantages of their group, but `loss_mask` excludes their tokens from training, and they add
     nothing to the group's priority. This is DAPO's overlong filtering (arXiv 2503.14476)."""
-    on_prompt_error: Literal["raise", "skip"] = "raise"
+    on_prompt_error: Literal["raise", "skip"] | None = None
     """When a row is no prompt or does not fit the engine, a reward fails, or a group is too large: raise, or skip.
 
-    raise: the run ends. skip: the group is left out, counted and logged; 100 in a row end the run. A group that lacks
-    rollouts because its engine returned what no policy can have drawn is always skipped; so is one that lacks
-    rollouts because every reward function returned None for them, once any rollout of the run has got a reward."""
+    raise: the run ends. skip: the group is left out, counted and logged; 100 in a row end the run. None: skip where
+    agents play the rollouts (`--agent`, `--sessions`), for some of these always fail, and raise otherwise. A group that
+    lacks rollouts because its engine returned what no policy can have drawn is always skipped; so is one that lacks
+    rollouts because every reward function returned None for them, once any rollout of the run has got a reward, and one
+    that the server refuses for its names or numbers."""
     when_full: Literal["wait", "drop"] = "wait"
     """When a full table refuses a group, for its own `when_full` is "reject": wait, or drop the group.
 
@@ -184,6 +193,12 @@ class GeneratorConfig:
             raise ValueError("tables must name at least one table")
         labels_of((), self.tags)
         load_priority(self.priority)
+
+    def decided(self, *, agents: bool) -> GeneratorConfig:
+        """These settings with an `on_prompt_error`. `agents`: whether agents play the rollouts."""
+        if self.on_prompt_error is not None:
+            return self
+        return replace(self, on_prompt_error="skip" if agents else "raise")
 
     def described(self) -> dict[str, str]:
         """What the generator says of itself to the server (`describe`)."""

@@ -32,7 +32,7 @@ from replay_generator.group_maker import GroupMaker
 from replay_generator.metrics import GeneratorMetrics, GeneratorStats, GroupTimes
 from replay_generator.openings import Opening
 from replay_generator.policy_follower import PolicyFollower, TooOldToFinish
-from replay_generator.prompts import PromptError, PromptRows, PromptSource
+from replay_generator.prompts import GroupRefusedError, PromptError, PromptRows, PromptSource
 from replay_generator.prompts_table import supply_of
 from replay_generator.rewards import AbstainedError, Rewards
 from replay_generator.rollouts import RolloutHook, held, single_turn
@@ -78,7 +78,7 @@ class RolloutGenerator:
         bring their own. `keep` decides whether a finished group is inserted. `on_group` is called on the event loop
         after each group, with the current statistics.
         """
-        self.config = config or GeneratorConfig()
+        self.config = (config or GeneratorConfig()).decided(agents=getattr(rollout, "plays_agents", False))
         if self.config.unscored is not None and (reward is not None or keep is not None):
             raise ValueError(
                 f"reward and keep belong to the scorer of unscored {self.config.unscored!r}: leave them out"
@@ -394,8 +394,9 @@ class RolloutGenerator:
 
     def _may_skip(self, error: PromptError) -> bool:
         """Whether the run goes on without the group. One whose completions nobody can have drawn is not its user's,
-        and one for which the reward functions abstain is no error of theirs."""
-        if self.config.on_prompt_error == "skip":
+        one for which the reward functions abstain is no error of theirs, and one that the server refuses is one of
+        many."""
+        if self.config.on_prompt_error == "skip" or isinstance(error, GroupRefusedError):
             return True
         return isinstance(error.__cause__, CompletionError | AbstainedError)
 

@@ -53,6 +53,8 @@ class GeneratorStats(TypedDict):
     """Groups left out because their prompt or a reward function failed, or because no token can be trained on."""
     rollouts_failed: int
     """Rollouts whose hook raised an exception, or took too long."""
+    groups_refused: int
+    """Groups that the server refused for their names or numbers, such as a tag that is too long. They are skipped."""
     filtered: int
     """Groups that the caller's `keep` rejected."""
     stale_refused: int

@@ -118,15 +118,21 @@ def encode_whole(opening: Opening, rollouts: Mapping[int, Rollout]) -> bytes:
     return b"".join([opening.encode(), *encode_columns(columns, dict.fromkeys(columns, "group"))])
 
 
-def encode_rollout(rollout: Rollout) -> npt.NDArray[np.uint8]:
-    """The bytes of one rollout, as a column. Raises ValueError for an `info` that msgpack cannot hold."""
+def encode_info(info: Mapping[str, Any]) -> bytes:
+    """The bytes of the `info` of a rollout. Raises ValueError for one that msgpack cannot hold."""
     try:
-        info = msgpack.packb(rollout.info)
+        packed: bytes = msgpack.packb(dict(info))
+        return packed
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             "Rollout.info is stored until its group is finished, and holds what msgpack cannot (it can None, "
             f"bool, int, float, str, bytes, list and dict): {error}"
         ) from error
+
+
+def encode_rollout(rollout: Rollout) -> npt.NDArray[np.uint8]:
+    """The bytes of one rollout, as a column. Raises ValueError for an `info` that msgpack cannot hold."""
+    info = encode_info(rollout.info)
     arrays: dict[str, npt.NDArray[Any]] = {}
     sequences = []
     for index, sequence in enumerate(rollout.sequences):

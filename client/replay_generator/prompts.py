@@ -36,6 +36,10 @@ class PromptError(ReplayError):
     """A prompt cannot be completed, or its completions cannot be scored. The message names the prompt."""
 
 
+class GroupRefusedError(PromptError):
+    """The server, or its client, refuses a group for its names or numbers. The run goes on without the group."""
+
+
 class PromptRows(Protocol):
     """Rows by number: a list, or a data set of the package `datasets`."""
 

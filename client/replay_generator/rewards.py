@@ -19,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_client.errors import ReplayError
-from replay_client.rollout import RolloutGroup
+from replay_client.rollout import MAX_VALUE, RolloutGroup
 from replay_client.scoring import carries_gradient, group_learnability, trained_priority
 from replay_client.settings import load_function
 from replay_generator import user_code
 from replay_generator.math_answers import check_installed, same_answer
+from replay_generator.results import LARGEST, check_name
 from replay_generator.rollouts import Rollout
 from replay_generator.row_values import field_of
 
@@ -83,6 +84,11 @@ class Reward:
             raise ValueError(f"the weight of a reward must be finite, not {self.weight}")
         if not self.name:
             object.__setattr__(self, "name", getattr(self.function, "__name__", type(self.function).__name__))
+        check_name(self.name, "the name of a reward function")
+        if self.name.startswith(f"{OWN_REWARD}/"):
+            raise ValueError(
+                f"reward function {self.name!r} is named as a metric of rollouts: give Reward another name"
+            )
 
 
 Rewards = RewardFunction | GroupRewardFunction | Reward | Sequence[RewardFunction | GroupRewardFunction | Reward]
@@ -136,6 +142,12 @@ class Scorer:
             total += weights[name] * np.nan_to_num(rewards)
             abstained &= np.isnan(rewards)
         total[abstained] = math.nan
+        largest = float(np.abs(total[~abstained]).max(initial=0.0))
+        if not largest <= MAX_VALUE:
+            raise RewardError(
+                f"the weighted sum of {', '.join(map(repr, by_name))} is {largest:g}, and no trainer can use a reward "
+                f"beyond ±{MAX_VALUE:g}: scale the rewards"
+            )
         if not abstained.all():
             self._has_scored = True
         return total.astype(np.float32), {name: rewards.astype(np.float32) for name, rewards in by_name.items()}
@@ -173,8 +185,8 @@ class Scorer:
             numbers_given = np.array([user_code.number_of(value) for value in values if value is not None])
         except ValueError as error:
             raise _failed(reward, f"returned {error}") from error
-        if not np.isfinite(numbers_given).all():
-            raise _failed(reward, f"returned {numbers_given.tolist()}: rewards must be finite")
+        if not (np.abs(numbers_given) <= LARGEST).all():
+            raise _failed(reward, f"returned {numbers_given.tolist()}: rewards must be finite, in float32 too")
         rewards = np.full(len(values), math.nan)
         rewards[[value is not None for value in values]] = numbers_given
         return rewards
@@ -194,8 +206,8 @@ def _own_rewards(rewards: Sequence[float | None]) -> npt.NDArray[np.float64]:
             f"or the generator gets a reward function"
         )
     own = np.array(rewards, np.float64)
-    if not np.isfinite(own).all():
-        raise RewardError(f"the hook gave the rewards {own.tolist()}: they must be finite")
+    if not (np.abs(own) <= LARGEST).all():
+        raise RewardError(f"the hook gave the rewards {own.tolist()}: they must be finite, in float32 too")
     return own
 
 

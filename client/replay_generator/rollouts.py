@@ -27,8 +27,9 @@ import inspect
 import math
 import random
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from operator import index
@@ -51,6 +52,7 @@ from replay_generator.engines import (
     why_unfit,
     why_unknown,
 )
+from replay_generator.results import check_name, check_result
 
 
 class RolloutError(ReplayError):
@@ -290,6 +292,27 @@ def held(hook: RolloutHook) -> AbstractAsyncContextManager[Any]:
     return user_code.entered(hook) if isinstance(hook, AbstractAsyncContextManager) else nullcontext()
 
 
+_limit: ContextVar[asyncio.Timeout | None] = ContextVar("_limit", default=None)
+"""The time limit of the rollout that is played in this context."""
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Surrounds a wait of a hook in which nobody plays the rollout yet: it does not count in `rollout_timeout`."""
+    limit = _limit.get()
+    end = None if limit is None else limit.when()
+    if limit is None or end is None:  # there is no limit, or it stands still already
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    left = end - loop.time()
+    limit.reschedule(None)
+    try:
+        yield
+    finally:
+        limit.reschedule(loop.time() + left)
+
+
 async def single_turn(task: Task, policy: RolloutPolicy) -> Rollout:
     """One completion of the prompt: what the generator does without a hook."""
     sequence = RolloutSequence(task.prompt_ids)
@@ -326,6 +349,7 @@ async def play(
     async def attempt(task: Task) -> Rollout | Exception:
         try:
             async with asyncio.timeout(timeout) as limit:
+                _limit.set(limit)  # in the context of this task alone
                 playing = user_code.call_here(hook, task, policy)
                 if not inspect.isawaitable(playing):
                     raise RolloutError(f"the hook returned {playing!r:.80} without being awaited: write async def")
@@ -374,6 +398,15 @@ def checked(rollout: Any) -> Rollout:
     rollout.metrics = {name: _number(f"metric {name!r:.80}", value) for name, value in rollout.metrics.items()}
     if all(turn.role != "assistant" for turn in rollout.turns):
         raise RolloutError("the policy wrote nothing in the rollout: add what policy.generate returns by `sampled`")
+    try:
+        check_result(rollout.reward, rollout.metrics)
+        for turn in rollout.turns:
+            check_name(turn.role, "the role of a turn")
+        for reason in (rollout.finish_reason, rollout.sequences[-1].finish_reason):
+            if reason != "":
+                check_name(reason, "finish_reason")
+    except ValueError as error:
+        raise RolloutError(f"the hook returned a rollout that no group can hold: {error}") from error
     return rollout
 
 

@@ -32,7 +32,7 @@ from replay_generator.config import GeneratorConfig
 from replay_generator.metrics import GeneratorStats
 from replay_generator.openings import encode_whole
 from replay_generator.policy_follower import PolicyFollower
-from replay_generator.prompts import PromptError
+from replay_generator.prompts import GroupRefusedError, PromptError
 from replay_generator.rewards import load_priority
 from replay_generator.scoring.config import StageConfig
 from replay_generator.scoring.groups import HandOn, LeftOut
@@ -144,8 +144,8 @@ class InsertingServer:
         """Returns when a group is in its tables. `name`: of what it is made from. `options`: of the client's insert.
 
         Raises LeftOut if the group will not get there: it is too old, or its table is full and `when_full` is "drop".
-        Raises PromptError if it is too large for the server, and LeaseEndedError if the lease of what it closes has
-        ended.
+        Raises PromptError if it is too large for the server, GroupRefusedError if its names or numbers are none that
+        the server takes, and LeaseEndedError if the lease of what it closes has ended.
         """
         # One key at each attempt: if the answer to one was lost, the item is not inserted twice.
         key = next(self._keys) if handed.key is None else handed.key
@@ -159,6 +159,9 @@ class InsertingServer:
             raise LeftOut("stale_refused") from error
         except PayloadTooLargeError as error:
             raise PromptError(f"{name}: its group cannot be inserted: {error}") from error
+        except ValueError as error:  # also InvalidRequestError
+            self._stats["groups_refused"] += 1
+            raise GroupRefusedError(f"{name}: its group is refused: {error}") from error
 
     async def answer(
         self,

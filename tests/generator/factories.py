@@ -413,8 +413,9 @@ async def generate(
 
 
 async def played(hook: Any, engine: Any = None, **config: Any) -> RolloutGroup:
-    """The group that a hook makes of one prompt."""
+    """The group that a hook makes of one prompt. Where there is none, it raises why."""
     client = RecordingClient()
+    config = {"on_prompt_error": "raise"} | config
     await generate(client, ScriptedEngine(completions=[SAID]) if engine is None else engine, hook, **config)
     return client.inserts[0][0]
 

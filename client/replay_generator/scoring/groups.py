@@ -102,7 +102,7 @@ class Scoring:
             group = self._assemble(work, rollouts, version, rewards, by_function)
         except (ValueError, TypeError, IndexError) as error:
             if not work.handed:
-                raise
+                raise PromptError(f"prompt {work.opening.prompt.prompt_id!r}: no group can be made: {error}") from error
             raise self.set_aside(work, f"its rollouts do not go together: {error}") from error
         if failures:
             group.meta["failures"] = [*failures]

@@ -30,6 +30,7 @@ from replay_client.settings import load_function, settings
 from replay_client.waits import in_daemon_thread
 from replay_generator import user_code
 from replay_generator.config import GeneratorConfig
+from replay_generator.results import check_result
 from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.sessions.endpoint import SessionServer
 from replay_generator.sessions.parsers import Parsers
@@ -76,6 +77,7 @@ class Result:
 def result_of(said: Any, *, needs_reward: bool) -> Result:
     """The result of an agent that ended with an object of its fields, or with the reward alone. Raises ValueError."""
     result = Result(**said) if isinstance(said, Mapping) else Result(said)
+    check_result(result.reward, result.metrics)
     if result.reward is None and needs_reward:
         raise ValueError('the agent gave no {"reward": NUMBER}, and no --reward names a function that gives one')
     return result
@@ -96,6 +98,9 @@ Result, or None, which leaves the reward to reward functions. If it raises, its 
 class SessionHook(SessionServer):
     """A server of sessions that is the rollout hook of an agent: each rollout is a session, which the agent plays."""
 
+    plays_agents = True
+    """Some rollouts of agents always fail: `GeneratorConfig.on_prompt_error`."""
+
     def __init__(self, agent: Agent, config: GeneratorConfig, *, needs_reward: bool, **address: Any) -> None:
         """`needs_reward`: whether the agent must give a reward, because no reward function scores the transcript.
         `address`: as of SessionServer. Raises ValueError for a parser that vLLM does not know."""
@@ -113,6 +118,9 @@ class SessionHook(SessionServer):
                 return session.rollout(result.reward, metrics=result.metrics, info=result.info)
             except (ValueError, RolloutError) as error:
                 raise RolloutError(f"{error}; the agent ended with {said!r}") from None
+        except asyncio.CancelledError as error:
+            error.add_note("its agent has not ended")  # rollouts.play shows the first note
+            raise
         except RolloutError as error:
             if session.last_refusal is None:
                 raise

@@ -7,6 +7,7 @@
 * That no rollout waits is an error of HTTP, and no empty answer: many clients try this one again by themselves.
 * Both need the token. The address of a session needs only its secret, so an agent cannot give itself a reward.
 * An end that comes again is answered as the first time.
+* The time of a rollout begins when an agent takes it. However long none comes, the rollout waits.
 * After the deadline there is no such session any more, and its rollout is offered anew, as another one.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,8 +25,11 @@ from typing import Any
 
 from aiohttp import web
 
+from replay_client.waits import beat
 from replay_generator.config import GeneratorConfig
-from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
+from replay_generator.openings import encode_info
+from replay_generator.results import utf8
+from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task, uncounted
 from replay_generator.sessions.agents import Address, SessionHook, result_of
 from replay_generator.sessions.door import Door
 
@@ -32,6 +37,10 @@ logger = logging.getLogger(__name__)
 
 PATIENCE = 4.0
 """Seconds that a client waits for a rollout. Some clients give up after five."""
+NOBODY = 60.0
+"""Seconds without an agent that are worth a line."""
+_MOST_SAID = 2000
+"""Characters of a failure, as an agent tells it and as it is told."""
 _MOST_ENDED = 4096
 """Ends that are remembered, in case they come again."""
 
@@ -59,6 +68,8 @@ class RemoteHook(SessionHook):
         self.app.router.add_post("/sessions", self._offer)
         self.app.router.add_post("/sessions/{id}/end", self._end)
         self._free: asyncio.Queue[_Seat] = asyncio.Queue()
+        self._came = -math.inf  # when an agent was here last, by the clock of the event loop
+        self._is_missed = False
         self._taken: dict[str, _Seat] = {}
         self._ended: deque[int] = deque(maxlen=_MOST_ENDED)
 
@@ -72,15 +83,40 @@ class RemoteHook(SessionHook):
         seat = _Seat(task, address)
         self._free.put_nowait(seat)
         try:
-            await seat.taken.wait()
+            with uncounted():
+                await self._wait_for_agent(seat)
             async with asyncio.timeout(self._config.session_deadline):
                 said = await seat.ended
+        except asyncio.CancelledError as error:
+            error.add_note("the agent elsewhere that took it has not ended it")  # rollouts.play shows it
+            raise
         finally:
             seat.ended.cancel()
             self._taken.pop(address.key, None)
         if "failed" in said:
-            raise RolloutError(f"the agent elsewhere failed: {said['failed']!s:.2000}")
+            raise RolloutError(f"the agent elsewhere failed: {utf8(str(said['failed'])[:_MOST_SAID])}")
         return said
+
+    async def _wait_for_agent(self, seat: _Seat) -> None:
+        """Returns when an agent has taken the rollout, however long that takes. Says once that no agent comes."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while not seat.taken.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NOBODY):
+                    await seat.taken.wait()
+                    return
+            beat()  # the generator does not hang
+            away = loop.time() - max(began, self._came)
+            if not self._is_missed and not self._taken and away >= NOBODY:
+                self._is_missed = True
+                logger.warning(
+                    "no agent has come to %s for %.0f s, and rollouts wait: start agents that POST to %s/sessions. The "
+                    "generator waits for them (said once)",
+                    self.base_url,
+                    away,
+                    self.base_url,
+                )
 
     async def _offer(self, request: web.Request) -> web.Response:
         self._check(request)
@@ -119,9 +155,10 @@ class RemoteHook(SessionHook):
                 if not isinstance(said := json.loads(body), dict):
                     raise ValueError(f"an end is an object with `reward` or `failed`, not {said!r:.80}")
                 if "failed" not in said:
-                    result_of(said, needs_reward=self._needs_reward)
-            except (ValueError, TypeError) as error:
-                raise web.HTTPBadRequest(text=f"{error}") from error
+                    result = result_of(said, needs_reward=self._needs_reward)
+                    encode_info(result.info)  # or the rollout could not be stored
+            except (ValueError, TypeError, RecursionError) as error:
+                raise web.HTTPBadRequest(text=utf8(f"{error}"[:_MOST_SAID])) from error
             self._taken.pop(name).ended.set_result(said)
             self._ended.append(mark)
         return web.json_response({"ended": name})
@@ -130,3 +167,4 @@ class RemoteHook(SessionHook):
         """Raises an error of HTTP unless the request has the token that is in the file now."""
         if not self._door.lets_in(request.headers.get("Authorization", "")):
             raise web.HTTPUnauthorized(text="the request needs the token of sessions_token_file, as a Bearer")
+        self._came = asyncio.get_running_loop().time()

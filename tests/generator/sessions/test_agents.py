@@ -352,6 +352,47 @@ async def test_a_function_gets_a_ready_address_and_returns_a_reward_or_leaves_it
     assert (group.extras.get("rewards/rollout/letters") is not None) == (name == "with_metrics")
 
 
+def leaves(how: str) -> None:
+    if how == "exit":
+        exit()
+    if how == "sys.exit":
+        sys.exit("it is done")
+    raise {"KeyboardInterrupt": KeyboardInterrupt, "GeneratorExit": GeneratorExit}[how]
+
+
+@pytest.mark.parametrize("where", ["in the agent", "in a task of it"])
+@pytest.mark.parametrize("how", ["exit", "sys.exit", "KeyboardInterrupt", "GeneratorExit"])
+async def test_a_function_that_wants_to_end_the_process_loses_its_own_rollout(how, where):
+    async def leaving() -> None:
+        leaves(how)
+
+    async def quits(task: Task, address: Address) -> float:
+        if task.index == 0 and where == "in the agent":
+            leaves(how)
+        if task.index == 0:
+            await asyncio.create_task(leaving())
+        await ask(address)
+        return 1.0
+
+    hook = SessionHook(quits, GeneratorConfig(), needs_reward=True)
+    group = await played(hook, Drawing(), reward=None, group_size=2, min_rollouts=1)
+    assert group.rewards.tolist() == [1.0]
+    assert "function 'quits' raised" in group.meta["failures"][0]
+
+
+async def test_a_function_that_hangs_is_named_as_what_the_rollout_waits_for():
+    async def hangs(task: Task, address: Address) -> float:
+        await ask(address)
+        if task.index == 0:
+            await asyncio.Event().wait()
+        return 1.0
+
+    hook = SessionHook(hangs, GeneratorConfig(), needs_reward=True)
+    group = await played(hook, Drawing(), reward=None, group_size=2, min_rollouts=1, rollout_timeout=1.0)
+    assert group.rewards.tolist() == [1.0]
+    assert "(rollout_timeout): its agent has not ended" in group.meta["failures"][0]
+
+
 @pytest.mark.parametrize(
     ("agent", "says"),
     [

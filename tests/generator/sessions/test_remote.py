@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from replay_generator import GeneratorConfig, RolloutGenerator
+from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.sessions import load_sessions, remote
+from replay_generator.sessions.agents import SessionHook
 from tests.certificates import make_certificate
-from tests.factories import async_until, free_port
+from tests.factories import async_until, free_port, stopped_clock, turns
 from tests.generator.factories import RecordingClient, make_prompts
 from tests.generator.sessions.test_session import Drawing, user
 
@@ -208,14 +209,97 @@ async def test_what_is_not_ended_before_its_deadline_is_offered_anew_under_anoth
     assert "prompt 'p0': an agent elsewhere did not end rollout 0 in time" in caplog.text
 
 
-async def test_a_rollout_that_nobody_takes_fails_at_its_timeout():
-    async with running(group_size=2, min_rollouts=1, rollout_timeout=1.0) as run:
-        offer = await run.taken()
-        await run.ask(offer)
-        await run.end(offer, reward=1.0)
+DAY = 86_400.0
+
+
+async def test_a_rollout_that_nobody_takes_waits_for_ever_and_that_is_said_once(caplog):
+    async with running(group_size=2, rollout_timeout=10.0) as run:
+        with stopped_clock() as go_on:
+            for _ in range(20):
+                go_on(DAY)
+                await turns()
+        assert run.generator.stats["groups_under_way"] == 1
+        assert run.generator.stats["rollouts_failed"] == 0
+        for reward in (0.0, 1.0):
+            offer = await run.taken()
+            assert await run.ask(offer) == 200
+            assert (await run.end(offer, reward=reward))[0] == 200
         group = await run.group()
+    assert sorted(group.rewards.tolist()) == [0.0, 1.0]
+    said = [record.getMessage() for record in caplog.records if "no agent has come to" in record.getMessage()]
+    assert len(said) == 1
+    assert f"start agents that POST to {run.url}/sessions" in said[0]
+
+
+async def test_the_time_of_a_rollout_begins_when_an_agent_takes_it_and_then_it_fails_alone():
+    async with running(group_size=2, min_rollouts=1, rollout_timeout=3000.0, session_deadline=2000.0) as run:
+        with stopped_clock() as go_on:
+            await turns()
+            go_on(DAY)
+            await turns()
+        first = await run.taken()
+        await run.ask(first)
+        with stopped_clock() as go_on:
+            go_on(2000.0)  # its session ends, and it is offered anew
+            await turns()
+            go_on(DAY)
+            await turns()
+        other, again = await run.taken(), await run.taken()
+        await run.ask(other)
+        assert (await run.end(other, reward=1.0))[0] == 200
+        with stopped_clock() as go_on:
+            await turns()
+            go_on(1000.0)  # with the time of the first agent it is enough
+            await turns()
+        group = await run.group()
+    assert len({offer["id"] for offer in (first, other, again)}) == 3
     assert group.rewards.tolist() == [1.0]
-    assert "longer than 1 s (rollout_timeout)" in group.meta["failures"][0]
+    assert "longer than 3000 s (rollout_timeout): the agent elsewhere that took it has" in group.meta["failures"][0]
+
+
+class OfNobody:
+    """A hook of which the generator does not know that agents play."""
+
+    def __init__(self, hook: Any) -> None:
+        self._hook = hook
+
+    async def __aenter__(self) -> None:
+        await self._hook.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._hook.__aexit__(*error)
+
+    async def __call__(self, *task: Any) -> Any:
+        return await self._hook(*task)
+
+
+@pytest.mark.parametrize(
+    ("setting", "agents", "groups"),
+    [(None, True, 2), ("skip", True, 2), ("raise", True, 0), (None, False, 0), ("skip", False, 2)],
+    ids=ascii,
+)
+async def test_a_failed_rollout_ends_the_run_unless_agents_play_or_that_is_wanted_otherwise(setting, agents, groups):
+    async def agent(task: Any, address: Any) -> float:
+        if task.prompt_id == "p0":
+            raise OSError("no browser")
+        async with aiohttp.ClientSession() as http:
+            body = {"model": "any", "messages": [user("ab")]}
+            async with http.post(f"{address.url}/v1/chat/completions", json=body) as response:
+                assert response.status == 200
+        return 1.0
+
+    config = GeneratorConfig(group_size=1, max_concurrent_groups=1, on_prompt_error=setting)
+    client = RecordingClient()
+    hook: Any = SessionHook(agent, config, needs_reward=True)
+    if not agents:
+        hook = OfNobody(hook)
+    generator = RolloutGenerator(client, Drawing(), make_prompts(3), None, config, rollout=hook)  # type: ignore[arg-type]
+    if groups:
+        await generator.run()
+    else:
+        with pytest.raises(PromptError, match="no browser"):
+            await generator.run()
+    assert len(client.inserts) == groups
 
 
 # ------------------------------------------------------------------------------------------------ tokens and TLS

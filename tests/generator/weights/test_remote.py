@@ -7,9 +7,13 @@ import http.client
 import json
 import logging
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -21,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from replay_generator import GeneratorConfig, WeightsNotAllowedError, WeightsNotFoundError
 from replay_generator.metrics import GeneratorMetrics
-from replay_generator.remote_weights import Door, WeightsServer
+from replay_generator.remote_weights import Door, WeightsServer, checksum_of
 from replay_generator.remote_weights.fetching import Fetcher, WeightsAwayError
 from replay_trainer.weights import WithDelta, publish_weights, published, remove
 from tests.certificates import make_certificate
@@ -68,11 +72,15 @@ class Disk:
     def __init__(self, cache: Path, **config: Any) -> None:
         self.cache = cache
         self.metrics = GeneratorMetrics(solved_reward=1.0)
-        self.fetcher = Fetcher(GeneratorConfig(weights_cache=cache, **config), self.metrics.stats)
+        self.config = config
+        self.fetcher: Fetcher | None = None
 
     def fetch(self, location: str) -> tuple[dict[str, bytes], int]:
         """The files of the folder that it gets, and how many bytes came over the network."""
         before = self.metrics.stats["fetched_bytes"]
+        if self.fetcher is None:
+            given = {"weights_root": location.rpartition("/")[0], "weights_cache": self.cache, **self.config}
+            self.fetcher = Fetcher(GeneratorConfig(**given), self.metrics.stats)
         folder = Path(self.fetcher.folder_of(location))
         files = {path.name: path.read_bytes() for path in folder.iterdir()}
         return files, self.metrics.stats["fetched_bytes"] - before
@@ -102,7 +110,7 @@ def test_deltas_give_each_bit_of_the_version_and_are_small(run, tmp_path):
         files, came = disk.fetch(run.publish(version))
         assert files == run.files_of(version)
         assert came < run.whole / 2
-    assert len(list((tmp_path / "cache/replay-weights").iterdir())) == 2  # the engine's and the newest
+    assert len(list((tmp_path / "cache/replay-weights/0").iterdir())) == 2  # the engine's and the newest
     tensors = load_file(run.folder / "step-5/model.safetensors")
     assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
 
@@ -115,7 +123,7 @@ def test_no_proxy_is_asked_for_weights_on_this_machine_and_elsewhere_its_variabl
     assert files == run.files_of(1)
     says = "the variable http_proxy sends it through a proxy: no_proxy=trainer.example.com goes there directly"
     with pytest.raises(WeightsAwayError, match=says):
-        disk.fetch("http://trainer.example.com:7410/step-1")
+        Disk(tmp_path / "other").fetch("http://trainer.example.com:7410/step-1")
 
 
 def test_versions_that_were_skipped_need_no_whole_one_nor_does_a_generator_that_starts_again(run, tmp_path, caplog):
@@ -124,7 +132,8 @@ def test_versions_that_were_skipped_need_no_whole_one_nor_does_a_generator_that_
     files, came = Disk(tmp_path / "cache").fetch(run.publish(3))
     assert files == run.files_of(3)
     assert came < run.whole
-    shutil.copytree(tmp_path / "cache/replay-weights/step-3", tmp_path / "cache/replay-weights/part")  # a kill's rest
+    own = tmp_path / "cache/replay-weights/0"
+    shutil.copytree(own / "step-3", own / "part")  # a kill's rest
     files, came = Disk(tmp_path / "cache").fetch(run.publish(4))
     assert files == run.files_of(4)
     assert came < run.whole / 2
@@ -270,10 +279,55 @@ def test_the_command_serves_a_folder_and_refuses_what_is_not_safe(model, tmp_pat
     ("location", "config", "says"),
     [
         ("http://trainer:7410/step-1", {"weights_root": "http://trainer:741"}, "only from weights_root .*741'"),
-        ("http://trainer:7410/mine/../step-1", {"weights_root": "http://trainer:7410/mine"}, "--weights-root"),
+        ("http://trainer:7410/mine/../step-1", {"weights_root": "http://trainer:7410/mine"}, "needs a name"),
         ("http://trainer:7410/step-1", {"weights_root": "runs/mine"}, "only from weights_root '.*/runs/mine'"),
         ("http://trainer:7410/step-1", {"weights_cache": None}, "set weights_cache"),
+        ("http://trainer:7410/step-1", {}, "only from --weights-root, which is not set. If they are the trainer's"),
+        ("http://trainer:7410/step-1", {"weights_root": "https://trainer:7410"}, "loads only from weights_root"),
+        ("http://trainer:7410/mine", {"weights_root": "http://trainer:7410"}, "loads only from weights_root"),
+        ("http://trainer:7410/", {"weights_root": "http://trainer:7410"}, "loads only from weights_root"),
+        ("http://trainer:7410/mine-2/step-1", {"weights_root": "http://trainer:7410/mine"}, "loads only from"),
+        ("http://trainer:7410.example.com/step-1", {"weights_root": "http://trainer:7410"}, "cannot be fetched"),
+        ("http://trainer:7410/step-1/../../x/step-1", {"weights_root": "http://trainer:7410"}, "needs a name"),
+        *[
+            (f"http://trainer:7410/mine/{odd}/step-1", {"weights_root": "http://trainer:7410/mine"}, "is no address of")
+            for odd in (
+                *(
+                    "%2e%2e",
+                    "%2E%2E",
+                    ".%2e",
+                    "%2e.",
+                    "..%2f..",
+                    "%2f",
+                    "%5c..",
+                    "%252e%252e",
+                    "%25252e",
+                    "%c0%ae%c0%ae",
+                ),
+                *(
+                    "..\\..",
+                    "\\..\\",
+                    ".",
+                    "..",
+                    "",
+                    "..;",
+                    ";..",
+                    "a?b",
+                    "a#b",
+                    "a b",
+                    "a\tb",
+                    "a\nb",
+                    "\u2025",
+                    "a\0",
+                ),
+            )
+        ],
+        ("http://trainer:7410/mine/step-1?x=/step-1", {"weights_root": "http://trainer:7410/mine"}, "is no address of"),
+        ("http://trainer:7410@evil/mine/step-1", {"weights_root": "http://trainer:7410/mine"}, "is no address of"),
+        ("http://evil#@trainer:7410/mine/step-1", {"weights_root": "http://trainer:7410/mine"}, "is no address of"),
+        ("http://trainer:99999/mine/step-1", {"weights_root": "http://trainer:7410/mine"}, "cannot be fetched"),
     ],
+    ids=ascii,
 )
 async def test_an_address_outside_of_the_root_is_not_asked_and_ends_the_run(tmp_path, location, config, says):
     client, engine = RecordingClient(), ScriptedEngine(probe_scores=[-0.5])
@@ -281,6 +335,104 @@ async def test_an_address_outside_of_the_root_is_not_asked_and_ends_the_run(tmp_
     with pytest.raises(WeightsNotAllowedError, match=says):
         await make_generator(client, engine, max_groups=1, **{"weights_cache": tmp_path, **config}).run()
     assert engine.loaded == []
+
+
+@pytest.mark.parametrize("root", ["http://127.0.0.1:PORT", "http://127.0.0.1:PORT/"])
+def test_the_root_may_be_spelled_in_several_ways(run, tmp_path, root):
+    port = run.url.rpartition(":")[2]
+    files, _ = Disk(tmp_path / "cache", weights_root=root.replace("PORT", port)).fetch(run.publish(1))
+    assert files == run.files_of(1)
+
+
+@pytest.mark.parametrize("host", ["trainer", "10.0.0.7", "[fd00::7]", "trainer.example.com", "localhost.example.com"])
+def test_the_token_goes_to_no_other_machine_unencrypted_unless_the_network_is_trusted(tmp_path, host):
+    (token := tmp_path / "token").write_text("the-token-of-the-run")
+    with pytest.raises(WeightsNotAllowedError, match=r"refusing to send the token to .*weights_allow_insecure_token"):
+        Disk(tmp_path / "cache", weights_token_file=token).fetch(f"http://{host}:7410/step-1")
+    trusting = Disk(tmp_path / "cache", weights_token_file=token, weights_allow_insecure_token=True)
+    with pytest.raises(WeightsAwayError):
+        trusting.fetch("http://127.0.0.1:1/step-1")
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed_and_the_other_address_gets_no_token(tmp_path, status):
+    asked: list[str | None] = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers["Authorization"])
+            self.send_error(404)
+
+    class Redirecting(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Location", f"http://127.0.0.1:{elsewhere.server_port}/step-1/manifest.json")
+            self.end_headers()
+
+    (token := tmp_path / "token").write_text("the-token-of-the-run")
+    with HTTPServer(("127.0.0.1", 0), Elsewhere) as elsewhere, HTTPServer(("127.0.0.1", 0), Redirecting) as server:
+        for each in (elsewhere, server):
+            threading.Thread(target=each.serve_forever, args=(0.05,), daemon=True).start()
+        disk = Disk(tmp_path / "cache", weights_token_file=token)
+        with pytest.raises(WeightsNotAllowedError, match="is redirected"):
+            disk.fetch(f"http://127.0.0.1:{server.server_port}/step-1")
+        for each in (elsewhere, server):
+            each.shutdown()
+    assert asked == []
+
+
+FETCHES = """
+import sys
+from pathlib import Path
+from replay_generator import GeneratorConfig
+from replay_generator.metrics import GeneratorMetrics
+from replay_generator.remote_weights.delta import checksum_of
+from replay_generator.remote_weights.fetching import Fetcher
+config = GeneratorConfig(weights_cache=sys.argv[1], weights_root=sys.argv[2])
+fetcher = Fetcher(config, GeneratorMetrics(solved_reward=1.0).stats)
+for line in sys.stdin:
+    folder = Path(fetcher.folder_of(line.strip()))
+    for _ in range(20):  # as long as an engine reads
+        print(folder, checksum_of(folder / "model.safetensors"), flush=True)
+    print("done", flush=True)
+"""
+
+
+def test_two_processes_with_one_cache_read_each_version_as_it_was_published(run, tmp_path):
+    command = [sys.executable, "-c", FETCHES, str(tmp_path / "cache"), run.url]
+    both = [subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) for _ in range(2)]
+    folders: list[set[str]] = [set(), set()]
+    for version in range(1, 6):
+        location = run.publish(version)
+        wanted = checksum_of(run.folder / f"step-{version}/model.safetensors")
+        for process in both:
+            assert process.stdin is not None
+            print(location, file=process.stdin, flush=True)
+        for number, process in enumerate(both):
+            assert process.stdout is not None
+            for line in iter(process.stdout.readline, "done\n"):
+                folder, checksum = line.split()
+                assert checksum == wanted
+                folders[number].add(folder)
+    for process in both:
+        process.communicate()
+        assert process.returncode == 0
+    assert len(folders[0]) == len(folders[1]) == 5
+    assert not folders[0] & folders[1]
+
+
+def test_eight_generators_of_one_file_have_a_folder_each_and_find_it_again_when_they_start_anew(run, tmp_path):
+    eight = [Disk(tmp_path / "cache") for _ in range(8)]
+    location = run.publish(1)
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda disk: disk.fetch(location)[0], eight))
+    assert found == [run.files_of(1)] * 8
+    names = sorted(path.name for path in (tmp_path / "cache/replay-weights").iterdir() if path.is_dir())
+    assert names == [str(number) for number in range(8)]
+    del eight[3]
+    files, came = Disk(tmp_path / "cache").fetch(run.publish(2))
+    assert files == run.files_of(2)
+    assert came < run.whole  # from what the fourth one has left
 
 
 async def test_a_generator_goes_on_with_what_it_has_while_the_weights_cannot_be_had(model, tmp_path, caplog):
@@ -310,7 +462,9 @@ async def test_a_generator_goes_on_with_what_it_has_while_the_weights_cannot_be_
 async def test_a_generator_without_any_weights_waits_for_them_until_its_timeout(tmp_path):
     client, engine = RecordingClient(), ScriptedEngine()
     await client.publish(1, f"http://127.0.0.1:{free_port()}/step-1")
-    generator = make_generator(client, engine, weights_cache=tmp_path, stale_timeout=0.5, max_groups=1)
+    location = client.current.weights
+    config = {"weights_cache": tmp_path, "weights_root": location.rpartition("/")[0]}
+    generator = make_generator(client, engine, stale_timeout=0.5, max_groups=1, **config)
     with pytest.raises(WeightsNotFoundError, match=r"policy 1: .*step-1 cannot be fetched: .*refused.*stale_timeout"):
         await asyncio.wait_for(generator.run(), 60)
     assert engine.loaded == []

@@ -1,0 +1,57 @@
+"""Addresses of weights over HTTP: what a generator may fetch, whoever named it.
+
+Any client that may write to the server can set the address of the weights. So it counts only as far as `weights_root`,
+which the generator's own user gave, allows it, and only in a spelling that every server and proxy reads alike.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Self
+from urllib.parse import urlsplit
+
+_PORTS = {"http": 80, "https": 443}
+_LETTERS = re.compile(r"https?://[A-Za-z0-9._~+=,:\[\]/-]+")
+"""Without user and password, query, fragment, backslashes, and without %: no encoding hides another letter."""
+_VERSION = re.compile(r"step-[0-9]+")
+
+
+def is_version(name: str) -> bool:
+    """Whether a folder of this name holds the weights of a version."""
+    return _VERSION.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class WeightsAddress:
+    """An address of weights, in parts that can be compared."""
+
+    scheme: str
+    host: str
+    port: int
+    folders: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Raises ValueError for an address that some server could read otherwise than it is written."""
+        if _LETTERS.fullmatch(text) is None:
+            raise ValueError(
+                f"{text!r:.200} is no address of weights: it needs http:// or https://, a host, and folders of "
+                "letters, digits and ._~+=,:- without % and backslashes"
+            )
+        parts = urlsplit(text)
+        path = parts.path.strip("/")
+        folders = tuple(path.split("/")) if path else ()
+        if {"", ".", ".."} & {*folders}:
+            raise ValueError(f"{text!r:.200} is no address of weights: each of its folders needs a name")
+        port = parts.port
+        if not parts.hostname:
+            raise ValueError(f"{text!r:.200} is no address of weights: it names no host")
+        return cls(parts.scheme, parts.hostname.rstrip("."), port or _PORTS[parts.scheme], folders)
+
+    def is_inside(self, root: WeightsAddress) -> bool:
+        """Whether it is a folder below `root`, of the same server."""
+        if (self.scheme, self.host, self.port) != (root.scheme, root.host, root.port):
+            return False
+        size = len(root.folders)
+        return len(self.folders) > size and self.folders[:size] == root.folders

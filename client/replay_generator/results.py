@@ -1,0 +1,72 @@
+"""Results: the reward, the metrics and the names that a rollout may end with.
+
+A metric becomes a column of its group: its name travels on the wire, its numbers are stored in float32. Whoever brings
+a result from outside checks it here, where it comes in: one bad number would otherwise be found when the whole group
+is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from replay_client.columns import OFFSETS
+from replay_client.rollout import MAX_VALUE
+
+MOST_METRICS = 256
+"""Metrics of one rollout. A group has room for about a thousand columns, and others need some."""
+MOST_NAME = 200
+"""Bytes in UTF-8 of the name of a metric, of a reward function, and of a turn's role. That of a column may have 256."""
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def number_of(value: Any, largest: float = LARGEST) -> float:
+    """The value as a number that float32 holds too, and that is at most `largest` off 0.
+
+    Raises ValueError in words that stand behind the name of the value.
+    """
+    try:
+        number = float("nan") if isinstance(value, str | bytes | bytearray) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = float("nan")
+    if not abs(number) <= largest:
+        raise ValueError(f"is {value!r:.80}: give a number from {-largest:g} to {largest:g}")
+    return number
+
+
+def check_name(name: Any, what: str) -> None:
+    """Raises ValueError for a text that cannot be the name of a column. `what` is it, in the words of its user."""
+    if not isinstance(name, str):
+        raise ValueError(f"{what} must be a text, not {name!r:.80}")
+    if not name.isprintable():  # half of a surrogate pair is not printable either
+        raise ValueError(f"{what} must have printable characters only, not {name!a:.80}")
+    if not 0 < len(name.encode()) <= MOST_NAME:
+        raise ValueError(f"{what} must have 1 to {MOST_NAME} bytes, and {name!r:.80} has {len(name.encode())}")
+    if name.endswith(OFFSETS):
+        raise ValueError(f"{what} must not end with {OFFSETS!r}, as {name!r:.80} does")
+
+
+def check_result(reward: Any, metrics: Any) -> None:
+    """Raises ValueError for a reward (None: there is none) and for metrics that no group can hold."""
+    if reward is not None:
+        try:
+            number_of(reward, MAX_VALUE)
+        except ValueError as error:
+            raise ValueError(f"the reward {error}") from None
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"metrics must be numbers by name, not {metrics!r:.80}")
+    if len(metrics) > MOST_METRICS:
+        raise ValueError(f"there are {len(metrics)} metrics: give at most {MOST_METRICS}")
+    for name, value in metrics.items():
+        check_name(name, "the name of a metric")
+        try:
+            number_of(value)
+        except ValueError as error:
+            raise ValueError(f"the metric {name!r} {error}") from None
+
+
+def utf8(text: str) -> str:
+    """The text with halves of surrogate pairs spelled out, so that it can be sent and stored."""
+    return text.encode(errors="backslashreplace").decode()
