@@ -7,6 +7,7 @@ is made.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from replay_client.columns import OFFSETS
 from replay_client.rollout import MAX_VALUE
+from replay_generator import user_code
 
 MOST_METRICS = 256
 """Metrics of one rollout. A group has room for about a thousand columns, and others need some."""
@@ -28,11 +30,11 @@ def number_of(value: Any, largest: float = LARGEST) -> float:
     Raises ValueError in words that stand behind the name of the value.
     """
     try:
-        number = float("nan") if isinstance(value, str | bytes | bytearray) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        number = float("nan")
+        number = user_code.number_of(value)
+    except ValueError:
+        number = math.nan
     if not abs(number) <= largest:
-        raise ValueError(f"is {value!r:.80}: give a number from {-largest:g} to {largest:g}")
+        raise ValueError(f"is {user_code.shown(value, 80)}: give a number from {-largest:g} to {largest:g}")
     return number
 
 
@@ -48,23 +50,30 @@ def check_name(name: Any, what: str) -> None:
         raise ValueError(f"{what} must not end with {OFFSETS!r}, as {name!r:.80} does")
 
 
-def check_result(reward: Any, metrics: Any) -> None:
-    """Raises ValueError for a reward (None: there is none) and for metrics that no group can hold."""
+def numbers_of(reward: Any, metrics: Any) -> tuple[float | None, dict[str, float]]:
+    """The reward (None: there is none) and the metrics as numbers. A metric that is None is left out.
+
+    Raises ValueError for what no group can hold.
+    """
     if reward is not None:
         try:
-            number_of(reward, MAX_VALUE)
+            reward = number_of(reward, MAX_VALUE)
         except ValueError as error:
             raise ValueError(f"the reward {error}") from None
     if not isinstance(metrics, Mapping):
-        raise ValueError(f"metrics must be numbers by name, not {metrics!r:.80}")
+        raise ValueError(f"metrics must be numbers by name, not {user_code.shown(metrics, 80)}")
     if len(metrics) > MOST_METRICS:
         raise ValueError(f"there are {len(metrics)} metrics: give at most {MOST_METRICS}")
+    found = {}
     for name, value in metrics.items():
         check_name(name, "the name of a metric")
+        if value is None:
+            continue
         try:
-            number_of(value)
+            found[name] = number_of(value)
         except ValueError as error:
             raise ValueError(f"the metric {name!r} {error}") from None
+    return reward, found
 
 
 def utf8(text: str) -> str:

@@ -52,7 +52,7 @@ from replay_generator.engines import (
     why_unfit,
     why_unknown,
 )
-from replay_generator.results import check_name, check_result
+from replay_generator.results import check_name, numbers_of
 
 
 class RolloutError(ReplayError):
@@ -391,15 +391,10 @@ def checked(rollout: Any) -> Rollout:
             raise RolloutError(f"the hook returned a rollout of {sequence!r:.80}, which is no RolloutSequence")
     if len({id(sequence) for sequence in rollout.sequences}) < len(rollout.sequences):
         raise RolloutError("the hook returned one sequence twice: make a RolloutSequence for each")
-    if rollout.reward is not None:
-        rollout.reward = _number("reward", rollout.reward)
-        if not math.isfinite(rollout.reward):
-            raise RolloutError(f"the hook gave the reward {rollout.reward}: it must be finite")
-    rollout.metrics = {name: _number(f"metric {name!r:.80}", value) for name, value in rollout.metrics.items()}
     if all(turn.role != "assistant" for turn in rollout.turns):
         raise RolloutError("the policy wrote nothing in the rollout: add what policy.generate returns by `sampled`")
     try:
-        check_result(rollout.reward, rollout.metrics)
+        rollout.reward, rollout.metrics = numbers_of(rollout.reward, rollout.metrics)
         for turn in rollout.turns:
             check_name(turn.role, "the role of a turn")
         for reason in (rollout.finish_reason, rollout.sequences[-1].finish_reason):
@@ -408,14 +403,6 @@ def checked(rollout: Any) -> Rollout:
     except ValueError as error:
         raise RolloutError(f"the hook returned a rollout that no group can hold: {error}") from error
     return rollout
-
-
-def _number(name: str, value: Any) -> float:
-    """Raises RolloutError that names what the hook gave."""
-    try:
-        return user_code.number_of(value)
-    except ValueError as error:
-        raise RolloutError(f"the hook gave the {name} {error}") from error
 
 
 def why_unreadable(engine: Engine, rollout: Rollout) -> str:

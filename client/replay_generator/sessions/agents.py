@@ -30,7 +30,7 @@ from replay_client.settings import load_function, settings
 from replay_client.waits import in_daemon_thread
 from replay_generator import user_code
 from replay_generator.config import GeneratorConfig
-from replay_generator.results import check_result
+from replay_generator.results import numbers_of
 from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.sessions.endpoint import SessionServer
 from replay_generator.sessions.parsers import Parsers
@@ -77,7 +77,7 @@ class Result:
 def result_of(said: Any, *, needs_reward: bool) -> Result:
     """The result of an agent that ended with an object of its fields, or with the reward alone. Raises ValueError."""
     result = Result(**said) if isinstance(said, Mapping) else Result(said)
-    check_result(result.reward, result.metrics)
+    numbers_of(result.reward, result.metrics)
     if result.reward is None and needs_reward:
         raise ValueError('the agent gave no {"reward": NUMBER}, and no --reward names a function that gives one')
     return result
