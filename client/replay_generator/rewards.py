@@ -39,6 +39,8 @@ GroupRewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[
 `group_reward`. One with a parameter `rollouts` gets all of them too."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+MOST_REWARD = float(np.finfo(np.float32).max)
+"""Groups have their rewards as float32."""
 OWN_REWARD = "rollout"
 """The name, among those of reward functions, of what environments gave."""
 _SCORES_GROUPS = "scores_groups"
@@ -136,6 +138,12 @@ class Scorer:
             total += weights[name] * np.nan_to_num(rewards)
             abstained &= np.isnan(rewards)
         total[abstained] = math.nan
+        for name, rewards in [*by_name.items(), ("their weighted sum", total)]:
+            if np.nanmax(np.abs(rewards), initial=0.0) > MOST_REWARD:
+                raise RewardError(
+                    f"rewards of {name!r} are {rewards.tolist()}: they must be between -{MOST_REWARD:.3g} and "
+                    f"{MOST_REWARD:.3g}, for groups have them as float32"
+                )
         if not abstained.all():
             self._has_scored = True
         return total.astype(np.float32), {name: rewards.astype(np.float32) for name, rewards in by_name.items()}
@@ -164,8 +172,10 @@ class Scorer:
                 raise RewardError(f"reward function {reward.name!r} {error.how}{error.place}") from error
             except Exception as error:
                 raise _failed(reward, f"raised {user_code.in_words(error)}", error) from error
-        if isinstance(results, str | Mapping) or not isinstance(results, Iterable):
-            raise _failed(reward, f"returned {results!r}, not one reward for each of the {len(texts)} completions")
+        is_one = isinstance(results, str | bytes | Mapping) or getattr(results, "ndim", 1) == 0
+        if is_one or not isinstance(results, Iterable):
+            shown = user_code.shown(results)
+            raise _failed(reward, f"returned {shown}, not one reward for each of the {len(texts)} completions")
         values = list(results)
         if len(values) != len(texts):
             raise _failed(reward, f"returned {len(values)} rewards for {len(texts)} completions")
@@ -320,13 +330,14 @@ def load_priority(name: str | Priority) -> Priority:
     shown = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
 
     def checked(group: RolloutGroup) -> float:
-        result = user_code.call_here(function, group)
+        result = user_code.call_plain(function, group)
         try:
             number = user_code.number_of(result)
         except ValueError:
             number = math.nan
         if not (math.isfinite(number) and number >= 0):
-            raise ValueError(f"priority function {shown!r} returned {result!r}: it must be a finite number from 0")
+            returned = user_code.shown(result)
+            raise ValueError(f"priority function {shown!r} returned {returned}: it must be a finite number from 0")
         return number
 
     return checked

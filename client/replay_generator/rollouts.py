@@ -328,7 +328,8 @@ async def play(
             async with asyncio.timeout(timeout) as limit:
                 playing = user_code.call_here(hook, task, policy)
                 if not inspect.isawaitable(playing):
-                    raise RolloutError(f"the hook returned {playing!r:.80} without being awaited: write async def")
+                    returned = user_code.shown(playing, 80)
+                    raise RolloutError(f"the hook returned {returned} without being awaited: write async def")
                 rollout = checked(await user_code.awaited(hook, playing))
                 if why := why_unreadable(engine, rollout):
                     raise RolloutError(f"the hook returned a sequence with {why}")
@@ -359,19 +360,29 @@ async def play(
 def checked(rollout: Any) -> Rollout:
     """What a hook returned. Raises RolloutError if no group can be made of it."""
     if not isinstance(rollout, Rollout):
-        raise RolloutError(f"the hook returned {rollout!r:.80}, not a Rollout: return Rollout([sequence])")
+        returned = user_code.shown(rollout, 80)
+        raise RolloutError(f"the hook returned {returned}, not a Rollout: return Rollout([sequence])")
     if not rollout.sequences:
         raise RolloutError("the hook returned a rollout without sequences: return Rollout([sequence])")
     for sequence in rollout.sequences:
         if not isinstance(sequence, RolloutSequence):
-            raise RolloutError(f"the hook returned a rollout of {sequence!r:.80}, which is no RolloutSequence")
+            returned = user_code.shown(sequence, 80)
+            raise RolloutError(f"the hook returned a rollout of {returned}, which is no RolloutSequence")
     if len({id(sequence) for sequence in rollout.sequences}) < len(rollout.sequences):
         raise RolloutError("the hook returned one sequence twice: make a RolloutSequence for each")
     if rollout.reward is not None:
         rollout.reward = _number("reward", rollout.reward)
         if not math.isfinite(rollout.reward):
             raise RolloutError(f"the hook gave the reward {rollout.reward}: it must be finite")
-    rollout.metrics = {name: _number(f"metric {name!r:.80}", value) for name, value in rollout.metrics.items()}
+    if not isinstance(rollout.finish_reason, str | None):
+        raise RolloutError(f"finish_reason must be a text, not {user_code.shown(rollout.finish_reason, 80)}")
+    if not isinstance(rollout.info, Mapping):
+        raise RolloutError(f"info must be a dictionary, not {user_code.shown(rollout.info, 80)}")
+    if not isinstance(rollout.metrics, Mapping):
+        raise RolloutError(f"metrics must be numbers by name, not {user_code.shown(rollout.metrics, 80)}")
+    # One that is None is unknown: not all rollouts of the group have it.
+    known = {name: value for name, value in rollout.metrics.items() if value is not None}
+    rollout.metrics = {name: _number(f"metric {name!r:.80}", value) for name, value in known.items()}
     if all(turn.role != "assistant" for turn in rollout.turns):
         raise RolloutError("the policy wrote nothing in the rollout: add what policy.generate returns by `sampled`")
     return rollout

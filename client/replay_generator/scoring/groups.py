@@ -108,7 +108,7 @@ class Scoring:
             group.meta["failures"] = [*failures]
         if not group.trained_mask.any():
             raise LeftOut("skipped")  # no token to train on
-        if self._keep is not None and not user_code.call_here(self._keep, group):
+        if self._keep is not None and not user_code.decision_of(self._keep, group):
             raise LeftOut("filtered", group.rewards)
         return group, by_function
 
@@ -143,7 +143,9 @@ class Scoring:
             return []
         self._stats["rollouts_failed"] += len(failures)
         least = size if self._config.min_rollouts is None else self._config.min_rollouts
-        lines = [f"{failure!r:.{MOST_FAILURE}}{_place_of(failure)}" for failure in failures[:MOST_FAILURES]]
+        lines = [
+            f"{user_code.shown(failure, MOST_FAILURE)}{_place_of(failure)}" for failure in failures[:MOST_FAILURES]
+        ]
         said = f"{len(failures)} of {size} rollouts failed, the first with {lines[0]}"
         if finished < least:
             raise PromptError(f"prompt {prompt.prompt_id!r}: {said}; min_rollouts is {least}") from failures[0]
