@@ -333,6 +333,8 @@ async def play(
                 rollout = checked(await user_code.awaited(hook, playing))
                 if why := why_unreadable(engine, rollout):
                     raise RolloutError(f"the hook returned a sequence with {why}")
+                if hook is not single_turn and (why := why_no_group(rollout)):
+                    raise RolloutError(f"the hook returned a rollout of which no group can be made: {why}")
                 return rollout
         except Exception as error:
             if policy.failure is not None:
@@ -404,6 +406,23 @@ def why_unreadable(engine: Engine, rollout: Rollout) -> str:
     for sequence in rollout.sequences:
         if why := why_unknown(engine, sequence.token_ids):
             return why
+    return ""
+
+
+def why_no_group(rollout: Rollout) -> str:
+    """Why no group can have this rollout, as where the parts of a sequence differ in length; "": it can."""
+    try:
+        for each in rollout.sequences:
+            parts = each.token_ids, each.sampled_mask, each.logprobs, each.policy_versions
+            lengths = [len(part) for part in parts]
+            if len(set(lengths)) > 1:
+                raise ValueError(
+                    f"a sequence has {lengths[0]} token_ids, {lengths[1]} in sampled_mask, {lengths[2]} logprobs and "
+                    f"{lengths[3]} policy_versions"
+                )
+        group_of_rollouts([rollout], 0, rewards=np.zeros(1, np.float32), advantages=np.zeros(1, np.float32))
+    except Exception as error:  # a hook may have put anything into a sequence
+        return f"{user_code.in_words(error)}; tokens come into a sequence by `sampled` and `given`"
     return ""
 
 

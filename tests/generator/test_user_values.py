@@ -126,6 +126,48 @@ async def test_what_is_no_field_of_a_rollout_loses_it_with_a_sentence(fields, sa
         await generate(RecordingClient(), ScriptedEngine(), rollout(**fields))
 
 
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("token_ids", [1, 2, 3, 4]),
+        ("token_ids", ["a"]),
+        ("token_ids", None),
+        ("logprobs", [-0.5]),
+        ("logprobs", ["x", "y", "z"]),
+        ("logprobs", [float("inf")] * 3),
+        ("policy_versions", [0]),
+        ("sampled_mask", []),
+        ("turns", ["a turn"]),
+        ("drawn", [1]),
+    ],
+)
+async def test_a_sequence_whose_parts_do_not_fit_loses_its_own_rollout(part, value):
+    async def sometimes(task: Any, policy: Any) -> Rollout:
+        made = await single_turn(task, policy)
+        if task.index == 0:
+            setattr(made.sequences[0], part, value)
+        return made
+
+    client = RecordingClient()
+    stats = await generate(client, ScriptedEngine(), sometimes, min_rollouts=1)
+    assert stats["rollouts_failed"] == 1
+    assert len(client.inserts[0][0].rewards) == 3
+
+
+async def test_rollouts_that_do_not_go_together_are_skipped_with_their_group():
+    async def differs(task: Any, policy: Any) -> Rollout:
+        made = await single_turn(task, policy)
+        width = 1 + task.index
+        extras = {"entropy": np.zeros((len(made.sequences[0].token_ids), width), np.float32)}
+        made.sequences[0].drawn = [(0, extras, {"entropy": "token"})]
+        return made
+
+    client = RecordingClient()
+    stats = await generate(client, ScriptedEngine(), differs, on_prompt_error="skip")
+    assert stats["skipped"] == 1
+    assert client.inserts == []
+
+
 async def test_a_metric_that_is_unknown_is_left_out():
     client = RecordingClient()
     await generate(client, ScriptedEngine(), rollout(metrics={"turns": None, "calls": 2}))

@@ -87,7 +87,7 @@ class Scoring:
         """The group of all rollouts that are finished. Writes seconds into `times`.
 
         `version`: of the engine before the generation; it counts if no token was drawn. `failures`: why rollouts are
-        missing. Raises LeftOut if the group must not be inserted, and PromptError if it cannot be scored.
+        missing. Raises LeftOut if the group must not be inserted, and PromptError if it cannot be scored or made.
         """
         rollouts = [work.rollouts[index] for index in sorted(work.rollouts)]
         rewards, by_function = np.zeros(len(rollouts), np.float32), ByFunction()
@@ -102,7 +102,8 @@ class Scoring:
             group = self._assemble(work, rollouts, version, rewards, by_function)
         except (ValueError, TypeError, IndexError) as error:
             if not work.handed:
-                raise
+                prompt_id = work.opening.prompt.prompt_id
+                raise PromptError(f"prompt {prompt_id!r}: its rollouts do not go together: {error}") from error
             raise self.set_aside(work, f"its rollouts do not go together: {error}") from error
         if failures:
             group.meta["failures"] = [*failures]
