@@ -359,7 +359,7 @@ class RolloutGenerator:
             self._metrics.count_inserted(group, by_function, staleness, times)
         beat()
         if self._on_group is not None:
-            user_code.call_here(self._on_group, self.stats)
+            user_code.call_plain(self._on_group, self.stats)
 
     async def _end_prompt(self, work: UnderConstruction, error: Exception) -> None:
         """The group was not inserted. Its prompt is done if that was to blame for it, and otherwise goes back.

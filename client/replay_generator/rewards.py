@@ -176,8 +176,10 @@ class Scorer:
                 raise RewardError(f"reward function {reward.name!r} {error.how}{error.place}") from error
             except Exception as error:
                 raise _failed(reward, f"raised {user_code.in_words(error)}", error) from error
-        if isinstance(results, str | Mapping) or not isinstance(results, Iterable):
-            raise _failed(reward, f"returned {results!r}, not one reward for each of the {len(texts)} completions")
+        is_one = isinstance(results, str | bytes | Mapping) or getattr(results, "ndim", 1) == 0
+        if is_one or not isinstance(results, Iterable):
+            shown = user_code.shown(results)
+            raise _failed(reward, f"returned {shown}, not one reward for each of the {len(texts)} completions")
         values = list(results)
         if len(values) != len(texts):
             raise _failed(reward, f"returned {len(values)} rewards for {len(texts)} completions")
@@ -332,13 +334,14 @@ def load_priority(name: str | Priority) -> Priority:
     shown = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
 
     def checked(group: RolloutGroup) -> float:
-        result = user_code.call_here(function, group)
+        result = user_code.call_plain(function, group)
         try:
             number = user_code.number_of(result)
         except ValueError:
             number = math.nan
         if not (math.isfinite(number) and number >= 0):
-            raise ValueError(f"priority function {shown!r} returned {result!r}: it must be a finite number from 0")
+            returned = user_code.shown(result)
+            raise ValueError(f"priority function {shown!r} returned {returned}: it must be a finite number from 0")
         return number
 
     return checked

@@ -352,10 +352,13 @@ async def play(
                 _limit.set(limit)  # in the context of this task alone
                 playing = user_code.call_here(hook, task, policy)
                 if not inspect.isawaitable(playing):
-                    raise RolloutError(f"the hook returned {playing!r:.80} without being awaited: write async def")
+                    returned = user_code.shown(playing, 80)
+                    raise RolloutError(f"the hook returned {returned} without being awaited: write async def")
                 rollout = checked(await user_code.awaited(hook, playing))
                 if why := why_unreadable(engine, rollout):
                     raise RolloutError(f"the hook returned a sequence with {why}")
+                if hook is not single_turn and (why := why_no_group(rollout)):
+                    raise RolloutError(f"the hook returned a rollout of which no group can be made: {why}")
                 return rollout
         except Exception as error:
             if policy.failure is not None:
@@ -383,14 +386,18 @@ async def play(
 def checked(rollout: Any) -> Rollout:
     """What a hook returned. Raises RolloutError if no group can be made of it."""
     if not isinstance(rollout, Rollout):
-        raise RolloutError(f"the hook returned {rollout!r:.80}, not a Rollout: return Rollout([sequence])")
+        returned = user_code.shown(rollout, 80)
+        raise RolloutError(f"the hook returned {returned}, not a Rollout: return Rollout([sequence])")
     if not rollout.sequences:
         raise RolloutError("the hook returned a rollout without sequences: return Rollout([sequence])")
     for sequence in rollout.sequences:
         if not isinstance(sequence, RolloutSequence):
-            raise RolloutError(f"the hook returned a rollout of {sequence!r:.80}, which is no RolloutSequence")
+            returned = user_code.shown(sequence, 80)
+            raise RolloutError(f"the hook returned a rollout of {returned}, which is no RolloutSequence")
     if len({id(sequence) for sequence in rollout.sequences}) < len(rollout.sequences):
         raise RolloutError("the hook returned one sequence twice: make a RolloutSequence for each")
+    if not isinstance(rollout.info, Mapping):
+        raise RolloutError(f"info must be a dictionary, not {user_code.shown(rollout.info, 80)}")
     if all(turn.role != "assistant" for turn in rollout.turns):
         raise RolloutError("the policy wrote nothing in the rollout: add what policy.generate returns by `sampled`")
     try:
@@ -398,7 +405,7 @@ def checked(rollout: Any) -> Rollout:
         for turn in rollout.turns:
             check_name(turn.role, "the role of a turn")
         for reason in (rollout.finish_reason, rollout.sequences[-1].finish_reason):
-            if reason != "":
+            if reason:
                 check_name(reason, "finish_reason")
     except ValueError as error:
         raise RolloutError(f"the hook returned a rollout that no group can hold: {error}") from error
@@ -413,6 +420,23 @@ def why_unreadable(engine: Engine, rollout: Rollout) -> str:
     for sequence in rollout.sequences:
         if why := why_unknown(engine, sequence.token_ids):
             return why
+    return ""
+
+
+def why_no_group(rollout: Rollout) -> str:
+    """Why no group can have this rollout, as where the parts of a sequence differ in length; "": it can."""
+    try:
+        for each in rollout.sequences:
+            parts = each.token_ids, each.sampled_mask, each.logprobs, each.policy_versions
+            lengths = [len(part) for part in parts]
+            if len(set(lengths)) > 1:
+                raise ValueError(
+                    f"a sequence has {lengths[0]} token_ids, {lengths[1]} in sampled_mask, {lengths[2]} logprobs and "
+                    f"{lengths[3]} policy_versions"
+                )
+        group_of_rollouts([rollout], 0, rewards=np.zeros(1, np.float32), advantages=np.zeros(1, np.float32))
+    except Exception as error:  # a hook may have put anything into a sequence
+        return f"{user_code.in_words(error)}; tokens come into a sequence by `sampled` and `given`"
     return ""
 
 

@@ -85,7 +85,7 @@ def tool_loop(
             if sequence.finish_reason != "stop":
                 break
             try:
-                wanted = list(user_code.call_here(parse, said.text))
+                wanted = list(user_code.call_plain(parse, said.text))
                 answers = [await _answer(callable_now, call) for call in wanted]
                 calls += wanted
                 if not wanted:

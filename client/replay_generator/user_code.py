@@ -109,6 +109,26 @@ def call_here(function: Function, *args: Any, **options: Any) -> Any:
     return _begin(function, args, options)
 
 
+def call_plain(function: Function, *args: Any) -> Any:
+    """As `call_here`, of a function whose result nobody awaits. Raises UserCodeError if it is async."""
+    result = call_here(function, *args)
+    if inspect.iscoroutine(result):
+        result.close()
+        how = "is async, and here nobody awaits it: write it without async"
+        raise UserCodeError(name_of(function), how, where(function))
+    return result
+
+
+def decision_of(function: Function, *args: Any) -> bool:
+    """What a function decides. Raises UserCodeError if its result is neither true nor false, as an array of two."""
+    result = call_plain(function, *args)
+    try:
+        return bool(call_here(bool, result))
+    except Exception as error:
+        how = f"returned {shown(result)}, which is neither true nor false: {in_words(error)}"
+        raise UserCodeError(name_of(function), how, where(function)) from error
+
+
 async def awaited(function: Function, result: Awaitable[T]) -> T:
     """The result of a call of an async function."""
     loop = asyncio.get_running_loop()
@@ -164,7 +184,23 @@ def in_words(error: BaseException) -> str:
         error = error.exceptions[0]
     if isinstance(error, UserCodeError):
         return error.how.removeprefix("raised ")
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {_message_of(error)}"
+
+
+def shown(value: Any, most: int = 200) -> str:
+    """What a value of the user's looks like, in at most so many characters. Never fails, whatever its class does."""
+    try:
+        text = str(call_here(repr, value))
+    except Exception:
+        text = object.__repr__(value)
+    return text[:most]
+
+
+def _message_of(error: BaseException) -> str:
+    try:
+        return str(call_here(str, error))
+    except Exception as other:
+        return f"(its message cannot be shown: {type(other).__name__})"
 
 
 def where(function: Function, error: BaseException | None = None) -> str:
@@ -209,11 +245,11 @@ def number_of(value: Any) -> float:
     kind = getattr(getattr(value, "dtype", None), "kind", "f")
     is_number = isinstance(value, numbers.Number) or hasattr(value, "item")
     if kind not in "biufc" or not is_number:
-        raise ValueError(f"{value!r:.200}, which is no number")
+        raise ValueError(f"{shown(value)}, which is no number")
     try:
-        return float(value)
+        return float(call_here(float, value))
     except Exception as error:  # an object of the user may raise anything
-        raise ValueError(f"{value!r:.200}: {error}") from error
+        raise ValueError(f"{shown(value)}: {in_words(error)}") from error
 
 
 def _begin(function: Function, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
@@ -427,6 +463,8 @@ __all__ = [
     "call",
     "call_each",
     "call_here",
+    "call_plain",
+    "decision_of",
     "entered",
     "in_words",
     "is_async",
@@ -434,5 +472,6 @@ __all__ = [
     "number_of",
     "own_line",
     "run",
+    "shown",
     "where",
 ]

@@ -265,7 +265,7 @@ async def test_a_prompt_whose_row_cannot_be_stored_is_named_and_its_permit_goes_
     with serving() as address:
         rows = [{"prompt": "+", "prompt_id": "odd", "bonus": object()}]
         async with generating(address, Hook(), prompts=rows) as (_, client, task):
-            with pytest.raises(PromptError, match="prompt 'odd' cannot be stored in a table: a object"):
+            with pytest.raises(PromptError, match="prompt 'odd' cannot be stored in a table: an object"):
                 await task
             assert await counts(client) == (0, 0, 0)
 

@@ -194,3 +194,26 @@ async def exits_in_a_callback(*_: Any, **__: Any) -> float:
     asyncio.get_running_loop().call_soon(lambda: sys.exit(3))
     await asyncio.Event().wait()
     return 1.0
+
+
+class Odd:
+    """A value whose class ends the process whenever anybody looks at it."""
+
+    def _exit(self) -> Any:
+        sys.exit(3)
+
+    __float__ = __repr__ = __str__ = __bool__ = _exit
+    item = 1.0
+
+
+class UnreadableError(Exception):
+    """An error that cannot be shown, as of a class that was made by hand."""
+
+    def __str__(self) -> str:
+        sys.exit(3)
+
+    __repr__ = __str__
+
+
+def fails_without_words(*_: Any, **__: Any) -> float:
+    raise UnreadableError

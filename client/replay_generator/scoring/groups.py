@@ -87,7 +87,7 @@ class Scoring:
         """The group of all rollouts that are finished. Writes seconds into `times`.
 
         `version`: of the engine before the generation; it counts if no token was drawn. `failures`: why rollouts are
-        missing. Raises LeftOut if the group must not be inserted, and PromptError if it cannot be scored.
+        missing. Raises LeftOut if the group must not be inserted, and PromptError if it cannot be scored or made.
         """
         rollouts = [work.rollouts[index] for index in sorted(work.rollouts)]
         rewards, by_function = np.zeros(len(rollouts), np.float32), ByFunction()
@@ -102,13 +102,14 @@ class Scoring:
             group = self._assemble(work, rollouts, version, rewards, by_function)
         except (ValueError, TypeError, IndexError) as error:
             if not work.handed:
-                raise PromptError(f"prompt {work.opening.prompt.prompt_id!r}: no group can be made: {error}") from error
+                prompt_id = work.opening.prompt.prompt_id
+                raise PromptError(f"prompt {prompt_id!r}: no group can be made: {error}") from error
             raise self.set_aside(work, f"its rollouts do not go together: {error}") from error
         if failures:
             group.meta["failures"] = [*failures]
         if not group.trained_mask.any():
             raise LeftOut("skipped")  # no token to train on
-        if self._keep is not None and not user_code.call_here(self._keep, group):
+        if self._keep is not None and not user_code.decision_of(self._keep, group):
             raise LeftOut("filtered", group.rewards)
         return group, by_function
 
@@ -143,7 +144,9 @@ class Scoring:
             return []
         self._stats["rollouts_failed"] += len(failures)
         least = size if self._config.min_rollouts is None else self._config.min_rollouts
-        lines = [f"{failure!r:.{MOST_FAILURE}}{_place_of(failure)}" for failure in failures[:MOST_FAILURES]]
+        lines = [
+            f"{user_code.shown(failure, MOST_FAILURE)}{_place_of(failure)}" for failure in failures[:MOST_FAILURES]
+        ]
         said = f"{len(failures)} of {size} rollouts failed, the first with {lines[0]}"
         if finished < least:
             raise PromptError(f"prompt {prompt.prompt_id!r}: {said}; min_rollouts is {least}") from failures[0]

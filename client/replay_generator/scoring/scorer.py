@@ -77,7 +77,7 @@ def _carries_gradient_and(keep: Callable[[RolloutGroup], bool] | None) -> Callab
     """A filter that takes the groups that carry a gradient and that `keep` takes."""
 
     def both(group: RolloutGroup) -> bool:
-        return carries_gradient(group) and (keep is None or bool(user_code.call_here(keep, group)))
+        return carries_gradient(group) and (keep is None or user_code.decision_of(keep, group))
 
     return both
 

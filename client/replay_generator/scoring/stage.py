@@ -119,8 +119,11 @@ class Stage:
             if made is None:
                 await self._items.end([sample])
             else:
-                if not isinstance(made, HandOn):
+                if isinstance(made, RolloutGroup):
                     made = self._server.hand_on(made, info.tags)
+                if not isinstance(made, HandOn):
+                    how = f"returned {user_code.shown(made)}: return a RolloutGroup, a HandOn, or None"
+                    raise user_code.UserCodeError(user_code.name_of(self._work), how, user_code.where(self._work))
                 told = {"tags": info.tags, "policy_version": info.policy_version, "closes": (sample,)}
                 await self._server.insert_into(f"item {info.key}", made, **told)
                 self._items.let_go([sample])
@@ -137,7 +140,7 @@ class Stage:
                 self.stats[error.counts_as] += 1
         beat()
         if self._on_item is not None:
-            user_code.call_here(self._on_item, self.stats)
+            user_code.call_plain(self._on_item, self.stats)
 
     def _lose(self, sample: Sample, _: None) -> None:
         """Another one may work at it."""

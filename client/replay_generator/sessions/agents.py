@@ -24,7 +24,7 @@ from tempfile import TemporaryFile
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from replay_client.settings import load_function, settings
 from replay_client.waits import in_daemon_thread
@@ -40,7 +40,15 @@ MOST_SHOWN = 2000
 """Characters of the end of a command's output that the failure of its rollout shows."""
 _KEPT = 1 << 16
 """Bytes of the end of a command's output that are kept, of stdout and of stderr."""
-_Number = Annotated[float, Field(allow_inf_nan=False, strict=False)]  # also True
+
+
+def _no_text(value: Any) -> Any:
+    if isinstance(value, str | bytes):
+        raise ValueError(f"Input should be a valid number, not {value!r}")
+    return value
+
+
+_Number = Annotated[float, Field(allow_inf_nan=False, strict=False), BeforeValidator(_no_text)]  # also True
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,8 @@ class Result:
 
 def result_of(said: Any, *, needs_reward: bool) -> Result:
     """The result of an agent that ended with an object of its fields, or with the reward alone. Raises ValueError."""
-    result = Result(**said) if isinstance(said, Mapping) else Result(said)
+    fields = said if isinstance(said, Mapping) else {"reward": said}
+    result: Result = user_code.call_here(Result, **fields)
     numbers_of(result.reward, result.metrics)
     if result.reward is None and needs_reward:
         raise ValueError('the agent gave no {"reward": NUMBER}, and no --reward names a function that gives one')
@@ -117,7 +126,7 @@ class SessionHook(SessionServer):
                 result = result_of(said, needs_reward=self._needs_reward)
                 return session.rollout(result.reward, metrics=result.metrics, info=result.info)
             except (ValueError, RolloutError) as error:
-                raise RolloutError(f"{error}; the agent ended with {said!r}") from None
+                raise RolloutError(f"{error}; the agent ended with {user_code.shown(said)}") from None
         except asyncio.CancelledError as error:
             error.add_note("its agent has not ended")  # rollouts.play shows the first note
             raise
