@@ -41,7 +41,7 @@ def number_of(value: Any, largest: float = LARGEST) -> float:
 def check_name(name: Any, what: str) -> None:
     """Raises ValueError for a text that cannot be the name of a column. `what` is it, in the words of its user."""
     if not isinstance(name, str):
-        raise ValueError(f"{what} must be a text, not {name!r:.80}")
+        raise ValueError(f"{what} must be a text, not {user_code.shown(name, 80)}")
     if not name.isprintable():  # half of a surrogate pair is not printable either
         raise ValueError(f"{what} must have printable characters only, not {name!a:.80}")
     if not 0 < len(name.encode()) <= MOST_NAME:

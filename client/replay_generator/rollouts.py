@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import random
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -405,7 +404,8 @@ def checked(rollout: Any) -> Rollout:
         for turn in rollout.turns:
             check_name(turn.role, "the role of a turn")
         for reason in (rollout.finish_reason, rollout.sequences[-1].finish_reason):
-            if reason:
+            is_absent = reason is None or (isinstance(reason, str) and not reason)
+            if not is_absent:
                 check_name(reason, "finish_reason")
     except ValueError as error:
         raise RolloutError(f"the hook returned a rollout that no group can hold: {error}") from error
