@@ -115,7 +115,8 @@ def calls_and_then(*turns: str) -> Callable[[str], str]:
     return policy
 
 
-SUMS = calls_and_then(call("add", a=2, b=3), call("multiply", a=5, b=5), "twenty-five")
+BOTH = f"{call('add', a=2, b=3)}\n{call('multiply', a=5, b=5)}"
+SUMS = calls_and_then(call("add", a=2, b=3), BOTH, "one of two calls has not been run", "twenty-five")
 SHELL = calls_and_then(
     call("exec_command", cmd="echo twenty-five > answer"), call("exec_command", cmd="cat answer"), "ok"
 )
