@@ -357,6 +357,7 @@ class RolloutGenerator:
         else:
             await self._supply.finished(work.drawn, group.rewards if by_function else None, inserted=True)
             self._metrics.count_inserted(group, by_function, staleness, times)
+        work.settle("the generator has given up the group of the rollout")  # unless the group is inserted
         beat()
         if self._on_group is not None:
             user_code.call_here(self._on_group, self.stats)
