@@ -189,6 +189,7 @@ class RolloutGenerator:
     def _count(self) -> None:
         stats = self._metrics.stats
         stats["groups_under_way"] = len(self._groups)
+        stats["threads_left"] = user_code.threads_left()
         # Only the engine that has servers counts them.
         stats["servers_lost"] = getattr(self._engine, "servers_lost", 0)
         stats["servers_away"] = getattr(self._engine, "servers_away", 0)
