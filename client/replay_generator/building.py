@@ -89,6 +89,13 @@ class UnderConstruction:
         """Takes a finished rollout."""
         self.rollouts[index] = self.unstored[index] = rollout
         self.changed.set()
+        if self.sample is None:  # nothing of the group is stored before it is whole
+            rollout.settle()
+
+    def settle(self, why_lost: str = "") -> None:
+        """Tells those who wait for its rollouts that these are safe, or why no group will have them."""
+        for rollout in self.rollouts.values():
+            rollout.settle(why_lost)
 
 
 class Site:
@@ -269,6 +276,8 @@ class BuildingSite(Site):
             await self._items.end(item, give_back=True)
             raise LeaseLostError
         self._stats["rollouts_stored"] += len(result.added)
+        for name in result.added:
+            group.rollouts[int(name.removeprefix(ROLLOUT))].settle()
 
 
 def _item_of(group: UnderConstruction) -> list[Sample]:

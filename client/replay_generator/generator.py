@@ -189,6 +189,7 @@ class RolloutGenerator:
     def _count(self) -> None:
         stats = self._metrics.stats
         stats["groups_under_way"] = len(self._groups)
+        stats["threads_left"] = user_code.threads_left()
         # Only the engine that has servers counts them.
         stats["servers_lost"] = getattr(self._engine, "servers_lost", 0)
         stats["servers_away"] = getattr(self._engine, "servers_away", 0)
@@ -357,6 +358,7 @@ class RolloutGenerator:
         else:
             await self._supply.finished(work.drawn, group.rewards if by_function else None, inserted=True)
             self._metrics.count_inserted(group, by_function, staleness, times)
+        work.settle("the generator has given up the group of the rollout")  # unless the group is inserted
         beat()
         if self._on_group is not None:
             user_code.call_plain(self._on_group, self.stats)

@@ -89,6 +89,8 @@ class GeneratorStats(TypedDict):
     """Groups left out because the lease of their prompt had ended: another generator makes one of it."""
     set_aside: int
     """Items of `building` or `prompts_table` that nobody can make a group of. They are taken out."""
+    threads_left: int
+    """Threads of users' functions, such as rewards, that took too long and have not ended."""
     servers_lost: int
     """How often a vLLM server went away; 0 with other engines than vllm-server."""
     servers_away: int

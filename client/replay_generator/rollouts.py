@@ -177,6 +177,17 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     """Further numbers of the environment, such as the parts of its reward. Those that all rollouts of a group have are
     stored and reported beside the values of reward functions, as `rollout/NAME`. They do not count in the reward."""
+    on_settled: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
+    """Whoever waits for it is told once: "" when the rollout is safe, or why no group will have it.
+
+    It is safe when its table of groups under construction has it; without such a table, when it is played."""
+
+    def settle(self, why_lost: str = "") -> None:
+        """Tells whoever waits for it that the rollout is safe, or why no group will have it. The first word counts."""
+        told = self.on_settled
+        self.on_settled = None
+        if told is not None:
+            told(why_lost)
 
     @property
     def turns(self) -> list[Turn]:
@@ -346,20 +357,24 @@ async def play(
         return None
 
     async def attempt(task: Task) -> Rollout | Exception:
+        returned: Any = None
         try:
             async with asyncio.timeout(timeout) as limit:
                 _limit.set(limit)  # in the context of this task alone
                 playing = user_code.call_here(hook, task, policy)
                 if not inspect.isawaitable(playing):
-                    returned = user_code.shown(playing, 80)
-                    raise RolloutError(f"the hook returned {returned} without being awaited: write async def")
-                rollout = checked(await user_code.awaited(hook, playing))
+                    got = user_code.shown(playing, 80)
+                    raise RolloutError(f"the hook returned {got} without being awaited: write async def")
+                returned = await user_code.awaited(hook, playing)
+                rollout = checked(returned)
                 if why := why_unreadable(engine, rollout):
                     raise RolloutError(f"the hook returned a sequence with {why}")
                 if hook is not single_turn and (why := why_no_group(rollout)):
                     raise RolloutError(f"the hook returned a rollout of which no group can be made: {why}")
                 return rollout
         except Exception as error:
+            if isinstance(returned, Rollout):
+                returned.settle(f"no group can have the rollout: {error}")
             if policy.failure is not None:
                 raise policy.failure from None
             if isinstance(error, TimeoutError) and limit.expired():

@@ -275,6 +275,7 @@ class GeneratorServer(InsertingServer):
         if work.permit is not None:
             self.used(work.permit)
         self.site.closed(work)
+        work.settle()
 
     async def refused_as_old(self, error: BaseException | None) -> None:
         """The server has refused a group as too old. Looks at once whether all others would be."""

@@ -52,6 +52,11 @@ _LOOKS = 5
 """How often LoopWatch must find the loop standing still, one look after the other."""
 _calling: ContextVar[Function | None] = ContextVar("_calling", default=None)
 """The function of the user that runs in this context; None: there is none."""
+MOST_LEFT = 8
+"""Threads of one function that have not ended, and that nobody waits for any more. No further one is started."""
+_left: dict[int, set[_Thread]] = {}
+"""Such threads, by the id of their function, which they hold."""
+_left_lock = threading.Lock()
 _processes: dict[int, tuple[Function, SignalProcess]] = {}
 """By the id of the function, which is held here too: the process that calls it."""
 _processes_lock = threading.Lock()
@@ -353,7 +358,7 @@ async def _call_plain(function: Function, calls: Sequence[Call]) -> list[Any]:
     """The results of a function without async, of a thread or of a process whose main thread it has."""
     _, process = _processes.get(id(function), (None, None))
     if process is None:
-        results, requests = await in_daemon_thread(partial(_call_in_thread, function, calls))
+        results, requests = await _in_thread(function, calls)
         if not requests:
             return list(results)
         process = _move(function, requests)
@@ -368,6 +373,70 @@ async def _call_plain(function: Function, calls: Sequence[Call]) -> list[Any]:
     except FunctionFailedError as error:
         kind = UserCodeValueError if error.is_value_error else UserCodeError
         raise kind(name_of(function), str(error), error.place or where(function)) from None
+
+
+class _Thread:
+    """Calls of a function in a thread, which may last longer than anybody waits for them."""
+
+    def __init__(self, function: Function, calls: Sequence[Call]) -> None:
+        self._function = function
+        self._calls = calls
+        self._has_ended = False
+
+    def run(self) -> tuple[list[Any], SignalRequests]:
+        """What `_call_in_thread` returns."""
+        threading.current_thread().name = f"replay-{name_of(self._function)}"
+        try:
+            return _call_in_thread(self._function, self._calls)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        key = id(self._function)
+        with _left_lock:
+            self._has_ended = True
+            others = _left.get(key, set())
+            others.discard(self)
+            if not others:
+                _left.pop(key, None)
+
+    def leave(self) -> None:
+        """Nobody waits for it any more. Says so, unless it has ended."""
+        with _left_lock:
+            if self._has_ended:
+                return
+            threads = _left.setdefault(id(self._function), set())
+            threads.add(self)
+            count = len(threads)
+        logger.warning(
+            "function %r goes on in its thread, for which nobody waits any more: %d such threads, of at most %d%s",
+            name_of(self._function),
+            count,
+            MOST_LEFT,
+            where(self._function),
+        )
+
+
+def threads_left() -> int:
+    """Threads of all functions that have not ended, and that nobody waits for any more."""
+    with _left_lock:
+        return sum(map(len, _left.values()))
+
+
+async def _in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[Any], SignalRequests]:
+    """What `_call_in_thread` returns. Raises UserCodeError if too many threads of this function have not ended."""
+    with _left_lock:
+        count = len(_left.get(id(function), ()))
+    if count >= MOST_LEFT:
+        how = f"has {count} threads that do not end, so no further one is started: give its requests a timeout"
+        raise UserCodeError(name_of(function), how, where(function))
+    thread = _Thread(function, calls)
+    try:
+        found: tuple[list[Any], SignalRequests] = await in_daemon_thread(thread.run)
+        return found
+    except asyncio.CancelledError:
+        thread.leave()
+        raise
 
 
 def _call_in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[Any], SignalRequests]:
@@ -473,5 +542,6 @@ __all__ = [
     "own_line",
     "run",
     "shown",
+    "threads_left",
     "where",
 ]

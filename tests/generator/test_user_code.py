@@ -18,12 +18,12 @@ import torch
 from replay_client.errors import ReplayError
 from replay_client.settings import load_function
 from replay_client.waits import in_daemon_thread
-from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
+from replay_generator import GeneratorConfig, PromptError, RolloutGenerator, user_code
 from replay_generator.rewards import Reward, RewardError, Scorer, group_reward
 from replay_generator.rollouts import Rollout, single_turn
 from replay_generator.tool_loop import tool_loop
 from replay_generator.user_code import LoopWatch, UserCodeError, call, run
-from tests.factories import stopped_clock
+from tests.factories import async_until, stopped_clock
 from tests.generator import user_functions
 from tests.generator.environments.test_tool_loop import CHAT, Talking
 from tests.generator.factories import RecordingClient, ScriptedEngine, generate, make_prompts, played
@@ -537,4 +537,35 @@ async def test_nobody_else_pays_for_a_grader_with_signals():
         return 0.0
 
     assert await scored(plain, user_functions.swallowing_grader) == [1.0, 2.0, 0.0]
-    assert set(threads) == {"replay-work"}
+    assert set(threads) == {"replay-plain"}
+
+
+async def test_threads_that_nobody_waits_for_are_counted_named_and_bounded(caplog):
+    go_on = threading.Event()
+    begun: list[str] = []
+
+    def hangs(row: Any, text: str) -> float:
+        begun.append(threading.current_thread().name)
+        go_on.wait()
+        return 1.0
+
+    scorer = Scorer(hangs, timeout=0.05)
+    before = user_code.threads_left()
+    try:
+        for _ in range(user_code.MOST_LEFT):
+            with pytest.raises(RewardError, match="reward function 'hangs' took longer than"):
+                await scorer.score({}, ["text"])
+        for _ in range(3):
+            with pytest.raises(
+                RewardError, match="'hangs' has 8 threads that do not end, so no further one is started"
+            ):
+                await scorer.score({}, ["text"])
+        assert user_code.threads_left() == before + user_code.MOST_LEFT
+        await async_until(lambda: len(begun) == user_code.MOST_LEFT)
+        assert begun == ["replay-hangs"] * user_code.MOST_LEFT
+        assert "function 'hangs' goes on in its thread" in caplog.text
+    finally:
+        go_on.set()
+    await async_until(lambda: user_code.threads_left() == before)
+    rewards, _ = await Scorer(hangs).score({}, ["text"])
+    assert rewards.tolist() == [1.0]

@@ -138,6 +138,7 @@ class Stage:
                 self._metrics.count_skipped(error, _MOST_SKIPPED)
             elif error.counts_as is not None:
                 self.stats[error.counts_as] += 1
+        self.stats["threads_left"] = user_code.threads_left()
         beat()
         if self._on_item is not None:
             user_code.call_plain(self._on_item, self.stats)

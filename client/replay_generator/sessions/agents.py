@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import shlex
@@ -18,8 +19,9 @@ import shutil
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from subprocess import PIPE, Popen
+from subprocess import PIPE, Popen, TimeoutExpired
 from tempfile import TemporaryFile
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -35,9 +37,14 @@ from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.sessions.endpoint import SessionServer
 from replay_generator.sessions.parsers import Parsers
 from replay_generator.sessions.session import Session
+from replay_generator.sessions.supervisor import kill_all_below
+
+logger = logging.getLogger(__name__)
 
 MOST_SHOWN = 2000
 """Characters of the end of a command's output that the failure of its rollout shows."""
+GRACE = 10.0
+"""Seconds in which a supervisor must end its agent. One that the agent has stopped does not."""
 _KEPT = 1 << 16
 """Bytes of the end of a command's output that are kept, of stdout and of stderr."""
 
@@ -180,8 +187,7 @@ class Command:
             error.add_note(f"the agent's output ends with: {_shown(stdout, stderr)}")  # rollouts.play shows it
             raise
         finally:
-            process.terminate()  # unless it has ended, which is when the pipes do
-            code = await in_daemon_thread(process.wait)
+            code = await in_daemon_thread(partial(_end, process))
         if code:
             raise RolloutError(f"the agent ended with exit code {code}, its output with: {_shown(stdout, stderr)}")
         return _last_object(bytes(stdout)) | {"info": {"output": _shown(stdout, stderr)}}
@@ -219,6 +225,19 @@ def _variables(address: Address, own: Mapping[str, str]) -> dict[str, str]:
     for name in ("no_proxy", "NO_PROXY"):
         variables[name] = ",".join([*direct, host])
     return variables
+
+
+def _end(process: Popen[bytes]) -> int:
+    """Ends a supervisor with all that it supervises. Returns its exit code."""
+    process.terminate()  # unless it has ended, which is when the pipes do
+    try:
+        return process.wait(GRACE)
+    except TimeoutExpired:
+        logger.warning(
+            "the supervisor of an agent does not end within %g s of SIGTERM: all its processes are killed", GRACE
+        )
+        kill_all_below(process.pid)
+    return process.wait()
 
 
 async def _keep_end(pipe: Any, end: bytearray) -> None:

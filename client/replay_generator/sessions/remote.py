@@ -6,7 +6,8 @@
 
 * That no rollout waits is an error of HTTP, and no empty answer: many clients try this one again by themselves.
 * Both need the token. The address of a session needs only its secret, so an agent cannot give itself a reward.
-* An end that comes again is answered as the first time.
+* An end is answered when its rollout is safe: when it is stored, where groups are under construction. 410: no group
+  will have it. One that comes again is answered as the first time.
 * The time of a rollout begins when an agent takes it. However long none comes, the rollout waits.
 * After the deadline there is no such session any more, and its rollout is offered anew, as another one.
 """
@@ -17,7 +18,6 @@ import asyncio
 import json
 import logging
 import math
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,6 +53,12 @@ class _Seat:
     address: Address
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    settled: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """When the end may be answered: "", or why no group will have the rollout."""
+
+    def settle(self, why_lost: str) -> None:
+        if not self.settled.done():
+            self.settled.set_result(why_lost)
 
 
 class RemoteHook(SessionHook):
@@ -71,13 +77,28 @@ class RemoteHook(SessionHook):
         self._came = -math.inf  # when an agent was here last, by the clock of the event loop
         self._is_missed = False
         self._taken: dict[str, _Seat] = {}
-        self._ended: deque[int] = deque(maxlen=_MOST_ENDED)
+        self._ended: dict[int, asyncio.Future[str]] = {}
+        """What is said of an end, by its digest, the oldest first."""
+        self._settling: dict[int, _Seat] = {}
+        """By the id of a task: the rollout that an agent has ended."""
 
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
         while True:
             with suppress(TimeoutError):  # of session_deadline: another agent may play the rollout anew
-                return await super().__call__(task, policy)
+                return await self._played(task, policy)
             logger.warning("prompt %r: an agent elsewhere did not end rollout %d in time", task.prompt_id, task.index)
+
+    async def _played(self, task: Task, policy: RolloutPolicy) -> Rollout:
+        """One attempt, whose end is answered when its rollout is safe, or has failed."""
+        try:
+            rollout = await super().__call__(task, policy)
+        except BaseException as error:
+            seat = self._settling.pop(id(task), None)
+            if seat is not None:
+                seat.settle("" if isinstance(error, RolloutError) else "the generator has given up the rollout")
+            raise
+        rollout.on_settled = self._settling.pop(id(task)).settle
+        return rollout
 
     async def _play(self, task: Task, address: Address) -> Any:
         seat = _Seat(task, address)
@@ -93,6 +114,7 @@ class RemoteHook(SessionHook):
         finally:
             seat.ended.cancel()
             self._taken.pop(address.key, None)
+        self._settling[id(task)] = seat
         if "failed" in said:
             raise RolloutError(f"the agent elsewhere failed: {utf8(str(said['failed'])[:_MOST_SAID])}")
         return said
@@ -159,8 +181,14 @@ class RemoteHook(SessionHook):
                     encode_info(result.info)  # or the rollout could not be stored
             except (ValueError, TypeError, RecursionError) as error:
                 raise web.HTTPBadRequest(text=utf8(f"{error}"[:_MOST_SAID])) from error
-            self._taken.pop(name).ended.set_result(said)
-            self._ended.append(mark)
+            seat = self._taken.pop(name)
+            seat.ended.set_result(said)
+            self._ended[mark] = seat.settled
+            if len(self._ended) > _MOST_ENDED:
+                del self._ended[next(iter(self._ended))]
+        why_lost = await asyncio.shield(self._ended[mark])
+        if why_lost:
+            raise web.HTTPGone(text=utf8(why_lost[:_MOST_SAID]))
         return web.json_response({"ended": name})
 
     def _check(self, request: web.Request) -> None:

@@ -5,7 +5,7 @@
 * Descendants whose parent has died become children of this process, whatever groups and sessions they have made.
 * Whoever kills the generator kills none of its agents, but then Linux sends this process SIGTERM.
 * It cannot end a process of another user, such as one of sudo, and fails then.
-* If it is killed itself, the command goes on.
+* If it is killed itself, the command goes on. If it is stopped, the generator ends all (`kill_all_below`).
 
 It imports little, and nothing of the package, because there is one for each rollout.
 """
@@ -18,6 +18,32 @@ import sys
 _WATCHED = {signal.SIGTERM, signal.SIGCHLD}
 _STOPPED = 128 + signal.SIGTERM
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
+
+
+def kill_all_below(pid: int) -> None:
+    """Kills all descendants of a process that does not do so itself, and then the process.
+
+    First each one is stopped, the ancestors before their children, so that none makes another one meanwhile. Processes
+    that have ended, and those of another user, are left out.
+    """
+    found = [pid]
+    for each in found:
+        try:
+            os.kill(each, signal.SIGSTOP)
+            threads = os.listdir(f"/proc/{each}/task")
+        except OSError:
+            continue
+        for thread in threads:
+            try:
+                with open(f"/proc/{each}/task/{thread}/children") as file:
+                    found += [int(child) for child in file.read().split()]
+            except OSError:  # it has ended
+                continue
+    for each in reversed(found):
+        try:
+            os.kill(each, signal.SIGKILL)
+        except OSError:
+            continue
 
 
 def main(parent: int, command: list[str]) -> int:

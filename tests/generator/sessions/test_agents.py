@@ -17,7 +17,7 @@ import pytest
 
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator, Task, notices
 from replay_generator.scoring.groups import MOST_FAILURE, MOST_FAILURES
-from replay_generator.sessions import load_sessions
+from replay_generator.sessions import agents, load_sessions
 from replay_generator.sessions.agents import MOST_SHOWN, Address, SessionHook
 from tests.factories import async_until, until
 from tests.generator.factories import RecordingClient, make_prompts, played
@@ -287,6 +287,20 @@ async def test_a_command_that_hangs_fails_at_the_deadline_with_its_output_and_le
         await play(hangs, group_size=1, rollout_timeout=3.0)
     assert len(pids()) == 4
     assert not any(map(is_alive, pids()))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again and again"])
+async def test_a_command_that_stops_its_supervisor_leaves_no_process(agent, monkeypatch, again):
+    monkeypatch.setattr(agents, "GRACE", 0.5)
+    stops = f"{FORKS}\nask()\nos.kill(os.getppid(), signal.SIGSTOP)\n"
+    if again:
+        stops += "while True: os.kill(os.getppid(), signal.SIGSTOP); time.sleep(0.01)"
+    else:
+        stops += "time.sleep(600)"
+    with pytest.raises(PromptError, match="rollout_timeout"):
+        await play(agent(stops), group_size=1, rollout_timeout=3.0)
+    assert len(pids()) == 4
+    await async_until(lambda: not any(map(is_alive, pids())))
 
 
 async def test_output_without_end_is_read_until_the_deadline_and_its_end_is_kept():

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
+from replay_client import AsyncReplayClient
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.sessions import load_sessions, remote
 from replay_generator.sessions.agents import SessionHook
+from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.certificates import make_certificate
 from tests.factories import async_until, free_port, stopped_clock, turns
 from tests.generator.factories import RecordingClient, make_prompts
@@ -31,7 +33,7 @@ class Run:
     url: str
     http: aiohttp.ClientSession
     generator: RolloutGenerator
-    client: RecordingClient
+    client: Any
     token: str | None
     tls: Any
 
@@ -67,9 +69,11 @@ async def running(
     host: str = "127.0.0.1",
     token: str | None = None,
     tls: Any = True,
+    client: Any = None,
     **config: Any,
 ) -> AsyncIterator[Run]:
-    port, client = free_port(), RecordingClient()
+    port = free_port()
+    client = RecordingClient() if client is None else client
     given = {"group_size": group_size, "max_groups": 1, "max_concurrent_groups": 1, "stop_grace": 0.1, **config}
     settings = GeneratorConfig(**given)
     hook = load_sessions(None, f"{host}:{port}", settings, needs_reward=True)
@@ -300,6 +304,46 @@ async def test_a_failed_rollout_ends_the_run_unless_agents_play_or_that_is_wante
         with pytest.raises(PromptError, match="no browser"):
             await generator.run()
     assert len(client.inserts) == groups
+
+
+# ------------------------------------------------------------------------------------------------ under construction
+
+
+@asynccontextmanager
+async def building(**config: Any) -> AsyncIterator[Run]:
+    """A generator whose rollouts are stored in a server while their group is under construction."""
+    tables = [TableConfig(name="rollouts"), TableConfig(name="building")]
+    permits = AdmissionConfig(table="rollouts", groups_per_step=8, max_staleness=1, building="building")
+    with ReplayServer(tables=tables, admission=permits, port=0) as server:
+        async with (
+            AsyncReplayClient(server.address) as client,
+            running(client=client, building="building", **config) as run,
+        ):
+            yield run
+
+
+async def test_an_end_is_answered_when_the_server_has_the_rollout():
+    async with building(group_size=3) as run:
+        for ended in range(1, 3):
+            offer = await run.taken()
+            await run.ask(offer)
+            assert (await run.end(offer, reward=1.0))[0] == 200
+            assert run.generator.stats["rollouts_stored"] == ended
+        last = await run.taken()
+        await run.ask(last)
+        assert (await run.end(last, reward=0.0))[0] == 200
+        assert (await run.end(last, reward=0.0))[0] == 200  # again
+
+
+async def test_an_end_of_a_rollout_that_no_group_will_have_is_not_acknowledged():
+    async with building(group_size=2) as run:
+        offer = await run.taken()
+        await run.ask(offer)
+        await run.client.reset("building")
+        status, text = await run.end(offer, reward=1.0)
+        assert status == 410
+        assert "the generator has given up the group of the rollout" in text
+        assert (await run.end(offer, reward=1.0))[0] == 410
 
 
 # ------------------------------------------------------------------------------------------------ tokens and TLS

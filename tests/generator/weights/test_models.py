@@ -192,8 +192,8 @@ async def test_weights_of_another_model_that_were_fetched_are_refused(model, tmp
     client, engine = RecordingClient(), scripted(model)
     with serving(tmp_path / "served", port):
         await client.publish(1, f"http://127.0.0.1:{port}/step-1")
+        config = {"weights_cache": tmp_path / "cache", "weights_root": f"http://127.0.0.1:{port}"}
         with pytest.raises(WeightsMismatchError, match=r"policy 1: .*model_type llama \(here qwen2\)"):
-            config = {"weights_cache": tmp_path / "cache", "weights_root": f"http://127.0.0.1:{port}"}
             await make_generator(client, engine, max_groups=1, **config).run()
     assert engine.loaded == []
 

@@ -10,6 +10,7 @@ all are killed, and others finish what is left. Then
 
 * each rollout that the server has acknowledged is in the one group of its prompt, at its place, and no completion is in
   two groups;
+* each end that an agent was answered is in exactly one group;
 * each rollout has the reward that its agent gave for what the policy wrote;
 * no permit is out, and what was accepted is what the trainer got.
 """
@@ -22,6 +23,7 @@ import random
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -83,7 +85,7 @@ def generate(address: str, engine: int, notes: Path, ports: Path, name: str, new
     run_generator(connect, remote, prompts(name, new_groups), None, config, rollout=hook)
 
 
-def play(ports: Path, seed: int) -> None:
+def play(ports: Path, ends: Path, seed: int) -> None:
     """An agent, until it is killed: it takes a session, asks once, and ends it."""
     rng = random.Random(seed)
     while True:
@@ -93,6 +95,8 @@ def play(ports: Path, seed: int) -> None:
             asked = {"model": "policy", "prompt": "+"}
             said = post(f"{session['openai_base_url']}/completions", asked)["choices"][0]["text"]
             post(f"http://127.0.0.1:{port}/sessions/{session['id']}/end", {"reward": reward(said)})
+            with ends.open("a") as file:
+                file.write(f"{int(said)}\n")
         except (OSError, IndexError):  # nobody has a session, or its generator is gone
             time.sleep(0.1)
 
@@ -120,13 +124,25 @@ class Played(Groups):
             self.violated(f"group {group.prompt_id} of {numbers} has the rewards {group.rewards.tolist()}")
 
 
+def check_ends(ends: Path, books: Played) -> None:
+    """Each end that was answered is in exactly one group."""
+    found = Counter(number for numbers in books.groups.values() for number in numbers)
+    answered = [int(line) for line in ends.read_text().splitlines()]
+    for number in answered:
+        if found[number] != 1:
+            books.violated(f"the end of {number} was answered, and is in {found[number]} groups")
+    books.totals["ends answered"] = len(answered)
+
+
 def kill_all_sorts(
     agents: int, generators: int, servers: int, folder: Path, seed: int, *, fleet: tuple[int, int] = (2, 6)
 ) -> Books:
     """Kills so many of each, and all that are left. `fleet`: how many generators and agents there are."""
     books, rng, engine = Played(), random.Random(seed), EngineServer(seed)
     notes, ports, names = folder / "acknowledged", folder / "ports", itertools.count()
+    ends = folder / "ends"
     ports.touch()
+    ends.touch()
     with Servers(folder, [CONFIG]) as running, ReplayClient(running.address, timeout=60.0) as client:
 
         def start_generator(new_groups: bool = True) -> BaseProcess:
@@ -134,7 +150,7 @@ def kill_all_sorts(
             return start(generate, running.address, engine.port, notes, ports, name, new_groups)
 
         def start_agent() -> BaseProcess:
-            return start(play, ports, rng.getrandbits(30))
+            return start(play, ports, ends, rng.getrandbits(30))
 
         trainer = Trainer(running.address, books, books.look, GROUPS_PER_STEP)
         trainer.refusals = ReplayError
@@ -142,6 +158,7 @@ def kill_all_sorts(
         kill_and_finish(running, client, trainer, rng, start_generator, start_agent, counts, fleet)
         engine.stop()
     check_rollouts(notes, books)
+    check_ends(ends, books)
     books.totals["groups"] = len(books.groups)
     return books
 

@@ -12,6 +12,8 @@ def test_whoever_is_killed_each_group_comes_once_in_one_place_and_with_its_rewar
     books = kill(first, 1, 1, tmp_path, 1, fleet=fleet)
     assert books.violations == []
     assert books.totals["groups"] > 2
+    if kill is kill_agents:
+        assert books.totals["ends answered"] > 0
 
 
 @pytest.mark.long
