@@ -113,8 +113,10 @@ class SessionHook(SessionServer):
                 return session.rollout(result.reward, metrics=result.metrics, info=result.info)
             except (ValueError, RolloutError) as error:
                 raise RolloutError(f"{error}; the agent ended with {said!r}") from None
-        except RolloutError as error:
-            if session.last_refusal is None:
+        except Exception as error:
+            if session.fault is not None and error is not session.fault:
+                raise session.fault from error
+            if not isinstance(error, RolloutError) or session.last_refusal is None:
                 raise
             why = f"{error}; the last request that was refused: {session.last_refusal}"
             raise RolloutError(why).with_traceback(error.__traceback__) from error

@@ -41,6 +41,29 @@ _QUIET_S = 10.0
 """After so many seconds without an answer a stream gets a comment."""
 
 
+class _AtDebug(logging.LoggerAdapter[logging.Logger]):
+    """What aiohttp says of bytes that are no request. Anybody can send them, as often as they like."""
+
+    def exception(self, msg: object, *args: object, **options: Any) -> None:
+        self.debug(msg, *args, **{"exc_info": True, **options})
+
+
+@web.middleware
+async def _faults(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
+    """Says in the log what fails here for another reason than the request."""
+    try:
+        return await handler(request)
+    except web.HTTPException:
+        raise
+    except ConnectionError:  # the client has gone
+        raise
+    except Refusal as refusal:
+        return web.Response(status=refusal.status, text=str(refusal))
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        return web.Response(status=500, text=f"the generator failed with {type(error).__name__}")
+
+
 class SessionServer:
     """A server of HTTP. Whoever knows the address of a session may ask it."""
 
@@ -48,14 +71,15 @@ class SessionServer:
         self, host: str = "127.0.0.1", port: int = 0, *, ssl_context: SSLContext | None = None, largest: int = 8 << 20
     ) -> None:
         """`port` 0: any that is free. `largest`: bytes of a request. A million tokens have fewer."""
-        self.app = web.Application(client_max_size=largest)
+        self.app = web.Application(client_max_size=largest, middlewares=[_faults])
         """Others may add routes before it is entered."""
         self.base_url = ""
         """Once it is entered, with scheme, host and port."""
         self._at, self._ssl = (host, port), ssl_context
         self._sessions: dict[str, Session] = {}
         self._busy: Counter[str] = Counter()
-        self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0)
+        strangers = _AtDebug(logger, {})
+        self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0, logger=strangers)
 
     async def __aenter__(self) -> SessionServer:
         self.app.router.add_route("*", "/sessions/{id}{rest:/.*|}", self._serve)
@@ -104,7 +128,8 @@ async def _answer(dialect: Dialect, session: Session, request: web.Request) -> w
     ask, body, raw = await _ask(dialect, session, request)
     key = request.headers.get("Idempotency-Key", "")
     repeated = bool(key) or request.headers.get("x-stainless-retry-count", "0") != "0"
-    digest = hashlib.sha256(b"\n".join([dialect.path.encode(), key.encode(), raw])).digest()
+    asked = [dialect.path.encode(), key.encode(errors="surrogatepass"), raw]
+    digest = hashlib.sha256(b"\n".join(asked)).digest()
     drawing = asyncio.ensure_future(session.ask(ask, digest, repeated))
     streams = bool(body.get("stream"))
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream" if streams else "application/json"})
@@ -176,8 +201,9 @@ def _work_of(request: web.Request) -> tuple[Dialect, _Work]:
 
 async def _ask(dialect: Dialect, session: Session, request: web.Request) -> tuple[Ask, dict[str, Any], bytes]:
     """What a request asks, and its body. Raises Refusal."""
+    raw = await read_body(request)
     try:
-        body = json.loads(raw := await request.read())
+        body = json.loads(raw)
         if is_deep(body, _MOST_NESTED):
             raise Refusal(f"the request has more than {_MOST_NESTED} lists and objects in each other", field="body")
         if rb"\u" in raw:
@@ -185,13 +211,22 @@ async def _ask(dialect: Dialect, session: Session, request: web.Request) -> tupl
         ask = dialect.ask(body, session.answers) if isinstance(dialect, Responses) else dialect.ask(body)
         _answered(dialect, _EMPTY, body)  # what cannot be written is refused before it is drawn
         return ask, body, raw
-    except web.HTTPRequestEntityTooLarge as error:
-        raise Refusal(f"the request is too large: {error.text}", status=413, field="body") from None
     except Refusal:
         raise
     except Exception as error:  # whatever comes of a body that is not whole, or not of the form of its path
         why = f"this is no request for {dialect.path}: {type(error).__name__}: {error}"
         raise Refusal(why, field=f"body of {dialect.path}") from error
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole body. Raises Refusal for one that is too large, or is not what its headers say."""
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise Refusal(f"the request is too large: {error.text}", status=413, field="body") from None
+    except Exception as error:  # of its length, its chunks or its compression
+        why = f"the body is not what its headers say: {type(error).__name__}: {error}"
+        raise Refusal(why, field="body") from error
 
 
 def _answered(dialect: Dialect, answer: Answer, body: dict[str, Any]) -> bytes:

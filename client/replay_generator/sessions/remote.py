@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,11 +28,15 @@ from replay_generator.config import GeneratorConfig
 from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.sessions.agents import Address, SessionHook, result_of
 from replay_generator.sessions.door import Door
+from replay_generator.sessions.endpoint import read_body
+from replay_generator.sessions.turns import Refusal, whole_text
 
 logger = logging.getLogger(__name__)
 
 PATIENCE = 4.0
 """Seconds that a client waits for a rollout. Some clients give up after five."""
+_HOST = re.compile(r"(?:\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
+"""A name or an address, and perhaps a port."""
 _MOST_ENDED = 4096
 """Ends that are remembered, in case they come again."""
 
@@ -79,11 +84,12 @@ class RemoteHook(SessionHook):
             seat.ended.cancel()
             self._taken.pop(address.key, None)
         if "failed" in said:
-            raise RolloutError(f"the agent elsewhere failed: {said['failed']!s:.2000}")
+            raise RolloutError(whole_text(f"the agent elsewhere failed: {said['failed']!s:.2000}"))
         return said
 
     async def _offer(self, request: web.Request) -> web.Response:
         self._check(request)
+        origin = _origin_of(request)
         try:
             async with asyncio.timeout(PATIENCE):
                 while (seat := await self._free.get()).ended.done():
@@ -96,8 +102,7 @@ class RemoteHook(SessionHook):
             raise web.HTTPServiceUnavailable
         self._taken[seat.address.key] = seat
         seat.taken.set()
-        # As this client reaches the server, which may listen on all addresses of its machine.
-        url = f"{request.url.origin()}{seat.address.url.removeprefix(self.base_url)}"
+        url = f"{origin}{seat.address.url.removeprefix(self.base_url)}"
         offer = {
             "id": seat.address.key,
             "prompt": seat.task.messages or seat.task.text,
@@ -111,7 +116,7 @@ class RemoteHook(SessionHook):
 
     async def _end(self, request: web.Request) -> web.Response:
         self._check(request)
-        name, body = request.match_info["id"], await request.read()
+        name, body = request.match_info["id"], await read_body(request)
         if (mark := hash((name, body))) not in self._ended:
             if name not in self._taken:
                 raise web.HTTPNotFound(text="no such session: it has ended or expired, or its generator has ended")
@@ -120,8 +125,8 @@ class RemoteHook(SessionHook):
                     raise ValueError(f"an end is an object with `reward` or `failed`, not {said!r:.80}")
                 if "failed" not in said:
                     result_of(said, needs_reward=self._needs_reward)
-            except (ValueError, TypeError) as error:
-                raise web.HTTPBadRequest(text=f"{error}") from error
+            except (ValueError, TypeError, RecursionError, OverflowError) as error:
+                raise Refusal(f"this is no end of a rollout: {error}") from error
             self._taken.pop(name).ended.set_result(said)
             self._ended.append(mark)
         return web.json_response({"ended": name})
@@ -130,3 +135,15 @@ class RemoteHook(SessionHook):
         """Raises an error of HTTP unless the request has the token that is in the file now."""
         if not self._door.lets_in(request.headers.get("Authorization", "")):
             raise web.HTTPUnauthorized(text="the request needs the token of sessions_token_file, as a Bearer")
+
+
+def _origin_of(request: web.Request) -> str:
+    """Scheme, host and port as this client reaches the server, which may listen on all addresses of its machine.
+
+    Raises Refusal for a Host header from which no address can be made.
+    """
+    host = request.headers.get("Host", "")
+    found = _HOST.fullmatch(host)
+    if found is None or int(found[1] or 80) not in range(1, 1 << 16):
+        raise Refusal(f"the header Host is {host!r:.80}: send the name of this server, as in example.org:8100")
+    return f"{request.scheme}://{host}"

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from replay_client.kept import TRUNCATING, other_sampling
 from replay_client.waits import in_daemon_thread
 from replay_generator.chat import Message, rendered_ids, text_ids
-from replay_generator.engines import Completion, text_of
+from replay_generator.engines import Completion, CompletionError, text_of
 from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.sessions.conversation import Conversation
 from replay_generator.sessions.exchanges import Beginning, Exchange, Exchanges
@@ -47,6 +47,8 @@ class Session:
         self.last_refusal: Refusal | None = None
         self.refusals = 0
         """Requests that were refused; without those that were too long for the model."""
+        self.fault: CompletionError | None = None
+        """What no policy can have drawn, and the engine returned. The rollout has failed."""
         self._policy, self._parsers = policy, parsers
         self._asked: dict[bytes, asyncio.Task[Answer]] = {}
         """By the digest of a request: the newest turn that it asked for."""
@@ -99,7 +101,10 @@ class Session:
         metrics: Mapping[str, float] | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """What the agent has played, with its reward; see Rollout. Raises RolloutError if it is nothing."""
+        """What the agent has played, with its reward; see Rollout. Raises RolloutError if it is nothing, and
+        CompletionError if the engine returned what no policy can have drawn."""
+        if self.fault is not None:
+            raise self.fault
         sequences = self.exchanges.sequences(self.task.sampling)
         if not sequences and self.last_refusal is not None:
             raise RolloutError("the agent was answered nothing")
@@ -228,12 +233,17 @@ class Session:
         return message
 
     async def _draw(self, exchange: Exchange, sampling: Mapping[str, Any], stop: Sequence[str]) -> Completion:
-        """Draws the completion of an exchange. The text of `stop` that comes first ends it."""
+        """Draws the completion of an exchange. The text of `stop` that comes first ends it. Raises Refusal."""
+        if self.fault is not None:
+            raise _faulty(self.fault)
         config = replace(self.task.sampling, **sampling)
         try:
             completion = await self._policy.generate(exchange.token_ids, config)
         except RolloutError as error:  # the same request would fail again
             raise Refusal(str(error)) from error
+        except CompletionError as error:
+            self.fault = error
+            raise _faulty(error) from error
         if text := _first(stop, completion.text):
             ids = completion.token_ids
 
@@ -244,6 +254,11 @@ class Session:
             completion = completion.cut(size + 1, begins(size + 1))
         self.exchanges.add(exchange, completion, config)
         return completion
+
+
+def _faulty(fault: CompletionError) -> Refusal:
+    """Clients try 422 not again: the rollout has failed, whatever they do."""
+    return Refusal(f"the rollout has failed: {fault}", status=422, field="completion")
 
 
 def _first(texts: Sequence[str], said: str) -> str | None:

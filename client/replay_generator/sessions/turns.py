@@ -16,6 +16,10 @@ MOST_NESTED = 64
 """Objects and lists within each other in the arguments of a call. Clients read them by recursion."""
 
 
+MOST_SENTENCE = 2000
+"""Characters of a refusal. Some repeat words of the request."""
+
+
 class Refusal(Exception):
     """A request that is not served, in a sentence for whoever wrote the client."""
 
@@ -23,6 +27,7 @@ class Refusal(Exception):
         """`status`: of HTTP. Clients try 429 and those from 500 again by themselves. `code`: OpenAI's word for the kind
         of refusal, such as "context_length_exceeded"; None: there is none. `field`: of the request, the reason; None:
         it is another one."""
+        message = whole_text(message)[:MOST_SENTENCE]
         super().__init__(message)
         self.status = status
         self.code = code

@@ -109,19 +109,33 @@ def told(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": _ROLES[role], "content": text_of(message["content"])}
 
 
-def answered(id: str, content: Any) -> dict[str, Any]:
-    """A message of a tool."""
-    return {"role": "tool", "tool_call_id": id, "content": text_of(content)}
+def answered(id: Any, content: Any) -> dict[str, Any]:
+    """A message of a tool. `id`: of the call. Raises Refusal if it is no text."""
+    return {"role": "tool", "tool_call_id": _id_of(id), "content": text_of(content)}
+
+
+def _id_of(id: Any) -> str:
+    if not isinstance(id, str):
+        raise refused("the id of a call", id, "send the text that the call was answered with")
+    return id
 
 
 def said(text: str | None, thoughts: str | None = "", calls: Sequence[Any] = ()) -> dict[str, Any]:
-    """A message of the policy."""
+    """A message of the policy. Raises Refusal for thoughts that are no text."""
+    if not isinstance(thoughts, str | None):
+        raise refused("reasoning_content", thoughts, "send the thoughts as the text that they were answered with")
     message = {"role": "assistant", "content": text, "reasoning_content": thoughts, "tool_calls": calls}
     return {name: value for name, value in message.items() if value or name == "content"}
 
 
-def call_of(id: str, function: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of the policy. Its arguments are an object, its JSON, or the text that the policy wrote in its place."""
+def call_of(id: Any, function: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of the policy. Its arguments are an object, its JSON, or the text that the policy wrote in its place.
+
+    Raises Refusal for an id or a name that is no text.
+    """
+    name = function["name"]
+    if not isinstance(name, str):
+        raise refused("the name of a call", name, "send the text that the call was answered with")
     given = function.get("arguments", function.get("input"))
     if given is None or given == "":
         given = {}
@@ -131,7 +145,7 @@ def call_of(id: str, function: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given, str):
         found = object_of(given)
         arguments = given if found is None else found
-    return {"id": id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": _id_of(id), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]]:
@@ -151,6 +165,8 @@ def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]
             _left_out(f"a tool of the kind {tool['type']!r:.80}")
             continue
         about = tool.get("function", tool)
+        if not isinstance(about["name"], str):
+            raise refused("the name of a tool", about["name"], "send a text")
         function = {
             "name": about["name"],
             "description": about.get("description"),
@@ -170,6 +186,6 @@ def _left_out(what: str) -> None:
 
 def error_of(refusal: Refusal) -> dict[str, Any]:
     """An error as OpenAI has it. Anthropic reads its type and its message."""
-    kinds = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+    kinds = {404: "not_found_error", 413: "request_too_large", 422: "api_error", 429: "rate_limit_error"}
     kind = kinds.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
     return {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}
