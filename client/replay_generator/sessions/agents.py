@@ -104,7 +104,8 @@ class SessionHook(SessionServer):
         self._parsers = Parsers(config.tool_parser, config.reasoning_parser)
 
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
-        session = Session(task, policy, self._parsers)
+        config = self._config
+        session = Session(task, policy, self._parsers, most_turns=config.session_turns, most_bytes=config.session_bytes)
         try:
             playing = user_code.call_here(self._agent, task, Address(self.open(session), session.id))
             said = await user_code.awaited(self._agent, playing)

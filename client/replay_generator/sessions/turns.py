@@ -53,6 +53,8 @@ class Ask:
     """Texts that end the turn; they are not part of the answer."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """What the client says of `temperature`, `top_p`, `top_k` and `min_p`, where it says anything."""
+    size: int = 0
+    """Bytes of the request; 0: it came by no network."""
     objects_only: bool = False
     """Whether the protocol takes only objects as arguments of calls. A turn with others is answered as a text."""
 
@@ -104,6 +106,28 @@ def object_of(arguments: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found
+
+
+def characters_of(ask: Ask) -> int:
+    """Characters of a request that the policy reads, whatever the template: contents, tools, and a prompt of text.
+
+    A template may leave out thoughts and calls of earlier turns.
+    """
+    if isinstance(ask.prompt, str):
+        return len(ask.prompt)
+    count = 0
+    parts: list[Any] = [message.get("content") for message in ask.messages]
+    parts += ask.tools
+    while parts:
+        part = parts.pop()
+        if isinstance(part, str):
+            count += len(part)
+        elif isinstance(part, Mapping):
+            parts += part.keys()
+            parts += part.values()
+        elif isinstance(part, list | tuple):
+            parts += part
+    return count
 
 
 def is_deep(value: Any, levels: int) -> bool:

@@ -1,4 +1,4 @@
-"""What strangers and odd clients send to the address of sessions: headers, lengths, values, and faults of the engine."""
+"""What strangers and odd clients send to the address of sessions: headers, lengths, values; and faults of engines."""
 
 import asyncio
 import json
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from replay_generator import GeneratorConfig

@@ -19,6 +19,8 @@ DRAWN = "leave it out, since tokens are drawn as the generator is configured"
 FREE = "leave it out and ask in words, since nothing forces a form on what the policy writes"
 WHOLE = "send the whole conversation instead, since nothing is stored"
 KEPT = "leave it out, since the generator keeps the log-probabilities itself"
+MOST = 4096
+"""Messages, tools, and texts of `stop` in a request."""
 REFUSED = {
     "leave it out, and ask once more for another turn": "n best_of",
     DRAWN: "presence_penalty frequency_penalty repetition_penalty length_penalty logit_bias min_tokens "
@@ -52,6 +54,13 @@ def refused(name: str, value: object, remedy: str) -> Refusal:
     return Refusal(f"{name} {reprlib.repr(value)} is not served: {remedy}", field=name)
 
 
+def few(name: str, given: Any) -> Any:
+    """What was given. Raises Refusal if it is a list of more than MOST."""
+    if isinstance(given, list | tuple) and len(given) > MOST:
+        raise Refusal(f"the request has {len(given)} {name}, and at most {MOST} are served", field=name)
+    return given
+
+
 def check(body: Mapping[str, Any], name: str, remedy: str, neutral: Iterable[Any] = _NEUTRAL) -> None:
     """Raises Refusal if a field asks for anything."""
     if (value := body.get(name)) is not None and value not in neutral:
@@ -73,6 +82,7 @@ def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
     for name in _TOOLS:
         if body.get(name):
             _left_out(name)
+    few("messages", conversation.get("messages"))
     if not conversation.get("messages", True):
         raise Refusal("the request has no message: send one that the policy is to answer", field="messages")
     ways = ("max_completion_tokens", "max_output_tokens", "max_tokens")
@@ -80,7 +90,7 @@ def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
     for name, limit in limits.items():
         if type(limit) is not int or limit < 1:
             raise refused(name, limit, "send a whole number of at least 1")
-    stop = body.get("stop") or body.get("stop_sequences") or ()
+    stop = few("texts of stop", body.get("stop") or body.get("stop_sequences") or ())
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stop):
         raise refused("stop", stop, "send texts of at least one character")
@@ -160,7 +170,7 @@ def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]
         choice = {name: value for name, value in choice.items() if name != "disable_parallel_tool_use"}
     check({"tool_choice": choice}, "tool_choice", FREE, ("auto", {"type": "auto"}, *_NO_TOOL))
     tools = []
-    for tool in body.get("tools") or ():
+    for tool in few("tools", body.get("tools") or ()):
         if tool.get("type") not in kinds:
             _left_out(f"a tool of the kind {tool['type']!r:.80}")
             continue
