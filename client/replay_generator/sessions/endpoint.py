@@ -16,7 +16,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from ssl import SSLContext
@@ -24,6 +24,7 @@ from typing import Any
 
 from aiohttp import web
 
+from replay_generator.sessions.connections import Connections
 from replay_generator.sessions.dialects.chat import Chat, Completions
 from replay_generator.sessions.dialects.fields import MODEL
 from replay_generator.sessions.dialects.messages import Messages
@@ -31,6 +32,7 @@ from replay_generator.sessions.dialects.responses import Responses
 from replay_generator.sessions.large import worked
 from replay_generator.sessions.session import Session
 from replay_generator.sessions.turns import Answer, Ask, Refusal, is_deep
+from replay_protos import strangers
 
 logger = logging.getLogger(__name__)
 
@@ -108,26 +110,46 @@ class SessionServer:
         self, host: str = "127.0.0.1", port: int = 0, *, ssl_context: SSLContext | None = None, largest: int = 8 << 20
     ) -> None:
         """`port` 0: any that is free. `largest`: bytes of a request. A million tokens have fewer."""
-        self.app = web.Application(client_max_size=largest, middlewares=[_faults])
+        self.app = web.Application(client_max_size=largest, middlewares=[self._answering, _faults])
         """Others may add routes before it is entered."""
         self.base_url = ""
         """Once it is entered, with scheme, host and port."""
         self._at, self._ssl = (host, port), ssl_context
         self._sessions: dict[str, tuple[Session, _Line]] = {}
         strangers = _AtDebug(logger, {})
+        self._connections: Connections | None = None
         self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0, logger=strangers)
 
     async def __aenter__(self) -> SessionServer:
         self.app.router.add_route("*", "/sessions/{id}{rest:/.*|}", self._serve)
         self.app.router.add_route("*", "/{rest:.*}", self._serve)
         await self._runner.setup()
-        await web.TCPSite(self._runner, *self._at, ssl_context=self._ssl).start()
-        host, port = self._runner.addresses[0][:2]
-        self.base_url = f"http{'s' * bool(self._ssl)}://{f'[{host}]' if ':' in host else host}:{port}"
+        server = self._runner.server
+        assert server is not None
+        self._connections = Connections(server, self._ssl)
+        try:
+            host, port = await self._connections.listen(*self._at)
+        except BaseException:
+            await self._runner.cleanup()
+            raise
+        scheme = "http" if self._ssl is None else "https"
+        if ":" in host:
+            host = f"[{host}]"
+        self.base_url = f"{scheme}://{host}:{port}"
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        if self._connections is not None:
+            await self._connections.close()
         await self._runner.cleanup()
+
+    @web.middleware
+    async def _answering(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        assert self._connections is not None
+        async with self._connections.answering(request):
+            return await handler(request)
 
     def open(self, session: Session) -> str:
         """Serves a session from now on. Returns its address: Anthropic's base URL. OpenAI's has "/v1" behind it."""
@@ -337,11 +359,18 @@ def _refusal(error: Exception, session: Session | None) -> Refusal:
 
 async def _written(request: web.Request, response: web.StreamResponse, data: bytes, *, is_all: bool = False) -> bool:
     """Writes to a client. Returns whether it was still there when all of it was written."""
-    with suppress(ConnectionError):
+    try:
         if request.transport is not None:
             request.transport.set_write_buffer_limits(0)  # otherwise the last of it may wait in a buffer
-        await response.prepare(request)
-        await response.write(data)
-        if is_all:
-            await response.write_eof()
+        async with asyncio.timeout(strangers.SECONDS_IDLE):
+            await response.prepare(request)
+            await response.write(data)
+            if is_all:
+                await response.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        return False
+    except ConnectionError:
+        return False
     return request.transport is not None and not request.transport.is_closing()
