@@ -95,7 +95,7 @@ async def test_half_a_handshake_of_tls_is_closed_and_others_come_in(tmp_path, mo
     monkeypatch.setattr(strangers, "most_connections", lambda: 4)
     async with SessionServer(ssl_context=context) as server:
         address = server.open(ScriptedSession(answer()))  # type: ignore[arg-type]
-        halves = [await opened(address, b"\x16\x03\x01\x02\x00\x01") for _ in range(12)]
+        halves = [await opened(address, b"\x16\x03\x01\x02\x00\x01") for _ in range(6)]
         async with httpx.AsyncClient(verify=trusting, timeout=60) as client:
             answered = await client.post(f"{address}/v1/completions", json={"prompt": "a"})
         assert answered.status_code == 200
