@@ -19,9 +19,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from replay_protos import strangers
+
 COOKIE = "replay_dashboard"
-SECONDS_PER_REQUEST = 10.0
-"""Seconds from the first byte of a request, or from the connection, to its last byte."""
 MOST_BODY_BYTES = 4096
 HEADERS = {
     "Content-Security-Policy": (
@@ -105,13 +105,25 @@ async def body_of(request: Request) -> bytes:
 
 
 class Protocol(H11Protocol):
-    """Closes a connection whose request does not come whole in time: uvicorn would wait for the rest without end."""
+    """Closes a connection whose request does not come whole in time: uvicorn would wait for the rest without end.
+
+    Where as many are open as may be, a new one takes the place of the oldest with half a request. If there is none, or
+    if this one has just come, the new one is closed itself: a browser comes again.
+    """
 
     _late: asyncio.TimerHandle | None = None
+    _halves: dict[Protocol, float] = {}  # noqa: RUF012
+    """All that wait for the rest of a request, the oldest first, each with the time when it began."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._watch()
+        if len(self.connections) > strangers.most_connections():
+            oldest, since = next(iter(self._halves.items()))
+            if self.loop.time() < since + strangers.SECONDS_SAFE:
+                oldest = self
+            oldest.transport.abort()
+            oldest._end_watch()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -125,9 +137,11 @@ class Protocol(H11Protocol):
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._end_watch()
         elif self._late is None:
-            self._late = self.loop.call_later(SECONDS_PER_REQUEST, self.transport.abort)
+            self._halves[self] = self.loop.time()
+            self._late = self.loop.call_later(strangers.SECONDS_PER_REQUEST, self.transport.abort)
 
     def _end_watch(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
+            self._halves.pop(self, None)

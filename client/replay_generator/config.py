@@ -16,6 +16,9 @@ from replay_protos.labels import labels_of
 
 MOST_ROLLOUTS = 16_384
 """Of one group."""
+MOST_TURNS = 10_000
+MOST_BYTES = 1 << 28
+"""Of one session, unless its settings say otherwise."""
 
 
 @settings()
@@ -152,6 +155,13 @@ class GeneratorConfig:
     Named as in `vllm serve --reasoning-parser`. None: thoughts are text."""
     session_deadline: Seconds = 600.0
     """Seconds in which an agent elsewhere must end what it has taken. Then another one may take the rollout anew."""
+    session_turns: Count = MOST_TURNS
+    """Turns of the policy in one rollout of an agent. Then its requests are refused, and the rollout ends for its
+    length."""
+    session_bytes: Count = MOST_BYTES
+    """Bytes of texts and tokens that a rollout of an agent may hold, 64 for each token. Then its requests are refused.
+
+    256 MiB are four million tokens."""
     sessions_token_file: FixedPath | None = None
     """File with the token of those who run agents elsewhere; they send it as a Bearer.
 

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from replay_client import ReplayClient
-from replay_dashboard import guard as requests
 from replay_dashboard import training
 from replay_dashboard.app import Settings
+from replay_protos import strangers
 from replay_server import ReplayServer, TableConfig
 from tests.dashboard.conftest import serving, until
 from tests.dashboard.test_answers import answer_of, asked, looks_of
@@ -101,7 +101,7 @@ def test_a_stranger_who_goes_away_in_the_middle_leaves_no_traceback(server, capl
     ids=["nothing", "one letter", "no end of the head", "half a body", "half a second request"],
 )
 def test_half_a_request_is_closed(server, monkeypatch, half):
-    monkeypatch.setattr(requests, "SECONDS_PER_REQUEST", 0.3)
+    monkeypatch.setattr(strangers, "SECONDS_PER_REQUEST", 0.3)
     with serving(Settings({"address": server.address})) as url, connect(url) as stranger:
         stranger.sendall(half)
         with suppress(ConnectionResetError):
@@ -110,7 +110,7 @@ def test_half_a_request_is_closed(server, monkeypatch, half):
 
 
 def test_a_viewer_keeps_its_stream_for_longer_than_a_request_may_take(server, monkeypatch):
-    monkeypatch.setattr(requests, "SECONDS_PER_REQUEST", 2.0)  # the looks come a second apart
+    monkeypatch.setattr(strangers, "SECONDS_PER_REQUEST", 2.0)  # the looks come a second apart
     with serving(Settings({"address": server.address})) as url:
         viewer = looks_of(url)
         assert len([next(viewer) for _ in range(4)]) == 4

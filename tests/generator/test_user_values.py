@@ -55,12 +55,12 @@ async def test_rewards_of_a_group_are_any_list(values):
     ids=["None", "number", "array", "tensor", "text", "bytes", "dictionary", "ends the process"],
 )
 async def test_what_is_no_list_is_no_reward_of_a_group(values):
-    with pytest.raises(RewardError, match=r"'odd' returned .*, not one reward for each of the 2 completions"):
+    with pytest.raises(RewardError, match=r".*, not one reward for each of the 2 completions"):
         await scored(group_reward(lambda row, texts: values))
 
 
 async def test_a_reward_that_float32_cannot_hold_is_an_error_of_its_group():
-    with pytest.raises(RewardError, match=r"'odd' .*returned \[1e\+300, 1e\+300\]: rewards must be finite, in float32 too"):
+    with pytest.raises(RewardError, match=r"\[1e\+300, 1e\+300\]: rewards must be finite, in float32 too"):
         await scored(lambda row, text: TOO_LARGE, weight=0.0)
     with pytest.raises(RewardError, match=r"the weighted sum of 'odd' is 1e\+60"):
         await scored(lambda row, text: 1e30, weight=1e30)

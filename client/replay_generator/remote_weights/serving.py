@@ -4,6 +4,8 @@
 
 * It reads and never writes. Nothing but these files can be had, whatever a path says.
 * Each connection has a thread, which ends after a minute without a sign of the other side.
+* The bounds are those of `replay_protos.strangers`. Where as many connections are open as may be, a new one takes the
+  place of the oldest with half a request. If all are being answered, it is closed: who fetches comes again.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import json
 import logging
 import re
 import socket
+import threading
+import time
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler
@@ -21,18 +26,28 @@ from typing import Any
 
 from replay_generator.sessions.door import Door
 from replay_generator.weights import MANIFEST
+from replay_protos.strangers import SECONDS_PER_REQUEST, SECONDS_SAFE, most_connections
 
 logger = logging.getLogger(__name__)
+
+
+_LOOK = 0.05
+"""Seconds between two looks for a place."""
 
 
 class WeightsServer(ThreadingTCPServer):
     """Listens from construction on, and answers in `serve_forever`. Raises OSError if the address cannot be had."""
 
     allow_reuse_address = True
+    request_queue_size = 1024
     daemon_threads = True
 
     def __init__(self, folder: Path, door: Door) -> None:
         self._folder, self.door = folder.resolve(), door
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, float | None] = {}
+        """Connections, the oldest first, each with the time at which its request must be there; None: it is there."""
+        self._most = most_connections()
         self.address_family = socket.AF_INET6 if ":" in door.place[0] else socket.AF_INET
         super().__init__(door.place, partial(_VersionsHandler, directory=str(self._folder)))
 
@@ -51,6 +66,46 @@ class WeightsServer(ThreadingTCPServer):
             connection = tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         return connection, where
 
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        while True:
+            with self._lock:
+                if len(self._open) < self._most:
+                    self._open[request] = time.monotonic() + SECONDS_PER_REQUEST
+                    return True
+                halves = [(each, end) for each, end in self._open.items() if end is not None]
+                if not halves:
+                    return False
+                oldest, end = halves[0]
+                safe = end - SECONDS_PER_REQUEST + SECONDS_SAFE - time.monotonic()
+                if safe <= 0:
+                    self._end(oldest)
+            time.sleep(min(max(safe, 0.0), _LOOK))
+
+    def service_actions(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            for connection, end in list(self._open.items()):
+                if end is not None and end < now:
+                    self._end(connection)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def read_whole(self, connection: socket.socket) -> None:
+        """The request of this connection is there. Raises ConnectionError if it came too late."""
+        with self._lock:
+            if connection not in self._open:
+                raise ConnectionAbortedError("the request came too late")
+            self._open[connection] = None
+
+    def _end(self, connection: socket.socket) -> None:
+        """Wakes the thread of a connection, which closes it. A handshake of TLS goes through the plain socket too."""
+        del self._open[connection]
+        with suppress(OSError):
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("the connection from %s broke", client_address, exc_info=True)
 
@@ -60,6 +115,7 @@ class _VersionsHandler(SimpleHTTPRequestHandler):
     timeout = 60.0
 
     def send_head(self) -> Any:
+        self.server.read_whole(self.connection)
         if not self.server.door.lets_in(self.headers.get("Authorization", "")):
             self.send_error(HTTPStatus.UNAUTHORIZED, "the request needs the token, as a Bearer")
         elif not self.server.has(self.path):

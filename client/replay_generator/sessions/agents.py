@@ -125,7 +125,8 @@ class SessionHook(SessionServer):
         self._parsers = Parsers(config.tool_parser, config.reasoning_parser)
 
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
-        session = Session(task, policy, self._parsers)
+        config = self._config
+        session = Session(task, policy, self._parsers, most_turns=config.session_turns, most_bytes=config.session_bytes)
         try:
             playing = user_code.call_here(self._agent, task, Address(self.open(session), session.id))
             said = await user_code.awaited(self._agent, playing)
@@ -137,8 +138,10 @@ class SessionHook(SessionServer):
         except asyncio.CancelledError as error:
             error.add_note("its agent has not ended")  # rollouts.play shows the first note
             raise
-        except RolloutError as error:
-            if session.last_refusal is None:
+        except Exception as error:
+            if session.fault is not None and error is not session.fault:
+                raise session.fault from error
+            if not isinstance(error, RolloutError) or session.last_refusal is None:
                 raise
             why = f"{error}; the last request that was refused: {session.last_refusal}"
             raise RolloutError(why).with_traceback(error.__traceback__) from error

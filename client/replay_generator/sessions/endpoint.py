@@ -14,31 +14,93 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from ssl import SSLContext
 from typing import Any
 
 from aiohttp import web
 
+from replay_generator.sessions.connections import Connections
 from replay_generator.sessions.dialects.chat import Chat, Completions
 from replay_generator.sessions.dialects.fields import MODEL
 from replay_generator.sessions.dialects.messages import Messages
 from replay_generator.sessions.dialects.responses import Responses
+from replay_generator.sessions.large import worked
 from replay_generator.sessions.session import Session
 from replay_generator.sessions.turns import Answer, Ask, Refusal, is_deep
+from replay_protos import strangers
 
 logger = logging.getLogger(__name__)
 
 Dialect = Chat | Responses | Messages
 _MOST = 32
-"""Requests of one session at once."""
+"""Requests of one session that are answered at once. Further ones wait."""
+MOST_WAITING = 1024
+"""Requests of one session that wait."""
+MOST_WAITING_BYTES = 64 << 20
+"""Of their bodies."""
+_MOST_VALUES = 1 << 18
+"""Values in a request, beside a token each. Python makes so many in some hundredths of a second, at a stretch."""
 _MOST_NESTED = 256
 """Lists and objects in each other in a request. What reads and writes them further does it by recursion."""
 _EMPTY = Answer("", "", "", (), "stop", None, 0, 0)
 _QUIET_S = 10.0
 """After so many seconds without an answer a stream gets a comment."""
+
+
+class _AtDebug(logging.LoggerAdapter[logging.Logger]):
+    """What aiohttp says of bytes that are no request. Anybody can send them, as often as they like."""
+
+    def exception(self, msg: object, *args: object, **options: Any) -> None:
+        self.debug(msg, *args, **{"exc_info": True, **options})
+
+
+@web.middleware
+async def _faults(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
+    """Says in the log what fails here for another reason than the request."""
+    try:
+        return await handler(request)
+    except web.HTTPException:
+        raise
+    except ConnectionError:  # the client has gone
+        raise
+    except Refusal as refusal:
+        return web.Response(status=refusal.status, text=str(refusal))
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        return web.Response(status=500, text=f"the generator failed with {type(error).__name__}")
+
+
+class _Line:
+    """The requests of one session: some are answered, and the others wait in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._turns = asyncio.Semaphore(_MOST)
+        self._waiting = 0
+        self._waiting_bytes = 0
+
+    @asynccontextmanager
+    async def turn(self, size: int) -> AsyncIterator[None]:
+        """The turn of a request of so many bytes. Raises Refusal if too much waits."""
+        is_full = self._waiting >= MOST_WAITING or self._waiting_bytes + size > MOST_WAITING_BYTES
+        if self._turns.locked() and is_full:
+            why = f"the session has {_MOST} requests under way, and {self._waiting} wait: wait for an answer"
+            raise Refusal(why, status=429)
+        self._waiting += 1
+        self._waiting_bytes += size
+        try:
+            await self._turns.acquire()
+        finally:
+            self._waiting -= 1
+            self._waiting_bytes -= size
+        try:
+            yield
+        finally:
+            self._turns.release()
 
 
 class SessionServer:
@@ -48,30 +110,50 @@ class SessionServer:
         self, host: str = "127.0.0.1", port: int = 0, *, ssl_context: SSLContext | None = None, largest: int = 8 << 20
     ) -> None:
         """`port` 0: any that is free. `largest`: bytes of a request. A million tokens have fewer."""
-        self.app = web.Application(client_max_size=largest)
+        self.app = web.Application(client_max_size=largest, middlewares=[self._answering, _faults])
         """Others may add routes before it is entered."""
         self.base_url = ""
         """Once it is entered, with scheme, host and port."""
         self._at, self._ssl = (host, port), ssl_context
-        self._sessions: dict[str, Session] = {}
-        self._busy: Counter[str] = Counter()
-        self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0)
+        self._sessions: dict[str, tuple[Session, _Line]] = {}
+        strangers = _AtDebug(logger, {})
+        self._connections: Connections | None = None
+        self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0, logger=strangers)
 
     async def __aenter__(self) -> SessionServer:
         self.app.router.add_route("*", "/sessions/{id}{rest:/.*|}", self._serve)
         self.app.router.add_route("*", "/{rest:.*}", self._serve)
         await self._runner.setup()
-        await web.TCPSite(self._runner, *self._at, ssl_context=self._ssl).start()
-        host, port = self._runner.addresses[0][:2]
-        self.base_url = f"http{'s' * bool(self._ssl)}://{f'[{host}]' if ':' in host else host}:{port}"
+        server = self._runner.server
+        assert server is not None
+        self._connections = Connections(server, self._ssl)
+        try:
+            host, port = await self._connections.listen(*self._at)
+        except BaseException:
+            await self._runner.cleanup()
+            raise
+        scheme = "http" if self._ssl is None else "https"
+        if ":" in host:
+            host = f"[{host}]"
+        self.base_url = f"{scheme}://{host}:{port}"
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        if self._connections is not None:
+            await self._connections.close()
         await self._runner.cleanup()
+
+    @web.middleware
+    async def _answering(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        assert self._connections is not None
+        async with self._connections.answering(request):
+            return await handler(request)
 
     def open(self, session: Session) -> str:
         """Serves a session from now on. Returns its address: Anthropic's base URL. OpenAI's has "/v1" behind it."""
-        self._sessions[session.id] = session
+        self._sessions[session.id] = session, _Line()
         return f"{self.base_url}/sessions/{session.id}"
 
     def close(self, session: Session) -> None:
@@ -79,32 +161,32 @@ class SessionServer:
         self._sessions.pop(session.id, None)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        id = request.match_info.get("id", "")
         dialect, work = _work_of(request)
-        session = self._sessions.get(id)
-        self._busy[id] += 1
+        session, line = self._sessions.get(request.match_info.get("id", ""), (None, None))
         try:
-            if session is None:
+            if session is None or line is None:
                 raise Refusal("no session is open at this address: it has ended, or never began", status=404)
-            if self._busy[id] > _MOST:
-                raise Refusal(f"the session has {_MOST} requests under way: wait for an answer", status=429)
-            return await work(dialect, session, request)
+            raw = await read_body(request)
+            async with line.turn(len(raw)):
+                if request.transport is None or request.transport.is_closing():
+                    raise Refusal("the client has hung up while its request waited", status=410)
+                return await work(dialect, session, request, raw)
         except Exception as error:
             refusal = _refusal(error, session if request.method == "POST" else None)
             headers = {"Retry-After": "1"} if refusal.status == 429 else None
             return web.json_response(dialect.error(refusal), status=refusal.status, headers=headers)
-        finally:
-            self._busy -= Counter([id])
 
 
-_Work = Callable[[Dialect, Session, web.Request], Awaitable[web.StreamResponse]]
+_Work = Callable[[Dialect, Session, web.Request, bytes], Awaitable[web.StreamResponse]]
 
 
-async def _answer(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
-    ask, body, raw = await _ask(dialect, session, request)
+async def _answer(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
     key = request.headers.get("Idempotency-Key", "")
     repeated = bool(key) or request.headers.get("x-stainless-retry-count", "0") != "0"
-    digest = hashlib.sha256(b"\n".join([dialect.path.encode(), key.encode(), raw])).digest()
+    ask, body = await _ask(dialect, session, raw)
+    size = len(raw)
+    about = b"\n".join([dialect.path.encode(), key.encode(errors="surrogatepass"), b""])
+    digest = await worked(size, partial(_digest_of, about, raw))
     drawing = asyncio.ensure_future(session.ask(ask, digest, repeated))
     streams = bool(body.get("stream"))
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream" if streams else "application/json"})
@@ -113,7 +195,7 @@ async def _answer(dialect: Dialect, session: Session, request: web.Request) -> w
             await _written(request, response, b": waiting\n\n")
     try:
         answer = await drawing
-        data = _answered(dialect, answer, body)
+        data = await worked(size, lambda: _answered(dialect, answer, body))
     except Exception as error:
         if not response.prepared:
             raise
@@ -124,16 +206,16 @@ async def _answer(dialect: Dialect, session: Session, request: web.Request) -> w
     return response
 
 
-async def _count(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
-    ask, *_ = await _ask(dialect, session, request)
+async def _count(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
+    ask, _ = await _ask(dialect, session, raw)
     return web.json_response({"input_tokens": await session.count(ask)})
 
 
-async def _models(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
+async def _models(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
     return web.json_response({"object": "list", "data": [_card(session, MODEL)]})
 
 
-async def _model(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
+async def _model(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
     return web.json_response(_card(session, request.path.rstrip("/").rpartition("/models/")[2]))
 
 
@@ -143,7 +225,7 @@ def _card(session: Session, name: str) -> dict[str, Any]:
     return about | {"max_model_len": session.task.max_length - 1}  # the policy writes at least one more
 
 
-async def _unknown(dialect: Dialect, session: Session, request: web.Request) -> web.StreamResponse:
+async def _unknown(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
     if request.headers.get("Upgrade", "").lower() == "websocket":
         # Codex asks by a web socket first. At this status it posts at once, at any other after seven seconds.
         raise Refusal("no path is served by web sockets: send a request by POST", status=426)
@@ -177,24 +259,82 @@ def _work_of(request: web.Request) -> tuple[Dialect, _Work]:
     return _CHAT, _unknown
 
 
-async def _ask(dialect: Dialect, session: Session, request: web.Request) -> tuple[Ask, dict[str, Any], bytes]:
+def _digest_of(*parts: bytes) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+async def _ask(dialect: Dialect, session: Session, raw: bytes) -> tuple[Ask, dict[str, Any]]:
     """What a request asks, and its body. Raises Refusal."""
+    return await worked(len(raw), lambda: _parsed(dialect, session.answers, session.task.max_length, raw))
+
+
+def _parsed(dialect: Dialect, answers: Sequence[Answer], max_length: int, raw: bytes) -> tuple[Ask, dict[str, Any]]:
+    """As `_ask`. It runs in a thread where the request is large."""
     try:
-        body = json.loads(raw := await request.read())
+        values = _values(raw)
+        if values > _MOST_VALUES + max_length:
+            raise Refusal(
+                f"the request has {values} values, and at most {_MOST_VALUES + max_length} are served: send less",
+                status=413,
+                field="body",
+            )
+        body = json.loads(raw)
         if is_deep(body, _MOST_NESTED):
             raise Refusal(f"the request has more than {_MOST_NESTED} lists and objects in each other", field="body")
         if rb"\u" in raw:
             json.dumps(body, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-        ask = dialect.ask(body, session.answers) if isinstance(dialect, Responses) else dialect.ask(body)
+        ask = dialect.ask(body, answers) if isinstance(dialect, Responses) else dialect.ask(body)
         _answered(dialect, _EMPTY, body)  # what cannot be written is refused before it is drawn
-        return ask, body, raw
-    except web.HTTPRequestEntityTooLarge as error:
-        raise Refusal(f"the request is too large: {error.text}", status=413, field="body") from None
+        return replace(ask, size=len(raw)), body
     except Refusal:
         raise
     except Exception as error:  # whatever comes of a body that is not whole, or not of the form of its path
         why = f"this is no request for {dialect.path}: {type(error).__name__}: {error}"
         raise Refusal(why, field=f"body of {dialect.path}") from error
+
+
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
+def _values(raw: bytes) -> int:
+    """At least as many as the values of a JSON text: its lists, objects and commas.
+
+    The parser holds all threads until it has read the last one. This looks at one text after the other.
+    """
+    count = _structure(raw)
+    if count <= _MOST_VALUES:
+        return count
+    for text in _TEXT.finditer(raw):  # those in texts do not count
+        count -= _structure(text[0])
+    return count
+
+
+def _structure(raw: bytes) -> int:
+    return raw.count(b"[") + raw.count(b"{") + raw.count(b",")
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole body, which the request does not keep. Raises Refusal for one that is too large, or is not what its
+    headers say."""
+    body = bytearray()
+    try:
+        async for piece in request.content.iter_any():
+            body += piece
+            if len(body) > request.client_max_size:
+                raise Refusal(
+                    f"the request is too large: at most {request.client_max_size} bytes are served",
+                    status=413,
+                    field="body",
+                )
+    except Refusal:
+        raise
+    except Exception as error:  # of its length, its chunks or its compression
+        why = f"the body is not what its headers say: {type(error).__name__}: {error}"
+        raise Refusal(why, field="body") from error
+    return bytes(body)
 
 
 def _answered(dialect: Dialect, answer: Answer, body: dict[str, Any]) -> bytes:
@@ -222,11 +362,18 @@ def _refusal(error: Exception, session: Session | None) -> Refusal:
 
 async def _written(request: web.Request, response: web.StreamResponse, data: bytes, *, is_all: bool = False) -> bool:
     """Writes to a client. Returns whether it was still there when all of it was written."""
-    with suppress(ConnectionError):
+    try:
         if request.transport is not None:
             request.transport.set_write_buffer_limits(0)  # otherwise the last of it may wait in a buffer
-        await response.prepare(request)
-        await response.write(data)
-        if is_all:
-            await response.write_eof()
+        async with asyncio.timeout(strangers.SECONDS_IDLE):
+            await response.prepare(request)
+            await response.write(data)
+            if is_all:
+                await response.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        return False
+    except ConnectionError:
+        return False
     return request.transport is not None and not request.transport.is_closing()

@@ -59,9 +59,13 @@ class Parsers:
         chat template. Raises Refusal if the tokenizer lacks what the parser needs."""
         if self._kind is None:
             return TurnParser(tokenizer)
-        request = self._request(
-            model="", messages=[], tools=list(tools) or None, chat_template_kwargs=dict(template) or None
-        )
+        try:
+            request = self._request(
+                model="", messages=[], tools=list(tools) or None, chat_template_kwargs=dict(template) or None
+            )
+        except ValueError as error:
+            why = f"{type(error).__name__}: {error}"
+            raise Refusal(f"the tools are none that the parser can read: {why}", field="tools") from error
         try:
             parser = self._kind(tokenizer, request.tools, chat_template_kwargs=dict(template))
             parser.set_prompt_token_ids(list(prompt_ids))

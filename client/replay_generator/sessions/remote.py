@@ -18,6 +18,7 @@ import asyncio
 import json
 import logging
 import math
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +33,8 @@ from replay_generator.results import utf8
 from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task, uncounted
 from replay_generator.sessions.agents import Address, SessionHook, result_of
 from replay_generator.sessions.door import Door
+from replay_generator.sessions.endpoint import read_body
+from replay_generator.sessions.turns import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ NOBODY = 60.0
 """Seconds without an agent that are worth a line."""
 _MOST_SAID = 2000
 """Characters of a failure, as an agent tells it and as it is told."""
+_HOST = re.compile(r"(?:\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
+"""A name or an address, and perhaps a port."""
 _MOST_ENDED = 4096
 """Ends that are remembered, in case they come again."""
 
@@ -142,6 +147,7 @@ class RemoteHook(SessionHook):
 
     async def _offer(self, request: web.Request) -> web.Response:
         self._check(request)
+        origin = _origin_of(request)
         try:
             async with asyncio.timeout(PATIENCE):
                 while (seat := await self._free.get()).ended.done():
@@ -154,8 +160,7 @@ class RemoteHook(SessionHook):
             raise web.HTTPServiceUnavailable
         self._taken[seat.address.key] = seat
         seat.taken.set()
-        # As this client reaches the server, which may listen on all addresses of its machine.
-        url = f"{request.url.origin()}{seat.address.url.removeprefix(self.base_url)}"
+        url = f"{origin}{seat.address.url.removeprefix(self.base_url)}"
         offer = {
             "id": seat.address.key,
             "prompt": seat.task.messages or seat.task.text,
@@ -169,7 +174,7 @@ class RemoteHook(SessionHook):
 
     async def _end(self, request: web.Request) -> web.Response:
         self._check(request)
-        name, body = request.match_info["id"], await request.read()
+        name, body = request.match_info["id"], await read_body(request)
         if (mark := hash((name, body))) not in self._ended:
             if name not in self._taken:
                 raise web.HTTPNotFound(text="no such session: it has ended or expired, or its generator has ended")
@@ -179,8 +184,8 @@ class RemoteHook(SessionHook):
                 if "failed" not in said:
                     result = result_of(said, needs_reward=self._needs_reward)
                     encode_info(result.info)  # or the rollout could not be stored
-            except (ValueError, TypeError, RecursionError) as error:
-                raise web.HTTPBadRequest(text=utf8(f"{error}"[:_MOST_SAID])) from error
+            except (ValueError, TypeError, RecursionError, OverflowError) as error:
+                raise Refusal(f"this is no end of a rollout: {error}") from error
             seat = self._taken.pop(name)
             seat.ended.set_result(said)
             self._ended[mark] = seat.settled
@@ -196,3 +201,15 @@ class RemoteHook(SessionHook):
         if not self._door.lets_in(request.headers.get("Authorization", "")):
             raise web.HTTPUnauthorized(text="the request needs the token of sessions_token_file, as a Bearer")
         self._came = asyncio.get_running_loop().time()
+
+
+def _origin_of(request: web.Request) -> str:
+    """Scheme, host and port as this client reaches the server, which may listen on all addresses of its machine.
+
+    Raises Refusal for a Host header from which no address can be made.
+    """
+    host = request.headers.get("Host", "")
+    found = _HOST.fullmatch(host)
+    if found is None or int(found[1] or 80) not in range(1, 1 << 16):
+        raise Refusal(f"the header Host is {host!r:.80}: send the name of this server, as in example.org:8100")
+    return f"{request.scheme}://{host}"

@@ -13,30 +13,43 @@ from __future__ import annotations
 import asyncio
 import secrets
 from bisect import bisect_left
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 from replay_client.kept import TRUNCATING, other_sampling
-from replay_client.waits import in_daemon_thread
 from replay_generator.chat import Message, rendered_ids, text_ids
-from replay_generator.engines import Completion, text_of
+from replay_generator.config import MOST_BYTES, MOST_TURNS
+from replay_generator.engines import Completion, CompletionError, text_of
 from replay_generator.notices import say_once
 from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.sessions.conversation import Conversation
 from replay_generator.sessions.exchanges import Beginning, Exchange, Exchanges
-from replay_generator.sessions.parsers import Parsers
-from replay_generator.sessions.turns import Answer, Ask, Refusal, WrittenCall
+from replay_generator.sessions.large import worked
+from replay_generator.sessions.parsers import Parsers, TurnParser
+from replay_generator.sessions.turns import Answer, Ask, Refusal, WrittenCall, characters_of
 
 T = TypeVar("T")
-_SHORT = 20_000
-"""Characters of a conversation that is rendered and tokenized in some milliseconds."""
+_LONGEST = 128
+"""Characters of a token. Few vocabularies have a longer one."""
+_TOKEN = 64
+"""Bytes that a token takes, with its log-probability and its version."""
 
 
 class Session:
     """What one rollout asks the policy for. Its `id` is a secret: whoever knows it may ask."""
 
-    def __init__(self, task: Task, policy: RolloutPolicy, parsers: Parsers) -> None:
+    def __init__(
+        self,
+        task: Task,
+        policy: RolloutPolicy,
+        parsers: Parsers,
+        *,
+        most_turns: int = MOST_TURNS,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        """`most_turns`, `most_bytes`: `session_turns` and `session_bytes` of GeneratorConfig."""
         self.id = secrets.token_urlsafe(16)
         self.task = task
         self.exchanges = Exchanges()
@@ -44,12 +57,20 @@ class Session:
         """Whether a request left no room for another token."""
         self.answers: list[Answer] = []
         """What the agent was answered, in order."""
-        self.last_refusal: Refusal | None = None
+        self.last_refusal: str | None = None
         self.refusals = 0
         """Requests that were refused; without those that were too long for the model."""
+        self.fault: CompletionError | None = None
+        """What no policy can have drawn, and the engine returned. The rollout has failed."""
         self._policy, self._parsers = policy, parsers
+        self._most_turns = most_turns
+        self._most_bytes = most_bytes
+        self._turns = 0
+        """Those that were drawn, and those under way."""
+        self._bytes = 0
+        """Of the texts and tokens of these turns."""
         self._asked: dict[bytes, asyncio.Task[Answer]] = {}
-        """By the digest of a request: the newest turn that it asked for."""
+        """By the digest of a request: the newest turn that it asked for, unless this failed."""
         self._answered: dict[str, Exchange] = {}
         """By the id of an answer."""
         self._slips: dict[WrittenCall, str] = {}
@@ -63,8 +84,10 @@ class Session:
         A caller that is cancelled does not end the drawing. Raises Refusal, and any error of the engine.
         """
         turn = self._asked.get(digest) if repeated else None
-        if turn is None or (turn.done() and (turn.cancelled() or turn.exception() is not None)):
-            turn = self._asked[digest] = self._begin(self._turn(ask))
+        if turn is None:
+            turn = self._begin(self._turn(ask))
+            self._asked[digest] = turn
+            turn.add_done_callback(partial(self._forget_failed, digest))
         return await _result(turn)
 
     async def count(self, ask: Ask) -> int:
@@ -80,7 +103,7 @@ class Session:
         """A request of the agent was refused. An agent may swallow that, so the log and the rollout say it."""
         if refusal.status in (410, 429):  # it comes too late, or it may come again
             return
-        self.last_refusal = refusal
+        self.last_refusal = str(refusal)  # the refusal itself has the request in its traceback
         if refusal.code != "context_length_exceeded":
             self.refusals += 1
             say_once(f"a request of an agent is refused: {refusal}", f"refused {refusal.kind}")
@@ -99,7 +122,10 @@ class Session:
         metrics: Mapping[str, float] | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """What the agent has played, with its reward; see Rollout. Raises RolloutError if it is nothing."""
+        """What the agent has played, with its reward; see Rollout. Raises RolloutError if it is nothing, and
+        CompletionError if the engine returned what no policy can have drawn."""
+        if self.fault is not None:
+            raise self.fault
         sequences = self.exchanges.sequences(self.task.sampling)
         if not sequences and self.last_refusal is not None:
             raise RolloutError("the agent was answered nothing")
@@ -117,6 +143,11 @@ class Session:
         for task in (under_way := list(self._under_way)):
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
+
+    def _forget_failed(self, digest: bytes, turn: asyncio.Task[Answer]) -> None:
+        """A request that failed is drawn anew when it comes again. Its error has the whole request in its traceback."""
+        if (turn.cancelled() or turn.exception() is not None) and self._asked.get(digest) is turn:
+            del self._asked[digest]
 
     def _begin(self, turn: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(turn)
@@ -143,16 +174,21 @@ class Session:
         exchange, beginning = await self._exchange(ask)
         size = exchange.size
         if size >= self.task.max_length:
-            self.context_full = True
-            raise Refusal(
-                f"the request has {size} tokens, and the model takes {self.task.max_length} with those that it draws",
-                code="context_length_exceeded",
-            )
+            raise self._full(f"{size} tokens")
         limit = min(ask.max_tokens or self.task.sampling.max_tokens, self.task.sampling.max_tokens)
-        parser = self._parsers.ready(self.task.tokenizer, exchange.token_ids, ask.tools, self.task.chat_template)
-        completion = await self._draw(exchange, {"max_tokens": limit}, ask.stop)
+        task = self.task
+
+        def ready() -> TurnParser:
+            return self._parsers.ready(task.tokenizer, exchange.token_ids, ask.tools, task.chat_template)
+
+        parser = await worked(ask.size + size, ready)
+        completion = await self._drawn_within_bounds(ask, exchange, limit)
         stopped_by = _first(ask.stop, completion.text)
-        thoughts, text, calls = parser.parse(completion, stopped_by, objects_only=ask.objects_only)
+
+        def parse() -> tuple[str, str, list[WrittenCall]]:
+            return parser.parse(completion, stopped_by, objects_only=ask.objects_only)
+
+        thoughts, text, calls = await worked(len(completion.text), parse)
         for call in calls:
             if call.object is None:
                 self._slips[call] = completion.text
@@ -165,15 +201,61 @@ class Session:
             self.exchanges.answered(exchange, beginning, answer)
         return answer
 
+    async def _drawn_within_bounds(self, ask: Ask, exchange: Exchange, limit: int) -> Completion:
+        """Draws a turn, if the session may have one more. Raises Refusal."""
+        begun = len(exchange.words) if exchange.before is not None else max(ask.size, len(exchange.words))
+        new = begun + _TOKEN * (len(exchange.given) + limit)
+        for name, has, more, most in (
+            ("session_turns", self._turns, 1, self._most_turns),
+            ("session_bytes", self._bytes, new, self._most_bytes),
+        ):
+            if has + more > most:
+                self.context_full = True
+                raise Refusal(
+                    f"the rollout has {has}, and this turn needs {more}: the generator's {name} is {most}: end the "
+                    "rollout",
+                    field=name,
+                )
+        self._turns += 1
+        self._bytes += new
+        try:
+            completion = await self._draw(exchange, {"max_tokens": limit}, ask.stop)
+        except BaseException:
+            self._turns -= 1
+            self._bytes -= new
+            raise
+        self._bytes -= _TOKEN * (limit - len(completion.token_ids))
+        return completion
+
+    def _full(self, what: str) -> Refusal:
+        """The refusal of a request that leaves no room for another token."""
+        self.context_full = True
+        return Refusal(
+            f"the request has {what}, and the model takes {self.task.max_length} tokens with those that it draws",
+            code="context_length_exceeded",
+        )
+
     async def _exchange(self, ask: Ask) -> tuple[Exchange, Beginning | None]:
         """The exchange of a request, before its completion, and what is known of its messages; None: it has none.
         Raises Refusal."""
+        if ask.prompt is not None and not isinstance(ask.prompt, str) and len(ask.prompt) >= self.task.max_length:
+            raise self._full(f"{len(ask.prompt)} tokens")
+        size = ask.size or characters_of(ask)
+        return await worked(size, lambda: self._exchange_of(ask))
+
+    def _exchange_of(self, ask: Ask) -> tuple[Exchange, Beginning | None]:
+        """As `_exchange`. It runs in a thread where the request is large."""
+        characters = characters_of(ask)
+        if characters > _LONGEST * self.task.max_length:
+            longest = max(_LONGEST, max(map(len, self.task.tokenizer.get_vocab())))
+            if characters > longest * self.task.max_length:  # no vocabulary makes so few tokens of them
+                raise self._full(f"{characters} characters")
         try:
             if isinstance(ask.prompt, str):
                 return self._of_text(ask.prompt), None
             if ask.prompt is None:
                 beginning = self.exchanges.after_messages(ask.tools, ask.messages)
-                return await self._of_messages(ask.tools, beginning), beginning
+                return self._of_messages(ask.tools, beginning), beginning
             ids = list(ask.prompt)
             before = self.exchanges.after_tokens(ids)
             if before is None:
@@ -190,7 +272,7 @@ class Session:
         new = text.removeprefix(before.text).removeprefix(text_of(tokenizer, before.token_ids[-1:]))
         return Exchange(before, rendered_ids(tokenizer, new), "user", new)
 
-    async def _of_messages(self, tools: Sequence[Any], beginning: Beginning) -> Exchange:
+    def _of_messages(self, tools: Sequence[Any], beginning: Beginning) -> Exchange:
         before = beginning.before
         messages = [self._without_slips(message) for message in beginning.messages]
         new = messages[beginning.count :]
@@ -199,7 +281,7 @@ class Session:
             last = (drawn.token_ids or before.given)[-1]
             before.followed = True
             try:
-                conversation, given = await _rendered(messages, lambda: go_on(drawn.text, last, new))
+                conversation, given = go_on(drawn.text, last, new)
                 role = new[-1]["role"] if new else "user"
                 return Exchange(before, given, role, _words(new), conversation)
             except RolloutError as error:
@@ -208,10 +290,7 @@ class Session:
         if messages[-1]["role"] == "assistant" and not ended:
             raise RolloutError("the conversation ends with words of the assistant: end it with a message of the user")
 
-        def begin() -> tuple[Conversation, list[int]]:
-            return Conversation.begin(self.task, messages, tools, ended=ended)
-
-        conversation, given = await _rendered(messages, begin)
+        conversation, given = Conversation.begin(self.task, messages, tools, ended=ended)
         return Exchange(None, given, words=_words(messages), conversation=conversation)
 
     def _without_slips(self, message: Message) -> Message:
@@ -228,12 +307,17 @@ class Session:
         return message
 
     async def _draw(self, exchange: Exchange, sampling: Mapping[str, Any], stop: Sequence[str]) -> Completion:
-        """Draws the completion of an exchange. The text of `stop` that comes first ends it."""
+        """Draws the completion of an exchange. The text of `stop` that comes first ends it. Raises Refusal."""
+        if self.fault is not None:
+            raise _faulty(self.fault)
         config = replace(self.task.sampling, **sampling)
         try:
             completion = await self._policy.generate(exchange.token_ids, config)
         except RolloutError as error:  # the same request would fail again
             raise Refusal(str(error)) from error
+        except CompletionError as error:
+            self.fault = error
+            raise _faulty(error) from error
         if text := _first(stop, completion.text):
             ids = completion.token_ids
 
@@ -246,16 +330,14 @@ class Session:
         return completion
 
 
+def _faulty(fault: CompletionError) -> Refusal:
+    """Clients try 422 not again: the rollout has failed, whatever they do."""
+    return Refusal(f"the rollout has failed: {fault}", status=422, field="completion")
+
+
 def _first(texts: Sequence[str], said: str) -> str | None:
     """The one that comes first in what was said."""
     return min((text for text in texts if text in said), key=said.find, default=None)
-
-
-async def _rendered(messages: Sequence[Message], work: Callable[[], T]) -> T:
-    """What `work` makes of the messages; of many in a thread, so that others need not wait for it."""
-    if sum(len(message.get("content") or "") for message in messages) < _SHORT:
-        return work()
-    return cast("T", await in_daemon_thread(work))
 
 
 def _words(messages: Sequence[Message]) -> str:

@@ -16,6 +16,10 @@ MOST_NESTED = 64
 """Objects and lists within each other in the arguments of a call. Clients read them by recursion."""
 
 
+MOST_SENTENCE = 2000
+"""Characters of a refusal. Some repeat words of the request."""
+
+
 class Refusal(Exception):
     """A request that is not served, in a sentence for whoever wrote the client."""
 
@@ -23,6 +27,7 @@ class Refusal(Exception):
         """`status`: of HTTP. Clients try 429 and those from 500 again by themselves. `code`: OpenAI's word for the kind
         of refusal, such as "context_length_exceeded"; None: there is none. `field`: of the request, the reason; None:
         it is another one."""
+        message = whole_text(message)[:MOST_SENTENCE]
         super().__init__(message)
         self.status = status
         self.code = code
@@ -48,6 +53,8 @@ class Ask:
     """Texts that end the turn; they are not part of the answer."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """What the client says of `temperature`, `top_p`, `top_k` and `min_p`, where it says anything."""
+    size: int = 0
+    """Bytes of the request; 0: it came by no network."""
     objects_only: bool = False
     """Whether the protocol takes only objects as arguments of calls. A turn with others is answered as a text."""
 
@@ -99,6 +106,28 @@ def object_of(arguments: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found
+
+
+def characters_of(ask: Ask) -> int:
+    """Characters of a request that the policy reads, whatever the template: contents, tools, and a prompt of text.
+
+    A template may leave out thoughts and calls of earlier turns.
+    """
+    if isinstance(ask.prompt, str):
+        return len(ask.prompt)
+    count = 0
+    parts: list[Any] = [message.get("content") for message in ask.messages]
+    parts += ask.tools
+    while parts:
+        part = parts.pop()
+        if isinstance(part, str):
+            count += len(part)
+        elif isinstance(part, Mapping):
+            parts += part.keys()
+            parts += part.values()
+        elif isinstance(part, list | tuple):
+            parts += part
+    return count
 
 
 def is_deep(value: Any, levels: int) -> bool:

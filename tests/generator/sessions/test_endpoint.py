@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import ssl
+import threading
 from operator import attrgetter
 from typing import Any
 
@@ -16,6 +17,7 @@ import openai
 import pytest
 from aiohttp import web
 
+from replay_generator.sessions import endpoint
 from replay_generator.sessions.endpoint import SessionServer
 from replay_generator.sessions.turns import Answer, Refusal
 from tests.certificates import make_certificate
@@ -281,22 +283,145 @@ async def test_a_stream_that_waits_gets_comments_and_then_its_answer_or_an_error
 
 
 @pytest.mark.parametrize("kind", ASKS)
-async def test_a_flood_of_requests_is_told_to_wait_and_others_are_served(kind):
+async def test_requests_beyond_those_that_are_answered_at_once_wait_and_others_are_served(kind, monkeypatch):
+    monkeypatch.setattr(endpoint, "MOST_WAITING", 2)
     api: Any = openai if kind in OF_OPENAI else anthropic
     calm = ScriptedSession(answer(), id="calm")
-    flooded = ScriptedSession(*[answer()] * 33)
+    flooded = ScriptedSession(*[answer()] * 35)
     flooded.gate.clear()
     async with SessionServer() as server:
         address = server.open(flooded)  # type: ignore[arg-type]
         flood = [asyncio.create_task(ask(kind, address)) for _ in range(32)]
         await until(lambda: len(flooded.asked) == 32)
-        with pytest.raises(api.RateLimitError, match="32 requests under way") as refused:
-            await ask(kind, address)
-        assert refused.value.response.headers["Retry-After"] == "1"
+        flood += [asyncio.create_task(ask(kind, address)) for _ in range(3)]
+        done, _ = await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
+        (refused,) = done
+        error = refused.exception()
+        assert isinstance(error, api.RateLimitError)
+        assert "32 requests under way, and 2 wait" in str(error)
+        assert error.response.headers["Retry-After"] == "1"
         assert await ask(kind, server.open(calm))  # type: ignore[arg-type]
+        assert len(flooded.asked) == 32
         flooded.gate.set()
-        assert len(await asyncio.gather(*flood)) == 32
+        answered = await asyncio.gather(*(each for each in flood if each is not refused))
+        assert len(answered) == 34
         assert await ask(kind, address)
+
+
+async def test_bodies_that_wait_are_bounded(monkeypatch):
+    monkeypatch.setattr(endpoint, "MOST_WAITING_BYTES", 1000)
+    session = ScriptedSession(*[answer()] * 33)
+    session.gate.clear()
+    async with SessionServer() as server, httpx.AsyncClient(timeout=None) as client:
+        url = f"{server.open(session)}/v1/completions"  # type: ignore[arg-type]
+        flood = [asyncio.create_task(client.post(url, json={"prompt": "a"})) for _ in range(32)]
+        await until(lambda: len(session.asked) == 32)
+        assert (await client.post(url, json={"prompt": "a" * 1000})).status_code == 429
+        flood.append(asyncio.create_task(client.post(url, json={"prompt": "b"})))
+        session.gate.set()
+        assert {each.status_code for each in await asyncio.gather(*flood)} == {200}
+
+
+class Held(ScriptedSession):
+    """Its answers are read in a thread, as a large request of Responses is; the thread waits until it may go on."""
+
+    def __init__(self, *script: Any) -> None:
+        super().__init__(*script, id="held")
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    @property
+    def answers(self) -> list[Answer]:
+        return self._answers
+
+    @answers.setter
+    def answers(self, answers: list[Answer]) -> None:
+        self._answers = Gate(self, answers)
+
+
+class Gate(list[Answer]):
+    def __init__(self, session: Held, answers: list[Answer]) -> None:
+        super().__init__(answers)
+        self.session = session
+
+    def __iter__(self) -> Any:
+        self.session.reached.set()
+        assert self.session.go_on.wait(60)
+        return super().__iter__()
+
+
+async def test_while_a_large_request_is_read_others_are_served():
+    held, calm = Held(answer()), ScriptedSession(answer(), id="calm")
+    async with SessionServer() as server:
+        large = [
+            {"type": "item_reference", "id": "msg_x"},
+            {"role": "user", "content": "x" * 100_000},
+        ]
+        waiting = asyncio.create_task(ask("responses", server.open(held), input=large))  # type: ignore[arg-type]
+        await until(held.reached.is_set)
+        assert await ask("chat", server.open(calm))  # type: ignore[arg-type]
+        assert not waiting.done()
+        held.go_on.set()
+        with pytest.raises(openai.BadRequestError, match="item_reference"):
+            await waiting
+
+
+MANY: dict[str, tuple[str, dict[str, Any]]] = {
+    "messages of chat": ("/v1/chat/completions", {"messages": HELLO * 5000}),
+    "messages of anthropic": ("/v1/messages", {"messages": HELLO * 5000, "max_tokens": 9}),
+    "messages that are counted": ("/v1/messages/count_tokens", {"messages": HELLO * 5000}),
+    "blocks that are messages": (
+        "/v1/messages",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}] * 5000}
+            ],
+            "max_tokens": 9,
+        },
+    ),
+    "items": ("/v1/responses", {"input": HELLO * 5000}),
+    "tools": (
+        "/v1/chat/completions",
+        {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}] * 5000},
+    ),
+    "tools of responses": ("/v1/responses", {"input": "a", "tools": [{"type": "function", "name": "f"}] * 5000}),
+    "tools of anthropic": ("/v1/messages", {"messages": HELLO, "max_tokens": 9, "tools": [{"name": "f"}] * 5000}),
+    "texts of stop": ("/v1/completions", {"prompt": "a", "stop": ["a"] * 5000}),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), MANY.values(), ids=MANY)
+async def test_more_than_4096_messages_or_tools_are_refused(path, body):
+    async with serving() as (session, address), httpx.AsyncClient(timeout=60) as client:
+        answered = await client.post(address + path, json=body)
+    assert answered.status_code == 400
+    assert "and at most 4096 are served" in answered.json()["error"]["message"]
+    assert session.asked == []
+
+
+VALUES = {
+    "empty lists": b'{"messages": [' + b"[]," * 900_000 + b"[]]}",
+    "objects": b'{"messages": [' + b'{"":0},' * 300_000 + b"{}]}",
+    "numbers": b'{"prompt": [' + b"1," * 900_000 + b"1]}",
+    "half of it": b"[" * 900_000,
+}
+
+
+@EACH
+@pytest.mark.parametrize("raw", VALUES.values(), ids=VALUES)
+async def test_more_values_than_any_request_needs_are_refused_before_they_are_made(path, body, raw):
+    async with serving() as (session, address), httpx.AsyncClient(timeout=60) as client:
+        answered = await client.post(address + path, content=raw)
+    assert answered.status_code == 413
+    assert "values, and at most" in answered.json()["error"]["message"]
+    assert session.asked == []
+
+
+async def test_brackets_and_commas_in_a_text_are_no_values():
+    text = '[{"a": "\\"},],' * 80_000
+    async with serving(answer()) as (session, address):
+        await ask("chat", address, messages=[{"role": "user", "content": text}])
+    assert session.asked[0].messages[0]["content"] == text
 
 
 async def test_a_session_that_was_closed_is_served_no_more():

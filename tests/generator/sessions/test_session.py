@@ -1,9 +1,11 @@
 """Sessions: which tokens an agent's requests go on after, and what of its conversations is trained on."""
 
 import asyncio
+import gc
 import itertools
 import json
 import random
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,11 +72,11 @@ def _array(seed: int, size: int) -> Any:
     return np.random.default_rng(seed).integers(0, 99, size)
 
 
-def session_of(engine: Drawing, *, parsers: Parsers | None = None, **fields: Any) -> Session:
+def session_of(engine: Drawing, *, parsers: Parsers | None = None, bounds: Any = None, **fields: Any) -> Session:
     ids = engine.tokenizer.encode("go")
     given = {"row": {}, "messages": None, "index": 0, "sampling": SAMPLING, "max_length": engine.max_length}
     task = Task("p", ids, tokenizer=engine.tokenizer, **(given | fields))
-    return Session(task, RolloutPolicy(engine, task.sampling, []), parsers or Parsers())
+    return Session(task, RolloutPolicy(engine, task.sampling, []), parsers or Parsers(), **(bounds or {}))
 
 
 def user(text: str) -> dict[str, str]:
@@ -297,10 +299,84 @@ async def test_a_full_context_is_refused_in_words_and_the_rollout_ends_for_its_l
     engine = Drawing(max_length=60)
     session = session_of(engine)
     await ask(session, user("a"))
-    with pytest.raises(Refusal, match="has 119 tokens, and the model takes 60") as caught:
+    with pytest.raises(Refusal, match="has 119 tokens, and the model takes 60 tokens") as caught:
         await ask(session, user("b" * 100))
     assert caught.value.code == "context_length_exceeded"
     assert session.rollout(1.0).finish_reason == "length"
+
+
+async def test_a_text_that_cannot_fit_is_refused_and_nobody_tokenizes_it():
+    engine = Drawing(max_length=60)
+    session = session_of(engine)
+    long = "b" * (60 * 128 + 1)
+    tool = {"type": "function", "function": {"name": "f", "description": long}}
+    engine.tokenizer.encode = None  # type: ignore[assignment]
+    for request in (
+        Ask([user(long)]),
+        Ask([user("a"), {"role": "tool", "tool_call_id": "c", "content": long}]),
+        Ask([user("a")], tools=[tool]),
+        Ask(prompt=long),
+        Ask(prompt=[5] * 60),
+    ):
+        with pytest.raises(Refusal, match="the model takes 60 tokens") as counted:
+            await session.count(request)
+        assert counted.value.code == "context_length_exceeded"
+
+
+async def test_a_tokenizer_with_longer_tokens_takes_longer_texts():
+    engine = Drawing(max_length=60)
+    engine.tokenizer.add_tokens(["b" * 1000])
+    assert await session_of(engine).count(Ask([user("b" * 10_000)])) < 60
+
+
+@pytest.mark.parametrize(
+    ("bounds", "name"),
+    [({"most_turns": 2}, "session_turns"), ({"most_bytes": 10_000}, "session_bytes")],
+)
+async def test_a_session_that_has_enough_refuses_further_turns_and_ends_for_its_length(bounds, name):
+    engine = Drawing(says=["x"] * 9)
+    session = session_of(engine, bounds=bounds)
+    await ask(session, user("a"))
+    refusals = []
+    for _ in range(8):
+        try:
+            await ask(session, user("b"))
+        except Refusal as refusal:
+            refusals.append(refusal)
+    assert 0 < len(refusals) < 8
+    assert {each.status for each in refusals} == {400}
+    assert f"the generator's {name} is" in str(refusals[0])
+    assert len(engine.drawn) == 9 - len(refusals)
+    assert session.rollout(1.0).finish_reason == "length"
+
+
+async def test_a_turn_that_failed_takes_nothing_of_the_bounds():
+    engine = Drawing(says=["x"])
+    session = session_of(engine, bounds={"most_turns": 1})
+    generate = engine.generate
+    engine.generate = None  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        await ask(session, user("a"))
+    engine.generate = generate  # type: ignore[method-assign]
+    assert (await ask(session, user("a"))).text == "x"
+
+
+@pytest.mark.parametrize("kind", ["too long", "refused"])
+async def test_a_request_that_was_refused_is_kept_by_nobody(kind):
+    engine = Drawing(max_length=60)
+    session = session_of(engine)
+    request = Ask([user("b" * 100 if kind == "too long" else "a")])
+    if kind == "refused":
+        request = Ask(request.messages, sampling={"temperature": 0.5})
+    kept = weakref.ref(request)
+    try:
+        await session.ask(request, b"a")
+    except Refusal as refusal:
+        session.refused(refusal)
+    del request
+    await asyncio.sleep(0)
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ class Chat:
     """What the id of an answer begins with, and what bodies and events call themselves."""
 
     def ask(self, body: dict[str, Any]) -> Ask:
-        messages = [_message(message) for message in body["messages"]]
+        messages = [_message(message) for message in fields.few("messages", body["messages"])]
         return fields.ask_of(body, messages=messages, tools=fields.tools_of(body, "function"))
 
     def answer(self, answer: Answer, body: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ DRAWN = "leave it out, since tokens are drawn as the generator is configured"
 FREE = "leave it out and ask in words, since nothing forces a form on what the policy writes"
 WHOLE = "send the whole conversation instead, since nothing is stored"
 KEPT = "leave it out, since the generator keeps the log-probabilities itself"
+MOST = 4096
+"""Messages, tools, and texts of `stop` in a request."""
 REFUSED = {
     "leave it out, and ask once more for another turn": "n best_of",
     DRAWN: "presence_penalty frequency_penalty repetition_penalty length_penalty logit_bias min_tokens "
@@ -52,6 +54,13 @@ def refused(name: str, value: object, remedy: str) -> Refusal:
     return Refusal(f"{name} {reprlib.repr(value)} is not served: {remedy}", field=name)
 
 
+def few(name: str, given: Any) -> Any:
+    """What was given. Raises Refusal if it is a list of more than MOST."""
+    if isinstance(given, list | tuple) and len(given) > MOST:
+        raise Refusal(f"the request has {len(given)} {name}, and at most {MOST} are served", field=name)
+    return given
+
+
 def check(body: Mapping[str, Any], name: str, remedy: str, neutral: Iterable[Any] = _NEUTRAL) -> None:
     """Raises Refusal if a field asks for anything."""
     if (value := body.get(name)) is not None and value not in neutral:
@@ -73,6 +82,7 @@ def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
     for name in _TOOLS:
         if body.get(name):
             _left_out(name)
+    few("messages", conversation.get("messages"))
     if not conversation.get("messages", True):
         raise Refusal("the request has no message: send one that the policy is to answer", field="messages")
     ways = ("max_completion_tokens", "max_output_tokens", "max_tokens")
@@ -80,7 +90,7 @@ def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
     for name, limit in limits.items():
         if type(limit) is not int or limit < 1:
             raise refused(name, limit, "send a whole number of at least 1")
-    stop = body.get("stop") or body.get("stop_sequences") or ()
+    stop = few("texts of stop", body.get("stop") or body.get("stop_sequences") or ())
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stop):
         raise refused("stop", stop, "send texts of at least one character")
@@ -109,19 +119,33 @@ def told(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": _ROLES[role], "content": text_of(message["content"])}
 
 
-def answered(id: str, content: Any) -> dict[str, Any]:
-    """A message of a tool."""
-    return {"role": "tool", "tool_call_id": id, "content": text_of(content)}
+def answered(id: Any, content: Any) -> dict[str, Any]:
+    """A message of a tool. `id`: of the call. Raises Refusal if it is no text."""
+    return {"role": "tool", "tool_call_id": _id_of(id), "content": text_of(content)}
+
+
+def _id_of(id: Any) -> str:
+    if not isinstance(id, str):
+        raise refused("the id of a call", id, "send the text that the call was answered with")
+    return id
 
 
 def said(text: str | None, thoughts: str | None = "", calls: Sequence[Any] = ()) -> dict[str, Any]:
-    """A message of the policy."""
+    """A message of the policy. Raises Refusal for thoughts that are no text."""
+    if not isinstance(thoughts, str | None):
+        raise refused("reasoning_content", thoughts, "send the thoughts as the text that they were answered with")
     message = {"role": "assistant", "content": text, "reasoning_content": thoughts, "tool_calls": calls}
     return {name: value for name, value in message.items() if value or name == "content"}
 
 
-def call_of(id: str, function: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of the policy. Its arguments are an object, its JSON, or the text that the policy wrote in its place."""
+def call_of(id: Any, function: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of the policy. Its arguments are an object, its JSON, or the text that the policy wrote in its place.
+
+    Raises Refusal for an id or a name that is no text.
+    """
+    name = function["name"]
+    if not isinstance(name, str):
+        raise refused("the name of a call", name, "send the text that the call was answered with")
     given = function.get("arguments", function.get("input"))
     if given is None or given == "":
         given = {}
@@ -131,7 +155,7 @@ def call_of(id: str, function: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given, str):
         found = object_of(given)
         arguments = given if found is None else found
-    return {"id": id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": _id_of(id), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]]:
@@ -146,11 +170,13 @@ def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]
         choice = {name: value for name, value in choice.items() if name != "disable_parallel_tool_use"}
     check({"tool_choice": choice}, "tool_choice", FREE, ("auto", {"type": "auto"}, *_NO_TOOL))
     tools = []
-    for tool in body.get("tools") or ():
+    for tool in few("tools", body.get("tools") or ()):
         if tool.get("type") not in kinds:
             _left_out(f"a tool of the kind {tool['type']!r:.80}")
             continue
         about = tool.get("function", tool)
+        if not isinstance(about["name"], str):
+            raise refused("the name of a tool", about["name"], "send a text")
         function = {
             "name": about["name"],
             "description": about.get("description"),
@@ -170,6 +196,6 @@ def _left_out(what: str) -> None:
 
 def error_of(refusal: Refusal) -> dict[str, Any]:
     """An error as OpenAI has it. Anthropic reads its type and its message."""
-    kinds = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+    kinds = {404: "not_found_error", 413: "request_too_large", 422: "api_error", 429: "rate_limit_error"}
     kind = kinds.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
     return {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}

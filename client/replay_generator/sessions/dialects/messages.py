@@ -21,7 +21,8 @@ class Messages:
         fields.check(body.get("output_config") or {}, "format", fields.FREE)
         given = _without_billing(body.get("system") or "")
         system = [{"role": "system", "content": given}] if given else []
-        messages = [message for each in (*system, *body["messages"]) for message in _messages(each)]
+        told = (*system, *fields.few("messages", body["messages"]))
+        messages = [message for each in told for message in _messages(each)]
         tools = fields.tools_of(body, "custom", None)
         return fields.ask_of(body, messages=messages, tools=tools, objects_only=True)
 

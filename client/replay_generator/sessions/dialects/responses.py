@@ -29,7 +29,7 @@ class Responses:
         fields.check(body.get("text") or {}, "format", fields.FREE)
         included = [name for name in body.get("include") or () if "logprobs" in name]
         fields.check({"include": included}, "include", fields.KEPT)
-        given = body.get("input") or ()
+        given = fields.few("messages", body.get("input") or ())
         items = [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
         if body.get("instructions"):
             items.insert(0, {"role": "system", "content": body["instructions"]})

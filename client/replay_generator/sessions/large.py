@@ -1,0 +1,28 @@
+"""Large requests: work on them in threads, a few at once, so that the event loop goes on for all others.
+
+More threads would take the interpreter from the loop. What is small is done at once: a thread costs more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar, cast
+from weakref import WeakKeyDictionary
+
+from replay_client.waits import in_daemon_thread
+
+T = TypeVar("T")
+SMALL = 20_000
+"""Bytes or characters that are parsed, rendered and tokenized in some milliseconds."""
+_AT_ONCE = 2
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+async def worked(size: int, work: Callable[[], T]) -> T:
+    """The result of `work` on something of this many bytes. Who came first is served first."""
+    if size < SMALL:
+        return work()
+    turns = _turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_AT_ONCE))
+    async with turns:
+        return cast("T", await in_daemon_thread(work))
