@@ -31,7 +31,7 @@ import grpc
 import numpy as np
 
 from replay_client.connection import GONE_CODES, LATE_SECONDS, reported
-from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestError
+from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestError, ServerClosedError
 from replay_client.records import MutationResult, Sample, samples_of
 from replay_client.requests import new_id
 from replay_client.sampling import AsyncSampler, DrawStream, Series, ending, leases_of
@@ -323,6 +323,8 @@ class Drawer:
                     self.stream(shard).give_up(requests[shard].id)
                 elif (error := future.exception()) is None:
                     answers[shard] = future.result()
+                elif isinstance(error, ServerClosedError) and self._fleet.named(shard.name) is not shard:
+                    pass  # the fleet has lost this shard meanwhile, and closed its channel
                 elif not (isinstance(error, grpc.aio.AioRpcError) and error.code() in _HAS_NOTHING):
                     raise error
         except BaseException as error:

@@ -34,7 +34,7 @@ from replay_generator.rollouts import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.sessions.agents import Address, SessionHook, result_of
 from replay_generator.sessions.door import Door
 from replay_generator.sessions.endpoint import read_body
-from replay_generator.sessions.turns import Refusal
+from replay_generator.sessions.turns import Refusal, whole_text
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class RemoteHook(SessionHook):
             self._taken.pop(address.key, None)
         self._settling[id(task)] = seat
         if "failed" in said:
-            raise RolloutError(f"the agent elsewhere failed: {utf8(str(said['failed'])[:_MOST_SAID])}")
+            raise RolloutError(f"the agent elsewhere failed: {whole_text(str(said['failed'])[:_MOST_SAID])}")
         return said
 
     async def _wait_for_agent(self, seat: _Seat) -> None:

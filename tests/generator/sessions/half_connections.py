@@ -42,10 +42,10 @@ async def _run(folder: Path) -> None:
             sessions = int(run.url.rpartition(":")[2])
             _write(folder / "ports", [sessions, port])
             await run.client.inserted(1)
-            fetcher = Fetcher(
-                GeneratorConfig(weights_cache=folder / "cache"), GeneratorMetrics(solved_reward=1.0).stats
-            )
-            found = await asyncio.to_thread(fetcher.folder_of, f"http://127.0.0.1:{port}/step-1")
+            root = f"http://127.0.0.1:{port}"
+            config = GeneratorConfig(weights_cache=folder / "cache", weights_root=root)
+            fetcher = Fetcher(config, GeneratorMetrics(solved_reward=1.0).stats)
+            found = await asyncio.to_thread(fetcher.folder_of, f"{root}/step-1")
             held = [open(path) for path in Path(found).iterdir() for _ in range(FILES // 8)]  # noqa: SIM115
             _write(folder / "loaded", sorted(Path(each.name).name for each in held))
         weights.shutdown()
