@@ -27,6 +27,7 @@ CPU = ("--values", str(CHART / "values-cpu.yaml"))
 EVERYTHING = (
     *CPU,
     "--set=access.enabled=true,monitoring.enabled=true,archiver.enabled=true,page.enabled=true,server.replicas=3",
+    "--set=weights.enabled=true,generator.port=8100",
     "--set=runs.class=shared,server.storage.class=fast,images.pullSecrets[0].name=key",
 )
 OVERLAYS = {

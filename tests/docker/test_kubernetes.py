@@ -97,7 +97,7 @@ def test_no_pod_gets_variables_named_after_the_services_of_its_namespace(overlay
         assert pod["spec"]["enableServiceLinks"] is False, part  # a Service named vllm would set VLLM_PORT
 
 
-@pytest.mark.parametrize("part", ["server", "trainer", "generator", "archiver", "page"])
+@pytest.mark.parametrize("part", ["server", "trainer", "generator", "archiver", "weights", "page"])
 def test_a_pod_is_confined_and_limited_and_mounts_only_volumes_that_it_has(part):
     spec = pods(*EVERYTHING)[part]["spec"]
     assert spec["securityContext"]["runAsNonRoot"]
@@ -148,6 +148,31 @@ def test_clients_get_the_name_of_each_server_behind_the_headless_service(servers
     expected = ",".join(f"replay-server-{i}.{stateful['serviceName']}:7400" for i in range(servers))
     for part in ("trainer", "generator", "archiver", "page"):
         assert environment(containers(pods(*values)[part])[-1])["REPLAY_ADDRESS"] == expected
+
+
+def services(*values: str) -> set[str]:
+    return {each["metadata"]["name"] for each in rendered(*values) if each["kind"] == "Service"}
+
+
+def test_sessions_and_weights_have_a_service_only_where_they_are_switched_on():
+    assert services() == {"replay-server"}
+    assert services("--set=generator.port=8100") == {"replay-server", "replay-generator"}
+    assert services(*EVERYTHING) == {"replay-server", "replay-generator", "replay-weights"}
+    for part, port in {"generator": 8100, "weights": 7410}.items():
+        service = of("Service", *EVERYTHING, part=part)["spec"]
+        pod = pods(*EVERYTHING)[part]
+        assert service["selector"].items() <= pod["metadata"]["labels"].items()
+        assert service["sessionAffinity"] == "ClientIP"
+        assert service["ports"] == [{"name": "http", "port": port, "targetPort": "http"}]
+        (container,) = pod["spec"]["containers"]
+        assert container["ports"] == [{"name": "http", "containerPort": port}]
+    assert f"0.0.0.0:{7410}" in container["args"]
+
+
+def test_weights_are_not_served_without_a_token():
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        helm("template", CHART, "--set", "weights.enabled=true")
+    assert "weights.enabled needs access.enabled" in caught.value.output
 
 
 def test_what_kubernetes_forbids_to_change_is_the_same_with_more_servers():
@@ -223,7 +248,7 @@ def test_the_containers_run_what_the_compose_services_run():
     assert "nvidia.com/gpu" not in json.dumps([pod["spec"]["containers"] for pod in pods(*CPU).values()])
 
 
-@pytest.mark.parametrize("part", ["server", "trainer", "generator", "archiver", "page"])
+@pytest.mark.parametrize("part", ["server", "trainer", "generator", "archiver", "weights", "page"])
 def test_every_argument_is_one_that_the_command_has(part):
     *_, container = containers(pods(*EVERYTHING)[part])
     command = [word for word in container["args"] if not word.startswith(("-", "/"))]

@@ -137,6 +137,9 @@ spec:
   containers:
     - name: {{ .name }}
       args: {{ toJson .part.args }}
+      {{- with .part.port }}
+      ports: [{name: http, containerPort: {{ . }}}]
+      {{- end }}
       {{- with .part.heartbeatMinutes }}
       livenessProbe:
         exec: {command: [sh, -c, 'test -n "$(find /tmp/heartbeat -mmin -{{ . }})"']}
