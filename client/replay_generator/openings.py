@@ -120,8 +120,9 @@ def encode_whole(opening: Opening, rollouts: Mapping[int, Rollout]) -> bytes:
 
 def encode_info(info: Mapping[str, Any]) -> bytes:
     """The bytes of the `info` of a rollout. Raises ValueError for one that msgpack cannot hold."""
+    plain = dict(info) if isinstance(info, Mapping) else info  # msgpack knows no other mappings
     try:
-        packed: bytes = msgpack.packb(dict(info))
+        packed: bytes = msgpack.packb(plain)
         return packed
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(

@@ -256,7 +256,7 @@ def test_a_generator_without_the_trainers_disk_follows_it_by_deltas(client, tmp_
         fetched = generators.stats["fetched_bytes"]
         server.shutdown()
     assert [line["fresh/groups"] for line in lines_of(tmp_path / "run")] == [FRESH] * 3
-    newest, files = cache / "replay-weights/step-3", [*(served / "step-3").glob("*.*")]
+    newest, files = cache / "replay-weights/0/step-3", [*(served / "step-3").glob("*.*")]
     assert {file.name: file.read_bytes() for file in newest.iterdir()} == {
         each.name: each.read_bytes() for each in files
     }

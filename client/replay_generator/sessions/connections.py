@@ -16,7 +16,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from ssl import SSLContext
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -94,9 +94,8 @@ class _Connection(asyncio.Protocol):
             self.opening.cancel()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._begun(self, transport)
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass
+        self._begun(self, self._transport)
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:

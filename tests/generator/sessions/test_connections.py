@@ -173,3 +173,14 @@ def test_with_few_descriptors_strangers_stop_neither_agents_nor_weights(tmp_path
             process.kill()
             log.close()
     assert "Too many open files" not in (tmp_path / "log").read_text()
+
+
+def test_the_loop_of_uvloop_serves_as_well():
+    """`replay generate` runs on it where it is installed; its transports are no subclass of asyncio's."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def asked() -> int:
+        async with serving(answer()) as (_, address), httpx.AsyncClient(timeout=60) as client:
+            return (await client.post(f"{address}/v1/completions", json={"prompt": "a"})).status_code
+
+    assert uvloop.run(asked()) == 200
