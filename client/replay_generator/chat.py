@@ -301,7 +301,10 @@ def _ways(told: _Told) -> Iterator[tuple[tuple[_Way, ...], _Told]]:
 
 
 def _arguments_as_objects(told: _Told) -> _Told:
-    """What is no JSON of an object stays as it is. Raises ChatError for half a surrogate in the JSON."""
+    """The messages with the arguments of calls as objects. A text that is no JSON of an object stays as it is.
+
+    Raises ChatError for half a surrogate in the JSON.
+    """
 
     def as_object(function: Mapping[str, Any]) -> Any:
         try:
@@ -383,8 +386,8 @@ _WAYS: dict[_Way, str] = {
     _thoughts_apart: "the thoughts of the assistant apart from its content, as reasoning_content",
     _one_system: "the messages of the system as one at the top, and later ones as words of the user",
 }
-"""What some templates want, and its words in the log. A way is tried, alone and with others, only where the template
-refuses the usual form."""
+"""Other forms in which some templates want messages, each with its words in the log. `render` tries a way, alone and
+with others, only where the template refuses the usual form."""
 
 
 def _check_arguments(rendered: str, told: _Told) -> None:

@@ -18,7 +18,7 @@ MOST_ROLLOUTS = 16_384
 """Of one group."""
 MOST_TURNS = 10_000
 MOST_BYTES = 1 << 28
-"""Of one session, unless its settings say otherwise."""
+"""The bounds of one session, unless `session_turns` and `session_bytes` say otherwise."""
 
 
 @settings()

@@ -369,8 +369,10 @@ async def play(
                 rollout = checked(returned)
                 if why := why_unreadable(engine, rollout):
                     raise RolloutError(f"the hook returned a sequence with {why}")
-                if hook is not single_turn and (why := why_no_group(rollout)):
-                    raise RolloutError(f"the hook returned a rollout of which no group can be made: {why}")
+                if hook is not single_turn:
+                    why = why_no_group(rollout)
+                    if why:
+                        raise RolloutError(f"the hook returned a rollout of which no group can be made: {why}")
                 return rollout
         except Exception as error:
             if isinstance(returned, Rollout):

@@ -18,7 +18,7 @@ _VERSION = re.compile(r"step-[0-9]+")
 
 
 def is_version(name: str) -> bool:
-    """Whether a folder of this name holds the weights of a version."""
+    """Tells whether a folder with this name holds the weights of a version."""
     return _VERSION.fullmatch(name) is not None
 
 
@@ -50,7 +50,7 @@ class WeightsAddress:
         return cls(parts.scheme, parts.hostname.rstrip("."), port or _PORTS[parts.scheme], folders)
 
     def is_inside(self, root: WeightsAddress) -> bool:
-        """Whether it is a folder below `root`, of the same server."""
+        """Tells whether this address is that of a folder below `root`, on the same server."""
         if (self.scheme, self.host, self.port) != (root.scheme, root.host, root.port):
             return False
         size = len(root.folders)

@@ -51,15 +51,15 @@ class _Connection(asyncio.Protocol):
         self.opening: asyncio.Task[None] | None = None
         """While TLS is agreed on."""
         self.is_answered = False
-        """Whether a whole request is there whose answer is made."""
+        """The server has a whole request, and makes its answer."""
         self.is_idle = False
-        """Whether it has had an answer, and no byte came since."""
+        """The client has its answer, and has sent no byte since."""
         self._came = False
-        """Whether bytes came behind the request that is answered."""
+        """The client has sent bytes behind the request that is being answered."""
         self.wait(strangers.SECONDS_PER_REQUEST)
 
     def wait(self, seconds: float | None) -> None:
-        """The connection ends after so many seconds. None: it does not."""
+        """Ends the connection after so many seconds, unless this is called again. None: never."""
         if self._late is not None:
             self._late.cancel()
         self._late = None if seconds is None else self._loop.call_later(seconds, self.abort)
@@ -121,7 +121,7 @@ class _Connection(asyncio.Protocol):
 
 
 class Connections:
-    """Those of one address. `make` makes aiohttp's protocol for one."""
+    """The connections of one address. `make` makes aiohttp's protocol for one of them."""
 
     def __init__(self, make: Callable[[], asyncio.Protocol], ssl_context: SSLContext | None) -> None:
         self._make = make

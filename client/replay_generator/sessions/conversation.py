@@ -39,9 +39,9 @@ class Conversation:
     new_marked: tuple[Message, ...]
     """The same with a mark in the place of the turn of the policy."""
     new_rendered: str
-    """What the template makes of `marked`, behind that of `before`."""
+    """The text that the template adds for `new_marked`, behind the text of `before`."""
     size: int
-    """How many messages it has."""
+    """The number of its messages, with those of `before`."""
     words: str = ""
     """Words of the assistant in the prompt, which the next turn of the policy goes on with."""
 
