@@ -63,7 +63,7 @@ endef
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-annotate --custom-compile-command "make constraints" pyproject.toml
 
-.PHONY: demo demo-real test test-core test-long adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page lint format protos docs constraints \
+.PHONY: demo demo-real test test-core test-long adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page metrics-page lint format protos docs constraints \
   agents agents-page setup setup-dev setup-real clean
 
 demo: setup
@@ -150,6 +150,10 @@ learning-page: setup-dev
 	$(BIN)/python -m experiments.learning.report experiments/results/learning.json experiments/results/learning_real.json \
 	  --arms plain half quarter small50-right small50-opsm --picture docs/images/learning.png > /dev/null
 	$(BIN)/python -m experiments.learning.page docs/record/learning.md
+
+# Writes the tables of docs/metrics.md from the metrics that the code declares.
+metrics-page: setup-dev
+	$(BIN)/python -m tests.docs.metrics_page
 
 # For the tests and runs of the learning experiment on SmolLM2: 93 MB of weights, and the tasks of reasoning-gym.
 setup-real: setup-dev

@@ -176,7 +176,7 @@ def serve(side: Side, folder: Path | None = None, patience: float = 60.0) -> Ser
             with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
                 config.write(configuration(side, folder))
                 config.flush()
-                command = ["-m", "replay_cli", "serve", "--log-level", "error", "--address", "127.0.0.1:0"]
+                command = ["-m", "replay_cli", "serve", "--log-level", "error", "--listen", "127.0.0.1:0"]
                 command += ["--config", config.name]
                 if side.durability == CHECKPOINT and folder is not None and any(folder.iterdir()):
                     command += ["--restore", "latest"]

@@ -40,14 +40,20 @@ def tokens(cells: Cells) -> str:
                 name = f"tokens/{group}/{generators}-generators"
                 cell, tls = cells.get(name, {}), cells.get(f"{name}/tls", {})
                 yield (
-                    f"{group}, {generators}",
+                    group,
+                    str(generators),
                     number(cell.get("ours"), 1e6),
                     number(cell.get("tcp"), 1e6),
                     number(tls.get("ours"), 1e6),
                     number(cell.get("theirs"), 1e6),
                 )
 
-    return markdown(("groups, generators", "one host", "TCP", "TCP and TLS", "Reverb"), rows())
+    ways = ("ours, one host", "ours, TCP", "ours, TCP and TLS", "Reverb, one host")
+    return markdown(("group", "generators", *ways), rows())
+
+
+DICT_PARTS = {"both": "put, then get"}
+"""The tables show each part of the measurement of a dict under this name."""
 
 
 def dicts(cells: Cells) -> str:
@@ -59,12 +65,13 @@ def dicts(cells: Cells) -> str:
                 found = [cells.get(f"dict-{part}/{size}/{rival}", {}) for rival in rivals]
                 ours = [cell["ours"] for cell in found if cell.get("ours") is not None]
                 yield (
-                    f"{size}, {part}",
+                    size,
+                    DICT_PARTS.get(part, part),
                     number(statistics.median(ours) if ours else None),
                     *(number(cell.get("theirs")) for cell in found),
                 )
 
-    return markdown(("dict", "ours", *rivals.values()), rows())
+    return markdown(("dict", "operation", "ours", *rivals.values()), rows())
 
 
 def durable(cells: Cells) -> str:
@@ -75,47 +82,64 @@ def durable(cells: Cells) -> str:
                     cells.get(f"durable/{what}/{payload}/fsync-{ours}", {}) for what in ("insert", "ack-p50", "ack-p99")
                 ]
                 yield (
-                    f"{payload}, fsync {ours} ({redis})",
-                    *(f"{number(cell.get('ours'))}, {number(cell.get('theirs'))}" for cell in found),
+                    payload,
+                    f"{ours} / {redis}",
+                    *(f"{number(cell.get('ours'))} / {number(cell.get('theirs'))}" for cell in found),
                 )
 
-    return markdown(("payload, ours (Redis)", "inserts a second", "acknowledgement p50, ms", "p99, ms"), rows())
+    times = (f"acknowledgement in ms, {percentile}: ours / Redis" for percentile in ("p50", "p99"))
+    return markdown(
+        ("payload", "`fsync` here / `appendfsync` in Redis", "inserts per second: ours / Redis", *times), rows()
+    )
+
+
+RESTARTS = {
+    "restart/items/fsync-always": "restart after SIGKILL, items of 400 B, `fsync` always",
+    "restart/bytes/fsync-always": "restart after SIGKILL, items of 106 kB, `fsync` always",
+    "restart/items/checkpoint": "restart from a checkpoint, items of 400 B",
+    "checkpoint/items": "writing a checkpoint, items of 400 B",
+    "restart/bytes/checkpoint": "restart from a checkpoint, items of 106 kB",
+    "checkpoint/bytes": "writing a checkpoint, items of 106 kB",
+}
+"""The tables show a cell under this name; a cell that is not here keeps its own."""
 
 
 def restarts(cells: Cells) -> str:
     def rows() -> Iterator[Row]:
         for name, cell in cells.items():
             if name.startswith(("restart/", "checkpoint/")):
-                yield name, cell["against"], number(cell["ours"]), number(cell["theirs"]), cell["unit"]
+                what, rival = RESTARTS.get(name, name), cell["against"].capitalize().partition(",")[0]
+                yield what, cell["unit"], number(cell["ours"]), f"{number(cell['theirs'])} ({rival})"
 
-    return markdown(("", "beside", "ours", "theirs", ""), rows())
+    return markdown(("operation", "unit", "ours", "the other system"), rows())
 
 
 def messages(cells: Cells) -> str:
     def pair(name: str) -> str:
         cell = cells.get(name, {})
-        return ", ".join(f"{cell[key]:.2f}" for key in ("ratio", "tcp_ratio") if cell.get(key) is not None)
+        return " / ".join(f"{cell[key]:.2f}" for key in ("ratio", "tcp_ratio") if cell.get(key) is not None)
 
     columns = {
         "insert, 1 writer": "insert/{}/1-writers",
-        "2 writers": "insert/{}/2-writers",
-        "4 writers": "insert/{}/4-writers",
+        "insert, 2 writers": "insert/{}/2-writers",
+        "insert, 4 writers": "insert/{}/4-writers",
         "sample, 1 reader": "sample/{}/1-readers",
-        "2 readers": "sample/{}/2-readers",
-        "acknowledgement p50": "ack-p50/{}",
-        "p99": "ack-p99/{}",
+        "sample, 2 readers": "sample/{}/2-readers",
+        "acknowledgement, p50": "ack-p50/{}",
+        "acknowledgement, p99": "ack-p99/{}",
     }
     rows = ((size, *(pair(name.format(size)) for name in columns.values())) for size in PAYLOADS)
     return markdown(("payload", *columns), rows)
 
 
 def goals(results: dict[str, Any]) -> str:
-    rows = (
-        (each["text"], number(each["value"]), "met" if each["met"] else "missed")
-        for each in results["goals"]
-        if each["value"] is not None
-    )
-    return markdown(("goal", "now", ""), rows)
+    def rows() -> Iterator[Row]:
+        for each in results["goals"]:
+            if each["value"] is not None:
+                goal, _, quantity = each["text"].partition(": ")
+                yield quantity, goal, number(each["value"]), "yes" if each["met"] else "no"
+
+    return markdown(("quantity", "goal", "result", "goal met?"), rows())
 
 
 def main() -> None:

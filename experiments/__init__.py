@@ -1,1 +1,1 @@
-"""Programs that answered a question once. README.md has a line for each: the question, the answer, how to run it."""
+"""Programs that answer a question. README.md has a line for each: the question, the answer, how to run it."""

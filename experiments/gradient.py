@@ -35,7 +35,7 @@ from experiments.serving import serve
 from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup, Sample
 from replay_generator import GeneratorConfig, run_generator
 from replay_generator.engines import Completion, SamplingConfig
-from replay_generator.rewards import load_reward
+from replay_generator.rewards.functions import load_reward
 from replay_trainer import Callback, GRPOConfig, GRPOTrainer, Run, StepReport
 
 STAGES = ("finished", "scored", "acknowledged", "taken", "gradient")
@@ -96,10 +96,12 @@ class TimedInserts(AsyncReplayClient):
 def generate(address: str, folder: Path) -> None:
     from replay_generator.engines.transformers import TransformersEngine
 
-    engine = TimedEngine(TransformersEngine(str(folder / "model"), seed=0))
+    engine = TimedEngine(TransformersEngine(str(folder / "warm"), seed=0))
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     config = GeneratorConfig(sampling=SamplingConfig(max_tokens=6, seed=0), wait_for_policy=True)
-    run_generator(lambda: TimedInserts(address), engine, rows, load_reward("exact_match"), config, keep=engine.mark)
+    run_generator(
+        lambda: TimedInserts(address), engine, rows, load_reward("exact_match"), config, group_filter=engine.mark
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- the trainer
@@ -175,8 +177,8 @@ class Stages(Callback):
 def train(address: str, folder: Path, steps: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "warm")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "warm")
     config = GRPOConfig(output_dir=str(folder / "train"), max_steps=steps, groups_per_step=16, learning_rate=1e-5)
     with TimedClient(address, timeout=60.0) as client:
         stages = Stages(client)
@@ -190,7 +192,9 @@ def train(address: str, folder: Path, steps: int) -> None:
 
 def measure(steps: int) -> dict[str, Any]:
     """Runs the processes, and returns the figures of all steps after the first ones."""
-    from examples.demo.run import DEMO
+    import tomli_w
+
+    from examples.demo.variants import DEMO, GROUPS_PER_STEP, changed
 
     folder = FILES / "gradient"
     shutil.rmtree(folder, ignore_errors=True)
@@ -202,7 +206,8 @@ def measure(steps: int) -> dict[str, Any]:
     acknowledged: dict[int, float] = {}
     reloads: list[tuple[float, float]] = []
     told = []
-    with serve(folder, DEMO.server_config) as server:
+    admission = {"admission": {"fresh_groups_per_step": GROUPS_PER_STEP}}
+    with serve(folder, tomli_w.dumps(changed(DEMO.sections["serve"], admission))) as server:
         role = [*python, "experiments.gradient", "--address", server.address, "--steps", str(steps), "--role"]
         with Process([*role, "generator"]) as generator, Process([*role, "trainer"]) as trainer:
             while len(told) < steps:

@@ -6,7 +6,7 @@ import os
 os.environ["GRPC_VERBOSITY"] = os.environ.get("GRPC_VERBOSITY", "NONE")
 
 import replay_protos  # noqa: F401, before `grpc` is imported
-from replay_server.config import CheckpointsSection, Config, LimitsSection, SecuritySection, ServerSection
+from replay_server.config import CheckpointsConfig, Config, LimitsConfig, SecurityConfig, ServerConfig
 from replay_server.server import ReplayServer
 from replay_server.tables.config import (
     AdmissionConfig,
@@ -19,13 +19,13 @@ from replay_server.tables.config import (
 __all__ = [
     "AdmissionConfig",
     "BalanceConfig",
-    "CheckpointsSection",
+    "CheckpointsConfig",
     "Config",
-    "LimitsSection",
+    "LimitsConfig",
     "RateLimiterConfig",
     "ReplayServer",
-    "SecuritySection",
+    "SecurityConfig",
     "SelectorConfig",
-    "ServerSection",
+    "ServerConfig",
     "TableConfig",
 ]

@@ -23,7 +23,7 @@ from replay_server.tables.config import (
     with_named,
 )
 
-# The most that one request, or one connection, may ask for. LimitsSection has what clients share.
+# The most that one request, or one connection, may ask for. LimitsConfig has what clients share.
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Bytes of one message. gRPC refuses a larger message when it has read its length."""
@@ -50,7 +50,7 @@ MAX_ROWS_OUTSTANDING = 1 << 22
 MAX_BYTES_READ = 256 << 20
 """Payload bytes that answers to Get hold at a time, of all clients. They count for no max_bytes."""
 MAX_DRAWS = 4096
-"""Draws of one sample stream that wait, or whose batches are neither taken nor leased."""
+"""Draws of one sample stream that wait, or whose batches are neither acknowledged nor leased."""
 MAX_CLIENTS = 1024
 """Named clients that the server remembers."""
 MAX_NAME = 64
@@ -61,12 +61,12 @@ MAX_DESCRIPTIONS = 256 * 1024
 """Bytes of the settings of all clients. Beyond them the server forgets those of clients seen longest ago."""
 
 
-class ServerSection(Model):
+class ServerConfig(Model):
     """The server process: where it listens, where it keeps items, and how much memory it may use."""
 
-    address: str = "127.0.0.1:7400"
+    listen: str = "127.0.0.1:7400"
     """host:port on which the server listens. Port 0: a free port. 0.0.0.0: every address of this machine."""
-    metrics_address: str | None = None
+    metrics_listen: str | None = None
     """host:port of /metrics for Prometheus and /health, over HTTP and without a token; absent: neither."""
     data_dir: Path | None = None
     """Folder in which items are stored durably; absent: items are kept in memory only."""
@@ -82,7 +82,7 @@ class ServerSection(Model):
     """Folder in which clients on the server's host make sockets, to which it sends memory for payloads. false: payloads
     travel over gRPC only. Server and client must see the same folder, also in containers, and run as the same user."""
 
-    @field_validator("address", "metrics_address")
+    @field_validator("listen", "metrics_listen")
     @classmethod
     def _host_and_port(cls, address: str | None) -> str | None:
         if address is not None:
@@ -92,7 +92,7 @@ class ServerSection(Model):
         return address
 
 
-class SecuritySection(Model):
+class SecurityConfig(Model):
     """Tokens and TLS. All files are in PEM format, except the tokens' (see rpc.auth.Tokens)."""
 
     tls_cert: Path | None = None
@@ -115,13 +115,13 @@ class SecuritySection(Model):
         return self
 
 
-class LimitsSection(Model):
+class LimitsConfig(Model):
     """Bounds on what all clients use together. Each connection counts as a client. The bounds of a single request are
     constants of the server (config.py). gRPC holds at most 16 MB of unread messages for each open call."""
 
     max_connections: int = Field(1024, ge=1, le=1_000_000)
     """The most open connections. The server refuses more."""
-    max_streams_per_connection: int = Field(256, ge=1, le=1_000_000)
+    max_calls_per_connection: int = Field(256, ge=1, le=1_000_000)
     """The most open calls of one connection, streams included. Its client delays more."""
     max_calls: int = Field(8192, ge=1, le=10_000_000)
     """The most open calls of all connections. The server refuses more."""
@@ -141,7 +141,7 @@ class LimitsSection(Model):
     """Seconds within which a client must send the next chunk of an item, or read the next chunk of a response."""
 
 
-class CheckpointsSection(Model):
+class CheckpointsConfig(Model):
     """Checkpoints: copies of all items and tables of the server, each in one file."""
 
     dir: Path | None = None
@@ -157,10 +157,10 @@ class CheckpointsSection(Model):
 class Config(Model):
     """The configuration of a whole server."""
 
-    server: ServerSection = ServerSection()
-    security: SecuritySection = SecuritySection()
-    limits: LimitsSection = LimitsSection()
-    checkpoints: CheckpointsSection = CheckpointsSection()
+    server: ServerConfig = ServerConfig()
+    security: SecurityConfig = SecurityConfig()
+    limits: LimitsConfig = LimitsConfig()
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
     admission: AdmissionConfig | None = None
     tables: tuple[TableConfig, ...] = Field(default=(), validate_default=True)
 
@@ -211,6 +211,8 @@ class Config(Model):
     def load(cls, path: str | Path, defaults: Mapping[str, Any] | None = None) -> Config:
         """Reads a TOML file. `defaults` are settings as in a file, which those of the file change: see `changed`.
 
+        Without them, a file without [[tables]] has the usual ones.
+
         Raises ValueError that names the file, the place in it and the remedy.
         """
         try:
@@ -221,9 +223,9 @@ class Config(Model):
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: {error}") from error
         try:
-            return cls.model_validate(changed(defaults or {}, data))
+            return cls.model_validate(changed(defaults or USUAL, data))
         except ValidationError as error:
-            raise ValueError(f"{path}: {explain(error)}") from error
+            raise ValueError(f"{path}: {explain(error, sections='')}") from error
 
 
 def changed(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,10 +237,10 @@ def changed(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
     for name in settings.keys() & own.keys():
         before, after = settings[name], own[name]
         if name == "tables" and all(isinstance(table, Mapping) for table in before) and isinstance(after, list):
-            given = {table.get("name"): table for table in after if isinstance(table, dict)}
+            own_tables = {table.get("name"): table for table in after if isinstance(table, dict)}
             names = [table["name"] for table in before]
             others = [table for table in after if not isinstance(table, dict) or table.get("name") not in names]
-            result[name] = [{**table, **given.get(table["name"], {})} for table in before] + others
+            result[name] = [{**table, **own_tables.get(table["name"], {})} for table in before] + others
         elif isinstance(before, Mapping) and isinstance(after, Mapping):
             result[name] = {**before, **after}
     return result
@@ -254,4 +256,6 @@ DEFAULT_TABLES = (
         max_staleness=16,
     ),
 )
-"""The tables of `replay serve` without a configuration: a queue of new groups, and the pool that it feeds."""
+"""The tables of `replay serve` whose file names none: a queue of new groups, and the pool that it feeds."""
+USUAL: Mapping[str, Any] = {"tables": DEFAULT_TABLES}
+"""What a file changes. Its [[tables]], if it has any, stand in the place of both."""

@@ -16,11 +16,11 @@ from replay_protos import event_loop
 from replay_protos.memory import keep_freed_memory
 from replay_protos.transport import is_loopback
 from replay_server.config import (
-    CheckpointsSection,
+    CheckpointsConfig,
     Config,
-    LimitsSection,
-    SecuritySection,
-    ServerSection,
+    LimitsConfig,
+    SecurityConfig,
+    ServerConfig,
 )
 from replay_server.errors import Refused
 from replay_server.rpc.auth import Authorizer, ServerCertificates
@@ -58,27 +58,27 @@ class ReplayServer:
         *,
         admission: AdmissionConfig | None = None,
         max_bytes: int | str | None = None,
-        metrics_address: str | None = None,
+        metrics_listen: str | None = None,
         data_dir: str | Path | None = None,
         fsync: Fsync = "always",
         shared_memory: str | Path | Literal[False] = "/dev/shm",
-        checkpoints: CheckpointsSection | None = None,
-        security: SecuritySection | None = None,
-        limits: LimitsSection | None = None,
+        checkpoints: CheckpointsConfig | None = None,
+        security: SecurityConfig | None = None,
+        limits: LimitsConfig | None = None,
     ) -> None:
         section: dict[str, Any] = {
-            "address": f"{host}:{port}",
+            "listen": f"{host}:{port}",
             "max_bytes": max_bytes,
-            "metrics_address": metrics_address,
+            "metrics_listen": metrics_listen,
             "data_dir": data_dir,
             "fsync": fsync,
             "shared_memory": shared_memory,
         }
         config = Config(
-            server=ServerSection(**section),
-            security=security or SecuritySection(),
-            limits=limits or LimitsSection(),
-            checkpoints=checkpoints or CheckpointsSection(),
+            server=ServerConfig(**section),
+            security=security or SecurityConfig(),
+            limits=limits or LimitsConfig(),
+            checkpoints=checkpoints or CheckpointsConfig(),
             admission=admission,
             tables=tuple(tables),
         )
@@ -211,9 +211,9 @@ class ReplayServer:
             if checkpoint is not None:
                 raise
             checkpoint = self._last_resort(damage)
-            said = f"{damage.what}: the start fell back to checkpoint {checkpoint.name}"
-            log.error("%s; all later changes are lost", said)
-            await self._serve(checkpoint, True, said, on_started)
+            fell_back = f"{damage.what}: the start fell back to checkpoint {checkpoint.name}"
+            log.error("%s; all later changes are lost", fell_back)
+            await self._serve(checkpoint, True, fell_back, on_started)
 
     def _last_resort(self, damage: DamagedDirectory) -> Checkpoint:
         """The newest whole checkpoint. Raises the damage if there is none."""
@@ -278,12 +278,12 @@ class ReplayServer:
         on_started: Callable[[], None],
     ) -> None:
         config, section, checkpoints = self.config, self.config.server, self.config.checkpoints
-        _check_open_address(section.address, config.security, tokens=self._authorizer.tokens is not None)
+        _check_open_address(section.listen, config.security, tokens=self._authorizer.tokens is not None)
         metrics = None
-        if section.metrics_address is not None:
+        if section.metrics_listen is not None:
             from replay_server.telemetry.prometheus import MetricsEndpoint  # imports packages that nothing else needs
 
-            metrics = MetricsEndpoint(section.metrics_address)
+            metrics = MetricsEndpoint(section.metrics_listen)
             ends.push_async_callback(asyncio.to_thread, metrics.close)
         self._service = ReplayService(
             buffer,
@@ -295,7 +295,7 @@ class ReplayServer:
             None if metrics is None else metrics.latencies,
         )
         self._service.backend.draining = self._draining
-        listener = Listener(self._service, section.address, config.limits, self._authorizer, self._certificates)
+        listener = Listener(self._service, section.listen, config.limits, self._authorizer, self._certificates)
         self._address = listener.address
         _warn_of_open_address(self._address, config.security, tokens=self._authorizer.tokens is not None)
         await listener.start()
@@ -336,7 +336,7 @@ class ReplayServer:
         self.stop()
 
 
-def _check_open_address(address: str, section: SecuritySection, *, tokens: bool) -> None:
+def _check_open_address(address: str, section: SecurityConfig, *, tokens: bool) -> None:
     """Raises ValueError if other machines can reach the address, no call needs a token or a certificate, and nobody has
     said that this is meant."""
     host = address.rpartition(":")[0]
@@ -349,7 +349,7 @@ def _check_open_address(address: str, section: SecuritySection, *, tokens: bool)
     )
 
 
-def _warn_of_open_address(address: str, section: SecuritySection, *, tokens: bool) -> None:
+def _warn_of_open_address(address: str, section: SecurityConfig, *, tokens: bool) -> None:
     """Warns if other machines can reach the address and tokens or TLS are missing; `tokens`: calls need one."""
     if is_loopback(address.rpartition(":")[0]):
         return
@@ -373,6 +373,6 @@ def _warn_of_open_metrics(address: str) -> None:
     if not is_loopback(address.rpartition(":")[0]):
         log.warning(
             "metrics at http://%s/metrics, without tokens and TLS: whoever reaches it can read names, sizes "
-            "and rates of tables; set metrics_address to one that only your monitoring reaches",
+            "and rates of tables; set metrics_listen to one that only your monitoring reaches",
             address,
         )

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from replay_protos.words import counted
 from replay_server.config import Config
 from replay_server.server import ReplayServer
 from replay_server.tables.extensions.admission import Admission
@@ -69,10 +70,10 @@ class ShardActor:
 
         ray: Any = module
         self._name = name
-        host, _, port = config.server.address.rpartition(":")
+        host, _, port = config.server.listen.rpartition(":")
         if host in ("", "0.0.0.0"):  # a client on another node needs the address of this one
             host = ray.util.get_node_ip_address()
-        section = config.server.model_copy(update={"address": f"{host}:{port}"})
+        section = config.server.model_copy(update={"listen": f"{host}:{port}"})
         self._server = ReplayServer.from_config(config.model_copy(update={"server": section}), environment)
         self._server.draining = ray.experimental.internal_kv._internal_kv_exists(self._mark)
         self._server.start()
@@ -160,9 +161,10 @@ class Shards:
 
     def status(self) -> list[ShardStatus]:
         """Every shard. One that does not answer in time has no address."""
-        asked = {name: actor.status.remote() for name, actor in self.actors().items()}
-        self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else None
-        return [self._answer(name, reference) for name, reference in asked.items()]
+        references = {name: actor.status.remote() for name, actor in self.actors().items()}
+        if references:
+            self._ray.wait(list(references.values()), num_returns=len(references), timeout=_ANSWER_SECONDS)
+        return [self._answer(name, reference) for name, reference in references.items()]
 
     def start(
         self, configs: Sequence[Config], options: Mapping[str, Any], pin: bool, timeout: float
@@ -250,9 +252,9 @@ def up(
 ) -> list[ShardStatus]:
     """Starts `shards` shards NAME-0, NAME-1, ... and returns when all of them serve. Those that run already stay.
 
-    Every shard has `config`. Clients tell them their places, by which they share `groups_per_step` of [admission].
-    Other machines reach the address of a shard, unless that of its node is loopback: so a shard starts only with
-    tokens, a `tls_client_ca`, or `insecure` in [security].
+    Every shard has `config`. Clients tell them their places, by which they share `fresh_groups_per_step` of
+    [admission]. Other machines reach the address of a shard, unless that of its node is loopback: so a shard starts
+    only with tokens, a `tls_client_ca`, or `insecure` in [security].
 
     data_dir: each shard keeps its items in a folder NAME-<number> in it; absent: in memory only. The folder must be
     shared by all nodes, unless `pin` is set: then each shard stays on one node as long as that node lives.
@@ -264,7 +266,7 @@ def up(
     configs = shard_configs(config, shards, data_dir, name, port)
     service = Shards(name, namespace, ray_address)
     if (running := len(service.actors())) > shards:
-        raise ShardError(f"{running} shards run already: to have {shards}, use resize")
+        raise ShardError(f"{running} of its shards run already: to have {shards}, use resize")
     return service.start(configs, _options(config, memory), pin, timeout)
 
 
@@ -298,7 +300,7 @@ def resize(
 
     A shard that is to go takes no more inserts, from this call on, and goes when it is empty. Until then this raises
     ShardError that says what it still holds: call again later. With the next policy version the trainer divides
-    `groups_per_step` of [admission] among those that stay; the shard waits for that too.
+    `fresh_groups_per_step` of [admission] among those that stay; the shard waits for that too.
     """
     configs = shard_configs(config, shards, data_dir, name, port)
     service = Shards(name, namespace, ray_address)
@@ -311,7 +313,8 @@ def resize(
     if leaving:
         service.drain(leaving, True)
         held = [shard for shard in service.status() if shard.name in leaving and (shard.items or not shard.is_up)]
-        if rest := ", ".join(f"{shard.name} holds {shard.items} items" for shard in held):
+        if held:
+            rest = ", ".join(f"{shard.name} holds {counted(shard.items, 'item')}" for shard in held)
             raise ShardError(f"resize is refused for now: {rest}, and takes no more; try again when it is empty")
         service.hand_over(leaving, staying[0])
         service.stop(leaving)
@@ -326,9 +329,9 @@ def shard_configs(config: Config, shards: int, data_dir: str | Path | None, name
     parts = []
     for number in range(shards):
         section: dict[str, Any] = {
-            "address": f"0.0.0.0:{port + number if port else 0}",
+            "listen": f"0.0.0.0:{port + number if port else 0}",
             # Several shards may run on one node.
-            "metrics_address": None if config.server.metrics_address is None else "0.0.0.0:0",
+            "metrics_listen": None if config.server.metrics_listen is None else "0.0.0.0:0",
         }
         if data_dir is not None:
             section["data_dir"] = Path(data_dir) / f"{name}-{number}"

@@ -141,7 +141,7 @@ _block: tuple[int, Iterator[int]] | None = None
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now, and that nobody takes while its server is away.
+    """A port that nobody listens on now, on any address, and that nobody takes while its server is away.
 
     The system gives clients, and servers that ask for port 0, ports from 32768 on. One of those is gone as soon as
     anybody connects to anything. Each process of tests has a block of ports of its own, as long as it lives.
@@ -153,7 +153,7 @@ def free_port() -> int:
         with socket.socket() as free, suppress(OSError):
             # As servers do: connections of the server before may linger.
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            free.bind(("127.0.0.1", port))
+            free.bind(("0.0.0.0", port))  # torch's store takes all addresses
             return port
     raise AssertionError(f"none of the {_BLOCK} ports of this process is free")
 
@@ -235,7 +235,7 @@ def start_server(
     `before` runs in the process before the server does. With it, with an environment, or `anew`, Python starts anew.
     Otherwise the server begins with the modules that every server imports.
     """
-    command = ["serve", "--address", address, "--log-level", "warning"]
+    command = ["serve", "--listen", address, "--log-level", "warning"]
     command += [*(["--config", str(config)] if config else []), *options]
     process: Running | subprocess.Popen[str]
     if before or environment or anew:

@@ -30,7 +30,7 @@ def filled(message: Message, start: int = 1) -> Message:
         elif field.is_repeated:
             getattr(message, field.name).append(field.name)
         elif field.cpp_type == field.CPPTYPE_STRING:
-            texts = {"side": "trainer", "role": "trainer", "settings": '{"part": "1"}'}
+            texts = {"role": "trainer", "settings": '{"part": "1"}'}
             setattr(message, field.name, texts.get(field.name, field.name))
         else:
             setattr(message, field.name, True if field.cpp_type == field.CPPTYPE_BOOL else number)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
-
 import pytest
 
 from examples.demo.compare import RECIPE as COMPARED
@@ -33,7 +31,7 @@ def test_the_parts_take_the_settings_of_a_recipe_which_agree(name):
     assert recipe.keys() == {"about", "serve", "generate", "train"}
     server, generator = Config.model_validate(recipe["serve"]), GeneratorConfig(**recipe["generate"])
     trainer = GRPOConfig(output_dir="runs/x", **recipe["train"])
-    assert trainer.fresh_groups_per_step == server.admission.groups_per_step
+    assert trainer.fresh_groups_per_step == server.admission.fresh_groups_per_step
     assert generator.tables == (trainer.rollouts_table,)
     tables = {table.name: table for table in server.tables}
     assert tables[trainer.rollouts_table].forward_to == trainer.replay_table
@@ -43,7 +41,7 @@ def test_the_parts_take_the_settings_of_a_recipe_which_agree(name):
 def test_a_file_changes_a_recipe_field_by_field_of_a_section_and_of_a_table(tmp_path):
     (tmp_path / "replay.toml").write_text(OWN)
     config = Config.load(tmp_path / "replay.toml", recipe_of("replay")["serve"])
-    assert (config.admission.groups_per_step, config.admission.max_staleness) == (4, 3)
+    assert (config.admission.fresh_groups_per_step, config.admission.max_staleness) == (4, 3)
     rollouts, replay, more = config.tables
     assert (rollouts.forward_to, rollouts.rate_limiter.max_size, more.name) == ("replay", 16, "more")
     assert (replay.max_size, replay.remover.type, replay.sampler.type) == (512, "min_heap", "uniform")
@@ -60,10 +58,9 @@ def test_the_demo_and_the_experiments_compare_what_the_recipe_is():
     arm = ARMS["small50-right"]
     assert GRPOConfig(output_dir="x", correction=train["correction"]).correction == arm.correction
     assert (arm.stored, arm.fresh, arm.replay) == (train["replay_rollouts"], 4, 4)
-    assert tomllib.loads(COMPARED.correction) == train["correction"]
-    assert tomllib.loads(COMPARED.pool).items() <= serve["tables"][1].items()
-    assert {"groups_per_step": COMPARED.groups, **tomllib.loads(COMPARED.replay)}.items() <= train.items()
-    assert (COMPARED.fresh, COMPARED.priority) == (
-        serve["admission"]["groups_per_step"],
-        recipe_of("replay")["generate"]["priority"],
-    )
+    compared = COMPARED.sections
+    assert compared["train"]["correction"] == train["correction"]
+    assert serve["tables"][1].items() <= (compared["serve"]["tables"][1] | {"remover": {"type": "min_heap"}}).items()
+    for name in ("groups_per_step", "replay_share", "replay_rollouts"):
+        assert compared["train"][name] == train[name]
+    assert compared["generate"]["priority"] == recipe_of("replay")["generate"]["priority"]

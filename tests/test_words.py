@@ -2,86 +2,73 @@
 
 import ast
 import importlib
+import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from replay_protos.words import counted
+from tests.docs.blocks import blocks
+
 ROOT = Path(__file__).parent.parent
-FOLDERS = (
-    *("replay_server", "client", "trainer", "protos", "docker", "docs"),
-    *("tests", "examples", "experiments", "benchmarks"),
-)
-MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-CLOCKS = {"monotonic", "perf_counter", "time", "process_time", "thread_time"}
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "experiments/README.md"]
+PACKAGES = ("replay_server", "client", "trainer", "protos")
+FOLDERS = (*PACKAGES, "tests", "experiments", "benchmarks", "docker", "docs", "examples")
+ENDINGS = (".py", ".md", ".toml", ".yaml", ".yml", ".proto", ".sh")
 
 
-def sources() -> list[Path]:
-    """Every text of the repository that a person wrote."""
-    found = [*ROOT.glob("*.md"), *ROOT.glob("*.toml"), *ROOT.glob("*.yml"), ROOT / "Makefile"]
-    for folder in FOLDERS:
-        for ending in ("py", "md", "toml", "yaml", "yml", "proto", "sh"):
-            found += (ROOT / folder).rglob(f"*.{ending}")
-    return [path for path in found if path != Path(__file__)]
+def lines_with(pattern: str) -> list[str]:
+    """The lines of all texts of the repository that a person wrote in which the pattern is found."""
+    paths = [*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
+    found = []
+    for path in paths:
+        if (path.suffix in ENDINGS or path.name == "Makefile") and path != Path(__file__):
+            lines = path.read_text().splitlines()
+            found += [f"{path.relative_to(ROOT)}: {line.strip()}" for line in lines if re.search(pattern, line)]
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- no asserted durations
 
 
-def is_clock(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value) == "time"
-        and node.func.attr in CLOCKS
-    )
-
-
 def is_duration(node: ast.AST) -> bool:
-    """Whether a clock's time is subtracted from another time anywhere in `node`."""
-    return any(
-        isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub) and any(map(is_clock, ast.walk(part)))
-        for part in ast.walk(node)
-    )
+    """Whether a time that `time` tells is a part of a difference in the node."""
+    clock = re.compile(r"\btime\.(monotonic|perf_counter|time|process_time|thread_time)\(\)")
+    differences = [part for part in ast.walk(node) if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub)]
+    return any(clock.search(ast.unparse(part)) for part in differences)
 
 
 def names_of_durations(tree: ast.AST) -> set[str]:
     """Variables that hold durations, and lists that durations are appended to."""
     names = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value is not None:
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and is_duration(node):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if is_duration(node.value):
-                names |= {target.id for target in targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append":
-            if any(map(is_duration, node.args)) and isinstance(node.func.value, ast.Name):
-                names.add(node.func.value.id)
+            names |= {ast.unparse(target) for target in targets}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".append") and is_duration(node):
+            names.add(ast.unparse(node.func).removesuffix(".append"))
     return names
 
 
 def asserted_durations(source: str) -> list[int]:
     """The lines of assertions that a slow machine could break."""
     tree = ast.parse(source)
-    durations = names_of_durations(tree)
-    return [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assert)
-        and (
-            is_duration(node.test)
-            or any(isinstance(part, ast.Name) and part.id in durations for part in ast.walk(node.test))
-        )
-    ]
+    names = names_of_durations(tree)
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            used = {ast.unparse(part) for part in ast.walk(node.test) if isinstance(part, ast.Name | ast.Attribute)}
+            if is_duration(node.test) or used & names:
+                lines.append(node.lineno)
+    return lines
 
 
 def test_no_test_asserts_a_duration():
-    found = [
-        f"{path.relative_to(ROOT)}:{line}"
-        for path in (ROOT / "tests").rglob("*.py")
-        for line in asserted_durations(path.read_text())
-    ]
-    assert found == [], "wait with a deadline (tests.factories.until), or assert an order"
+    found = {path.relative_to(ROOT): asserted_durations(path.read_text()) for path in TESTS}
+    wrong = {path: lines for path, lines in found.items() if lines}
+    assert wrong == {}, "wait with a deadline (tests.factories.until), or assert an order"
 
 
 @pytest.mark.parametrize(
@@ -98,89 +85,102 @@ def test_the_rule_about_durations_finds(source):
     assert not asserted_durations("deadline = time.monotonic() + 5\nassert time.monotonic() < deadline")
 
 
-# --------------------------------------------------------------------------------------------- names in tables of pages
+def test_no_test_but_the_soak_looks_at_the_memory_of_a_process():
+    looking = [path.name for path in TESTS if "memory_info" in path.read_text() and path != Path(__file__)]
+    assert looking == ["soak.py"]
 
 
-def table_cells(page: str) -> Iterator[tuple[str, str]]:
-    """(first cell, rest of the row) of every table row whose first cell names a path of the repository."""
-    for line in (ROOT / page).read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if line.startswith("|") and re.fullmatch(r"`[\w./-]+/[\w./-]*`", cells[0]):
-            yield cells[0].strip("`"), " ".join(cells[1:])
-
+# ------------------------------------------------------------------------------- what pages name, and what users can do
 
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/explanation/architecture.md")
-PACKAGES = {"replay_server": "", "client/": "client/", "trainer/": "trainer/", "protos/": "protos/"}
-
-
-def module_of(path: str) -> str | None:
-    """The dotted name of a module or package of ours; None for other files."""
-    for start, root in PACKAGES.items():
-        if path.startswith(start):
-            return path.removeprefix(root).removesuffix(".py").strip("/").replace("/", ".")
-    return None
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_path_and_name_in_the_tables_of_a_page_exists(page):
-    rows = list(table_cells(page))
+    rows = re.findall(r"^\| `([\w./-]+/[\w./-]*)` \|(.*)\|$", (ROOT / page).read_text(), re.MULTILINE)
     assert len(rows) >= 4
     for path, text in rows:
         assert (ROOT / path).exists(), f"{page} names {path}"
         assert path.endswith("/") == (ROOT / path).is_dir(), f"{page}: {path}"
-        module = module_of(path)
         # Class names, such as `ReplayBuffer`: they are there in the module or package of the row.
-        for name in re.findall(r"`([A-Z]\w+)`", text) if module else ():
+        names = re.findall(r"`([A-Z]\w+)`", text) if path.startswith(PACKAGES) else []
+        for name in names:
+            module = re.sub(r"^(client|trainer|protos)/|\.py$|/$", "", path).replace("/", ".")
             assert hasattr(importlib.import_module(module), name), f"{page}: {path} has no {name}"
         for link in re.findall(r"`([a-z][\w-]*(?:/[\w-]*)+/?)`", text):
             assert (ROOT / link).exists() or (ROOT / path / link).exists(), f"{page} names {link}"
 
 
-def test_every_make_target_in_the_pages_exists():
-    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for page in MARKDOWN:
-        for target in re.findall(r"(?:^    |`)(?:\w+=\S+ )*make ([a-z0-9-]+)", page.read_text(), re.MULTILINE):
-            assert target in targets, f"{page.relative_to(ROOT)}: make {target}"
-
-
-def test_every_path_that_a_page_names_exists():
-    named = re.compile(r"`((?:replay_server|client|trainer|protos|tests|experiments|benchmarks|docker|docs)/[\w./-]+)`")
-    for page in MARKDOWN:
-        if page.name == "CHANGELOG.md":
-            continue
-        for path in named.findall(page.read_text()):
-            assert (ROOT / path).exists(), f"{page.relative_to(ROOT)} names {path}"
-
-
-# ---------------------------------------------------------------------------------------------------- cited sources
-
-HIDDEN = re.compile(r"\bfacts §|\bfacts\.md|\bdesign(?:\.md)? (?:§ ?)?\d|\brooms\.md|\bstyle\.md|\bfield\.md")
-"""Pages that readers of the repository do not have."""
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_make_target_program_and_path_that_a_page_names_exists(page):
+    text = page.read_text()
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = "\n".join(block.text for block in blocks(page) if block.language in ("sh", "shell"))
+    for made, where in ((r"(?:^    |`)", text), ("^", commands)):
+        assert set(re.findall(rf"{made}(?:\w+=\S+ )*make ([a-z0-9-]+)", where, re.MULTILINE)) <= set(targets)
+    for module in re.findall(r"python\s-m\s((?:tests|experiments|benchmarks|examples)[\w.]+)", text):
+        path = ROOT / module.rstrip(".").replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"python -m {module}"
+    for path in re.findall(rf"`((?:{'|'.join(FOLDERS[:-1])})/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
 
 
 def test_no_text_cites_a_page_that_nobody_can_see():
-    found = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in sources()
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if HIDDEN.search(line)
-    ]
-    assert found == [], "cite the public source instead"
-
-
-# ------------------------------------------------------------------------------------------- what a user can install
+    hidden = r"\bfacts §|\bdesign(?:\.md)? (?:§ ?)?\d|\b(?:facts|rooms|style|field2?|house|words)\.md"
+    assert lines_with(hidden) == [], "cite the public source instead"
 
 
 def test_no_text_installs_a_package_that_is_on_no_index():
-    told = re.compile(r"pip install[^\n]*\breplay-server\b")
-    wrong = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for path in sources()
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if told.search(line)
-    ]
-    assert not wrong, f"write pip install '.[EXTRA]' in a clone of the repository: {wrong}"
+    found = lines_with(r"pip install[^\n]*\breplay-server\b")
+    assert found == [], "write pip install '.[EXTRA]' in a clone of the repository"
 
 
 def test_no_page_needs_a_package_that_only_tests_have():
     assert not [path for path in MARKDOWN if "import pytest" in path.read_text()]
+
+
+# ------------------------------------------------------------------------------------------- one item, and two items
+
+NOUNS = (
+    *("batch", "batches", "completions", "groups", "items", "permits", "prompts", "requests", "segments"),
+    *("sequences", "steps", "tables", "times", "turns"),
+)
+ALWAYS_MANY = (
+    *("groups in a row were skipped", "items; write max_size", "tables are called", "items in one message: at most"),
+    *("permits: at most", "batches: at most"),
+)
+"""What follows a number that is never 1."""
+COUNT = re.compile(rf"^ ((?:(?:more|other|fresh|stored) )?(?:{'|'.join(NOUNS)})\b.*)", re.DOTALL)
+
+
+def plurals_behind_numbers(source: str) -> list[str]:
+    """What stands behind the numbers of the f-strings of a module, where it is the plural of one of NOUNS."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.JoinedStr):
+            continue
+        before = ""
+        for value, behind in itertools.pairwise([*node.values, ast.Constant("")]):
+            if isinstance(value, ast.Constant):
+                before = str(value.value)
+            elif isinstance(behind, ast.Constant) and not ast.unparse(value.value).isupper():
+                match = COUNT.match(str(behind.value))
+                found += [match[1]] if match and not before.endswith((" of ", "there are ")) else []
+    return found
+
+
+def test_a_count_of_one_is_no_plural():
+    for package in (*PACKAGES, "examples"):
+        for path in (ROOT / package).rglob("*.py"):
+            for words in plurals_behind_numbers(path.read_text()):
+                assert words.startswith(ALWAYS_MANY), f"{path}: {words}: use `counted`"
+    for path in (ROOT / "client/replay_dashboard/page").glob("*.js"):
+        assert not re.search(rf"\$\{{[^}}]*\}} ({'|'.join(NOUNS)})\b", path.read_text()), f"{path}: use `plural`"
+
+
+@pytest.mark.parametrize(("count", "noun", "words"), [
+    (0, "group", "0 groups"), (1, "group", "1 group"), (2, "batch", "2 batches"), (2, "entry", "2 entries"),
+    (3, "more table", "3 more tables"), (2, "log-probability", "2 log-probabilities"),
+])  # fmt: skip
+def test_a_noun_agrees_with_its_count(count, noun, words):
+    assert counted(count, noun) == words

@@ -87,7 +87,7 @@ class OurSession(Session):
         return RolloutGroup.decode(self._client.get(handle)[0].payload).extras
 
     def checkpoint(self) -> None:
-        self._client.checkpoint("benchmark", timeout=None)
+        self._client.create_checkpoint("benchmark", timeout=None)
 
     def drop(self, handle: list[int]) -> None:
         self._client.delete("inserts", handle)

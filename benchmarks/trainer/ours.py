@@ -54,9 +54,9 @@ class EndlessClient:
     def leave(self, **_: Any) -> None:
         """Nobody looks at this server."""
 
-    def keep(self, *_: Any) -> Any:
+    def auto_renew(self, *_: Any) -> Any:
         """No lease ends here."""
-        return SimpleNamespace(add=lambda samples: None, let_go=lambda samples: None, close=lambda: None)
+        return SimpleNamespace(add=lambda samples: None, forget=lambda samples: None, close=lambda: None)
 
     def describe(self, settings: dict[str, str]) -> None:
         """Nobody compares anything here."""

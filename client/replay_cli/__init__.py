@@ -8,6 +8,8 @@ import os
 import signal
 from typing import Any
 
+from replay_cli.quiet import quiet_libraries
+
 
 def main() -> None:
     """The entry point. Never returns: it exits with the status of the command."""
@@ -16,6 +18,7 @@ def main() -> None:
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if a shell ignores it for a job
     if handled:
         signal.signal(signal.SIGINT, _leave)
+    quiet_libraries()
     from replay_cli.app import run
 
     if handled:

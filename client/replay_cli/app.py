@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from importlib.metadata import version
@@ -11,36 +12,40 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from replay_cli.archive import archive
-from replay_cli.archive.copying import copy
 from replay_cli.change import policy, reset, update
 from replay_cli.connection import ROOT
+from replay_cli.copying import copy
 from replay_cli.doctor import doctor
 from replay_cli.generate import generate, score
 from replay_cli.items import delete, items, show
-from replay_cli.keep import checkpoint, export, import_items
 from replay_cli.options import Commands, taking
 from replay_cli.output import complain, ignore_stdout, say
+from replay_cli.run import run as run_command
+from replay_cli.saving import checkpoint, export, import_items
 from replay_cli.servers import serve, shards, weights
 from replay_cli.tables import dashboard, tables, top
 from replay_cli.train import train
 from replay_client.waits import stop_signals
+from replay_protos.settings import about, in_our_words
 
 app = Commands(
     "A replay server for GRPO: rollout groups in rate-limited priority tables.",
-    epilog="Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, "
-    "138 SIGUSR1. After these signals `serve`, `generate`, `score` and `copy` finish their work and end with 0.",
+    epilog="\b\nExample: replay run run.toml\n\n"
+    "Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, 138 SIGUSR1. "
+    "After these signals `serve`, `generate`, `score` and `copy` finish their work and end with 0. "
+    "`train` and `run` finish their step and write a training checkpoint: 0 if that was the last step, else as above.",
     pretty_exceptions_enable=False,
 )
 _INTERRUPTED = 128 + signal.SIGINT
 _UsageError: Any = typer.BadParameter.__bases__[0]
 """The class of the click that typer uses: its own, or the package's. typer does not export it."""
-table = Commands("Change a table, or its items.")
+table = Commands("Change a table, or its items.\n\nExample: replay table update replay max_size=8192")
 table.add(update, delete, reset, export)
 table.add(import_items, name="import")
 app.add(serve, tables, top, dashboard, items, show, doctor)
 for name, group in {"policy": policy, "table": table, "checkpoint": checkpoint}.items():
     app.add_typer(group, name=name)
-app.add(generate, score, train)
+app.add(run_command, generate, score, train)
 app.add(copy)
 for name, group in {"archive": archive, "weights": weights, "shards": shards}.items():
     app.add_typer(group, name=name)
@@ -60,14 +65,14 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """What stands before the command says how it reaches the server (`access_of`)."""
+    """The options of the connection say how a command reaches the server (`access_of`)."""
 
 
 def run() -> NoReturn:
     """Runs the command of the command line, and exits with its status.
 
-    SIGTERM, SIGHUP and SIGUSR1 end a command as Ctrl-C does: what it holds is given back. `serve`, `generate`, `score`
-    and `copy` handle these signals themselves: they finish their work and end with status 0.
+    SIGTERM, SIGHUP and SIGUSR1 end a command as Ctrl-C does: what it holds is requeued. `serve`, `generate`, `score`
+    and `copy` handle these signals themselves: they finish their work and end with status 0. `train` finishes its step.
     """
     ended_by = _INTERRUPTED
     numbers = stop_signals()
@@ -106,5 +111,22 @@ def _complain_of_usage(error: Any) -> None:
         print(message, file=sys.stderr)
         return
     name = "replay" if error.ctx is None else error.ctx.command_path
-    message = message.replace("Value error, ", "").rstrip(".")  # the first words are pydantic's, which typer may use
-    complain(f"{message}; see `{name} --help`")
+    complain(f"{_mistake(error)}; see `{name} --help`")
+
+
+_NO_COMMAND = re.compile(r"^No such command (.*?)\.(?= Did|$)")
+
+
+def _mistake(error: Any) -> str:
+    """Say in a sentence what is wrong with a command line: `--limit must be at least 1`."""
+    if hasattr(error, "possibilities"):
+        hint = f"; did you mean {' or '.join(error.possibilities)}?" if error.possibilities else ""
+        return f"there is no option {error.option_name}{hint}"
+    parameter = getattr(error, "param", None)
+    if parameter is None:
+        message = error.message if isinstance(error, typer.BadParameter) else error.format_message()
+        return _NO_COMMAND.sub(r"there is no command \1", str(message)).replace(". Did", "; did").rstrip(".")
+    name = parameter.metavar if parameter.param_type_name == "argument" else parameter.opts[0]
+    if not error.message:
+        return f"{name} is needed"
+    return about(name, in_our_words(error.message).rstrip("."))

@@ -9,14 +9,17 @@ import typer
 
 from replay_cli.connection import TableName, ask, complete_table, connect
 from replay_cli.options import Commands, json_or_word, pairs
-from replay_cli.output import AsJson, Yes, confirm, misuse, tell
+from replay_cli.output import AsJson, Yes, confirm, misuse, print_result
 from replay_protos import replay_pb2 as pb
 from replay_protos.state import Document, document
+from replay_protos.words import counted
 
 if TYPE_CHECKING:
     from replay_client.records import Policy, TableInfo
 
-policy = Commands("Show or set the trainer's current policy version.", no_args_is_help=False)
+policy = Commands(
+    "Show or set the trainer's current policy version.\n\nExample: replay policy --json", no_args_is_help=False
+)
 
 
 def update(
@@ -24,9 +27,7 @@ def update(
     table: TableName,
     changes: Annotated[
         list[str],
-        typer.Argument(
-            metavar="FIELD=VALUE...", help="Fields of the table, as in the file: max_size=8192, sampler=fifo."
-        ),
+        typer.Argument(metavar="FIELD=VALUE", help="Fields of the table, as in the file: max_size=8192, sampler=fifo."),
     ],
     yes: Yes = False,
     as_json: AsJson = False,
@@ -35,6 +36,8 @@ def update(
 
     A value is JSON or a word: max_staleness=null, max_bytes=2GiB, 'rate_limiter={"type": "min_size", "min_size": 8}'.
     Asks before a change that takes items out of the table.
+
+    Example: replay table update replay max_size=8192 sampler=prioritized
     """
     from replay_server import TableConfig
 
@@ -48,17 +51,20 @@ def update(
     lines = [
         f"{table}.{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}" for name in new if old[name] != new[name]
     ]
-    tell(as_json, document(after), "\n".join(lines) or f"{table}: nothing changed")
+    print_result(as_json, document(after), *(lines or [f"{table}: nothing changed"]))
 
 
 def reset(
     context: typer.Context,
-    table: Annotated[str, typer.Argument(metavar="[TABLE]", help="A table.", autocompletion=complete_table)] = "",
+    table: Annotated[str, typer.Argument(metavar="TABLE", help="A table.", autocompletion=complete_table)] = "",
     all_tables: Annotated[bool, typer.Option("--all", help="Empty all tables.")] = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Empty a table, or all tables, and set the counters to 0."""
+    """Empty a table, or all tables, and set the counters to 0.
+
+    Example: replay table reset rollouts
+    """
     from replay_dashboard.units import counted
 
     if bool(table) == all_tables:
@@ -66,7 +72,7 @@ def reset(
     confirm(f"Remove every item of {table or 'all tables'}?", yes)
     with connect(context) as client:
         removed = ask(lambda: client.reset(table))
-    tell(as_json, {"removed": removed}, f"{counted(removed, 'item')} removed from {table or 'all tables'}")
+    print_result(as_json, {"removed": removed}, f"{counted(removed, 'item')} removed from {table or 'all tables'}")
 
 
 def _losses(info: TableInfo, wanted: Document) -> str:
@@ -84,7 +90,7 @@ def _losses(info: TableInfo, wanted: Document) -> str:
             return f"holds {amount:.0f} {unit}, more than {name} {limit:.0f}"
     uses, before = wanted.get("max_times_sampled"), json.loads(info.config)["max_times_sampled"]
     if isinstance(uses, int) and uses and info.size and (not before or uses < before):
-        return f"may hold items that were sampled {uses} times"
+        return f"may hold items that were sampled {counted(uses, 'time')}"
     return ""
 
 
@@ -98,7 +104,7 @@ def _show_policy(context: typer.Context, as_json: AsJson = False) -> None:
 
 def _set_policy(
     context: typer.Context,
-    version: Annotated[int, typer.Argument(min=0, help="Number of finished updates.")],
+    version: Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Number of finished updates.")],
     weights: Annotated[str, typer.Option(help="Location of the weights; generators load them from there.")] = "",
     rollback: Annotated[
         bool, typer.Option("--rollback", help="Allow a lower version, and count permits anew.")
@@ -112,7 +118,12 @@ def _set_policy(
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Set the policy version, as the trainer does after each update. Drops items that are too stale for it."""
+    """Set the policy version, as the trainer does after each update.
+
+    Generators load its weights, and items that are too stale for it are dropped.
+
+    Example: replay policy set 0 --rollback
+    """
     if rollback:
         more = f", bring back what was consumed after state {state!r}, drop items of later versions," if state else ","
         confirm(f"Go back to version {version}{more} and count permits anew?", yes)
@@ -129,4 +140,4 @@ def _print(current: Policy, as_json: bool) -> None:
     weights = current.weights or "no weights published"
     state = f", state {current.state!r}" if current.state else ""
     words = f"version {current.version}, {weights}, set {duration(current.age)} ago{state}"
-    tell(as_json, document(current, pb.Policy.DESCRIPTOR), words)
+    print_result(as_json, document(current, pb.Policy.DESCRIPTOR), words)

@@ -1,7 +1,7 @@
 """How commands reach the server, and what they take from it: its answers, errors, tables and keys.
 
-What reaches the server stands before the command, `replay --address X tables`, in the environment or in a file: see
-replay_client.access.
+What reaches the server stands before or behind the command, `replay --address X tables`, in the environment or in a
+file: see replay_client.access.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from replay_cli.options import in_flags, option, pairs, typed
-from replay_cli.output import fail
+from replay_cli.output import fail, misuse
 
 if TYPE_CHECKING:
     from replay_client import ReplayClient
@@ -23,36 +23,43 @@ R = TypeVar("R")
 
 _REACH = 5.0
 """Seconds in which a server must answer before a command lets it work for long."""
-ByShard = Annotated[bool, typer.Option("--shards", help="With each server of several beside the whole.")]
+ByShard = Annotated[bool, typer.Option("--by-shard", help="With each server of several beside the whole.")]
 
 _reaching = partial(option, rich_help_panel="Connection")
 CONNECTION = (
-    _reaching("address", "host:port, or several with commas. [env: REPLAY_ADDRESS; 127.0.0.1:7400]"),
-    _reaching("token_file", "File that holds the token. [env: REPLAY_TOKEN_FILE, or REPLAY_TOKEN]"),
+    _reaching(
+        "address",
+        "The server, or several with commas. [env: REPLAY_ADDRESS; default: 127.0.0.1:7400]",
+        metavar="HOST:PORT",
+    ),
+    _reaching("token_file", "File that holds the token. [env: REPLAY_TOKEN_FILE, REPLAY_TOKEN]", metavar="FILE"),
     _reaching("tls", "Use TLS, and trust the public authorities. [env: REPLAY_TLS]", bool),
-    _reaching("tls_ca", "Use TLS, and trust the authorities in this PEM file. [env: REPLAY_TLS_CA]"),
-    _reaching("tls_cert", "PEM file with this client's certificate. [env: REPLAY_TLS_CERT]"),
-    _reaching("tls_key", "PEM file with its private key. [env: REPLAY_TLS_KEY]"),
+    _reaching("tls_ca", "Use TLS, and trust the authorities in this PEM file. [env: REPLAY_TLS_CA]", metavar="FILE"),
+    _reaching("tls_cert", "PEM file with this client's certificate. [env: REPLAY_TLS_CERT]", metavar="FILE"),
+    _reaching("tls_key", "PEM file with its private key. [env: REPLAY_TLS_KEY]", metavar="FILE"),
     _reaching("tls_server_name", "Name in the server's certificate. [env: REPLAY_TLS_SERVER_NAME]"),
     _reaching("allow_insecure_token", "Send the token without TLS. [env: REPLAY_ALLOW_INSECURE_TOKEN]", bool),
-    _reaching("name", "Name of a generator, trainer or archiver. [env: REPLAY_NAME; host:pid]"),
-    _reaching("client_config", "TOML file with the settings above. [env: REPLAY_CLIENT_CONFIG]"),
+    _reaching("name", "Name of a generator, trainer or archiver. [env: REPLAY_NAME; default: host:pid]"),
+    _reaching("client_config", "TOML file with the settings above. [env: REPLAY_CLIENT_CONFIG]", metavar="FILE"),
 )
 """How to reach the server. There is no option for a token, because other users of a machine can read command lines."""
-ROOT = (*CONNECTION, _reaching("timeout", "Seconds to wait for the server. [as the command needs]", float, min=0))
-"""Options that stand before the command."""
+ROOT = (
+    *CONNECTION,
+    _reaching("timeout", "Seconds to wait for the server. [default: as the command needs]", float, min=0),
+)
+"""Options of the whole command. They may stand before a command, or behind it."""
 
 
 def access_of(context: typer.Context) -> dict[str, Any]:
     """The options of the connection, as arguments of `ReplayClient.from_env`; None: not given."""
-    given = context.find_root().params
-    return {each.name: given.get(each.name) for each in CONNECTION}
+    options = context.find_root().params
+    return {each.name: options.get(each.name) for each in CONNECTION}
 
 
 def timeout_of(context: typer.Context, usual: float | None) -> float | None:
     """Seconds to wait for the server: what the person says, or else `usual`. None: without end."""
-    given: float | None = context.find_root().params.get("timeout")
-    return usual if given is None else given
+    timeout: float | None = context.find_root().params.get("timeout")
+    return usual if timeout is None else timeout
 
 
 def connect(context: typer.Context, usual: float = 5.0, *, named: bool = False) -> ReplayClient:
@@ -63,7 +70,7 @@ def connect(context: typer.Context, usual: float = 5.0, *, named: bool = False) 
     try:
         return ReplayClient.from_env(timeout_of(context, usual), **access | ({} if named else {"name": ""}))
     except ValueError as error:
-        fail(in_flags(str(error), typed(access)))
+        misuse(in_flags(str(error), typed(access)))
 
 
 def reach(client: ReplayClient, context: typer.Context) -> None:
@@ -113,4 +120,4 @@ TagTexts = Annotated[
     list[str] | None,
     typer.Option("--tag", metavar="NAME=VALUE", help="Only items with this tag; several: with all of them."),
 ]
-MaybeKeys = Annotated[list[int] | None, typer.Argument(metavar="[KEY]...", parser=parse_key, help="Keys of items.")]
+MaybeKeys = Annotated[list[int] | None, typer.Argument(metavar="KEY", parser=parse_key, help="Keys of items.")]

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
@@ -14,43 +14,55 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replay_cli.checks import Check, check_listen, first_prompt, model_files, rewards_of_nothing
 from replay_cli.connection import access_of, parse_tags, timeout_of
 from replay_cli.options import (
     CommandSettings,
     in_flags,
     in_panel,
     json_or_word,
+    named_values,
     option,
     options_of,
     pairs,
     taking,
     typed,
 )
-from replay_cli.output import claim_stdout, fail, in_words, misuse, need, tell
+from replay_cli.output import claim_stdout, complain, fail, in_words, misuse, need, print_json, say
 from replay_cli.process import LogFormat, check_model, loading, log_to_stderr, set_up_tracing
 from replay_cli.recipes import show_recipe
 from replay_generator import GeneratorConfig, ScorerConfig, StageConfig
 from replay_generator.engines import SamplingConfig
+from replay_protos.state import plain
+from replay_protos.words import counted
 
 if TYPE_CHECKING:
     from replay_generator import GeneratorStats
     from replay_generator.engines import Engine
-    from replay_generator.prompts import PromptRows, PromptSource
-    from replay_generator.rollouts import RolloutHook
+    from replay_generator.prompts.prompt import PromptRows, PromptSource
+    from replay_generator.rewards.functions import Reward
+    from replay_generator.rollouts.rollout import RolloutHook
 
 
+ENGINES = {
+    "vllm": ("vllm", ("vllm",), "vllm:VLLMEngine"),
+    "transformers": ("trainer", ("torch", "transformers"), "transformers:TransformersEngine"),
+    "vllm-server": ("vllm-server", ("aiohttp", "transformers"), "vllm_server:VLLMServerEngine"),
+}
+"""By name: the extra of the package that brings an engine, the modules that it needs, and its class."""
 _data = partial(in_panel, "Data")
 _of_engine = partial(in_panel, "Engine")
 SETTINGS = CommandSettings(GeneratorConfig, SamplingConfig, without=("sampling", "seed"))
+OF_ONE = "a group of one has no variance, so its advantage is 0 and it teaches nothing"
 _IN_GROUPS: dict[str, Any] = {"rich_help_panel": "Groups"}
-_ABOUT_MOST = "Groups at the same time; 0: as many as permits. [16]"
+_ABOUT_MOST = "Groups at the same time; 0: as many as permits. [default: 16]"
 _FIELDS = (
     *options_of(GeneratorConfig, "Data", "prompts_table", "tool_parser", "reasoning_parser"),
     *options_of(SamplingConfig, "Sampling", "temperature", "top_p", "max_tokens"),
     *options_of(GeneratorConfig, "Groups", "group_size", "min_rollouts", "max_groups", "priority"),
-    option("tables", "Table to insert into; repeatable. [rollouts]", list[str], None, "--table", **_IN_GROUPS),
-    option("tags", "NAME=VALUE, a tag of each group; repeatable.", list[str], None, "--tag", **_IN_GROUPS),
-    *options_of(GeneratorConfig, "Groups", "building", "unscored", "metrics_path"),
+    option("tables", "Table to insert into; repeatable. [default: rollouts]", list[str], None, "--table", **_IN_GROUPS),
+    option("tags", "A tag of each group; repeatable.", list[str], None, "--tag", metavar="NAME=VALUE", **_IN_GROUPS),
+    *options_of(GeneratorConfig, "Groups", "partial_groups_table", "unscored_table", "metrics_path"),
     option("max_concurrent_groups", _ABOUT_MOST, int, rich_help_panel="Staleness"),
     *options_of(GeneratorConfig, "Staleness", "reload", "wait_for_policy", "weights_root"),
 )
@@ -73,31 +85,41 @@ def generate(
     ] = None,
     rollout: Annotated[str | None, _data("package.module:function that plays rollouts of several turns.")] = None,
     agent: Annotated[str | None, _data("A command, or package.module:function, that plays by an address.")] = None,
-    sessions: Annotated[str | None, _data("host:port where agents that run elsewhere get rollouts.")] = None,
+    sessions: Annotated[str | None, _data("Where agents that run elsewhere get rollouts.", metavar="HOST:PORT")] = None,
     environment: Annotated[str | None, _data("verifiers:NAME: prompts and rewards of that package.")] = None,
     environment_args: Annotated[str | None, _data('Its arguments, like {"agent": {"max_turns": 4}}.')] = None,
-    engine: Annotated[str, _of_engine("vllm, vllm-server or transformers.")] = "vllm",
-    base_url: Annotated[list[str] | None, _of_engine("http://host:port of a `vllm serve`; repeatable.")] = None,
-    engine_arg: Annotated[list[str] | None, _of_engine("NAME=VALUE, like dtype=bfloat16; repeatable.")] = None,
-    max_length: Annotated[int | None, _of_engine("Most tokens of prompt and completion. [the model's limit]")] = None,
+    engine: Annotated[str, _of_engine("What generates.", metavar="|".join(ENGINES))] = "vllm",
+    base_url: Annotated[
+        list[str] | None, _of_engine("http://HOST:PORT of a `vllm serve`; repeatable.", metavar="URL")
+    ] = None,
+    engine_arg: Annotated[
+        list[str] | None, _of_engine("Like dtype=bfloat16; repeatable.", metavar="NAME=VALUE")
+    ] = None,
+    max_length: Annotated[
+        int | None, _of_engine("Most tokens of prompt and completion. [default: the model's]")
+    ] = None,
     seed: Annotated[int, in_panel("Sampling", "Seed of the order of prompts and of sampling.")] = 0,
     drop_zero_variance: Annotated[
         bool, in_panel("Groups", "Do not insert groups without variance.", "--drop-zero-variance")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON lines, once a second.")] = False,
+    check: Check = False,
     log_format: LogFormat = "text",
 ) -> None:
-    """Complete prompts, score and insert groups. It ends when the server is away for --timeout, 30 s."""
+    """Complete prompts, score and insert groups. It ends when the server is away for --timeout, 30 s.
+
+    Example: replay generate --model Qwen/Qwen3-0.6B --prompts prompts.jsonl --reward exact_match
+    """
     from replay_client import AsyncReplayClient
     from replay_client.errors import ReplayError
     from replay_client.scoring import carries_gradient
     from replay_client.settings import load_function
     from replay_client.waits import beat
     from replay_generator import run_generator
-    from replay_generator.environments import load_environment
-    from replay_generator.rewards import load_reward
-    from replay_generator.rollouts import single_turn
-    from replay_generator.sessions import load_sessions
+    from replay_generator.rewards.functions import load_reward
+    from replay_generator.rollouts.environments import load_environment
+    from replay_generator.rollouts.rollout import single_turn
+    from replay_generator.rollouts.sessions import load_sessions
 
     if as_json:
         claim_stdout()
@@ -106,21 +128,28 @@ def generate(
     check_model(model)
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
     chosen["tags"] = parse_tags(chosen["tags"]) or None
-    given = SETTINGS.given(context, source, chosen)
+    options = SETTINGS.resolve(context, source, chosen)
     if source["recipe"] is not None:
-        show_recipe(source["recipe"], "generate", given)
+        show_recipe(source["recipe"], "generate", options)
+    as_typed = {*context.params, *typed(access_of(context))}
+    try:
+        settings = check_options(options, context.params)
+        client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
+        hook: RolloutHook = load_function("rollout", rollout, {}) if rollout else single_turn
+        if agent or sessions:
+            need("--agent" if agent else "--sessions", "agents", "aiohttp")
+            hook = load_sessions(agent, sessions, settings, needs_reward=not (reward or settings.unscored_table))
+        scorer = [load_reward(name) for name in reward] if reward else None
+    except ValueError as error:
+        misuse(in_flags(str(error), as_typed))
+    except (OSError, ImportError, TypeError) as error:
+        fail(in_flags(in_words(error), as_typed))
     try:
         beat()  # now and not in the middle of the run: its file may be impossible to write
-        ways = {"--rollout": rollout, "--agent": agent, "--sessions": sessions, "--environment": environment}
-        check_source(prompts, ways, environment_args, chat, system)
-        if environment and "prompts_table" in given:
-            raise ValueError("--prompts-table needs --prompts: an environment gives its own prompts one by one")
-        settings = _settings_of(given, seed, environment).decided(agents=bool(agent or sessions))
-        if settings.unscored and (reward or drop_zero_variance):
-            raise ValueError("--reward and --drop-zero-variance belong to `replay score` here, because of --unscored")
         if environment:
             need("--environment", "verifiers", "verifiers")
-            hook: RolloutHook = (played := load_environment(environment, environment_args))
+            played = load_environment(environment, environment_args)
+            hook = played
             rows: Iterable[PromptSource] | PromptRows = played.prompts(seed)
         else:
             shared = settings.prompts_table is not None
@@ -133,26 +162,20 @@ def generate(
                 seed=None if shared else seed,
                 check=settings.on_prompt_error == "raise",
             )
-            if not (reward or settings.unscored or any(ways.values())):
-                raise ValueError("--reward exact_match or --reward package.module:function is needed")
-            hook = load_function("rollout", rollout, {}) if rollout else single_turn
-            if agent or sessions:
-                need("--agent" if agent else "--sessions", "agents", "aiohttp")
-                hook = load_sessions(agent, sessions, settings, needs_reward=not (reward or settings.unscored))
-        scorer = [load_reward(name) for name in reward] if reward else None
-        client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
-        own = {name: json_or_word(value) for name, value in pairs("--engine-arg", engine_arg).items()}
-        args = {"max_length": max_length, "seed": seed, **own}
-        if (engine == "vllm-server") != bool(base_url):
-            raise ValueError("--engine vllm-server and --base-url http://host:port need each other")
+        if check:
+            _check(model, rows, scorer, settings, hook, context)
+            return
+        args = {"max_length": max_length, "seed": seed, **engine_args(engine_arg)}
         if base_url:
             args = {"base_url": base_url, "agreement": settings.probe_tolerance, **args}
         with loading(model):
             running_engine = load_engine(engine, model, args)
     except (ValueError, OSError, ImportError, TypeError, ReplayError) as error:
-        fail(in_flags(in_words(error), {*context.params, *typed(access_of(context))}))
+        fail(in_flags(in_words(error), as_typed))
     report = reporter(as_json)
-    keep = carries_gradient if drop_zero_variance else None
+    group_filter = carries_gradient if drop_zero_variance else None
+    if settings.group_size == 1:
+        complain(f"--group-size 1: {OF_ONE}: make it 2 or more, unless the trainer has a teacher (teacher_weight)")
     stopped: list[bool] = []  # by a signal
     try:
         stats = run_generator(
@@ -162,16 +185,19 @@ def generate(
             scorer,
             settings,
             rollout=hook,
-            keep=keep,
+            group_filter=group_filter,
             on_group=report,
             on_stop=lambda: stopped.append(True),
         )
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
     report(stats, 0.0)
-    made = stats["groups"] + stats["filtered"]
+    made = stats["groups"] + stats["groups_filtered"]
     if settings.max_groups is not None and made < settings.max_groups and not stopped:
-        fail(f"--max-groups asks for {settings.max_groups} groups, and {made} were made: the log says why")
+        fail(
+            f"the run made {made} of the {counted(settings.max_groups, 'group')} that --max-groups asks for: the log "
+            f"says why"
+        )
 
 
 _HOW = (*options_of(ScorerConfig, "Scoring", "concurrency"), *options_of(StageConfig, "Scoring", "lease", "priority"))
@@ -181,43 +207,112 @@ _HOW = (*options_of(ScorerConfig, "Scoring", "concurrency"), *options_of(StageCo
 def score(
     how: dict[str, Any],
     context: typer.Context,
-    source: Annotated[str, typer.Option("--from", help="Table of `replay generate --unscored`.")],
-    to: Annotated[list[str], typer.Option("--to", help="Table of scored groups; repeatable.")],
+    source_table: Annotated[str, typer.Option("--source-table", help="Table of `replay generate --unscored-table`.")],
+    table: Annotated[list[str], typer.Option("--table", help="Table of scored groups; repeatable.")],
     reward: Annotated[list[str], _data("exact_match or package.module:function, perhaps =WEIGHT; repeatable.")],
-    more: Annotated[list[str] | None, in_panel("Scoring", "NAME=VALUE, a field of ScorerConfig.", "--set")] = None,
+    more: Annotated[
+        list[str] | None, in_panel("Scoring", "A field of ScorerConfig; repeatable.", "--set", metavar="NAME=VALUE")
+    ] = None,
     log_format: LogFormat = "text",
 ) -> None:
-    """Score groups that have no rewards, until SIGTERM or Ctrl-C. Several may run."""
+    """Score groups that have no rewards, until SIGTERM or Ctrl-C. Several may run.
+
+    Example: replay score --source-table unscored --table rollouts --reward judge:score
+    """
     from replay_client import AsyncReplayClient
     from replay_client.errors import ReplayError
     from replay_generator import run_scorer
-    from replay_generator.rewards import load_reward
+    from replay_generator.rewards.functions import load_reward
 
     log_to_stderr("warning", log_format)
     set_up_tracing("replay-scorer")
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
-    own = {"source": "--from", "tables": "--to"}
+    own = {"source_table": "--source-table", "tables": "--table"}
     settings = {field.name for field in fields(ScorerConfig)} - own.keys()
     texts = pairs("--set", more)
     for name, option_name in own.items():
         if name in texts:
             misuse(f"--set {name}={texts[name]}: {option_name} says that")
-    given = {name: json_or_word(value) for name, value in pairs("--set", more, settings).items()}
-    given |= {name: how[name] for name in typed(how)}
+    options = {name: json_or_word(value) for name, value in pairs("--set", more, settings).items()}
+    options |= {name: how[name] for name in typed(how)}
     try:
-        config = ScorerConfig(source, tables=tuple(to), **given)
+        config = ScorerConfig(source_table, tables=tuple(table), **options)
+        rewards = [load_reward(name) for name in reward]
         client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
+    except ImportError as error:
+        fail(error)
+    except ValueError as error:
+        misuse(in_flags(str(error), {*typed(how), *typed(access_of(context))}))
+    try:
         report = reporter(as_json=False)
-        report(run_scorer(lambda: client, [load_reward(name) for name in reward], config, on_group=report), 0.0)
+        report(run_scorer(lambda: client, rewards, config, on_group=report), 0.0)
     except (ReplayError, ValueError, OSError, ImportError) as error:
-        fail(in_flags(in_words(error), {*typed(how), *typed(access_of(context))}))
+        fail(error)
 
 
-def _settings_of(given: dict[str, Any], seed: int, environment: str | None) -> GeneratorConfig:
+def check_options(options: dict[str, Any], named: Mapping[str, Any]) -> GeneratorConfig:
+    """The settings of a generator, checked as far as that needs no file, no package and no server.
+
+    `options`: settings by name, as `SETTINGS.resolve` returns them. `named`: the values of the command's own options.
+    Raises ValueError with the names of options: `--prompts`.
+    """
+    environment, reward = named["environment"], named["reward"]
+    ways = {f"--{name}": named[name] for name in ("rollout", "agent", "sessions", "environment")}
+    check_source(named["prompts"], ways, named["environment_args"], named["chat"], named["system"])
+    if environment and "prompts_table" in options:
+        raise ValueError("--prompts-table needs --prompts: an environment gives its own prompts one by one")
+    if options.get("untrained_models") and not (named["agent"] or named["sessions"]):
+        raise ValueError("untrained_models needs --agent or --sessions: nobody else asks by the name of a model")
+    settings = _settings_of(options, named["seed"], environment)
+    settings = settings.decided(agents=bool(named["agent"] or named["sessions"]))
+    if settings.unscored_table and (reward or named["drop_zero_variance"]):
+        raise ValueError("--reward and --drop-zero-variance belong to `replay score` here, because of --unscored-table")
+    if not (reward or settings.unscored_table or any(ways.values())):
+        raise ValueError("--reward exact_match or --reward package.module:function is needed")
+    engine_args(named["engine_arg"])
+    _check_engine(named["engine"])
+    if (named["engine"] == "vllm-server") != bool(named["base_url"]):
+        raise ValueError("--engine vllm-server and --base-url http://host:port need each other")
+    return settings
+
+
+def _check(
+    model: str,
+    rows: Iterable[PromptSource] | PromptRows,
+    rewards: Sequence[Reward] | None,
+    settings: GeneratorConfig,
+    hook: RolloutHook,
+    context: typer.Context,
+) -> None:
+    """Prints what the first prompt is like, and what an empty answer to it gets. Raises an error for what fails."""
+    from replay_client.access import Access
+    from replay_generator.rollouts.rollout import single_turn
+
+    named = context.params
+    Access.find(**access_of(context))
+    if named["sessions"]:
+        check_listen("--sessions", named["sessions"])
+    _need_engine(named["engine"])
+    args = engine_args(named["engine_arg"])
+    files = model_files(model, named["max_length"] or args.get("max_model_len"))
+    prompt, prompt_ids = first_prompt(rows, files, settings)
+    line = f"{model}: the first prompt, {prompt.prompt_id!r}, has {counted(len(prompt_ids), 'token')}"
+    given = rewards_of_nothing(rewards or (), prompt, settings, has_rollouts=hook is single_turn)
+    if given:
+        line += f"; rewards of an empty answer: {', '.join(f'{name} {value:g}' for name, value in given.items())}"
+    say(line)
+
+
+def engine_args(texts: list[str] | None) -> dict[str, Any]:
+    """The arguments of an engine by name. Raises ValueError for a text that is not NAME=VALUE."""
+    return {name: json_or_word(value) for name, value in named_values("--engine-arg", texts).items()}
+
+
+def _settings_of(options: dict[str, Any], seed: int, environment: str | None) -> GeneratorConfig:
     """The settings by name, checked. Those of sampling stand beside the others, as in the file."""
     names = {each.name for each in fields(SamplingConfig)}
-    sampling = SamplingConfig(**{name: value for name, value in given.items() if name in names}, seed=seed)
-    others = {name: value for name, value in given.items() if name not in names}
+    sampling = SamplingConfig(**{name: value for name, value in options.items() if name in names}, seed=seed)
+    others = {name: value for name, value in options.items() if name not in names}
     if others.get("max_concurrent_groups") == 0:
         others["max_concurrent_groups"] = None
     if environment:
@@ -233,28 +328,50 @@ def check_source(
     environment = ways["--environment"]
     if not (prompts or environment):
         raise ValueError("--prompts is needed, or --environment verifiers:NAME")
-    for name, given in {"--prompts": prompts, "--chat": chat, "--system": system}.items():
-        if environment and given:
+    for name, value in {"--prompts": prompts, "--chat": chat, "--system": system}.items():
+        if environment and value:
             raise ValueError(f"{name} and --environment exclude each other: an environment brings its own")
     if len(named := [name for name, value in ways.items() if value]) > 1:
         raise ValueError(f"{' and '.join(named)} exclude each other: each says who plays the rollouts")
     if args and not environment:
         raise ValueError("--environment-args needs --environment verifiers:NAME")
+    if system is not None and not chat:
+        raise ValueError("--system needs --chat")
 
 
 def reporter(as_json: bool) -> Callable[..., None]:
-    """A function that prints the statistics of a generator, unless the last ones were printed some `seconds` ago."""
+    """A function that prints the statistics of a generator.
+
+    It prints nothing if others were printed less than `seconds` ago, and nothing that it has just printed.
+    """
     printed_at = -math.inf
+    printed: object = None
 
     def report(stats: GeneratorStats, seconds: float = 1.0) -> None:
-        nonlocal printed_at
-        if (now := time.monotonic()) - printed_at >= seconds:
-            printed_at = now
-            reward = "" if math.isnan(stats["reward_mean"]) else f", reward {stats['reward_mean']:.3f}"
-            words = f"{stats['groups']} groups{reward}, policy version {stats['policy_version']}"
-            tell(as_json, stats, f"{words}, {stats['tokens_per_second']:.0f} tokens/s", indent=None)
+        nonlocal printed_at, printed
+        now = time.monotonic()
+        found = plain(stats) if as_json else in_a_line(stats)
+        if now - printed_at < seconds or found == printed:
+            return
+        printed_at = now
+        printed = found
+        if as_json:
+            print_json(found, indent=None)
+        else:
+            say(found)
 
     return report
+
+
+def in_a_line(stats: GeneratorStats) -> str:
+    """The statistics of a generator for people: what it has made, and how fast if that is known."""
+    words = [counted(stats["groups"], "group")]
+    if not math.isnan(stats["reward_mean"]):
+        words.append(f"reward {stats['reward_mean']:.3f}")
+    words.append(f"policy version {stats['policy_version']}")
+    if not math.isnan(stats["tokens_per_second"]):
+        words.append(f"{stats['tokens_per_second']:.0f} tokens/s")
+    return ", ".join(words)
 
 
 def load_rows(
@@ -271,10 +388,8 @@ def load_rows(
 
     `check`: a bad row of a file is an error at once. Raises ValueError, OSError or ImportError.
     """
-    from replay_generator.prompts import PreparedRows, cycle_prompts, load_prompts
+    from replay_generator.prompts.prompt import PreparedRows, cycle_prompts, load_prompts
 
-    if system is not None and not chat:
-        raise ValueError("--system needs --chat")
     loaded = load_prompts(prompts, prompt_field=prompt_field, split=split, check=False)
     rows = PreparedRows(loaded, prompt_field, system, chat=chat)
     if check and loaded.in_memory:
@@ -282,19 +397,20 @@ def load_rows(
     return rows if seed is None else cycle_prompts(rows, seed=seed)
 
 
-_ENGINES = {
-    "vllm": ("vllm", ("vllm",), "vllm:VLLMEngine"),
-    "transformers": ("trainer", ("torch", "transformers"), "transformers:TransformersEngine"),
-    "vllm-server": ("vllm-server", ("aiohttp", "transformers"), "vllm_server:VLLMServerEngine"),
-}
-"""By name: the extra of the package that brings an engine, the modules that it needs, and its class."""
+def _check_engine(name: str) -> None:
+    if name not in ENGINES:
+        raise ValueError(f"--engine must be vllm, vllm-server or transformers, not {name!r}")
+
+
+def _need_engine(name: str) -> None:
+    """Ends the command unless the packages of this engine are installed. Raises ValueError for another name."""
+    _check_engine(name)
+    extra, needed, _ = ENGINES[name]
+    need(f"--engine {name}", extra, *needed)
 
 
 def load_engine(name: str, model: str, args: dict[str, Any]) -> Engine:
-    if name not in _ENGINES:
-        raise ValueError(f"--engine must be vllm, vllm-server or transformers, not {name!r}")
-    extra, needed, place = _ENGINES[name]
-    module, _, kind = place.partition(":")
-    need(f"--engine {name}", extra, *needed)
+    _need_engine(name)
+    module, _, kind = ENGINES[name][2].partition(":")
     engine: Engine = getattr(import_module(f"replay_generator.engines.{module}"), kind)(model, **args)
     return engine

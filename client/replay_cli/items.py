@@ -13,8 +13,21 @@ import typer
 
 from replay_cli.connection import Key, MaybeKeys, TableName, TagTexts, ask, connect, parse_tags
 from replay_cli.options import option, taking
-from replay_cli.output import AsJson, Yes, confirm, console, fail, misuse, need, plain_table, print_json, tell
+from replay_cli.output import (
+    AsJson,
+    Yes,
+    confirm,
+    console,
+    fail,
+    misuse,
+    need,
+    one_line,
+    plain_table,
+    print_json,
+    print_result,
+)
 from replay_protos.state import Document
+from replay_protos.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,7 +66,10 @@ def items(
     page: Annotated[str, typer.Option(help="Show this page; the page before names it.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """List the items of a table, one page at a time."""
+    """List the items of a table, one page at a time.
+
+    Example: replay items replay --order-by priority --descending --limit 50
+    """
     from replay_dashboard.units import counted
 
     wanted = {"order_by": order_by, "descending": descending, "tags": parse_tags(tag), **bounds}
@@ -68,7 +84,7 @@ def items(
         out.print(_items_table(found.items))
     out.print(
         f"{len(found.items)} of {counted(found.matching, 'item')}"
-        + (f"; for the next ones add --page {shlex.quote(found.next_page)}" if found.next_page else "")
+        + (f"; for the next ones add --page {one_line(shlex.quote(found.next_page))}" if found.next_page else "")
     )
 
 
@@ -86,8 +102,8 @@ def _items_table(rows: Sequence[ItemInfo]) -> Table:
         "bytes": lambda item: byte_size(item.nbytes),
     }
     # Most items wait for nothing and have no tags; then there is no column for it.
-    if any(item.waits_for for item in rows):
-        columns["waits for"] = lambda item: ", ".join(item.waits_for)
+    if any(item.missing_columns for item in rows):
+        columns["missing columns"] = lambda item: ", ".join(item.missing_columns)
     if any(item.tags for item in rows):
         columns["tags"] = lambda item: _tag_words(item.tags)
     return plain_table([*columns], ([cell(item) for cell in columns.values()] for item in rows), left=("tags",))
@@ -104,6 +120,8 @@ def delete(
     """Delete items from one table, by their keys or by their tags. Other tables keep them.
 
     Status 1 if a key was not there.
+
+    Example: replay table delete replay --tag environment=math
     """
     from replay_dashboard.units import counted
 
@@ -118,7 +136,9 @@ def delete(
     deleted = sum(result.applied for result in results)
     # An item that was listed by its tags and has left the table meanwhile is not missing to anybody.
     missing = [] if tags else [key for result in results for key in result.missing]
-    tell(as_json, {"deleted": deleted, "missing": [str(key) for key in missing]}, f"{deleted} deleted from {table}")
+    print_result(
+        as_json, {"deleted": deleted, "missing": [str(key) for key in missing]}, f"{deleted} deleted from {table}"
+    )
     if missing:
         fail(f"not in {table}: {', '.join(map(str, missing))}")
 
@@ -140,21 +160,25 @@ def info_document(item: ItemInfo) -> Document:
 
 
 def _tag_words(tags: Mapping[str, str | int]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in tags.items())
+    return one_line(", ".join(f"{name}={value}" for name, value in tags.items()))
 
 
 def show(
     context: typer.Context,
     key: Key,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder with a tokenizer.json, to show prompt and completions as text.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder with a tokenizer.json, to show prompt and completions as text."),
     ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Also print the arrays.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print one item: prompt and completions, rewards, advantages, lengths, log-probabilities, age, and its tables."""
+    """Print one item: prompt and completions, rewards, advantages, lengths, log-probabilities, age, and its tables.
+
+    Example: replay show 7316 --tokenizer MODEL
+    """
     from replay_dashboard.group import item_document
-    from replay_generator.stored_prompts import document_of
+    from replay_generator.prompts.stored import document_of
 
     with connect(context) as client:
         found = ask(lambda: client.get([key]))
@@ -201,12 +225,12 @@ def _item_lines(item: StoredItem) -> list[str]:
     from replay_dashboard.units import duration
 
     tables = ", ".join(
-        f"{name} (priority {held.priority:.4g}{_effective(held)}, sampled {held.times_sampled} times)"
+        f"{name} (priority {held.priority:.4g}{_effective(held)}, sampled {counted(held.times_sampled, 'time')})"
         for name, held in item.tables.items()
     )
     tags = [f"tags {_tag_words(item.tags)}"] if item.tags else []
     return [
-        f"key {item.key}  {len(item.payload)} bytes  inserted {duration(item.age)} ago",
+        f"key {item.key}  {counted(len(item.payload), 'byte')}  inserted {duration(item.age)} ago",
         f"policy version {item.policy_version}, staleness {item.staleness}",
         *tags,
         f"in {tables}" if tables else "in no table: only a batch that is being sent still holds it",
@@ -220,23 +244,24 @@ def _group_lines(group: Document, text: TokenText, tokens: bool) -> list[str | T
 
     sequences, rewards = group["completions"], group["rewards"]
     several = len(sequences) > len(rewards)
-    rollouts = f"rollouts in {len(sequences)} sequences" if several else "completions"
+    rollouts = f"rollouts in {counted(len(sequences), 'sequence')}" if several else "completions"
     ended = "" if group["policy_version_end"] is None else f", ended with version {group['policy_version_end']}"
     total = counted(sum(each["window"]["total"] for each in sequences), "token")
     lines: list[str | Text] = [f"group of {len(rewards)} {rollouts}, {total}{ended}"]
     roles = [turn["role"] for each in sequences for turn in each["turns"]]
-    told = {"turns"} if any(role is not None for role in roles) else set()
+    shown_below = {"turns"} if any(role is not None for role in roles) else set()
     failures = group["meta"].pop("failures", [])
     for name in ("sampling", "meta"):
         # The roles stand with the texts below.
-        if facts := ", ".join(f"{field} {value}" for field, value in group[name].items() if field not in told):
-            lines.append(f"{name}: {facts}")
-    lines += [f"a rollout failed: {failure}" for failure in (failures if isinstance(failures, list) else [failures])]
+        if facts := ", ".join(f"{field} {value}" for field, value in group[name].items() if field not in shown_below):
+            lines.append(one_line(f"{name}: {facts}"))
+    lines += [
+        one_line(f"a rollout failed: {failure}") for failure in (failures if isinstance(failures, list) else [failures])
+    ]
     for extra in group["extras"]:
         axis = "" if extra["axis"] == "group" else f", axis {extra['axis']}"
-        lines.append(
-            f"extras.{extra['name']}: {extra['dtype']} {tuple(extra['shape'])}, {byte_size(extra['bytes'])}{axis}"
-        )
+        name = one_line(extra["name"])
+        lines.append(f"extras.{name}: {extra['dtype']} {tuple(extra['shape'])}, {byte_size(extra['bytes'])}{axis}")
     named, prompt = f" {group['prompt_id']!r}" if group["prompt_id"] else "", group["prompt"]
     lines += [
         "",
@@ -259,7 +284,7 @@ def _group_lines(group: Document, text: TokenText, tokens: bool) -> list[str | T
         if each["masked_tokens"]:
             parts.append(f"{counted(each['masked_tokens'], 'token')} masked")
         if each["finish_reason"] is not None:
-            parts.append(f"ended by {each['finish_reason']}")
+            parts.append(one_line(f"ended by {each['finish_reason']}"))
         lines += ["", Text("  ".join(parts), style="bold")]
         lines += _turn_lines(each, text) if each["turns"] else [_words(each["window"]["ids"], text)]
         lines += _arrays(each["window"]) if tokens else []
@@ -277,11 +302,11 @@ def _turn_lines(sequence: Document, text: TokenText) -> list[str | Text]:
         role, trained, ids = turn["role"], turn["trained"], sequence["window"]["ids"][turn["start"] : turn["stop"]]
         if role is None and turn["stop"] <= sequence["context_tokens"]:
             role = "own context"
-        said = "trained on" if trained == len(ids) else f"{trained} trained on" if trained else "not trained on"
-        parts = [*([] if role is None else [role]), counted(len(ids), "token"), *([said] if ids else [])]
+        remark = "trained on" if trained == len(ids) else f"{trained} trained on" if trained else "not trained on"
+        parts = [*([] if role is None else [one_line(role)]), counted(len(ids), "token"), *([remark] if ids else [])]
         lines += [Text(f"[{', '.join(parts)}]", style="bold" if trained else "dim"), _words(ids, text)]
     if left := sequence["turns"][_MOST_TURNS:]:
-        lines.append(Text(f"[and {len(left)} more turns; --json has them all]", style="dim"))
+        lines.append(Text(f"[and {counted(len(left), 'more turn')}; --json has them all]", style="dim"))
     return lines
 
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from replay_cli.output import misuse
+from replay_cli.output import in_words, misuse
 from replay_cli.recipes import RECIPES, recipe_of
 from replay_protos.settings import unknown_name
 
@@ -33,6 +33,8 @@ HELP_WIDTH = 100
 """Columns of the help, where the terminal has them."""
 _FILE = "replay.file"
 """Where the `meta` of a context has the settings of the file."""
+_NOT_IN_FILES = {"config", "set", "recipe", "check"}
+"""Options of a command that a file does not have."""
 
 
 def option(name: str, text: str, kind: Any = str, default: Any = None, *flags: str, **typers: Any) -> inspect.Parameter:
@@ -55,11 +57,13 @@ def options_of(kind: type, panel: str, *names: str) -> Options:
     options = []
     for name in names:
         clause = re.split(r"\.(?:\s|$)|;| \(", " ".join(declared[name].description.split()))[0].rstrip(":")
-        default = "" if declared[name].default is None else f" [{_shown(declared[name].default)}]"
+        # A switch that nobody turns on is off.
+        is_plain = declared[name].default in (None, False)
+        default = "" if is_plain else f" [default: {_shown(declared[name].default)}]"
         plain, flag = _type_of(declared[name].annotation), name.replace("_", "-")
         flags = (f"--{flag}",) if plain is bool else ()
-        choices = get_args(declared[name].annotation) if get_origin(declared[name].annotation) is Literal else ()
-        more = {} if all(choice in clause for choice in choices) else {"metavar": "|".join(choices)}
+        form = _form_of(declared[name].annotation)
+        more = {} if form is None else {"metavar": form}
         options.append(option(name, f"{clause}.{default}", plain, None, *flags, rich_help_panel=panel, **more))
     return options
 
@@ -71,6 +75,18 @@ def in_panel(panel: str, text: str, *flags: str, **typers: Any) -> Any:
 
 def _shown(default: Any) -> str:
     return default if isinstance(default, str) else json.dumps(default)
+
+
+def _form_of(annotation: Any) -> str | None:
+    """The help shows this in the place of a value: its choices, or PATH. None: the help shows the type."""
+    if get_origin(annotation) is Annotated:
+        return _form_of(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    if get_origin(annotation) in (types.UnionType, typing.Union):
+        forms = [_form_of(part) for part in get_args(annotation)]
+        return next((form for form in forms if form is not None), None)
+    return "PATH" if annotation is Path else None
 
 
 def _type_of(annotation: Any) -> Any:
@@ -90,9 +106,9 @@ def taking(*groups: Options) -> Callable[[Callable[..., R]], Callable[..., R]]:
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(command)
-        def run(**given: Any) -> R:
-            values = [{parameter.name: given.pop(parameter.name) for parameter in group} for group in groups]
-            return command(*values, **given)
+        def run(**arguments: Any) -> R:
+            values = [{parameter.name: arguments.pop(parameter.name) for parameter in group} for group in groups]
+            return command(*values, **arguments)
 
         own = list(inspect.signature(command, eval_str=True).parameters.values())[len(groups) :]
         parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
@@ -117,7 +133,8 @@ def in_flags(message: str, names: Collection[str]) -> str:
 
 # ------------------------------------------------------------------------------------------------ files and recipes
 
-ABOUT_RECIPE = f"Begin with settings that belong together: {' or '.join(RECIPES)}. [none]"
+ABOUT_RECIPE = "Begin with settings that belong together."
+RECIPE_CHOICES = "|".join(RECIPES)
 
 
 class CommandSettings:
@@ -125,66 +142,89 @@ class CommandSettings:
 
     def __init__(self, *kinds: type, also: Collection[str] = (), without: Collection[str] = ()) -> None:
         """A file has the fields of these classes but those in `without`, the command's options, and sections `also`."""
-        self._fields = {field.name for kind in kinds for field in fields(kind)} | {*also} - {*without}
+        self._fields = ({field.name for kind in kinds for field in fields(kind)} | {*also}) - {*without}
         about = "TOML file with these options and all other settings."
         more = "Another setting as in the file; repeatable."
         self.options: Options = (
-            option("config", about, Path, None, "--config", "-c", callback=self._read_file, is_eager=True),
+            option(
+                "config", about, Path, None, "--config", "-c", metavar="FILE", callback=self._read_file, is_eager=True
+            ),
             option("set", more, list[str], metavar="NAME=VALUE"),
-            option("recipe", ABOUT_RECIPE),
+            option("recipe", ABOUT_RECIPE, metavar=RECIPE_CHOICES),
         )
 
-    def given(self, context: typer.Context, source: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    def resolve(self, context: typer.Context, source: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
         """The settings by name: of the recipe, of the file in their place, and of the command line.
 
         `source` has the values of `options`, and `chosen` those of settings that have an option of their own.
         """
         from replay_server.config import changed
 
-        said = {name: json_or_word(value) for name, value in pairs("--set", source["set"], self._fields).items()}
-        said |= {name: value for name, value in chosen.items() if value is not None}
+        typed_settings = {
+            name: json_or_word(value) for name, value in pairs("--set", source["set"], self._fields).items()
+        }
+        typed_settings |= {name: value for name, value in chosen.items() if value is not None}
         try:
             recipe = recipe_of(source["recipe"])[str(context.info_name)] if source["recipe"] is not None else {}
         except ValueError as error:
             misuse(error)
-        return changed(recipe, context.meta.get(_FILE, {})) | said
+        return changed(recipe, context.meta.get(_FILE, {})) | typed_settings
 
     def _read_file(self, context: typer.Context, path: Path | None) -> Path | None:
         """Keeps the settings of the file, and makes its other values the defaults of the command's options."""
         if path is None:
             return None
         try:
-            found = tomllib.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            self.keep(context, tomllib.loads(path.read_text()))
+        except OSError as error:
+            raise typer.BadParameter(in_words(error)) from error
+        except ValueError as error:  # of text, TOML and names
             raise typer.BadParameter(f"{path}: {error}") from error
+        return path
+
+    def keep(self, context: typer.Context, found: Mapping[str, Any]) -> None:
+        """Keeps the settings in `found`, as in a file, and makes its other values the defaults of the command's
+        options. Raises ValueError for a name that there is not."""
         own = {str(parameter.name): parameter for parameter in context.command.params}
-        known = (own.keys() | self._fields) - {"config", "set", "recipe"}
-        values = {name.replace("-", "_"): value for name, value in found.items()}
+        known = (own.keys() | self._fields) - _NOT_IN_FILES
+        values = with_underscores(found)
         for name in values:
             if name not in known:
-                raise typer.BadParameter(f"{path}: {unknown_name(name, sorted(known))}")
+                raise ValueError(unknown_name(name, sorted(known)))
         context.meta[_FILE] = {name: value for name, value in values.items() if name in self._fields}
         context.default_map = {
             name: _as_option(value, multiple=getattr(own[name], "multiple", False))
             for name, value in values.items()
             if name not in self._fields
         }
-        return path
+
+
+def with_underscores(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a file by their names in Python: `max-tokens` is `max_tokens`."""
+    return {name.replace("-", "_"): value for name, value in found.items()}
 
 
 def pairs(what: str, texts: Sequence[str] | None, known: Collection[str] = ()) -> dict[str, str]:
-    """The values of texts NAME=VALUE by name. Ends the command with one line for another text, for a name that comes
-    twice, and for one that is not in `known`, if that has any. `what` gave the texts: an option, for the line.
+    """The values of texts NAME=VALUE by name. Ends the command where `named_values` raises ValueError."""
+    try:
+        return named_values(what, texts, known)
+    except ValueError as error:
+        misuse(error)
+
+
+def named_values(what: str, texts: Sequence[str] | None, known: Collection[str] = ()) -> dict[str, str]:
+    """The values of texts NAME=VALUE by name. Raises ValueError for another text, for a name that comes twice, and for
+    one that is not in `known`, if that has any. `what` gave the texts: an option, for the line.
     """
     values: dict[str, str] = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
         if not name or not equals:
-            misuse(f"{what} {text!r} is not NAME=VALUE")
+            raise ValueError(f"{what} {text!r} is not NAME=VALUE")
         if name in values:
-            misuse(f"{what} names {name!r} twice")
+            raise ValueError(f"{what} names {name!r} twice")
         if known and name not in known:
-            misuse(f"{what}: {unknown_name(name, sorted(known))}")
+            raise ValueError(f"{what}: {unknown_name(name, sorted(known))}")
         values[name] = value
     return values
 
@@ -208,21 +248,83 @@ def _as_option(value: Any, *, multiple: bool) -> Any:
 # ------------------------------------------------------------------------------------------------ help
 
 
+_FORMS = {"str": "TEXT", "int": "INTEGER", "float": "NUMBER", "Path": "PATH", "path": "PATH", "dir": "FOLDER"}
+"""The help shows these in the place of a value, by typer's names of types, and choices as they are: `text|json`."""
+_WIDEST = 40
+"""Columns of the names of options, before their texts begin on a line of their own."""
+_TYPE = re.compile(r"<(?:list\[)?(.+?)(?: range)?\]?>")
+_NOTES = re.compile(r"\s*\[([^][]+)\]$")
+
+
 class _InGroups:
-    """A command whose help has its options in groups: those without a `rich_help_panel` first."""
+    """A command whose help has its options in groups: those without a `rich_help_panel` first.
+
+    It understands the options of the whole command, `replay --address X tables`, also where it stands before them:
+    `replay tables --address X`. An option of its own that has the same name is its own.
+    """
+
+    def make_parser(self: Any, ctx: Any) -> Any:
+        parser = super().make_parser(ctx)  # type: ignore[misc]
+        root = ctx.find_root()
+        further = {} if root is ctx else self._of_the_whole(root)
+        for parameter in further.values():
+            parameter.add_to_parser(parser, ctx)
+        parse = parser.parse_args
+
+        def parse_args(args: list[str]) -> tuple[dict[str, Any], list[str], list[Any]]:
+            found, rest, order = parse(args=args)
+            for name in found.keys() & further.keys():
+                further[name].handle_parse_result(root, {name: found.pop(name)}, [])
+            return found, rest, order
+
+        parser.parse_args = parse_args
+        return parser
+
+    def _of_the_whole(self: Any, root: Any) -> dict[str, Any]:
+        """The options of the whole command that this one has none of its own for, by name."""
+        own = {parameter.name for parameter in self.params}
+        return {each.name: each for each in root.command.params if not each.is_eager and each.name not in own}
+
+    def collect_usage_pieces(self: Any, ctx: Any) -> list[str]:
+        pieces = ["[OPTIONS]"]
+        for parameter in self.get_params(ctx):
+            if parameter.param_type_name == "argument":
+                piece = f"{parameter.metavar}..." if parameter.nargs == -1 else str(parameter.metavar)
+                pieces.append(piece if parameter.required else f"[{piece}]")
+        if isinstance(self, TyperGroup):
+            pieces.append("COMMAND ...")
+        return pieces
 
     def format_options(self: Any, ctx: Any, formatter: Any) -> None:
         groups: defaultdict[str, list[Any]] = defaultdict(list, {"Arguments": [], "Options": []})
         for parameter in self.get_params(ctx):
             if record := parameter.get_help_record(ctx):
                 usual = f"{parameter.param_type_name.title()}s"
-                groups[getattr(parameter, "rich_help_panel", None) or usual].append(record)
+                groups[getattr(parameter, "rich_help_panel", None) or usual].append(in_one_form(parameter, *record))
         for heading, records in groups.items():
             if records:
                 with formatter.section(heading):
-                    formatter.write_dl(records)
+                    formatter.write_dl(records, col_max=_WIDEST)
         if isinstance(self, TyperGroup):
             self.format_commands(ctx, formatter)
+
+
+def in_one_form(parameter: Any, names: str, text: str) -> tuple[str, str]:
+    """The record of an option in the help, in one form: `--limit INTEGER`, `Most items. [default: 20; from 1]`."""
+    if parameter.param_type_name == "argument":
+        names = parameter.metavar
+    else:
+        names = _TYPE.sub(lambda match: _FORMS.get(match[1], match[1]), names)
+    notes: list[str] = []
+    while (found := _NOTES.search(text)) is not None:
+        notes[:0] = found[1].split("; ")
+        text = text[: found.start()]
+    shown = []
+    for note in notes:
+        note = re.sub("^env var: ", "env: ", note)
+        note = re.sub(r"^x>=(.*)$", r"from \1", note)
+        shown.append(re.sub(r"^(.*)<=x<=(.*)$", r"\1 to \2", note))
+    return names, f"{text} [{'; '.join(shown)}]" if shown else text
 
 
 class _Command(_InGroups, TyperCommand):
@@ -239,8 +341,15 @@ class Commands(typer.Typer):
     def __init__(self, text: str, **further: Any) -> None:
         wide = {"max_content_width": HELP_WIDTH}
         further = {"no_args_is_help": True, "rich_markup_mode": None, "context_settings": wide} | further
-        super().__init__(cls=_CommandGroup, help=text, **further)
+        super().__init__(cls=_CommandGroup, **(_help_of(text) | further))
 
     def add(self, *commands: Callable[..., Any], name: str | None = None, text: str | None = None) -> None:
+        """`text`, or else the docstring of a command, is its help."""
         for command in commands:
-            self.command(name, cls=_Command, help=text)(command)
+            self.command(name, cls=_Command, **_help_of(text or inspect.getdoc(command) or ""))(command)
+
+
+def _help_of(text: str) -> dict[str, Any]:
+    """The help of a command. What follows "Example: " in its text stands below the options, as it is written."""
+    about, _, example = text.partition("\n\nExample: ")
+    return {"help": about, "epilog": f"\b\nExample: {example}" if example else None}

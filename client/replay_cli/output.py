@@ -31,12 +31,12 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 
 def say(text: object) -> None:
     """A line on standard output, for people."""
-    print(printable(str(text)), flush=True)
+    print(one_line(str(text)), flush=True)
 
 
 def complain(message: object) -> None:
     """Prints a line on standard error that says what is wrong."""
-    print(printable(f"replay: {in_words(message)}"), file=sys.stderr)
+    print(one_line(f"replay: {in_words(message)}"), file=sys.stderr)
 
 
 def in_words(error: object) -> str:
@@ -75,6 +75,11 @@ def printable(text: str) -> str:
     )
 
 
+def one_line(text: str) -> str:
+    """`text` with all control characters written out: a name of a user begins no line that the command did not."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def console() -> Console:
     """Standard output for tables and colours; in colours only on a terminal, and not if NO_COLOR is set.
 
@@ -93,14 +98,15 @@ def console() -> Console:
 
 
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> Table:
-    """A table without lines. `left`: the columns that are aligned to the left; numbers go to the right."""
+    """A table without rules, and a row a line. `left`: the columns that are aligned to the left; numbers go to the
+    right."""
     from rich.table import Table
 
     view = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
         view.add_column(column, justify="left" if column in left else "right", no_wrap=True)
     for row in rows:
-        view.add_row(*row)
+        view.add_row(*map(one_line, row))
     return view
 
 
@@ -129,12 +135,13 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
     print(re.sub("[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text), file=output, flush=True)
 
 
-def tell(as_json: bool, found: object, words: str, *, indent: int | None = 2) -> None:
-    """Prints what a command has done: `found` as JSON for programs, or `words` for people."""
+def print_result(as_json: bool, found: object, *lines: str) -> None:
+    """Prints what a command has done: `found` as JSON for programs, or `lines` for people."""
     if as_json:
-        print_json(found, indent=indent)
-    else:
-        say(words)
+        print_json(found)
+        return
+    for line in lines:
+        say(line)
 
 
 def confirm(question: str, yes: bool) -> None:

@@ -5,24 +5,41 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from types import FrameType
+from typing import Annotated, Any, Literal
 
 import typer
 
-from replay_cli.output import fail
+from replay_cli.output import fail, one_line
+from replay_client.waits import stop_signals
 
-LogFormat = Annotated[Literal["text", "json"], typer.Option("--log-format", help="Format of log lines: text or json.")]
+LogFormat = Annotated[Literal["text", "json"], typer.Option("--log-format", help="Format of log lines.")]
 
 
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
     typer.Option("--log-level", case_sensitive=False, help="Log from this level on."),
 ]
+
+
+class TextFormatter(logging.Formatter):
+    """A line a record, with its time, level and logger, and a traceback below it after an exception."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        if getattr(record, "has_lines", False) or not record.name.startswith("replay_"):
+            return line  # a recipe, and other packages, which write lists and boxes
+        return one_line(line)
 
 
 class JsonFormatter(logging.Formatter):
@@ -43,9 +60,7 @@ class JsonFormatter(logging.Formatter):
 
 def log_to_stderr(level: str, form: str = "text") -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(
-        JsonFormatter() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    )
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
@@ -85,9 +100,14 @@ def set_up_tracing(service: str) -> bool:
 
 
 def check_model(model: str) -> None:
-    """Ends the command if `model` is a path that does not exist. transformers would look for that name on the hub."""
-    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+    """Ends the command if `model` is a path that does not exist."""
+    if is_missing(model):
         fail(f"--model: there is no folder {model}")
+
+
+def is_missing(model: str) -> bool:
+    """Tells whether `model` is a path that does not exist. transformers would look for that name on the hub."""
+    return model.startswith(("/", ".", "~")) and not Path(model).is_dir()
 
 
 @contextmanager
@@ -99,5 +119,63 @@ def loading(model: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        missing = "" if Path(model).exists() else "; there is no folder of this name here"
-        raise ValueError(f"--model {model} cannot be loaded{missing}: {' '.join(str(error).split())}") from error
+        raise ValueError(why_not_loaded(model, error)) from error
+
+
+def why_not_loaded(model: str, error: Exception) -> str:
+    """The error of transformers in one line, with the model."""
+    missing = "" if Path(model).exists() else "; there is no folder of this name here"
+    return f"--model {model} cannot be loaded{missing}: {' '.join(str(error).split())}"
+
+
+IN_A_RUN = "REPLAY_RUN"
+"""Variable of a part of `replay run`: the process that stops it."""
+SAME_REQUEST = 2.0
+"""Seconds after the first signal in which others belong to it."""
+
+
+class FirstSignal:
+    """Inside, the first signal that would end the command calls `act` instead, and a later one ends the command.
+
+    What comes in the two seconds after the first signal is the same request: of one Ctrl-C a rank may hear from the
+    terminal and from torchrun, and a scheduler may send two signals at once. Whoever wants to hurry waits that long.
+
+    A part of `replay run` may hear of one stop from a scheduler, which tells all processes, and later from the run.
+    There SIGINT alone hurries.
+    """
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.number = 0
+        """The number of the first signal; 0: none has come."""
+        self._act = act
+        self._at = 0.0
+        """When it came, by the monotonic clock."""
+        self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+
+    def __enter__(self) -> FirstSignal:
+        for number in stop_signals():
+            handler = signal.getsignal(number)
+            if callable(handler):  # an ignored one stays so
+                self._before[number] = handler
+                signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.number:
+            self.number = number
+            self._at = now
+            self._act()
+            return
+        hurries = number == signal.SIGINT if IN_A_RUN in os.environ else now - self._at > SAME_REQUEST
+        if hurries:
+            self._before[number](number, frame)
+
+
+def say_later(function: Callable[[str], None], message: str) -> None:
+    """Calls `function` on a thread: a signal handler may interrupt a line that is being printed, and can print none."""
+    threading.Thread(target=function, args=(message,)).start()

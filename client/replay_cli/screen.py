@@ -16,6 +16,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from replay_cli.output import one_line
 from replay_client.records import rates_between, shards_of
 from replay_dashboard.units import byte_size, counted, duration, shares, waiting, waits_for
 
@@ -35,11 +36,11 @@ _HISTORY = 24
 
 
 def headline(address: str, info: ServerInfo) -> Text:
-    line = Text(address, style="bold")
+    line = Text(one_line(address), style="bold")
     bound = f" of {byte_size(info.max_bytes)}" if info.max_bytes else ""
     line.append(
-        f"  version {info.version}  up {duration(info.uptime)}  policy version {info.policy.version}  "
-        f"{counted(info.items, 'item')}, {byte_size(info.bytes)}{bound}  {info.storage}",
+        f"  version {one_line(info.version)}  up {duration(info.uptime)}  policy version {info.policy.version}  "
+        f"{counted(info.items, 'item')}, {byte_size(info.bytes)}{bound}  {one_line(info.storage)}",
         style="not bold",
     )
     return line
@@ -48,7 +49,7 @@ def headline(address: str, info: ServerInfo) -> Text:
 def _shard_parts(name: str, shard: ServerInfo | None, wanted: bool, live: bool) -> Iterator[Text | TableView]:
     """A server of several: a line, and its tables where there is room. Without `wanted` only what does not answer."""
     if shard is None:
-        yield Text(f"{name}  does not answer", style="red")
+        yield Text(one_line(f"{name}  does not answer"), style="red")
     elif wanted:
         yield headline(name, shard)
         if not live:
@@ -73,8 +74,8 @@ def _staleness(table: TableInfo) -> str:
 
 
 def _size(table: TableInfo) -> str:
-    kept = f" (+{table.kept} kept)" if table.kept else ""
-    return f"{table.size} / {capacity(table)}{kept}"
+    retained = f" (+{table.retained} retained)" if table.retained else ""
+    return f"{table.size} / {capacity(table)}{retained}"
 
 
 def _blocked(table: TableInfo) -> str:
@@ -95,7 +96,7 @@ def _stale(table: TableInfo) -> Text:
 
 
 COLUMNS = (
-    TableColumn("table", lambda table: table.name),
+    TableColumn("table", lambda table: one_line(table.name)),
     TableColumn("size", _size),
     TableColumn("bytes", lambda table: byte_size(table.bytes), goes=8),
     TableColumn("in/s", lambda table: f"{table.inserts_per_second:.1f}", goes=1),
@@ -146,7 +147,7 @@ def _fitting(rows: Sequence[Mapping[str, Cell]], width: int) -> list[str]:
 
 def waits(info: ServerInfo) -> list[Text]:
     """A line for each side that is gone, each kind of request that waits, with the reason, and for items that wait."""
-    gone = [Text(f"{silence.side} gone: {silence.reason}", style="red") for silence in info.silences]
+    gone = [Text(one_line(f"{overdue.role} overdue: {overdue.reason}"), style="red") for overdue in info.overdue]
     lines = []
     for table in info.tables.values():
         for request, wait in (("insert", table.inserting), ("sample request", table.sampling)):
@@ -154,8 +155,10 @@ def waits(info: ServerInfo) -> list[Text]:
                 lines.append(waiting(wait, request))
     if info.admission is not None and (wait := info.admission.acquiring).count:
         lines.append(waiting(wait, "permit request"))
-    lines += [f"{table.name} {waits_for(table.lacking)}" for table in info.tables.values() if table.waiting_rows]
-    return gone + [Text(line, style="yellow") for line in lines]
+    lines += [
+        f"{table.name} {waits_for(table.missing_columns)}" for table in info.tables.values() if table.incomplete_items
+    ]
+    return gone + [Text(one_line(line), style="yellow") for line in lines]
 
 
 def clients(info: ServerInfo) -> Iterator[Text]:
@@ -163,7 +166,7 @@ def clients(info: ServerInfo) -> Iterator[Text]:
     for client in info.clients:
         state = "ended" if client.ended else "connected" if client.open else "not connected"
         yield Text(
-            f"{client.role or 'client'} {client.name}: {state}, seen {duration(client.age)} ago",
+            one_line(f"{client.role or 'client'} {client.name}: {state}, seen {duration(client.age)} ago"),
             style="" if client.open or client.ended else "yellow",
         )
 
@@ -172,14 +175,15 @@ def balances(info: ServerInfo) -> Iterator[Text]:
     """A line for each table that balances its draws, with the share of each value."""
     for table in info.tables.values():
         if table.values:
-            yield Text(f"{table.name} balances {json.loads(table.config)['balance']['tag']}: {shares(table.values)}")
+            tag = json.loads(table.config)["balance"]["tag"]
+            yield Text(one_line(f"{table.name} balances {tag}: {shares(table.values)}"))
 
 
 def permits(info: ServerInfo) -> Iterator[Text]:
     if (admission := info.admission) is not None:
-        building = f" ({admission.building} under construction)" if admission.building_tables else ""
+        partial = f" ({admission.partial_groups} partial)" if admission.permit_tables else ""
         yield Text(
-            f"permits: {admission.running} running{building}, {admission.accepted} accepted, "
+            f"permits: {admission.running} running{partial}, {admission.accepted} accepted, "
             f"{admission.capacity} available, {admission.expired} expired"
         )
 
@@ -214,7 +218,7 @@ class Screen:
         default_factory=lambda: defaultdict(lambda: (deque(maxlen=_HISTORY), deque(maxlen=_HISTORY)))
     )
 
-    def see(self, info: ServerInfo) -> None:
+    def record(self, info: ServerInfo) -> None:
         """A look at the server. Rates are what the counters did since the look before."""
         for name, rates in rates_between(self.info, info).items():
             for past, rate in zip(self._rates[name], rates, strict=True):
@@ -235,7 +239,7 @@ class Screen:
         """
         live = height is not None
         keys = [Text(_HELP + "   PAUSED" * self.paused, style="dim")] * live
-        problem = [Text(self.problem, style="red")] if self.problem else []
+        problem = [Text(one_line(self.problem), style="red")] if self.problem else []
         if self.info is None:
             return Group(Text(self.address, style="bold"), *(problem or [Text("...")]), Text(), *keys)
         shards = [
@@ -249,7 +253,7 @@ class Screen:
             room = height - len(above) - len(below) - _SPARE
             if len(shown) > room:
                 hidden, shown = len(shown) - max(1, room - 1), shown[: max(1, room - 1)]
-                below.insert(0, Text(f"and {hidden} more tables: `replay tables` has all", style="dim"))
+                below.insert(0, Text(f"and {counted(hidden, 'more table')}: `replay tables` has all", style="dim"))
         for line in (*above, *below):
             if isinstance(line, Text):
                 line.no_wrap, line.overflow = True, "ellipsis" if live else "ignore"

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_cli.archive.copying import fetch
+from replay_cli.checks import Check, check_folder, check_listen
 from replay_cli.connection import access_of, ask
-from replay_cli.options import ABOUT_RECIPE, Commands, option, taking
-from replay_cli.output import AsJson, Yes, confirm, console, fail, misuse, plain_table, print_json, say
+from replay_cli.copying import fetch
+from replay_cli.options import ABOUT_RECIPE, RECIPE_CHOICES, Commands, in_flags, option, taking
+from replay_cli.output import AsJson, Yes, complain, confirm, console, fail, misuse, plain_table, print_json, say
 from replay_cli.process import LogFormat, LogLevel, log_to_stderr, set_up_tracing
 from replay_cli.recipes import recipe_of, show_recipe
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from replay_server.shards import ShardStatus
 
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", "-c", help="TOML file with the configuration of a server.")
+    Path | None,
+    typer.Option("--config", "-c", metavar="FILE", help="TOML file with the configuration of a server."),
 ]
 
 Insecure = Annotated[
@@ -37,19 +39,28 @@ Insecure = Annotated[
 def serve(
     context: typer.Context,
     config: ConfigFile = None,
-    recipe: Annotated[str | None, typer.Option(help=ABOUT_RECIPE)] = None,
-    address: Annotated[
+    recipe: Annotated[str | None, typer.Option(metavar=RECIPE_CHOICES, help=ABOUT_RECIPE)] = None,
+    listen: Annotated[
         str | None,
-        typer.Option("--address", help="host:port to listen on, instead of that of the file. Port 0: any free port."),
+        typer.Option(
+            "--listen",
+            metavar="HOST:PORT",
+            help="Listen here, instead of where the file says. Port 0: any free port.",
+        ),
     ] = None,
-    metrics_address: Annotated[
+    metrics_listen: Annotated[
         str | None,
-        typer.Option("--metrics-address", help="host:port of the Prometheus endpoint, instead of that of the file."),
+        typer.Option(
+            "--metrics-listen",
+            metavar="HOST:PORT",
+            help="The Prometheus endpoint, instead of that of the file.",
+        ),
     ] = None,
     restore: Annotated[
         str | None,
         typer.Option(
             "--restore",
+            metavar="NAME",
             help="Restore this checkpoint at startup, or `latest`; of an address of `replay copy`, the newest there. A "
             "damaged one gives way to the newest whole one.",
         ),
@@ -58,32 +69,35 @@ def serve(
         bool, typer.Option("--replace", help="With --restore: move the contents of data_dir aside instead of failing.")
     ] = False,
     insecure: Insecure = False,
+    check: Check = False,
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
 ) -> None:
-    """Run the server until SIGTERM or Ctrl-C. Without --config it has a queue `rollouts` and a pool `replay`."""
-    from pydantic import ValidationError
+    """Run the server until SIGTERM or Ctrl-C. Unless its file has [[tables]], it has a queue and a pool.
 
+    Example: replay serve --config replay.toml
+    """
     from replay_protos import event_loop
-    from replay_protos.settings import explain
     from replay_server import ReplayServer
-    from replay_server.config import ServerSection
 
     if access_of(context)["address"] is not None:
-        misuse("a server listens on the --address after the command: `replay serve --address HOST:PORT`")
+        misuse("a server listens on --listen: `replay serve --listen HOST:PORT`")
     log_to_stderr(log_level, log_format)
     set_up_tracing("replay-server")
     try:
         loaded = _load(config, None if recipe is None else recipe_of(recipe)["serve"])
+        loaded = _listening(loaded, {"listen": listen, "metrics_listen": metrics_listen})
+    except ValueError as error:
+        misuse(error)
+    try:
         if recipe is not None:
             show_recipe(recipe, "serve", loaded.model_dump(mode="json"))
-        given = {"address": address, "metrics_address": metrics_address}
-        if given := {name: value for name, value in given.items() if value is not None}:
-            section = ServerSection.model_validate(loaded.server.model_dump() | given)
-            loaded = loaded.model_copy(update={"server": section})
         if insecure:
             loaded = _insecure(loaded)
         server = ReplayServer.from_config(loaded, os.environ)
+        if check:
+            _check(loaded)
+            return
         if restore is not None:
             if "://" in restore or os.sep in restore:
                 if loaded.checkpoint_dir is None:
@@ -97,19 +111,50 @@ def serve(
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         gc.disable()  # until the server has started: a start with data makes as many objects as there are items
         event_loop.run(_run(server))
-    except ValidationError as error:
-        fail(explain(error))
     except (ValueError, OSError) as error:
         fail(error)
 
 
+def _check(config: Config) -> None:
+    """Prints the tables of a server. Raises ValueError for a port that is in use, and a folder that cannot be
+    written."""
+    server = config.server
+    for name in ("listen", "metrics_listen"):
+        address = getattr(server, name)
+        if address is not None:
+            check_listen(f"[server] {name}", address)
+    if server.data_dir is not None:
+        check_folder("[server] data_dir", server.data_dir)
+    if config.checkpoint_dir is not None:
+        check_folder("[checkpoints] dir", config.checkpoint_dir)
+    say(f"{server.listen}: tables {', '.join(table.name for table in config.tables)}")
+
+
 def _load(path: Path | None, recipe: Mapping[str, Any] | None = None) -> Config:
-    """The configuration in a file; without one, that of the recipe, or the two usual tables."""
-    from replay_server.config import DEFAULT_TABLES, Config
+    """The configuration in a file. What it does not have is that of the recipe, or the two usual tables.
+
+    Raises ValueError.
+    """
+    from replay_server.config import USUAL, Config
 
     if path is None:
-        return Config.model_validate(recipe or {"tables": DEFAULT_TABLES})
+        return Config.model_validate(recipe or USUAL)
     return Config.load(path, recipe)
+
+
+def _listening(config: Config, addresses: Mapping[str, str | None]) -> Config:
+    """The configuration with these addresses, by the names in [server]; None: as they are. Raises ValueError."""
+    from pydantic import ValidationError
+
+    from replay_protos.settings import explain
+    from replay_server.config import ServerConfig
+
+    given = {name: address for name, address in addresses.items() if address is not None}
+    try:
+        section = ServerConfig.model_validate(config.server.model_dump() | given)
+    except ValidationError as error:
+        raise ValueError(in_flags(explain(error), given)) from error
+    return config.model_copy(update={"server": section})
 
 
 def _insecure(config: Config) -> Config:
@@ -138,28 +183,42 @@ def _announce(server: ReplayServer) -> None:
 
 # ------------------------------------------------------------------------------------------------ weights
 
-weights = Commands("Give weights to generators that do not see their folder.")
+weights = Commands(
+    "Give weights to generators that do not see their folder.\n\nExample: replay weights serve runs/mine"
+)
 
 
 def serve_weights(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(help="weights_dir of the trainer, whose weights_url leads here.")],
-    address: Annotated[str, typer.Argument(help="host:port to listen on.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="weights_dir of the trainer, whose weights_url leads here.")
+    ],
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Listen here.")] = "127.0.0.1:7410",
 ) -> None:
     """Serve the versions in a folder over HTTP, until SIGTERM or Ctrl-C.
 
-    --token-file, --tls-cert and --tls-key before the command, or their variables, are those of this address.
+    --token-file, --tls-cert and --tls-key, or their variables, are those of this address.
+
+    Example: replay weights serve runs/mine --listen 0.0.0.0:7410
     """
-    from replay_generator.remote_weights import Door, WeightsServer
+    from replay_client.access import ListenAddress
+    from replay_generator.policy.remote import WeightsServer
 
     log_to_stderr("warning")
-    given, names = access_of(context), ("token_file", "tls_cert", "tls_key")
-    token, cert, key = (given[name] or os.environ.get(f"REPLAY_{name.upper()}") for name in names)
+    options = access_of(context)
+    names = ("token_file", "tls_cert", "tls_key")
+    token, cert, key = (options[name] or os.environ.get(f"REPLAY_{name.upper()}") for name in names)
+    if folder.exists() and not folder.is_dir():
+        misuse(f"{folder} is no folder: name weights_dir of the trainer")
     try:
-        server = WeightsServer(folder, Door("weights", address, token, cert, key))
-    except (ValueError, OSError) as error:
-        fail(f"{address}: {error}" if isinstance(error, OSError) else error)
-    say(f"weights of {folder} at {address}")
+        server = WeightsServer(folder, ListenAddress("--listen", listen, token, cert, key))
+    except ValueError as error:
+        misuse(error)
+    except OSError as error:
+        fail(f"{listen}: {error}")
+    if not folder.exists():
+        complain(f"there is no folder {folder} yet: its weights are served when the trainer has made it")
+    say(f"weights of {folder} at {listen}")
     server.serve_forever()
 
 
@@ -168,11 +227,13 @@ weights.add(serve_weights, name="serve")
 
 # ------------------------------------------------------------------------------------------------ shards
 
-shards = Commands("Run several servers in a Ray cluster, as one service.")
+shards = Commands(
+    "Run several servers in a Ray cluster, as one service.\n\nExample: replay shards up --shards 4 --config replay.toml"
+)
 _RAY = (
     option("name", "The shards are NAME-0, NAME-1, ...", default="replay"),
     option("namespace", "Ray's namespace of the shards.", default="replay"),
-    option("ray_address", "host:port of the cluster; else the local one.", envvar="RAY_ADDRESS"),
+    option("ray_address", "The cluster; else the local one.", envvar="RAY_ADDRESS", metavar="HOST:PORT"),
 )
 """Which shards."""
 
@@ -190,7 +251,7 @@ def _ray_of(context: typer.Context) -> dict[str, Any]:
 
 
 _EACH = (
-    option("data_dir", "Folder that all nodes share; each shard has its own folder in it.", Path),
+    option("data_dir", "Folder that all nodes share; each shard has its own folder in it.", Path, metavar="FOLDER"),
     option("port", "Shard i listens on this port + i; 0: any free port.", int, 0, min=0, max=65535),
     option("timeout", "Seconds in which all shards must serve.", float, 120.0, min=0),
 )
@@ -224,7 +285,10 @@ def _size(
 
 
 def status(context: typer.Context, as_json: AsJson = False) -> None:
-    """Where each shard is and what it holds. Status 1 if one is away, or there is none."""
+    """Show where each shard is and what it holds. Status 1 if one is away, or there is none.
+
+    Example: replay shards status
+    """
     ray = _ray_of(context)
     found = _of_ray("status", **ray)
     _show(found, ray, as_json)
@@ -238,26 +302,35 @@ def status(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 def down(context: typer.Context, yes: Yes = False) -> None:
-    """Stop all shards for good. What they hold in memory is lost; a --data-dir stays."""
+    """Stop all shards for good. What they hold in memory is lost; a --data-dir stays.
+
+    Example: replay shards down --yes
+    """
     ray = _ray_of(context)
     confirm(f"Stop all shards of {ray['namespace']}/{ray['name']}?", yes)
     stopped = _of_ray("down", **ray)
     say(f"stopped {', '.join(stopped)}" if stopped else "there were no shards")
 
 
-_UP = "Start the shards that do not run yet, and wait until all serve. They outlive this command."
-_RESIZE = "Add shards, or empty the last ones and take them away. Status 1 and why while that is unsafe."
+_UP = (
+    "Start the shards that do not run yet, and wait until all serve. They outlive this command.\n\n"
+    "Example: replay shards up --shards 4 --config replay.toml"
+)
+_RESIZE = (
+    "Add shards, or empty the last ones and take them away. Status 1 and why while that is unsafe.\n\n"
+    "Example: replay shards resize --shards 8"
+)
 shards.add(_size, name="up", text=_UP)
 shards.add(status, down)
 shards.add(_size, name="resize", text=_RESIZE)
 
 
-def _of_ray(verb: str, *given: Any, **named: Any) -> Any:
+def _of_ray(verb: str, *arguments: Any, **named: Any) -> Any:
     """The result of a function of `replay_server.shards`. An error ends the command with one line."""
     from replay_server import shards as service
 
     try:
-        return getattr(service, verb)(*given, **named)
+        return getattr(service, verb)(*arguments, **named)
     except service.ShardError as error:
         fail(error)
 

@@ -28,7 +28,10 @@ _ANSWER_SECONDS = 1.0
 
 
 def tables(context: typer.Context, by_shard: ByShard = False, as_json: AsJson = False) -> None:
-    """Show all tables: size, bytes, rates, staleness, and which requests wait for what."""
+    """Show all tables: size, bytes, rates, staleness, and which requests wait for what.
+
+    Example: replay tables --address 127.0.0.1:7400
+    """
     with connect(context) as client:
         info, address = ask(client.server_info), client.address
     if as_json:
@@ -60,7 +63,10 @@ def top(
     by_shard: ByShard = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document a line. Needs no terminal.")] = False,
 ) -> None:
-    """Show all tables, live: space pauses, q ends. With --json print a line for each look at the server."""
+    """Show all tables, live: space pauses, q ends. With --json print a line for each look at the server.
+
+    Example: replay top --interval 5
+    """
     if not (as_json or (sys.stdin.isatty() and sys.stdout.isatty())):
         misuse("top needs a terminal; use `replay top --json`, or `replay tables`")
     with connect(context, _ANSWER_SECONDS) as client:
@@ -81,7 +87,7 @@ def _show_looks(client: ReplayClient, interval: float, by_shard: bool) -> None:
             if not screen.paused and time.monotonic() >= look_at:
                 look_at = time.monotonic() + interval
                 try:
-                    screen.see(client.server_info())
+                    screen.record(client.server_info())
                 except ReplayError as error:
                     screen.problem = str(error)
             live.update(screen.render(live.console.height), refresh=True)
@@ -95,14 +101,14 @@ def _print_looks(client: ReplayClient, interval: float, by_shard: bool) -> NoRet
     from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
 
     while True:
-        said: Document = {"time": time.time()}
+        look: Document = {"time": time.time()}
         try:
-            said |= _document(client.address, client.server_info(), by_shard)
+            look |= _document(client.address, client.server_info(), by_shard)
         except (ServerUnavailableError, DeadlineExceededError) as error:
-            said |= {"address": client.address, "problem": str(error)}
+            look |= {"address": client.address, "problem": str(error)}
         except ReplayError as error:  # it refuses: the token was revoked
             fail(error)
-        print_json(said, indent=None)
+        print_json(look, indent=None)
         time.sleep(interval)
 
 
@@ -135,15 +141,20 @@ def dashboard(
     context: typer.Context,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="Folder with a tokenizer.json, to show text. Else that of the published weights is used."),
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder with a tokenizer.json, to show text. Else that of the published weights is used.",
+        ),
     ] = None,
     runs: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="Folder with metrics.jsonl files below it.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on. Other than loopback the page wants a token.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 7402,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Listen here; port 0: a free one. Beyond loopback the page wants a token."
+        ),
+    ] = "127.0.0.1:7402",
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A host name under which browsers may ask for the page; repeatable.")
     ] = None,
@@ -152,16 +163,25 @@ def dashboard(
     ] = 1.0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
 ) -> None:
-    """Look at the live buffer in a browser: what is in it, what waits and why, and every group. Only reads."""
+    """Look at the live buffer in a browser: what is in it, what waits and why, and every group. Only reads.
+
+    Example: replay dashboard --runs runs --listen 127.0.0.1:7402
+    """
     need("the page", "dashboard", "starlette", "uvicorn", "tokenizers")
     import secrets
     import signal
     import socket
     import webbrowser
 
+    from replay_client.access import check_address
     from replay_dashboard.app import PageServer, Settings
     from replay_protos.transport import is_loopback
 
+    try:
+        host = check_address(listen, "--listen", least_port=0)
+    except ValueError as error:
+        misuse(error)
+    port = int(listen.rpartition(":")[2])
     token = None if is_loopback(host) else secrets.token_urlsafe(32)
     settings = Settings(access_of(context), tokenizer, runs, token, tuple(allow_host or ()), solved_reward)
     try:
@@ -169,7 +189,7 @@ def dashboard(
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
     except (ValueError, OSError) as error:
-        fail(error if isinstance(error, ValueError) else f"cannot listen on {host}:{port}: {error.strerror}")
+        fail(error if isinstance(error, ValueError) else f"cannot listen on {listen}: {error.strerror}")
     shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}/" + (f"#token={token}" if token else "")
     # The server notes signals while it runs. One that comes before that must end it too.

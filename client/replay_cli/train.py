@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -12,20 +14,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replay_cli.checks import Check, check_folder, check_weights, model_files
 from replay_cli.connection import access_of, timeout_of
 from replay_cli.options import CommandSettings, in_flags, in_panel, options_of, taking, typed
-from replay_cli.output import complain, fail, in_words, need, say
-from replay_cli.process import LogFormat, check_model, loading, log_to_stderr, set_up_tracing
+from replay_cli.output import complain, fail, in_words, misuse, need, say
+from replay_cli.process import FirstSignal, LogFormat, check_model, loading, log_to_stderr, say_later, set_up_tracing
 from replay_cli.recipes import show_recipe
+from replay_protos.words import counted
 from replay_trainer.config import GRPOConfig
 
 if TYPE_CHECKING:
-    from replay_trainer import PromptEvaluation
+    from replay_generator.prompts.prompt import Prompt
+    from replay_generator.rewards.functions import Reward
+    from replay_trainer import GRPOTrainer, PromptEvaluation
 
 EVAL_EVERY = 10
 """Steps between evaluations with --eval-prompts, unless the configuration has eval_every."""
 _evaluating = partial(in_panel, "Evaluation")
-SETTINGS = CommandSettings(GRPOConfig, also=("lora", "evaluation"))
+SETTINGS = CommandSettings(GRPOConfig, also=("lora", "evaluation"), without=("output_dir",))
 _FIELDS = (
     *options_of(GRPOConfig, "Learning", "max_steps", "groups_per_step", "learning_rate", "beta"),
     *options_of(GRPOConfig, "Learning", "scale_rewards", "seed"),
@@ -41,16 +47,23 @@ def train(
     chosen: dict[str, Any],
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
-    output_dir: Annotated[Path, typer.Option(help="Folder for weights and metrics.jsonl.")],
+    output_dir: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for weights and metrics.jsonl.")],
     eval_prompts: Annotated[str | None, _evaluating("Held-out prompts, as --prompts of `replay generate`.")] = None,
-    eval_reward: Annotated[list[str] | None, _evaluating("As --reward there; repeatable. [exact_match]")] = None,
+    eval_reward: Annotated[
+        list[str] | None, _evaluating("As --reward there; repeatable. [default: exact_match]")
+    ] = None,
     eval_max_tokens: Annotated[int, _evaluating("Most tokens of these completions.", min=1)] = 256,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress and no summary.")] = False,
+    check: Check = False,
     log_format: LogFormat = "text",
 ) -> None:
     """Train a causal language model on the groups of the server, and publish each version.
 
     It waits without end for groups, and for a server that went away, unless sample_timeout and --timeout say how long.
+    Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 stop it after the step under way, with a training checkpoint; a second one, two
+    seconds later or more, ends it at once.
+
+    Example: replay train --model Qwen/Qwen3-0.6B --output-dir runs/mine --config train.toml --resume
     """
     access = access_of(context)
     log_to_stderr("warning", log_format)
@@ -58,37 +71,39 @@ def train(
     need("replay train", "trainer", "torch", "transformers", "safetensors")
     check_model(model)
     chosen |= {"output_dir": output_dir, "progress": False if quiet else None}
-    options = SETTINGS.given(context, source, chosen)
-    lora = options.pop("lora", None)
-    eval_reading = options.pop("evaluation", {})
-    if eval_prompts is not None:
-        options.setdefault("eval_every", EVAL_EVERY)
-    elif eval_reward or eval_reading:
-        fail(f"{'--eval-reward' if eval_reward else '[evaluation]'} needs --eval-prompts")
+    options = SETTINGS.resolve(context, source, chosen)
 
     from replay_client import ReplayClient
     from replay_client.errors import ReplayError
     from replay_client.waits import beat
 
     try:
-        training = GRPOConfig(**options)
+        checked = check_options(options, context.params)
+        if checked.lora is not None and "adapter" not in checked.lora:
+            _lora_config(checked.lora)
+        rewards = [] if eval_prompts is None else _rewards(eval_reward)
+    except ImportError as error:
+        fail(error)
     except ValueError as error:
         message = _as_typed(str(error), typed(chosen))
         file = "" if source["config"] is None or message.startswith("--") else f"{source['config']}: "
-        fail(f"{file}{message}")
+        misuse(f"{file}{message}")
     if (recipe := source["recipe"]) is not None and not quiet and os.environ.get("RANK", "0") == "0":
         show_recipe(recipe, "train", options)
     try:
         beat()  # now and not in the middle of the run: its file may be impossible to write
+        if check:
+            _check(checked, context)
+            return
+        training, lora = checked.config, checked.lora
         evaluation = None
         if eval_prompts is not None:
-            reading = _eval_reading(eval_reading)
-            evaluation = _evaluation(eval_prompts, reading, eval_reward, eval_max_tokens)
+            evaluation = _evaluation(eval_prompts, checked.reading, rewards, eval_max_tokens)
         # Not before: they take seconds to import, and people wait for the errors above.
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
-        from replay_generator.weights import load_causal_model
+        from replay_generator.engines.weights import load_causal_model
         from replay_trainer import Forgiving, GRPOTrainer, StepSpans
 
         transformers_logging.disable_progress_bar()
@@ -101,30 +116,88 @@ def train(
                 if lora is not None:
                     loaded = _with_adapter(loaded, lora, training.seed)
             trainer = GRPOTrainer(loaded, client, training, tokenizer, callbacks, evaluate=evaluation)
-            steps_made = trainer.train()
+            with FirstSignal(partial(_stop, trainer)) as first:
+                steps_made = trainer.train()
     except (ReplayError, ValueError, OSError, RuntimeError, ImportError, FloatingPointError) as error:
         fail(_as_typed(in_words(error), typed(access)))
     except KeyboardInterrupt:
         complain("stopped; --resume continues from the last training checkpoint")
         raise
+    if trainer.stopped:
+        if trainer.ranks.is_first:
+            complain(_stopped_where(trainer.last_step))
+        # A scheduler must not take the run for complete.
+        raise typer.Exit(128 + (first.number or signal.SIGTERM))
     if not quiet and trainer.ranks.is_first:
         if steps_made == 0:
             say("nothing was trained, for the run has all its steps already: --max-steps makes it longer")
-        _sum_up(output_dir)
+        sum_up(output_dir)
 
 
-def _with_adapter(model: Any, lora: Any, seed: int) -> Any:
-    """`model` with a new LoRA adapter by the section [lora], whose fields are those of peft's LoraConfig, or with the
-    one in the folder `adapter`.
+def _stop(trainer: GRPOTrainer) -> None:
+    trainer.stop()
+    if trainer.ranks.is_first:
+        say_later(complain, "stops after this step, with a training checkpoint; a second signal hurries")
 
-    Raises ValueError for fields that it does not have, or for a model that such an adapter does not fit.
+
+def _stopped_where(step: int | None) -> str:
+    if step is None:
+        return "stopped before it began; --resume continues from the last training checkpoint"
+    if step == 0:
+        return "stopped before its first step; --resume begins the run"
+    return f"stopped after step {step}, with a training checkpoint: --resume continues there"
+
+
+def _check(checked: TrainOptions, context: typer.Context) -> None:
+    """Prints what is to be trained. Raises an error for what fails."""
+    from replay_client.access import Access
+
+    named = context.params
+    Access.find(**access_of(context))
+    check_folder("--output-dir", named["output_dir"])
+    if checked.config.weights_dir is not None:
+        check_folder("weights_dir", Path(checked.config.weights_dir))
+    line = f"{named['model']}: {counted(checked.config.max_steps, 'step')}"
+    if named["eval_prompts"] is not None:
+        held_out = _held_out(named["eval_prompts"], checked.reading)
+        line += f", evaluated with {counted(len(held_out), 'prompt')}"
+    check_weights(named["model"])
+    model_files(named["model"])
+    say(line)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The settings of a trainer, checked."""
+
+    config: GRPOConfig
+    lora: dict[str, Any] | None
+    """The section [lora]; None: whole weights are trained."""
+    reading: _Reading
+    """The section [evaluation]."""
+
+
+def check_options(options: Mapping[str, Any], named: Mapping[str, Any]) -> TrainOptions:
+    """The settings of a trainer, checked as far as that needs no file, no package and no server.
+
+    `options`: settings by name, as `SETTINGS.resolve` returns them. `named`: the values of the command's own options.
+    Raises ValueError.
     """
-    need("[lora]", "lora", "peft")
-    import torch
-    from peft import LoraConfig, PeftModel, get_peft_model
+    settings = {name: value for name, value in options.items() if name not in ("lora", "evaluation")}
+    lora = options.get("lora")
+    section = options.get("evaluation", {})
+    if named["eval_prompts"] is not None:
+        settings.setdefault("eval_every", EVAL_EVERY)
+    elif named["eval_reward"] or section:
+        raise ValueError(f"{'--eval-reward' if named['eval_reward'] else '[evaluation]'} needs --eval-prompts")
+    config = GRPOConfig(**settings)
+    if lora is not None:
+        _check_lora(lora)
+    return TrainOptions(config, lora, _eval_reading(section))
 
-    from replay_protos.settings import unknown_name
 
+def _check_lora(lora: Any) -> None:
+    """Raises ValueError for a section [lora] that is none, or that names an adapter which is not there."""
     if not isinstance(lora, dict):
         raise ValueError(f"lora is a section of the file: [lora], with r = 16 below it, not lora = {lora!r}")
     if (folder := lora.get("adapter")) is not None:
@@ -132,16 +205,40 @@ def _with_adapter(model: Any, lora: Any, seed: int) -> Any:
             raise ValueError("[lora] adapter names one that is there, with its own settings: leave out the others")
         if not (Path(folder) / "adapter_config.json").is_file():
             raise ValueError(f"[lora] adapter: the folder {folder} holds no adapter_config.json")
+
+
+def _with_adapter(model: Any, lora: dict[str, Any], seed: int) -> Any:
+    """`model` with a new LoRA adapter by the section [lora], whose fields are those of peft's LoraConfig, or with the
+    one in the folder `adapter`.
+
+    Raises ValueError for fields that it does not have, or for a model that such an adapter does not fit.
+    """
+    need("[lora]", "lora", "peft")
+    import torch
+    from peft import PeftModel, get_peft_model
+
+    if (folder := lora.get("adapter")) is not None:
         return PeftModel.from_pretrained(model, folder, is_trainable=True)
+    config = _lora_config(lora)
     torch.manual_seed(seed)  # half of an adapter begins with random numbers
+    with warnings.catch_warnings():
+        # That an adapter of tied embeddings may not be merged: the trainer refuses it, in one line, if it is to be.
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+        return get_peft_model(model, config)
+
+
+def _lora_config(lora: dict[str, Any]) -> Any:
+    """The LoraConfig of peft by the section [lora]. Raises ValueError for a field that it does not have."""
+    need("[lora]", "lora", "peft")
+    from peft import LoraConfig
+
+    from replay_protos.settings import unknown_name
+
     wanted = {"target_modules": "all-linear", **lora, "task_type": "CAUSAL_LM"}
     known = [each.name for each in fields(LoraConfig) if each.init]
     if unknown := sorted(wanted.keys() - set(known)):
         raise ValueError(f"[lora]: {unknown_name(unknown[0], known)}")
-    with warnings.catch_warnings():
-        # That an adapter of tied embeddings may not be merged: the trainer refuses it, in one line, if it is to be.
-        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
-        return get_peft_model(model, LoraConfig(**wanted))
+    return LoraConfig(**wanted)
 
 
 @dataclass
@@ -152,7 +249,7 @@ class _Reading:
     split: str = "train"
     chat: bool = False
     system: str | None = None
-    chat_template: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     """None: as generators that are at work say."""
 
 
@@ -169,7 +266,7 @@ def _eval_reading(section: Any) -> _Reading:
         if name not in known:
             raise ValueError(f"[evaluation]: {unknown_name(name, known)}")
     reading = _Reading(**section)
-    for name, kind in (("prompt_field", str), ("split", str), ("chat", bool), ("chat_template", dict)):
+    for name, kind in (("prompt_field", str), ("split", str), ("chat", bool), ("chat_template_kwargs", dict)):
         value = getattr(reading, name)
         if name in section and not isinstance(value, kind):
             raise ValueError(f"[evaluation] {name} must be a {kind.__name__}, not {value!r}")
@@ -178,19 +275,29 @@ def _eval_reading(section: Any) -> _Reading:
     return reading
 
 
-def _evaluation(prompts: str, reading: _Reading, rewards: list[str] | None, max_tokens: int) -> PromptEvaluation:
-    """Raises ValueError, OSError or ImportError for prompts and rewards that cannot be used."""
-    from replay_generator.prompts import PreparedRows, load_prompts
-    from replay_generator.rewards import load_reward
+def _evaluation(prompts: str, reading: _Reading, rewards: Sequence[Reward], max_tokens: int) -> PromptEvaluation:
+    """Raises ValueError, OSError or ImportError for prompts that cannot be used."""
+    held_out = _held_out(prompts, reading)
+    from replay_trainer import PromptEvaluation  # needs torch; prompts that cannot be used end it before
+
+    return PromptEvaluation(held_out, rewards, max_tokens, chat_template_kwargs=reading.chat_template_kwargs)
+
+
+def _rewards(names: list[str] | None) -> list[Reward]:
+    """The rewards of an evaluation. Raises ValueError for a name of no function."""
+    from replay_generator.rewards.functions import load_reward
 
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
+    return [load_reward(name) for name in names or ["exact_match"]]
+
+
+def _held_out(prompts: str, reading: _Reading) -> list[Prompt]:
+    """The prompts of an evaluation. Raises ValueError, OSError or ImportError."""
+    from replay_generator.prompts.prompt import PreparedRows, load_prompts
+
     loaded = load_prompts(prompts, prompt_field=reading.prompt_field, split=reading.split, check=False)
     rows = PreparedRows(loaded, reading.prompt_field, reading.system, chat=reading.chat)
-    held_out = [rows[index] for index in range(len(rows))]
-    scored_by = [load_reward(name) for name in rewards or ["exact_match"]]
-    from replay_trainer import PromptEvaluation  # needs torch; prompts and rewards that cannot be used end it before
-
-    return PromptEvaluation(held_out, scored_by, max_tokens, chat_template=reading.chat_template)
+    return [rows[index] for index in range(len(rows))]
 
 
 def _as_typed(message: str, names: set[str]) -> str:
@@ -199,13 +306,13 @@ def _as_typed(message: str, names: set[str]) -> str:
     return in_flags(message, names)
 
 
-def _sum_up(output_dir: Path) -> None:
+def sum_up(output_dir: Path) -> None:
     """Prints what the run came to, and where its weights are."""
     from replay_trainer.metrics import read_metrics, summary
     from replay_trainer.weights import published
 
     if lines := read_metrics(output_dir / "metrics.jsonl"):
-        say(f"{lines[-1]['step']} steps")
+        say(f"{counted(lines[-1]['step'], 'step')}")
         for line in summary(lines):
             say(line)
     if folders := published(output_dir):

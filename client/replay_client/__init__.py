@@ -3,16 +3,16 @@
 import replay_protos  # noqa: F401, before `grpc` is imported
 from replay_client.access import TLS
 from replay_client.aio import AsyncReplayClient
-from replay_client.client import Keeper, ReplayClient
+from replay_client.client import LeaseRenewer, ReplayClient
 from replay_client.completions import group_from_completions, group_from_rows, row_of
-from replay_client.keeping import AsyncKeeper
+from replay_client.lease_renewer import AsyncLeaseRenewer
 from replay_client.records import (
     CheckpointInfo,
     ExtendResult,
     ItemInfo,
     ItemPage,
     MutationResult,
-    PermitLease,
+    PermitGrant,
     Policy,
     Sample,
     SampleInfo,
@@ -26,16 +26,16 @@ from replay_client.rollout import RolloutGroup
 
 __all__ = [
     "TLS",
-    "AsyncKeeper",
+    "AsyncLeaseRenewer",
     "AsyncReplayClient",
     "CheckpointInfo",
     "ExtendResult",
     "ItemInfo",
     "ItemPage",
-    "Keeper",
     "KeySequence",
+    "LeaseRenewer",
     "MutationResult",
-    "PermitLease",
+    "PermitGrant",
     "Policy",
     "ReplayClient",
     "RolloutGroup",

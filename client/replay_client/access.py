@@ -8,12 +8,17 @@ Every command and `ReplayClient.from_env()` take each setting from the first of 
 
 A token comes from REPLAY_TOKEN or from a file (`token_file`). It never comes from the command line, which other users
 of the machine can read.
+
+`ListenAddress` is the other end: where something of ours listens, and whom it lets in.
 """
 
 from __future__ import annotations
 
+import hmac
+import logging
 import os
 import socket
+import ssl
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +29,8 @@ import grpc
 import grpc.aio
 
 from replay_protos.transport import PathLike, PemFiles, is_loopback, is_near
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "127.0.0.1:7400"
 RAY_SCHEME = "ray://"
@@ -65,12 +72,12 @@ def split_addresses(address: str) -> dict[str, str]:
         return {}
     servers: dict[str, str] = {}
     for one in address.split(","):
-        given, equals, where = one.strip().rpartition("=")
+        own_name, equals, where = one.strip().rpartition("=")
         host, colon, port = where.lower().rpartition(":")
-        name = given if equals else f"{'127.0.0.1' if host == 'localhost' else host}{colon}{port}"
+        name = own_name if equals else f"{'127.0.0.1' if host == 'localhost' else host}{colon}{port}"
         if equals:
-            check_name(given)
-        if equals and (not given or "/" in given):
+            check_name(own_name)
+        if equals and (not own_name or "/" in own_name):
             raise ValueError(f"address {one!r}: a name before = is not empty, and has no /")
         if name in servers:
             raise ValueError(f"addresses and their names must differ: {name} comes twice in {address}")
@@ -132,14 +139,14 @@ class Access:
         object.__setattr__(self, "_credentials", None if self.tls is None else self.tls.credentials())
 
     @classmethod
-    def find(cls, *, environment: Mapping[str, str] | None = None, **given: Any) -> Self:
-        """Reads the settings from `given`, the environment and the file, in this order.
+    def find(cls, *, environment: Mapping[str, str] | None = None, **options: Any) -> Self:
+        """Reads the settings from `options`, the environment and the file, in this order.
 
-        `given` may have any of SETTINGS, and `client_config`; None counts as not given. Raises ValueError that names
+        `options` may have any of SETTINGS, and `client_config`; None counts as not given. Raises ValueError that names
         the source of a bad setting.
         """
         environment = os.environ if environment is None else environment
-        named = {name: (value, name) for name, value in given.items() if value is not None}
+        named = {name: (value, name) for name, value in options.items() if value is not None}
         if unknown := named.keys() - {*SETTINGS, "client_config"}:
             raise TypeError(f"no setting {', '.join(sorted(unknown))}; settings: {', '.join(SETTINGS)}")
         variables = {
@@ -194,11 +201,11 @@ class Access:
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
 
-def check_address(address: str, source: str) -> str:
-    """Returns the host of host:port. Raises ValueError that names the source."""
+def check_address(address: str, source: str, least_port: int = 1) -> str:
+    """Returns the host of host:port. `least_port` 0 allows any free port. Raises ValueError that names the source."""
     host, _, port = address.rpartition(":")
-    if not host or "/" in address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"{source} must be host:port with a port from 1 to 65535, not {address!r}")
+    if not host or "/" in address or not port.isdecimal() or not least_port <= int(port) < 1 << 16:
+        raise ValueError(f"{source} must be host:port with a port from {least_port} to 65535, not {address!r}")
     return host
 
 
@@ -262,3 +269,58 @@ def _flag(value: bool | str, source: str) -> bool:
     if value.lower() not in _FLAGS:
         raise ValueError(f"{source} must be 1 or 0, not {value!r}")
     return _FLAGS[value.lower()]
+
+
+# ------------------------------------------------------------------------------------------------ listening
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """Where something listens, and whom it lets in.
+
+    Raises ValueError for an address, a token file or a certificate that cannot be used, and for an address that other
+    machines reach without a token.
+    """
+
+    what: str
+    address: str
+    """host:port"""
+    token_file: PathLike | None = None
+    """None: everybody who reaches the address may come in."""
+    cert: PathLike | None = None
+    """None: connections are not encrypted."""
+    key: PathLike | None = None
+    token_setting: str = "token_file"
+    """The name of the setting that gives `token_file`, for errors."""
+
+    def __post_init__(self) -> None:
+        is_near = is_loopback(check_address(self.address, self.what))
+        PemFiles.read(cert=self.cert, key=self.key, ca=None)
+        if self.token_file is not None:
+            read_token(self.token_file, self.token_setting)
+        elif not is_near:
+            raise ValueError(f"{self.what} {self.address}: other machines reach it, so it needs a {self.token_setting}")
+        if self.cert is None and not is_near:
+            why = "without TLS: whoever sees the traffic can read it, the token included"
+            logger.warning("%s at %s %s", self.what, self.address, why)
+
+    @property
+    def socket_address(self) -> tuple[str, int]:
+        """Host and port, as sockets take them."""
+        host, _, port = self.address.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def tls(self) -> ssl.SSLContext | None:
+        """With the certificate that is in the file now."""
+        if self.cert is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(self.cert, self.key)
+        return context
+
+    def authorized(self, authorization: str) -> bool:
+        """True if this header carries the token that is in the file now. The header may be any text."""
+        if self.token_file is None:
+            return True
+        token = authorization.removeprefix("Bearer ").encode(errors="surrogatepass")
+        return hmac.compare_digest(token, read_token(self.token_file, self.token_setting).encode())

@@ -19,13 +19,13 @@ from replay_client.access import TLS, Access, joined_addresses, split_addresses
 from replay_client.columns import Buffer
 from replay_client.connection import DEFAULT, OneServer, Timeout, check_timeout, seconds_of
 from replay_client.errors import InvalidRequestError
-from replay_client.keeping import AsyncKeeper, OnLost
+from replay_client.lease_renewer import AsyncLeaseRenewer, OnLost
 from replay_client.records import (
     CheckpointInfo,
     ExtendResult,
     ItemPage,
     MutationResult,
-    PermitLease,
+    PermitGrant,
     Policy,
     Sample,
     ServerInfo,
@@ -166,7 +166,7 @@ class AsyncReplayClient:
         *,
         key: int | None = None,
         policy_version: int | None = None,
-        permits: PermitLease | None = None,
+        permits: PermitGrant | None = None,
         tags: Mapping[str, str | int] | None = None,
         closes: Sequence[Sample] = (),
         timeout: Timeout = DEFAULT,
@@ -176,11 +176,11 @@ class AsyncReplayClient:
         Returns when the server has acknowledged the insert. `priorities` gives the item's priority by table name.
         `key` is a whole number below 2**64; without it the client chooses one. Inserting the same key again does
         nothing, so the client may repeat an insert after a broken connection. `policy_version` is the group's own
-        unless given. With `permits` the insert uses up one permit of that lease. `tags`: at most 8 small values by
+        unless given. With `permits` the insert uses up one permit of that grant. `tags`: at most 8 small values by
         which the item can be found, such as {"environment": "math"}.
 
-        `closes`: samples that were drawn with a lease, and from which the group was made. They are taken in the same
-        moment in which the group enters its tables, so that a kill leaves both or neither. If the lease of one has
+        `closes`: samples that were drawn with a lease, and from which the group was made. They are acknowledged in the
+        same moment in which the group enters its tables, so that a kill leaves both or neither. If the lease of one has
         ended, another reader may have it: LeaseEndedError, and the group is not inserted.
 
         Raises InvalidRequestError, TableNotFoundError, StaleItemError, PayloadTooLargeError, TableFullError,
@@ -240,7 +240,7 @@ class AsyncReplayClient:
         while True:
             its_axes = {name: axis for name, axis in (axes or {}).items() if name not in present}
             item = Item.segment(key, left, its_axes, deadline.seconds)
-            item.closes = tuple(sample.info.lease for sample in held)
+            item.closes = tuple(sample.info.lease_id for sample in held)
             row = await self._placement.extend(item)
             if row is None:
                 return ExtendResult(added=tuple(left), present=tuple(sorted(present)))
@@ -292,42 +292,42 @@ class AsyncReplayClient:
         return await self._draws.sample(request, seconds)
 
     async def acknowledge(
-        self, samples: Iterable[Sample], *, give_back: bool = False, timeout: Timeout = DEFAULT
+        self, samples: Iterable[Sample], *, requeue: bool = False, timeout: Timeout = DEFAULT
     ) -> MutationResult:
-        """Keeps samples that were drawn with a lease, or gives them back.
+        """Acknowledges samples that were drawn with a lease, or requeues them.
 
         The result counts batches, and not samples. It names a batch as `missing` if its lease had ended; the server
         has then taken the items back.
         """
-        return await self._draws.end(samples, "give_back" if give_back else "take", self._seconds(timeout))
+        return await self._draws.end(samples, "requeue" if requeue else "acknowledge", self._seconds(timeout))
 
     async def renew(self, samples: Iterable[Sample], lease: float, *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Lets the leases of samples end `lease` seconds from now. The samples are in use from then on.
 
         Their items join the table of `forward_to`, and their leases go on after a restart of a durable server. The
-        result counts batches, and names as `missing` those whose lease had ended; `take` then takes their items.
+        result counts batches, and names as `missing` those whose lease had ended; `consume` then consumes their items.
         """
         return await self._draws.end(samples, "renew", self._seconds(timeout), lease)
 
-    def keep(self, samples: Iterable[Sample], lease: float, on_lost: OnLost) -> AsyncKeeper:
+    def auto_renew(self, samples: Iterable[Sample], lease: float, on_lost: OnLost) -> AsyncLeaseRenewer:
         """Renews the leases of samples in the background, each four times within `lease` seconds, until it is closed.
 
-        `add` and `let_go` change which samples. From the first renewal on, which follows at once, they are in use, as
+        `add` and `forget` change which samples. From the first renewal on, which follows at once, they are in use, as
         with `renew`. `on_lost` is called once with the `info` of samples whose lease has ended, on the thread of the
         event loop: another reader may have them by now. A server that is away ends no lease. When it answers again, it
         says which have ended.
         """
-        keeper = AsyncKeeper(self.renew, lease, on_lost)
-        keeper.add(samples)
-        return keeper
+        renewer = AsyncLeaseRenewer(self.renew, lease, on_lost)
+        renewer.add(samples)
+        return renewer
 
-    async def take(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
-        """Takes the items that a reader has used, and that are back in the table because its lease has ended.
+    async def consume(self, table: str, keys: Iterable[int], *, timeout: Timeout = DEFAULT) -> MutationResult:
+        """Consumes the items that a reader has used, and that are back in the table because its lease has ended.
 
         They count as sampled once more. `missing` are those that are not in the table.
         """
-        request = message_of(pb.TakeItemsRequest, table=table, keys=list(keys))
-        return await self._placement.change("TakeItems", once(request), self._seconds(timeout))
+        request = message_of(pb.ConsumeItemsRequest, table=table, keys=list(keys))
+        return await self._placement.change("ConsumeItems", once(request), self._seconds(timeout))
 
     def sampler(
         self,
@@ -440,7 +440,9 @@ class AsyncReplayClient:
         Raises InvalidRequestError for a field that does not exist or cannot change.
         """
         request = pb.UpdateTableRequest(table=table, changes=json.dumps(changes))
-        return await self._fleet.ask_all("UpdateTable", once(request), self._seconds(timeout), lambda it: it)
+        return await self._fleet.ask_all(
+            "UpdateTable", once(request), self._seconds(timeout), lambda response: response
+        )
 
     async def reset(self, table: str, *, timeout: Timeout = DEFAULT) -> int:
         """Empties a table and sets its counters to 0. Returns how many items were removed."""
@@ -455,12 +457,13 @@ class AsyncReplayClient:
         """Announces that the trainer has finished `version` updates, and where it saved the weights.
 
         `state` names the training checkpoint that is saved with this version: any id that was not used before. It
-        contains all that was taken until now. Tables with keep_consumed keep what is taken after it.
+        contains all that was acknowledged until now. Tables with retain_consumed retain what is acknowledged after it.
 
         With `rollback` the trainer starts again from this version, which may be the current one or a lower one, and the
-        server counts permits anew. With `state` too, what was taken after that state is back in its tables, and items
-        of later versions are dropped. Without it, what was taken stays away. Raises InvalidRequestError for a lower
-        version without `rollback`, and for a state that the server does not know or that has another version.
+        server counts permits anew. With `state` too, what was acknowledged after that state is back in its tables, and
+        items of later versions are dropped. Without it, what was acknowledged stays away. Raises InvalidRequestError
+        for a lower version without `rollback`, and for a state that the server does not know or that has another
+        version.
         """
         fields = {"version": version, "weights": weights, "rollback": rollback, "state": state}
         request = message_of(pb.SetPolicyVersionRequest, **fields)
@@ -481,7 +484,7 @@ class AsyncReplayClient:
             async for policy in watch:
                 yield policy
 
-    async def acquire_permits(self, count: int = 1, *, timeout: Timeout = DEFAULT) -> PermitLease:
+    async def acquire_permits(self, count: int = 1, *, timeout: Timeout = DEFAULT) -> PermitGrant:
         """Acquires permits to generate `count` groups, as soon as the groups will not be too stale.
 
         Raises DeadlineExceededError with the reason, and UnsupportedError if the server has no [admission].
@@ -489,19 +492,19 @@ class AsyncReplayClient:
         seconds = self._seconds(timeout)
         return await self._permits.acquire(message_of(pb.AcquirePermitsRequest, count=count, timeout=seconds), seconds)
 
-    async def release_permits(self, lease: PermitLease, count: int = 0, *, timeout: Timeout = DEFAULT) -> int:
-        """Gives back `count` unused permits; 0: all unused permits of the lease. Returns how many went back."""
-        request = message_of(pb.ReleasePermitsRequest, lease=lease.id, count=count)
-        return await self._permits.release(lease, request, self._seconds(timeout))
+    async def release_permits(self, grant: PermitGrant, count: int = 0, *, timeout: Timeout = DEFAULT) -> int:
+        """Releases `count` unused permits; 0: all unused permits of the grant. Returns how many it released."""
+        request = message_of(pb.ReleasePermitsRequest, grant=grant.id, count=count)
+        return await self._permits.release(grant, request, self._seconds(timeout))
 
     # ------------------------------------------------------------------------------------------------ the client
 
     async def describe(self, settings: Mapping[str, str], *, timeout: Timeout = 5.0) -> None:
         """Says, if a server answers, what this client is set to. `server_info` has it beside the client's name.
 
-        It replaces what this client said before. A server that starts again has forgotten it. `settings`: at most 64;
-        each name and value has at most 256 characters, and all have 4 kB as JSON, or InvalidRequestError is raised. So
-        it is if another connection of the same name is open.
+        It replaces what this client said before. A server that starts again has forgotten it. `settings`: at most 64,
+        which have at most 4096 bytes as JSON, or InvalidRequestError is raised. So it is if another connection of the
+        same name is open.
         """
         request = message_of(pb.DescribeRequest, settings=settings)
         await self._fleet.say("Describe", request, self._seconds(timeout))
@@ -510,17 +513,19 @@ class AsyncReplayClient:
         """Says, if a server answers, that this client ends on purpose. Otherwise `replay doctor` will miss it."""
         await self._fleet.say("Leave", pb.LeaveRequest(), self._seconds(timeout))
 
-    async def checkpoint(self, name: str = "", *, timeout: Timeout = DEFAULT) -> str:
+    async def create_checkpoint(self, name: str = "", *, timeout: Timeout = DEFAULT) -> str:
         """Makes the server write a checkpoint: a copy of all tables at one moment. Returns its name.
 
         The server goes on meanwhile, and finishes the checkpoint even if the client stops waiting. Without `name` the
         server chooses one, and keeps only the last few checkpoints that it named. Raises UnsupportedError if the server
         has no place for checkpoints, and StorageError if it cannot write one.
         """
-        request = message_of(pb.CheckpointRequest, name=name)
-        return await self._fleet.ask_all("Checkpoint", request, self._seconds(timeout), lambda answer: answer.name)
+        request = message_of(pb.CreateCheckpointRequest, name=name)
+        return await self._fleet.ask_all(
+            "CreateCheckpoint", request, self._seconds(timeout), lambda answer: answer.name
+        )
 
-    async def checkpoints(self, *, verify: bool = False, timeout: Timeout = DEFAULT) -> list[CheckpointInfo]:
+    async def list_checkpoints(self, *, verify: bool = False, timeout: Timeout = DEFAULT) -> list[CheckpointInfo]:
         """The server's checkpoints, the newest first. With `verify` the server reads every byte of them."""
         request = pb.ListCheckpointsRequest(verify=verify)
         return await self._fleet.ask(

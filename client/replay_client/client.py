@@ -14,19 +14,20 @@ from replay_client.aio import AsyncReplayClient
 from replay_client.columns import Buffer
 from replay_client.connection import DEFAULT, Timeout
 from replay_client.errors import ReplayError, ServerClosedError
-from replay_client.keeping import AsyncKeeper
-from replay_client.records import PermitLease, Policy, Sample
+from replay_client.lease_renewer import AsyncLeaseRenewer
+from replay_client.records import PermitGrant, Policy, Sample
 from replay_client.requests import Item
 from replay_client.rollout import RolloutGroup
 from replay_client.sampling import AsyncSampler
 from replay_client.transport import forks
+from replay_client.waits import look_around
 from replay_client.writer import AsyncWriter
 from replay_protos.event_loop import new_event_loop
 
 P = ParamSpec("P")
 T = TypeVar("T")
 W = TypeVar("W")
-A = TypeVar("A", AsyncWriter, AsyncSampler, AsyncKeeper)
+A = TypeVar("A", AsyncWriter, AsyncSampler, AsyncLeaseRenewer)
 
 
 def blocking(
@@ -46,7 +47,7 @@ def blocking(
 def handing_out(
     method: Callable[Concatenate[AsyncReplayClient, P], T], wrapper: Callable[[LoopThread, T], W]
 ) -> Callable[Concatenate[ReplayClient, P], W]:
-    """The blocking form of a method that makes a writer, sampler or keeper: it wraps what the method makes."""
+    """The blocking form of a method that makes a writer, sampler or renewer: it wraps what the method makes."""
 
     @wraps(method)
     def call(self: ReplayClient, /, *args: P.args, **kwargs: P.kwargs) -> W:
@@ -68,7 +69,7 @@ def constructed_as(
 
 
 class _Blocking(Generic[A]):
-    """A writer, sampler or keeper of a blocking client, for `with`. It calls the asyncio one on its thread."""
+    """A writer, sampler or renewer of a blocking client, for `with`. It calls the asyncio one on its thread."""
 
     def __init__(self, thread: LoopThread, aio: A) -> None:
         self._thread = thread
@@ -110,7 +111,7 @@ class Writer(_Blocking[AsyncWriter]):
         *,
         key: int | None = None,
         policy_version: int | None = None,
-        permits: PermitLease | None = None,
+        permits: PermitGrant | None = None,
         tags: Mapping[str, str | int] | None = None,
     ) -> int:
         """Queues a group and returns its key; waits only while `max_in_flight` or `max_bytes` are in flight.
@@ -139,8 +140,10 @@ class Writer(_Blocking[AsyncWriter]):
             self.close()
 
 
-class Keeper(_Blocking[AsyncKeeper]):
-    """Keeps samples leased, however long the caller's own thread works; made by `ReplayClient.keep()`, for `with`.
+class LeaseRenewer(_Blocking[AsyncLeaseRenewer]):
+    """Renews the leases of samples, however long the caller's own thread works.
+
+    `ReplayClient.auto_renew()` makes it, for `with`.
 
     The end of the `with` block ends the renewals, and no lease: `acknowledge` does that.
     """
@@ -149,9 +152,9 @@ class Keeper(_Blocking[AsyncKeeper]):
         """Renews their leases from now on, the first time at once. Samples without a lease are passed over."""
         self._thread.run(self._call(self._aio.add, samples))
 
-    def let_go(self, samples: Iterable[Sample]) -> None:
+    def forget(self, samples: Iterable[Sample]) -> None:
         """Renews the leases of these samples no more. All samples of one draw have one lease."""
-        self._thread.run(self._call(self._aio.let_go, samples))
+        self._thread.run(self._call(self._aio.forget, samples))
 
     async def _call(self, method: Callable[[Iterable[Sample]], None], samples: Iterable[Sample]) -> None:
         method(samples)
@@ -161,7 +164,7 @@ class Sampler(_Blocking[AsyncSampler]):
     """An endless iterator over batches; made by `ReplayClient.sampler()`, for `with` and `for`.
 
     The server draws up to `prefetch` batches ahead. A batch counts as sampled when it is handed to the caller. `close`
-    gives back what was drawn ahead.
+    requeues what was drawn ahead.
     """
 
     def __iter__(self) -> Self:
@@ -221,8 +224,8 @@ class ReplayClient:
     sample = blocking(AsyncReplayClient.sample)
     acknowledge = blocking(AsyncReplayClient.acknowledge)
     renew = blocking(AsyncReplayClient.renew)
-    take = blocking(AsyncReplayClient.take)
-    keep = handing_out(AsyncReplayClient.keep, Keeper)
+    consume = blocking(AsyncReplayClient.consume)
+    auto_renew = handing_out(AsyncReplayClient.auto_renew, LeaseRenewer)
     sampler = handing_out(AsyncReplayClient.sampler, Sampler)
     update_priorities = blocking(AsyncReplayClient.update_priorities)
     update_priority_arrays = blocking(AsyncReplayClient.update_priority_arrays)
@@ -251,8 +254,8 @@ class ReplayClient:
     release_permits = blocking(AsyncReplayClient.release_permits)
     describe = blocking(AsyncReplayClient.describe)
     leave = blocking(AsyncReplayClient.leave)
-    checkpoint = blocking(AsyncReplayClient.checkpoint)
-    checkpoints = blocking(AsyncReplayClient.checkpoints)
+    create_checkpoint = blocking(AsyncReplayClient.create_checkpoint)
+    list_checkpoints = blocking(AsyncReplayClient.list_checkpoints)
 
     def close(self) -> None:
         """Closes the connection. Calls of other threads end with ServerClosedError. Closing twice is harmless."""
@@ -302,11 +305,11 @@ class Wake:
             self._lock.release()
 
     def wait(self) -> None:
-        """A signal can end the wait."""
+        """A signal can end the wait, and so can what `replay_client.waits.looking` calls."""
         # A wait without an end would miss a signal that comes in the moment before it: Python has noted it then, and
         # looks at its notes when the wait ends, not before. Ctrl-C and SIGTERM would do nothing.
         while not self._lock.acquire(timeout=1.0):
-            pass
+            look_around()
 
 
 class _Call(Generic[T]):

@@ -220,6 +220,12 @@ def check_axes(extras: Arrays, axes: Mapping[str, str], sizes: Mapping[str, int]
             )
 
 
+def check_row_axis(name: str, axis: str) -> None:
+    """Raises ValueError for an axis that the columns of `group_from_rows` do not have."""
+    if axis not in ("token", "whole", RAGGED):
+        raise ValueError(f"columns has {name!r} with the axis {axis!r}: put it into extras and axes")
+
+
 def _check_ragged(name: str, values: Array, offsets: Array | None, known: dict[str, int]) -> None:
     """Raises ValueError unless `offsets` cut `values` into one set for each token."""
     if offsets is None:

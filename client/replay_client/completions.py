@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replay_client.columns import OFFSETS, RAGGED
+from replay_client.columns import OFFSETS, RAGGED, check_row_axis
 from replay_client.rollout import Int32, RolloutGroup, vector
+from replay_protos.words import counted
 
 Columns = Mapping[str, tuple[str, Sequence[Any]]]
 """Arrays of rows by name: the axis, and an entry for each of the S rows."""
@@ -34,7 +35,8 @@ def group_from_completions(
     logprobs_S = [np.asarray(lps, dtype=np.float32).reshape(-1) for lps in logprobs]
     for index, (tokens, lps) in enumerate(zip(tokens_S, logprobs_S, strict=True)):
         if tokens.size != lps.size:
-            raise ValueError(f"completion {index} has {tokens.size} tokens and {lps.size} log-probabilities")
+            sizes = f"{counted(tokens.size, 'token')} and {counted(lps.size, 'log-probability')}"
+            raise ValueError(f"completion {index} has {sizes}")
     return RolloutGroup(
         prompt_ids=np.asarray(prompt_ids),
         completion_ids=np.concatenate(tokens_S) if tokens_S else np.zeros(0, np.int32),
@@ -127,13 +129,12 @@ def _column(
     name: str, axis: str, rows: Sequence[Any], shared: int, contexts_S: Sequence[int]
 ) -> dict[str, npt.NDArray[Any]]:
     """The array of a column, and its offsets if it is ragged. Tokens of contexts have zeros, or empty sets."""
+    check_row_axis(name, axis)
     if axis == "whole":
         rows_S = [np.asarray(row) for row in rows]
         return {name: np.concatenate([*(row[:shared] for row in rows_S[:1]), *(row[shared:] for row in rows_S)])}
     if axis == "token":
         return {name: _behind(contexts_S, map(np.asarray, rows))}
-    if axis != RAGGED:
-        raise ValueError(f"columns has {name!r} with the axis {axis!r}: put it into extras and axes")
     offsets, start = [np.zeros(1, np.int8)], 0
     for context, (_, row_offsets) in zip(contexts_S, rows, strict=True):
         offsets.append(start + np.pad(np.asarray(row_offsets)[1:], (context, 0)))

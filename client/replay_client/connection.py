@@ -21,7 +21,7 @@ from replay_client.errors import (
     ServerUnavailableError,
     error_of,
 )
-from replay_client.records import ItemPage, MutationResult, PermitLease, Policy, item_page_of, lease_of
+from replay_client.records import ItemPage, MutationResult, PermitGrant, Policy, grant_of, item_page_of
 from replay_client.requests import Item, once, pack_items, unchanged_row
 from replay_client.rings import RingTransport
 from replay_client.transport import NOT_KNOWN, Transport, check_grpc, failure, forks
@@ -244,17 +244,17 @@ class OneServer(Connection):
     # ---------------------------------------------------------------------- as a PolicyBoard and a PermitOffice
 
     async def publish(self, request: pb.SetPolicyVersionRequest, timeout: float | None) -> Policy:
-        request.place.servers = 1
+        request.shard_index.shards = 1
         policy: Policy = (await self.unary("SetPolicyVersion", request, timeout)).policy
         return policy
 
     def watch(self) -> AsyncGenerator[Policy]:
         return watch_policy(self)
 
-    async def acquire(self, request: pb.AcquirePermitsRequest, timeout: float | None) -> PermitLease:
-        return lease_of(await self.unary("AcquirePermits", once(request), timeout))
+    async def acquire(self, request: pb.AcquirePermitsRequest, timeout: float | None) -> PermitGrant:
+        return grant_of(await self.unary("AcquirePermits", once(request), timeout))
 
-    async def release(self, lease: PermitLease, request: pb.ReleasePermitsRequest, timeout: float | None) -> int:
+    async def release(self, grant: PermitGrant, request: pb.ReleasePermitsRequest, timeout: float | None) -> int:
         return int((await self.unary("ReleasePermits", once(request), timeout)).released)
 
 

@@ -110,7 +110,8 @@ class ShardDrainingError(ServerClosedError):
 
 
 class LeaseEndedError(ReplayError):
-    """A batch that the insert was to close has gone back to its table, or was taken: another reader may have it now.
+    """A batch that the insert was to close has gone back to its table, or was acknowledged: another reader may have it
+    now.
 
     The item was not inserted. To try again cannot help.
     """

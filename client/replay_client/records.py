@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import repeat
+from types import MappingProxyType
 from typing import Any
 
 from replay_client.columns import Buffer
@@ -29,8 +30,8 @@ ClientInfo = pb.ClientInfo
 them."""
 Waiting = pb.Waiting
 """The requests that wait in one line, as replay.proto documents them."""
-Silence = pb.Silence
-"""A side of the run that is gone: since when, and in words, as replay.proto documents it."""
+OverdueClient = pb.OverdueClient
+"""Trainer or generators that are overdue: since when, and in words, as replay.proto documents it."""
 
 
 class Tagged:
@@ -75,7 +76,7 @@ class SampleInfo(Tagged):
     times_sampled: int
     """How often this item was sampled from the table, this time included."""
     table_size: int
-    lease: int = 0
+    lease_id: int = 0
     """Names the batch for `acknowledge`, if it was drawn with a lease; 0: no lease."""
     shard: str = ""
     """The name of the server that gave the sample, if the client has several."""
@@ -131,7 +132,7 @@ class ItemInfo(Tagged):
     """As `Membership.effective_priority`."""
     labels: Labels = NO_LABELS
     """Its tags, and the names of its columns."""
-    waits_for: tuple[str, ...] = ()
+    missing_columns: tuple[str, ...] = ()
     """Names of the columns that it lacks and the table requires. While there are some, it is not sampled."""
 
 
@@ -174,7 +175,7 @@ class ExtendResult:
 
 
 @dataclass(frozen=True)
-class PermitLease:
+class PermitGrant:
     """Permits to generate groups."""
 
     id: int
@@ -225,8 +226,8 @@ class ServerInfo:
     """If the server started from an older state of its data: which state, and why. Empty: it did not."""
     long_wait: float
     """Seconds from which on a wait is long: three usual steps of the run."""
-    silences: tuple[Silence, ...]
-    """The sides of the run that are gone."""
+    overdue: tuple[OverdueClient, ...]
+    """Trainer and generators, if they are overdue."""
     clients: tuple[ClientInfo, ...]
     """The named clients that insert, sample or publish. The one that was seen last comes first."""
 
@@ -238,18 +239,16 @@ class ServerInfo:
         """The clients with this role, beside others that they may have."""
         return [client for client in self.clients if role in client.role.split(", ")]
 
-    def said(self, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def is_connected(self, client: ClientInfo) -> bool:
+        """A client is connected during its calls, and `long_wait` seconds longer, unless it said that it ends."""
+        return not client.ended and bool(client.open or client.age < self.long_wait)
+
+    def settings_of(self, part: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """The name of each generator or trainer that is there, and what it says of itself."""
         for client in self.clients:
-            if client.ended or not (client.open or client.age < self.long_wait):  # it was killed some time ago
-                continue
-            if (said := read_described(client.settings)).get("part") == part:
-                yield client.name, said
-
-    def ended(self, role: str) -> str:
-        """The client with this role that was seen last, with its role, if it said that it ends; otherwise empty."""
-        last = min(self.clients_of(role), key=lambda client: client.age, default=None)
-        return f"{role} {last.name}" if last is not None and last.ended else ""
+            settings = read_described(client.settings)
+            if self.is_connected(client) and settings.get("part") == part:
+                yield client.name, settings
 
 
 @dataclass(frozen=True)
@@ -302,15 +301,16 @@ def rates_between(last: ServerInfo | None, info: ServerInfo) -> dict[str, tuple[
     }
 
 
-def read_described(text: str) -> dict[str, Any]:
+@lru_cache(maxsize=2048)  # each look at a server reads what hundreds of clients said, a dozen times
+def read_described(text: str) -> Mapping[str, Any]:
     """What a client has said of itself, from the `settings` of its ClientInfo. What is no JSON is a text.
 
-    A client may say anything. `tables` is a list of names here, or nothing.
+    A client may say anything. `tables` is a list of names here, or nothing. Nobody may change the result.
     """
-    said = {name: _parsed(value) for name, value in json.loads(text or "{}").items()}
-    if not (isinstance(tables := said.get("tables"), list) and all(isinstance(each, str) for each in tables)):
-        said.pop("tables", None)
-    return said
+    settings = {name: _parsed(value) for name, value in json.loads(text or "{}").items()}
+    if not (isinstance(tables := settings.get("tables"), list) and all(isinstance(each, str) for each in tables)):
+        settings.pop("tables", None)
+    return MappingProxyType(settings)
 
 
 def _parsed(text: str) -> Any:
@@ -320,18 +320,18 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def lease_of(message: pb.Permits, shard: str = "") -> PermitLease:
+def grant_of(message: pb.Permits, shard: str = "") -> PermitGrant:
     """The permits in their message, and the name of the server that granted them."""
-    return PermitLease(message.lease, message.count, message.ttl, shard)
+    return PermitGrant(message.grant, message.count, message.ttl, shard)
 
 
 def server_info_of(message: pb.ServerInfo) -> ServerInfo:
     """The server and its tables in their message."""
-    given: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(ServerInfo)}
-    given["admission"] = message.admission if message.HasField("admission") else None
-    given["tables"] = {table.name: table for table in message.tables}
-    given |= {"silences": tuple(message.silences), "clients": tuple(message.clients)}
-    return ServerInfo(**given)
+    values: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(ServerInfo)}
+    values["admission"] = message.admission if message.HasField("admission") else None
+    values["tables"] = {table.name: table for table in message.tables}
+    values |= {"overdue": tuple(message.overdue), "clients": tuple(message.clients)}
+    return ServerInfo(**values)
 
 
 def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: bool = False) -> list[Sample]:
@@ -391,7 +391,7 @@ def item_page_of(response: pb.ListItemsResponse) -> ItemPage:
         response.payload_sizes,
         response.effective_priorities,
         _labels(response.columns, response.tags, len(response.keys)),
-        _labels(response.lacking, (), len(response.keys)),
+        _labels(response.missing_columns, (), len(response.keys)),
         strict=True,
     )
     now = response.policy_version

@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from replay_client.columns import Buffer, encode_columns
 from replay_client.errors import InvalidRequestError
-from replay_client.records import PermitLease, Sample, StoredItem
+from replay_client.records import PermitGrant, Sample, StoredItem
 from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame, cut
@@ -102,11 +102,11 @@ def _explain(kind: type[Message], fields: Mapping[str, Any], error: Exception) -
 
 def column(name: str, values: Iterable[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
     """The values as an array (K,). Raises InvalidRequestError if one of them is no number of this type."""
-    given = list(values)
+    entries = list(values)
     try:
-        return np.fromiter(given, dtype=dtype, count=len(given))
+        return np.fromiter(entries, dtype=dtype, count=len(entries))
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequestError(f"{name} {shortened(given)}: {error}") from error
+        raise InvalidRequestError(f"{name} {shortened(entries)}: {error}") from error
 
 
 def whole_number(name: str, value: SupportsIndex, bits: int) -> int:
@@ -147,7 +147,7 @@ class Item:
     timeout: float | None
     """Seconds that the item may wait for its tables; None: for ever."""
     permits: int = 0
-    """The id of the lease of which the item uses up a permit; 0: of none."""
+    """The id of the grant of which the item uses up a permit; 0: of none."""
     granted_by: str = ""
     """The name of the shard that granted the permit."""
     labels: Labels = NO_LABELS
@@ -181,7 +181,7 @@ class Item:
         priorities: Mapping[str, float],
         policy_version: int | None,
         timeout: float | None,
-        permits: PermitLease | None,
+        permits: PermitGrant | None,
         tags: Mapping[str, TagValue] | None = None,
         closes: Sequence[Sample] = (),
     ) -> Item:
@@ -210,18 +210,18 @@ class Item:
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
         nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))
-        lease, granted_by = (permits.id, permits.shard) if permits else (0, "")
+        grant, granted_by = (permits.id, permits.shard) if permits else (0, "")
         closed = _closed(closes) if closes else ()
-        return cls(key, priorities, version, payload, nbytes, timeout, lease, granted_by, labels, *closed)
+        return cls(key, priorities, version, payload, nbytes, timeout, grant, granted_by, labels, *closed)
 
 
 def _closed(samples: Sequence[Sample]) -> tuple[tuple[int, ...], str]:
     """The leases of these samples, and the shard that gave all of them. Raises InvalidRequestError."""
-    if taken := [sample.info.key for sample in samples if not sample.info.lease]:
+    if taken := [sample.info.key for sample in samples if not sample.info.lease_id]:
         raise InvalidRequestError(f"item {taken[0]} cannot be closed: it was drawn without a lease")
     if len(shards := {sample.info.shard for sample in samples}) > 1:
         raise InvalidRequestError(f"an item closes samples of one shard, not of {', '.join(sorted(shards))}")
-    return tuple(dict.fromkeys(sample.info.lease for sample in samples)), "".join(shards)
+    return tuple(dict.fromkeys(sample.info.lease_id for sample in samples)), "".join(shards)
 
 
 def check_extension(item: Sample | StoredItem, extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str]) -> None:
@@ -312,7 +312,7 @@ class EvictedItems(dict[int, tuple[str, ...]]):
     MOST = 1 << 16
     """Entries kept. A pool that keeps the best evicts many new items, so the oldest entries must make room."""
 
-    def see(self, response: pb.InsertResponse) -> None:
+    def record(self, response: pb.InsertResponse) -> None:
         """Adds the evicted items that an acknowledgement names."""
         for row in response.evicted:
             self[row.key] = (*self.pop(row.key, ()), row.table)

@@ -56,7 +56,7 @@ class SharedMemory:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle: dict[type[Ring], list[Any]] = {RingReader: [], FrameWriter: []}
         """Rings that later calls may use: those that bring payloads, and those of inserts."""
-        self._asked: set[type[Ring]] = set()
+        self._requested_kinds: set[type[Ring]] = set()
         """The kinds of which a ring was asked for and is under way."""
         self.large_responses = False
         """Whether the last response was so large that a ring is worth while."""
@@ -69,8 +69,8 @@ class SharedMemory:
             async with asyncio.timeout(_ANSWER):
                 async with self._one_exchange:  # a ring may be on its way
                     pass
-                if not self.carries and (asked := self.ask(0)) is not None:
-                    await asyncio.wait({asked})
+                if not self.carries and (request := self.ask(0)) is not None:
+                    await asyncio.wait({request})
 
     def ask(self, capacity: int = _CAPACITY) -> asyncio.Task[Segment | None] | None:
         """Ask the server for a ring. With capacity 0, ask only whether it has rings. None: no ring now."""
@@ -81,15 +81,15 @@ class SharedMemory:
 
     async def ring(self, kind: type[R]) -> R | None:
         """A ring for one call; None while there is no ring."""
-        if not (idle := self._idle[kind]) and kind not in self._asked and (asked := self.ask()) is not None:
-            self._asked.add(kind)
-            asked.add_done_callback(partial(self._came, kind))
-            await asyncio.wait({asked}, timeout=_MOMENT)
+        if not (idle := self._idle[kind]) and kind not in self._requested_kinds and (request := self.ask()) is not None:
+            self._requested_kinds.add(kind)
+            request.add_done_callback(partial(self._came, kind))
+            await asyncio.wait({request}, timeout=_MOMENT)
         return idle.pop() if idle else None
 
-    def _came(self, kind: type[Ring], asked: asyncio.Task[Segment | None]) -> None:
-        self._asked.discard(kind)
-        if not asked.cancelled() and asked.exception() is None and (segment := asked.result()) is not None:
+    def _came(self, kind: type[Ring], request: asyncio.Task[Segment | None]) -> None:
+        self._requested_kinds.discard(kind)
+        if not request.cancelled() and request.exception() is None and (segment := request.result()) is not None:
             self.keep(kind(segment))
 
     def keep(self, ring: Ring) -> None:
@@ -265,7 +265,7 @@ class RingDraws(RingAnswer):
             request = named
         await super().write(request)
 
-    async def _see(self, frame: Frame[Any]) -> None:
+    async def _on_first_frame(self, frame: Frame[Any]) -> None:
         if self._ring is None and is_large(frame.payloads):
             self._ring = await self._shared.ring(RingReader)
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from replay_client import columns
 from replay_client.columns import OFFSETS, RAGGED
+from replay_protos.words import counted
 
 MAGIC = b"RPLYGRP\x01"
 """The last byte is the format version."""
@@ -131,7 +132,8 @@ class RolloutGroup:
             raise ValueError("completion_lengths is empty: a group has at least one completion")
         if (self.completion_lengths < 0).any() or int(self.completion_lengths.sum(dtype=np.int64)) != tokens:
             lengths = self.completion_lengths.tolist()
-            raise ValueError(f"completion_lengths {lengths} must be non-negative and sum to the {tokens} tokens")
+            what = counted(tokens, "token")
+            raise ValueError(f"completion_lengths {lengths} must be non-negative and sum to the {what}")
         if self.sequence_counts is None and group_size != sequences:
             remedy = "sequence_counts says which sequences make a rollout"
             raise ValueError(f"rewards has {group_size} entries, not G = {sequences}; {remedy}")
@@ -142,7 +144,8 @@ class RolloutGroup:
                 raise ValueError(f"{name} has {array.size} entries, not {axis} = {sizes[axis]}")
         counts_G = self.sequence_counts
         if counts_G is not None and ((counts_G < 1).any() or int(counts_G.sum(dtype=np.int64)) != sequences):
-            raise ValueError(f"sequence_counts {counts_G.tolist()} must be > 0 and sum to the {sequences} sequences")
+            what = counted(sequences, "sequence")
+            raise ValueError(f"sequence_counts {counts_G.tolist()} must be > 0 and sum to the {what}")
         if self.context_lengths is not None:
             outside_S = (self.context_lengths < 0) | (self.context_lengths > self.completion_lengths)
             if outside_S.any():
@@ -184,11 +187,7 @@ class RolloutGroup:
             raise ValueError(f"finish_reasons must be a string for each rollout, or None, not {reasons!r:.200}")
 
     def _check_values(self) -> None:
-        if not self.prompt_lengths.all():
-            raise ValueError("prompt_ids is empty: the first completion token needs a token before it, such as BOS")
-        for name, ids in (("prompt_ids", self.prompt_ids), ("completion_ids", self.completion_ids)):
-            if (ids < 0).any():
-                raise ValueError(f"{name} holds {ids.min()}: token ids are not negative")
+        check_tokens(self.prompt_lengths, self.prompt_ids, self.completion_ids)
         for name, values_G in (("rewards", self.rewards), ("advantages", self.advantages)):
             if not np.isfinite(values_G).all():
                 raise ValueError(f"{name} {values_G.tolist()} must be finite")
@@ -210,10 +209,7 @@ class RolloutGroup:
         ):
             valid = f"from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} (0: greedy)"
             raise ValueError(f"sampling has the temperature {temperature:g}, not one {valid}")
-        # A comparison with NaN, an unknown log-probability, is False.
-        if (self.rollout_logprobs > MAX_LOGPROB).any():
-            highest = f"{np.nanmax(self.rollout_logprobs):.3g}"
-            raise ValueError(f"rollout_logprobs holds {highest}: a log-probability is not above 0 (NaN: unknown)")
+        check_logprobs(self.rollout_logprobs)
         if self.context_lengths is not None:
             known_T = ~self._sampled_mask() & ~np.isnan(self.rollout_logprobs)
             if known_T.any():
@@ -423,6 +419,23 @@ class RolloutGroup:
             return NotImplemented
         same = self._fields() == other._fields() and self.axes == other.axes
         return same and self._bits() == other._bits()
+
+
+def check_tokens(prompt_lengths_S: Int32, prompt_ids: Int32, completion_ids: Int32) -> None:
+    """Raises ValueError for a sequence without a prompt, and for tokens that no group can hold."""
+    if not prompt_lengths_S.all():
+        raise ValueError("prompt_ids is empty: the first completion token needs a token before it, such as BOS")
+    for name, ids in (("prompt_ids", prompt_ids), ("completion_ids", completion_ids)):
+        if (ids < 0).any():
+            raise ValueError(f"{name} holds {ids.min()}: token ids are not negative")
+
+
+def check_logprobs(logprobs_T: Float32) -> None:
+    """Raises ValueError for a log-probability that no token can have. NaN, an unknown one, is fine."""
+    # A comparison with NaN is False.
+    if (logprobs_T > MAX_LOGPROB).any():
+        highest = f"{np.nanmax(logprobs_T):.3g}"
+        raise ValueError(f"rollout_logprobs holds {highest}: a log-probability is not above 0 (NaN: unknown)")
 
 
 def vector(name: str, value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:

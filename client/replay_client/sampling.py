@@ -1,15 +1,16 @@
 """Sampling: draws batches over a stream, and hands each one to the caller when the server has confirmed that it may.
 
-`DrawStream` carries draws, and the ids of the batches that their reader takes, gives back or renews. The head of
+`DrawStream` carries draws, and the ids of the batches that their reader acknowledges, requeues or renews. The head of
 replay_server/rpc/sampling.py shows one exchange. Two readers work on such streams:
 
-* `SingleBatches`, for `sample`, `acknowledge` and `renew`: one draw, and when all of its bytes are here, one `take`.
-* `AsyncSampler`: `prefetch` draws are under way. When the caller asks for a batch, the take of one goes out together
-  with the next draw.
+* `SingleBatches`, for `sample`, `acknowledge` and `renew`: one draw, and its acknowledgement when
+  all of its bytes are here.
+* `AsyncSampler`: `prefetch` draws are under way. When the caller asks for a batch, the acknowledgement of one goes out
+  together with the next draw.
 
-A batch is the caller's only when its take is confirmed. If the stream breaks before, only the server knows whether it
-was taken. The client then names the same id again, on a new stream: the server recognises what is done. A batch that
-went back meanwhile is drawn again. So no broken answer costs a batch, and none comes twice.
+A batch is the caller's only when its acknowledgement is confirmed. If the stream breaks before, only the server knows
+whether it was acknowledged. The client then names the same id again, on a new stream: the server recognises what is
+done. A batch that went back meanwhile is drawn again. So no broken answer costs a batch, and none comes twice.
 
 Each sampler has a stream of its own. Whatever ends it, the server takes back what the sampler had drawn ahead.
 
@@ -45,10 +46,10 @@ from replay_protos import CLOSING, REASON_KEY
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
-MOST_UNTAKEN = 16
-"""Batches kept because no server answered when they were to be taken."""
+MOST_UNCONFIRMED = 16
+"""Batches kept because no server answered when they were to be acknowledged."""
 _ANSWER_SECONDS = 5.0
-"""Seconds past the timeout of a sampler to wait for the answer to its take."""
+"""Seconds past the timeout of a sampler to wait for the answer to its acknowledgement."""
 
 _CLOSED = "this client was closed while the call waited"
 _GOODBYE_SECONDS = 1.0
@@ -58,7 +59,7 @@ T = TypeVar("T")
 Batch = Frame[pb.SampleResponse]
 """The columns of a batch, and one payload for each row."""
 OnLease = Callable[[list[Sample]], None]
-"""Called with each leased batch before the client takes it. A trainer uses it to renew its leases."""
+"""Called with each leased batch before the client acknowledges it. A trainer uses it to renew its leases."""
 
 
 def ignore(_: list[Sample]) -> None:
@@ -95,7 +96,7 @@ class DrawStream:
         """Set when there is something to send."""
         self._draws: dict[int, asyncio.Future[Batch]] = {}
         self._answers: deque[asyncio.Future[pb.SampleResponse]] = deque()
-        """The server answers to takes, give-backs and renewals in the order of the requests."""
+        """The server answers acknowledgements, requeues and renewals in the order of the requests."""
 
     def draw(self, request: pb.SampleRequest) -> asyncio.Future[Batch]:
         """Begins a draw. The result raises AioRpcError if there is no batch."""
@@ -104,7 +105,7 @@ class DrawStream:
         return drawn
 
     def end(self, request: pb.DrawRequest) -> asyncio.Future[pb.SampleResponse]:
-        """Takes, gives back or renews. The result says what was done, or raises AioRpcError.
+        """Acknowledges, requeues or renews. The result says what was done, or raises AioRpcError.
 
         A draw that begins right after this goes in the same message.
         """
@@ -125,7 +126,7 @@ class DrawStream:
         """Nobody wants this batch any more, whether it is drawn or not."""
         self._draws.pop(draw_id, None)
         if self._stream is not None:
-            self.end(pb.DrawRequest(give_back=[draw_id]))
+            self.end(pb.DrawRequest(requeue=[draw_id]))
 
     async def result(self, future: asyncio.Future[Any], seconds: float | None) -> Any:
         """The result of a draw or an end. Drops a stream whose server does not answer within `seconds`."""
@@ -137,7 +138,7 @@ class DrawStream:
             raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None  # as gRPC says it
 
     def drop(self) -> None:
-        """Ends the stream at once. The server takes back what it drew, apart from what is taken or leased."""
+        """Ends the stream at once. The server takes back what it drew, apart from what is acknowledged or leased."""
         if self._stream is not None:
             self._break(failure(grpc.StatusCode.CANCELLED, "the client ended the stream"))
 
@@ -245,13 +246,13 @@ def leases_of(samples: Iterable[Sample]) -> dict[str, list[int]]:
     """The leases of samples, sorted, by the name of the server that gave them."""
     leases: dict[str, set[int]] = {}
     for sample in samples:
-        if sample.info.lease:
-            leases.setdefault(sample.info.shard, set()).add(sample.info.lease)
+        if sample.info.lease_id:
+            leases.setdefault(sample.info.shard, set()).add(sample.info.lease_id)
     return {shard: sorted(ids) for shard, ids in leases.items()}
 
 
 def ending(what: str, leases: list[int], seconds: float) -> pb.DrawRequest:
-    """The request that takes, gives back or renews these leases. Raises InvalidRequestError for `seconds`."""
+    """The request that acknowledges, requeues or renews these leases. Raises InvalidRequestError for `seconds`."""
     return message_of(pb.DrawRequest, **{what: leases}, seconds=seconds)
 
 
@@ -260,24 +261,25 @@ class SingleBatches:
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._stream = connection, DrawStream(connection)
-        self._untaken: dict[bytes, tuple[int, list[Sample]]] = {}
+        self._unconfirmed: dict[bytes, tuple[int, list[Sample]]] = {}
         """Batches whose time was up before the server confirmed them, by the request."""
 
     async def sample(self, request: pb.SampleRequest, seconds: float | None) -> list[Sample]:
-        """The samples of one batch, within `seconds` (None: no limit). With `request.lease` the batch is not taken."""
+        """The samples of one batch, within `seconds` (None: no limit). With `request.lease` the batch is not
+        acknowledged."""
         deadline = Deadline(seconds)
         same_call = request.SerializeToString(deterministic=True)
         while True:
-            if (drawn := self._untaken.pop(same_call, None)) is None:
+            if (drawn := self._unconfirmed.pop(same_call, None)) is None:
                 drawn = await self._draw(request, deadline)
             draw_id, samples = drawn
-            if request.lease or await self._take(draw_id, samples, same_call, deadline.seconds):
+            if request.lease or await self._acknowledge(draw_id, samples, same_call, deadline.seconds):
                 return samples
 
     async def end(
         self, samples: Iterable[Sample], what: str, timeout: float | None, lease: float = 0.0
     ) -> MutationResult:
-        """Ends the leases of samples, or renews them for `lease` seconds; `what`: take, give_back or renew."""
+        """Ends the leases of samples, or renews them for `lease` seconds; `what`: acknowledge, requeue or renew."""
         if not (leases := sorted(chain.from_iterable(leases_of(samples).values()))):
             return MutationResult(0, ())
         answer = await self._stream.finish(ending(what, leases, lease), timeout)
@@ -287,7 +289,7 @@ class SingleBatches:
         return AsyncSampler(self._connection, series)
 
     async def close(self) -> None:
-        """Ends the stream in good order. What is neither taken nor leased goes back."""
+        """Ends the stream in good order. What is neither acknowledged nor leased goes back."""
         await self._stream.close()
 
     async def _draw(self, request: pb.SampleRequest, deadline: Deadline) -> tuple[int, list[Sample]]:
@@ -309,17 +311,17 @@ class SingleBatches:
         head, payloads = await self._connection.call(attempt, deadline.seconds)
         return request.id, samples_of(head, payloads, request.lease > 0)
 
-    async def _take(self, draw_id: int, samples: list[Sample], same_call: bytes, timeout: float | None) -> bool:
-        """Takes the batch. Returns False if the server gave it back.
+    async def _acknowledge(self, draw_id: int, samples: list[Sample], same_call: bytes, timeout: float | None) -> bool:
+        """Acknowledges the batch. Returns False if the server requeued it.
 
         Keeps a batch whose answer is lost for an equal call.
         """
         try:
-            return not (await self._stream.finish(pb.DrawRequest(take=[draw_id]), timeout)).missing
+            return not (await self._stream.finish(pb.DrawRequest(acknowledge=[draw_id]), timeout)).missing
         except BaseException:
-            self._untaken[same_call] = draw_id, samples
-            while len(self._untaken) > MOST_UNTAKEN:
-                del self._untaken[next(iter(self._untaken))]
+            self._unconfirmed[same_call] = draw_id, samples
+            while len(self._unconfirmed) > MOST_UNCONFIRMED:
+                del self._unconfirmed[next(iter(self._unconfirmed))]
             raise
 
 
@@ -328,8 +330,8 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
 
     The server draws up to `prefetch` batches ahead. A batch counts as sampled when the caller gets it. Until then the
     server takes it back if this client goes away, or if an item in it becomes stale. A broken connection or an
-    interrupt can lose the server's answer to `take`. The caller then gets that batch next. With a lease the caller
-    must acknowledge each batch, or the batch goes back to its table when the lease ends.
+    interrupt can lose the server's answer to `acknowledge`. The caller then gets that batch next. With a lease the
+    caller must acknowledge each batch, or the batch goes back to its table when the lease ends.
     """
 
     def __init__(self, connection: Connection, series: Series) -> None:
@@ -342,7 +344,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
         self._taking: tuple[int, list[Sample]] | None = None
         """The batch that the caller gets next, until the server has confirmed or revoked it."""
         self._answer: asyncio.Future[pb.SampleResponse] | None = None
-        """The server's answer to the take of that batch."""
+        """The server's answer to the acknowledgement of that batch."""
         self._closed = False
 
     def __aiter__(self) -> Self:
@@ -361,7 +363,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
                     return await self._next()
             except TimeoutError:
                 reason = await self._explain()  # the draws still wait in the server's line
-            if self._answer is not None:  # the batch has come, and only the answer to `take` is missing
+            if self._answer is not None:  # the batch has come, and only the answer to `acknowledge` is missing
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_ANSWER_SECONDS):
                         return await self._next()
@@ -414,7 +416,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
         """Returns whether the server gives the batch to the caller: no item became stale, and its stream lives."""
         if self._answer is None:
             ids = [batch_id]
-            request = pb.DrawRequest(renew=ids, seconds=self._lease) if self._lease else pb.DrawRequest(take=ids)
+            request = pb.DrawRequest(renew=ids, seconds=self._lease) if self._lease else pb.DrawRequest(acknowledge=ids)
             request.awaited = False  # its caller has this batch, and works
             self._answer = self._stream.end(request)
             self._draw_ahead(self._series.prefetch)
@@ -433,7 +435,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
         self._answer = None
 
     async def close(self) -> None:
-        """Gives back what was drawn ahead."""
+        """Requeues what was drawn ahead."""
         self._closed = True
         await self._stream.close()
         self._drop()

@@ -10,7 +10,7 @@ import importlib
 import json
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
@@ -33,6 +33,9 @@ address stays what it is."""
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 """Also from a list, as files have it."""
 
+SETTINGS_FILE = "settings.json"
+"""The file of a trainer's settings, beside its metrics. `config.json` is the name of a model's file, which may stand
+there."""
 MOST_TEXT = 256
 """Characters of one setting that a process describes itself with: the server takes 4 kB of all."""
 
@@ -88,6 +91,11 @@ def described(part: str, own: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if len(text) <= MOST_TEXT}
 
 
+def as_json(own: Any) -> str:
+    """All settings of an object that `settings` decorates, as JSON for people and the dashboard."""
+    return json.dumps(asdict(own), indent=1, default=_name_of) + "\n"
+
+
 def _name_of(value: object) -> str:
     """Of what JSON cannot have, such as a function."""
     return str(getattr(value, "__qualname__", value))
@@ -112,9 +120,9 @@ def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any
         # Only lines of the module itself count: not those of Python that import it.
         frames = traceback.extract_tb(error.__traceback__)[1:]
         lines = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
-        place = f" ({lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
+        location = f" ({lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
         raise ValueError(
-            f"{kind} {name!r}: its module cannot be imported, for it raised {type(error).__name__}: {error}{place}"
+            f"{kind} {name!r}: its module cannot be imported, for it raised {type(error).__name__}: {error}{location}"
         ) from error
     if not callable(function):
         raise ValueError(f"{kind} {name!r} is a {type(function).__name__}, which cannot be called")

@@ -60,9 +60,9 @@ def spans(client: type[T]) -> type[T]:
 
 def _traced(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
-    async def call(*args: Any, **given: Any) -> Any:
+    async def call(*args: Any, **kwargs: Any) -> Any:
         if not carrier():
-            return await method(*args, **given)
-        return await in_span(name, partial(method, *args, **given))
+            return await method(*args, **kwargs)
+        return await in_span(name, partial(method, *args, **kwargs))
 
     return call

@@ -27,7 +27,7 @@ from replay_client.errors import STATUSES, ReplayError
 from replay_protos import REASON_KEY
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, SERVICE, Frame, frame_reader, write_frame
-from replay_protos.memory import LARGE_PLACE, keep_freed_memory, large_place
+from replay_protos.memory import LARGE_BUFFER, keep_freed_memory, large_buffer
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import Keep, RingReader, pass_on
 
@@ -57,7 +57,7 @@ _BOTH, _ANSWERS = "stream_stream", "unary_stream"
 _MESSAGES: Final[dict[str, tuple[str, Any, Any]]] = {
     "InsertStream": (_BOTH, write_frame, pb.InsertResponse.FromString),
     "Draw": (_BOTH, pb.DrawRequest.SerializeToString, frame_reader(pb.SampleResponse)),
-    "Calls": (_BOTH, pb.CallRequest.SerializeToString, pb.CallResponse.FromString),
+    "Multiplex": (_BOTH, pb.CallRequest.SerializeToString, pb.CallResponse.FromString),
     "ShareMemory": (_BOTH, pb.ShareMemoryRequest.SerializeToString, pb.ShareMemoryResponse.FromString),
     "WatchPolicy": (_ANSWERS, pb.GetPolicyRequest.SerializeToString, pb.Policy.FromString),
     "Get": (_ANSWERS, pb.GetRequest.SerializeToString, frame_reader(pb.GetResponse)),
@@ -176,12 +176,12 @@ class Rows:
     def _begin(self, size: int, start: memoryview) -> None:
         try:
             # numpy, too, asks the system for huge pages where they pay.
-            place = (np.empty(size, dtype=np.uint8) if size < LARGE_PLACE else large_place(size)).data
+            buffer = (np.empty(size, dtype=np.uint8) if size < LARGE_BUFFER else large_buffer(size)).data
         except (MemoryError, OSError, OverflowError, ValueError) as error:
             raise ReplayError(f"the server has a payload of {size} bytes, for which there is no memory") from error
-        place[: len(start)] = start
-        self._gap = place[len(start) :]
-        self.payloads.append(place.toreadonly())
+        buffer[: len(start)] = start
+        self._gap = buffer[len(start) :]
+        self.payloads.append(buffer.toreadonly())
 
 
 class BatchStream(Stream):
@@ -190,14 +190,14 @@ class BatchStream(Stream):
     async def read(self) -> Frame[Any]:
         frame = await super().read()
         head, rows = frame.head, Rows(frame.head.payload_sizes)
-        await self._see(frame)
+        await self._on_first_frame(frame)
         pass_on(frame, self._reader_of, rows.add)
         while rows.missing:
             frame = await super().read()
             pass_on(frame, self._reader_of, rows.add)
         return Frame(head, rows.payloads)
 
-    async def _see(self, frame: Frame[Any]) -> None:
+    async def _on_first_frame(self, frame: Frame[Any]) -> None:
         """The first message of an answer has come."""
 
     def _reader_of(self, ring_id: int) -> RingReader | None:
@@ -266,7 +266,7 @@ class Transport:
             for method, (kind, write, read) in _MESSAGES.items()
         }
         self.inserts = IdleStreams(partial(self.stream, "InsertStream"))
-        self.short_calls = IdleStreams(partial(self.stream, "Calls"))
+        self.short_calls = IdleStreams(partial(self.stream, "Multiplex"))
 
     @property
     def carries(self) -> str:

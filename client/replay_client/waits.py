@@ -14,8 +14,9 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -47,6 +48,62 @@ def stop_signals() -> list[int]:
     schedulers that warn before they kill. One that is ignored, as by `nohup`, stays so."""
     wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     return [number for number in wanted if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
+
+
+class StopSignals:
+    """Counts the signals that ask this process to end, for a loop that looks at them.
+
+    A handler that raised could lose its exception in an import, or leave a process running that was just being started.
+    """
+
+    def __init__(self) -> None:
+        self.first = 0
+        """The number of the first one; 0: none has come."""
+        self.count = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        """Count them from now on, until the end of the block."""
+        for number in stop_signals():
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: object) -> None:
+        self.first = self.first or number
+        self.count += 1
+
+
+class _Look(threading.local):
+    """What a thread looks at while it waits; each thread has its own."""
+
+    function: Callable[[], None] | None = None
+
+
+_looking = _Look()
+
+
+@contextmanager
+def looking(look: Callable[[], None]) -> Iterator[None]:
+    """Inside, this thread calls `look` every second in which it waits for a call of a blocking client.
+
+    What `look` raises ends the wait, and the call, as Ctrl-C does.
+    """
+    before = _looking.function
+    _looking.function = look
+    try:
+        yield
+    finally:
+        _looking.function = before
+
+
+def look_around() -> None:
+    """Calls the function of `looking`, if this thread is inside of it."""
+    if _looking.function is not None:
+        _looking.function()
 
 
 def beat() -> None:

@@ -26,12 +26,13 @@ from replay_client.errors import (
     ShardDrainingError,
     error_of,
 )
-from replay_client.records import PermitLease
+from replay_client.records import PermitGrant
 from replay_client.requests import ROWS_PER_MESSAGE, EvictedItems, Item, KeySequence, pack_items
 from replay_client.rollout import RolloutGroup
 from replay_client.transport import Stream
 from replay_client.waits import Patience
 from replay_protos import replay_pb2 as pb
+from replay_protos.words import counted
 
 if TYPE_CHECKING:
     from replay_client.shards.fleet import Fleet
@@ -98,7 +99,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self.awaited_by: list[Callable[[], None]] = []
         """What to call when all items are acknowledged."""
         fleet.connect()
-        fleet.listeners.append(self._tell)
+        fleet.listeners.append(self._notify_waiters)
 
     async def insert(
         self,
@@ -107,7 +108,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         *,
         key: int | None = None,
         policy_version: int | None = None,
-        permits: PermitLease | None = None,
+        permits: PermitGrant | None = None,
         tags: Mapping[str, str | int] | None = None,
     ) -> int:
         """Queues a group and returns its key; waits only while `max_in_flight` or `max_bytes` are in flight.
@@ -168,8 +169,8 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
 
     async def close(self) -> None:
         """Stop sending. The servers may have inserted items that they have not acknowledged."""
-        if self._tell in self._fleet.listeners:
-            self._fleet.listeners.remove(self._tell)
+        if self._notify_waiters in self._fleet.listeners:
+            self._fleet.listeners.remove(self._notify_waiters)
         for line in list(self._lines.values()):
             await line.close()
         self._fail(ServerClosedError("the writer is closed"))
@@ -200,11 +201,11 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
                     self._in_flight -= 1
                     self._bytes -= item.nbytes
             self.refused.update(errors)
-            self.evicted.see(response)
+            self.evicted.record(response)
             self._unreported.extend(errors.values())
         for other in moved:
             other.send()
-        self._tell()
+        self._notify_waiters()
 
     def ended(self, line: InsertLine, error: ReplayError) -> None:
         """The line sends nothing more. Where there are other servers, only the items in it are lost."""
@@ -218,7 +219,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
                 self._lost.append(error)
                 self._in_flight -= line.in_flight
                 self._bytes -= line.bytes_in_flight
-        self._tell(now=True)
+        self._notify_waiters(now=True)
 
     @property
     def is_idle(self) -> bool:
@@ -264,9 +265,9 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
     def _fail(self, error: ReplayError) -> None:
         with self.lock:
             self._failure = self._failure or error
-        self._tell(now=True)
+        self._notify_waiters(now=True)
 
-    def _tell(self, _: Connection | None = None, *, now: bool = False) -> None:
+    def _notify_waiters(self, _: Connection | None = None, *, now: bool = False) -> None:
         """Calls those who wait for room, and if all items are acknowledged, or `now`, those who wait for that.
 
         Also when a shard has come or gone.
@@ -340,7 +341,8 @@ class InsertLine:
 
     def waiting(self) -> str:
         address = self.shard.address
-        return f"{self.in_flight} items ({self.bytes_in_flight} bytes) are not acknowledged yet by {address}"
+        items = counted(self.in_flight, "item")
+        return f"{address} has not acknowledged {items} yet ({self.bytes_in_flight} bytes)"
 
     async def close(self) -> None:
         if self._task is not None:

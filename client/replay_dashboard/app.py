@@ -26,9 +26,10 @@ from replay_client import AsyncReplayClient
 from replay_client.access import Access
 from replay_client.errors import InvalidRequestError, ReplayError
 from replay_client.records import StoredItem
+from replay_client.trend import trend_of
 from replay_dashboard.budget import Budget
 from replay_dashboard.catalog import Catalog
-from replay_dashboard.group import TokenText, answers_of, item_document, window
+from replay_dashboard.group import TokenText, item_document, window
 from replay_dashboard.guard import COOKIE, BodyTooLargeError, Guard, Protocol, accepts, body_of
 from replay_dashboard.health import signals
 from replay_dashboard.live import MOST_VIEWERS, Live, dumps
@@ -114,14 +115,19 @@ class Dashboard:
             "runs_version": self.runs.version,
             "versions": versions[-200:],
             "signals": signals(newest, versions),
+            "run": self.runs.newest_name(),
+            "trend": trend_of(newest.get(CURVES["reward"], [])),
             "curves": {name: newest.get(metric, [])[-200:] for name, metric in CURVES.items()},
             "answers": self._answers(),
         }
 
     def _answers(self) -> Any:
-        """The best and the worst answer of the newest group whose rewards differ; None: there is none."""
-        item = self.catalog.newest
-        return item and self._cached(("answers", item.key, self.text.source), partial(answers_of, item, self.text))
+        """The best and the worst answer of the newest policy version; None: no group was read."""
+        answers = self.catalog.answers
+        if answers.best is None or answers.worst is None:
+            return None
+        key = ("answers", answers.best.key, answers.worst.key, self.text.source)
+        return self._cached(key, partial(answers.document, self.text))
 
     def _cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         if key not in self._cache:
@@ -152,12 +158,14 @@ class Dashboard:
 
     async def groups(self, request: Request) -> Any:
         """The rows of a table that match the query, from `offset` to `offset + limit`."""
-        given = request.query_params
-        text, prompt = given.get("text", "").lower(), given.get("prompt", "").lower()
-        bounds, flags, tags = (tuple(given.getlist(name)) for name in ("bound", "flag", "tag"))
-        query = Query(given.get("sort", "age"), given.get("descending") == "1", bounds, flags, tags, prompt, text)
-        offset, limit = max(0, int(given.get("offset", 0))), min(MOST_ROWS, int(given.get("limit", 100)))
-        snapshot = self.catalog.snapshot(given.get("table", ""), int(given.get("snapshot") or 0))
+        params = request.query_params
+        text = params.get("text", "").lower()
+        prompt = params.get("prompt", "").lower()
+        bounds, flags, tags = (tuple(params.getlist(name)) for name in ("bound", "flag", "tag"))
+        query = Query(params.get("sort", "age"), params.get("descending") == "1", bounds, flags, tags, prompt, text)
+        offset = max(0, int(params.get("offset", 0)))
+        limit = min(MOST_ROWS, int(params.get("limit", 100)))
+        snapshot = self.catalog.snapshot(params.get("table", ""), int(params.get("snapshot") or 0))
         if snapshot is None:
             none: dict[str, Any] = {"histograms": {}, "flags": {}, "tags": []}
             return {"rows": [], "matching": 0, "total": 0, "read": 0, "snapshot": 0, **none}
@@ -191,9 +199,11 @@ class Dashboard:
 
     async def solve_rates(self, request: Request) -> Any:
         """How often each prompt was solved."""
-        given = request.query_params
-        limit, descending = min(MOST_ROWS, int(given.get("limit", 100))), given.get("descending") == "1"
-        search, sort = given.get("search", ""), given.get("sort", "")
+        params = request.query_params
+        limit = min(MOST_ROWS, int(params.get("limit", 100)))
+        descending = params.get("descending") == "1"
+        search = params.get("search", "")
+        sort = params.get("sort", "")
         facts, tables, held = self.catalog.facts, list[dict[str, Any]](), dict[str, dict[str, float]]()
         for name, snapshot in self.catalog.snapshots.items():
             found = self._cached(("prompts", snapshot.id, facts.version), partial(snapshot.prompts, facts))

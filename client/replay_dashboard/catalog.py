@@ -19,11 +19,12 @@ import numpy.typing as npt
 from replay_client import AsyncReplayClient
 from replay_client.errors import ReplayError
 from replay_client.records import ItemInfo, StoredItem
+from replay_dashboard.answers import VersionAnswers
 from replay_dashboard.budget import Budget
 from replay_dashboard.facts import A_PROMPT, Facts, FactsStore, facts_of
 from replay_dashboard.group import TokenText
 from replay_dashboard.prompts import PromptLog
-from replay_generator.stored_prompts import MARK_TAG
+from replay_generator.prompts.stored import CURSOR_TAG
 from replay_protos.labels import Labels
 
 ROWS_PER_LIST = 5000
@@ -38,7 +39,7 @@ MOST_TAG_NAMES, MOST_TAG_VALUES = 16, 12
 """Names of tags, and values of each, that a list counts: those that most items have."""
 LISTED = ("priority", "age", "policy_version", "staleness", "times_sampled", "nbytes")
 """Numbers of an item that a list has, without its payload."""
-_MARK = re.compile(r"epoch (\d+), (\d+) of (\d+)\Z")
+_CURSOR = re.compile(r"epoch (\d+), (\d+) of (\d+)\Z")
 _ids = itertools.count(1)
 
 
@@ -97,22 +98,23 @@ class Snapshot:
         ]
 
     def prompts(self, facts: FactsStore) -> tuple[str, dict[str, dict[str, float]]] | None:
-        """How far prompts are loaded into the table, as its newest mark says it, and what it says of each prompt by its
+        """How far prompts are loaded into the table, as its newest cursor says it, and what it says of each prompt by
+        its
         name: the times that it was drawn before, and its priority. None: it holds no prompts, as far as it was read.
 
-        Generators draw their prompts from such a table. Its mark has a tag, which every list has. Which items are
+        Generators draw their prompts from such a table. Its cursor has a tag, which every list has. Which items are
         prompts, and what they are called, is known when their payloads were read.
         """
-        tags = [str(labels.tags.get(MARK_TAG, "")) for labels in self.labels]
-        marks = [found for found in map(_MARK.match, tags) if found]
+        tags = [str(labels.tags.get(CURSOR_TAG, "")) for labels in self.labels]
+        cursors = [found for found in map(_CURSOR.match, tags) if found]
         prompts: dict[str, dict[str, float]] = {}
         times, priorities = self.columns["times_sampled"].tolist(), self.columns["priority"].tolist()
         for slot, drawn, priority in zip(self.slots(facts).tolist(), times, priorities, strict=True):
             if slot >= 0 and A_PROMPT in facts.rows[slot].flags:
                 prompts[facts.rows[slot].prompt_id] = {"drawn": drawn, "priority": priority}
-        # A curriculum has a mark of its beginning and one of its end. None: a generator has drawn the mark.
-        newest = max(marks, key=lambda found: (int(found[1]), int(found[2])), default=None)
-        return (newest[0] if newest else "", prompts) if marks or prompts else None
+        # A curriculum has a cursor of its beginning and one of its end. None: a generator has drawn the cursor.
+        newest = max(cursors, key=lambda found: (int(found[1]), int(found[2])), default=None)
+        return (newest[0] if newest else "", prompts) if cursors or prompts else None
 
     def slots(self, facts: FactsStore) -> npt.NDArray[np.int64]:
         """The slot of each item's facts (N,); -1: not read yet."""
@@ -132,9 +134,7 @@ class Catalog:
         self.snapshots: dict[str, Snapshot] = {}
         """The newest of each table."""
         self.facts = FactsStore()
-        self.newest: StoredItem | None = None
-        """The group inserted last of those read whose rewards differ; None: none was read."""
-        self._newest_at = -np.inf
+        self.answers = VersionAnswers()
         self._client = client
         self._budget = budget
         self._text = text
@@ -201,9 +201,8 @@ class Catalog:
             items = await self._client.get(keys, timeout=10.0)
         found: dict[int, Facts] = await asyncio.to_thread(self._facts_of, items)
         for item in items:
-            inserted = time.monotonic() - item.age
-            if inserted > self._newest_at and found[item.key].numbers.get("reward_std", 0.0) > 0:
-                self.newest, self._newest_at = item, inserted
+            if found[item.key].numbers:
+                self.answers.add(item)
             self._prompts.add(item.policy_version, found[item.key], again=item.key in self._counted)
             self.facts.put(item.key, found[item.key])
             self._counted.discard(item.key)

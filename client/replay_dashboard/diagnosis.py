@@ -19,8 +19,18 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from replay_client.kept import TRUNCATING, truncates
-from replay_client.records import ClientInfo, ServerInfo, TableInfo, read_described, shards_of
+from replay_client.records import ClientInfo, ServerInfo, TableInfo, Waiting, read_described, shards_of
+from replay_client.sampling_masks import TRUNCATING, truncates
+from replay_dashboard.presence import (
+    GENERATOR,
+    TRAINER,
+    Part,
+    State,
+    scorers_of,
+    supply_of,
+    teacher_of,
+    trainer_of,
+)
 from replay_dashboard.units import byte_size, counted, duration, listed, waiting, waits_for
 
 YOUNG = 60.0
@@ -39,6 +49,20 @@ CLOCK_SKEW = 2.0
 """Seconds between the clocks of two machines: a warning from here on."""
 FEW_BYTES = 1 << 30
 """Less free memory or disk than this is a warning."""
+MUCH_BYTES = 10**9
+"""Bytes of items: tables without a bound are a warning from here on."""
+FEW_REFUSED = 3
+"""Requests of agents that were refused in ten minutes: a warning from here on."""
+REFUSED = {
+    "400": "no valid request",
+    "401": "no valid token",
+    "404": "no such session or path",
+    "413": "too large",
+    "422": "its rollout has failed",
+    "429": "too many at once",
+    "500": "the generator failed",
+}
+"""The address of the sessions refuses a request with one of these statuses, for this reason."""
 RECENT = 900.0
 """Seconds for which one of several that is gone is named. Its place may have been taken under another name."""
 
@@ -66,19 +90,31 @@ class Finding:
     """What to do about it; empty where nothing is wrong."""
     headline: str = ""
     """Why the run does not go on, in a few words; empty: it goes on all the same."""
+    stops: str = ""
+    """One of STOPS, if there is a headline."""
     rule: str = ""
     """Its name in RULES; empty where nothing is wrong."""
 
 
+STOPS = ("blocked", "gone", "idle")
+"""A run stops because requests wait in vain, because a part is not connected, or because nobody wants anything. The
+verdict names the first of these that holds."""
 RULES: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-"""`level`, `sentence`, `remedy` and perhaps `headline` of each rule, in which names of facts stand in braces."""
+"""`level`, `sentence`, `remedy`, and perhaps `headline` and `stops` of each rule, in which names of facts stand in
+braces."""
 
 
 def found(rule: str, check: str, level: Level | None = None, **facts: Any) -> Finding:
     """The finding of a rule, with these facts in its sentences."""
     texts = {name: text.format(**facts) for name, text in RULES[rule].items()}
     return Finding(
-        check, level or Level(texts["level"]), texts["sentence"], texts["remedy"], texts.get("headline", ""), rule
+        check=check,
+        level=level or Level(texts["level"]),
+        message=texts["sentence"],
+        remedy=texts["remedy"],
+        headline=texts.get("headline", ""),
+        stops=texts.get("stops", ""),
+        rule=rule,
     )
 
 
@@ -101,11 +137,14 @@ def diagnose(
     yield from _memory(info, tables)
     yield from _disk(info)
     yield _policy(info)
-    yield from _sides(info)
+    yield from _roles(info, tables)
     yield from _permits(info)
     yield from _batches(info)
     yield from _kept(info)
     yield from _one_reward(info)
+    yield from _failures(info)
+    yield from _cut_early(info)
+    yield from _refused_agents(info)
     fed = info.uptime > YOUNG or any(table.inserts for table in info.tables.values())
     for table in tables:
         troubles = list(_table_findings(info, table, fed))
@@ -171,12 +210,12 @@ def _clock(info: ServerInfo, now: float) -> Finding:
 
 def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
     held = f"{byte_size(info.bytes)} in {counted(info.items, 'item')}"
-    if kept := sum(table.info.kept_bytes for table in tables):
-        held += f", {byte_size(kept)} of them kept for a rollback"
-    if lost := sum(table.info.kept_dropped for table in tables):
-        yield found("kept-dropped", "memory", items=counted(lost, "item"))
+    if retained := sum(table.info.retained_bytes for table in tables):
+        held += f", {byte_size(retained)} of them retained for a rollback"
+    if lost := sum(table.info.retained_discarded for table in tables):
+        yield found("retained-discarded", "memory", items=counted(lost, "item"))
     unbounded = [table.name for table in tables if table.config["max_bytes"] is None]
-    if not info.max_bytes and unbounded:
+    if not info.max_bytes and unbounded and info.bytes >= MUCH_BYTES:
         yield found("memory-unbounded", "memory", held=held, tables=listed(unbounded))
     elif info.max_bytes and info.bytes > NEARLY_FULL * info.max_bytes:
         share, bound = info.bytes / info.max_bytes, byte_size(info.max_bytes)
@@ -212,12 +251,12 @@ def _each(info: ServerInfo, check: str) -> list[tuple[str, ServerInfo]]:
 
 
 def _policy(info: ServerInfo) -> Finding:
-    # Generators, and no trainer, sample groups under construction.
-    building = () if info.admission is None else info.admission.building_tables
-    sampled = any(table.samples for table in info.tables.values() if table.name not in building)
+    # Generators, and no trainer, sample partial groups.
+    permit_tables = () if info.admission is None else info.admission.permit_tables
+    sampled = any(table.samples for table in info.tables.values() if table.name not in permit_tables)
     if info.policy.version == 0 and not info.policy.weights and sampled:
         return found("no-version", "policy")
-    usual = f"; usual: every {duration(info.policy.usual)}" if info.policy.usual else ""
+    usual = f"; usually every {duration(info.policy.interval)}" if info.policy.interval else ""
     return _ok("policy", f"version {info.policy.version}, set {duration(info.policy.age)} ago{usual}")
 
 
@@ -228,38 +267,120 @@ def _shards(info: ServerInfo) -> Iterator[Finding]:
             yield found("shard-away", f"shard {name}")
 
 
-def _sides(info: ServerInfo) -> Iterator[Finding]:
-    """Who is gone, as the server says; otherwise who is there, and who of several is not, or that the run has ended."""
-    there = [client for client in info.clients if client.open]
-    if sides := sorted({silence.side for silence in info.silences}):
-        connected = any(client.open for side in sides for client in info.clients_of(side.removesuffix("s")))
-        one = {"trainer": "The trainer is", "generators": "The generators are"}[sides[0]]
-        silent = f"{one if len(sides) == 1 else 'Trainer and generators are'} {'silent' if connected else 'gone'}"
-        for silence in info.silences:
-            yield found("side-gone", silence.side, reason=silence.reason, who=silent)
+def _roles(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
+    """Which part of the run is gone, has ended or was never there; otherwise who is connected."""
+    if info.overdue:
+        for overdue in info.overdue:
+            yield found("client-overdue", overdue.role, reason=overdue.reason, who=_silent(info))
         return
-    if there:
-        yield _ok("clients", listed([f"{client.name} ({client.role or 'client'})" for client in there]))
-    elif all(ended := [info.ended(role) for role in ("trainer", "generator")]):
-        yield Finding("clients", Level.OK, f"{' and '.join(ended)} have ended", headline="The run has ended")
+    trainer = trainer_of(info)
+    supply = supply_of(info)
+    there = [f"{client.name} ({client.role or 'client'})" for client in info.clients if client.open]
+    if trainer.is_connected and supply.is_connected:
+        if there:
+            yield _ok("clients", listed(there))
+    elif trainer.is_connected:
+        yield _missing(info, supply, "clients", _left(info, tables))
+    elif supply.is_connected:
+        yield _missing(info, trainer, "clients")
+    else:
+        yield _nobody(trainer, supply, there)
+    for name, scorers in scorers_of(info).items():
+        if not scorers.is_connected:
+            groups = counted(info.tables[name].size, "group")
+            yield _missing(info, scorers, name, f"; {groups} of {name} lack rewards")
+    teacher = teacher_of(info)
+    if teacher.state is State.ENDED:
+        for table in info.tables.values():
+            if table.incomplete_items:
+                yield _missing(info, teacher, table.name, f"; {table.name} {waits_for(table.missing_columns)}")
+    yield from _one_gone(info)
+
+
+def _one_gone(info: ServerInfo) -> Iterator[Finding]:
+    """Clients that went without a word, while others of the same part are there."""
+    there: dict[str, list[str]] = defaultdict(list)
+    gone = []
     for client in info.clients:
-        part = read_described(client.settings).get("part")  # others come and go
-        others = [each.name for each in info.clients if each.open and read_described(each.settings).get("part") == part]
-        if part and others and not client.open and not client.ended and info.long_wait <= client.age < RECENT:
+        part = read_described(client.settings).get("part")
+        if not isinstance(part, str):  # who does not say it comes and goes
+            continue
+        if client.open:
+            there[part].append(client.name)
+        elif not client.ended and info.long_wait <= client.age < RECENT:
+            gone.append((part, client))
+    for part, client in gone:
+        if part in there:
+            others = listed(there[part])
             age = duration(client.age)
-            yield found("one-gone", "clients", part=part, client=client.name, age=age, others=listed(others))
+            yield found("one-gone", "clients", part=part, client=client.name, age=age, others=others)
 
 
-def _why_nobody(info: ServerInfo, role: str) -> dict[str, Any] | None:
-    """Why what waits for this side waits in vain, with a remedy and a headline; None: somebody may serve it."""
-    if who := info.ended(role):
-        other = "generators" if role == "trainer" else "the trainer"
-        end = f"end {other} too, or start a {role}"
-        return {"why": f"{who} has ended", "what": end, "blocked": f"The {role} has ended"}
-    came = any(table.inserts if role == "generator" else table.samples for table in info.tables.values())
-    if info.clients and not came and not info.clients_of(role):
-        return {"why": f"no {role} has come yet", "what": f"start a {role}", "blocked": f"No {role} has come yet"}
+def _silent(info: ServerInfo) -> str:
+    """The headline for the parts that are overdue."""
+    roles = sorted({overdue.role for overdue in info.overdue}, reverse=True)
+    connected = any(client.open for role in roles for client in info.clients_of(role))
+    one = {"trainer": "The trainer is", "generator": "The generators are"}[roles[0]]
+    who = one if len(roles) == 1 else "Trainer and generators are"
+    return f"{who} {'silent' if connected else 'gone'}"
+
+
+def _missing(info: ServerInfo, part: Part, check: str, left: str = "") -> Finding:
+    """The finding about a part that the run lacks. `left`: what remains without it."""
+    # Parts load their models, and after a start of the server all connect anew.
+    young = info.uptime <= YOUNG and not part.is_known_to_be_gone
+    level = Level.OK if young else None
+    return found("part-missing", check, level, why=part.why + left, what=part.remedy, who=part.headline)
+
+
+def _nobody(trainer: Part, supply: Part, there: Sequence[str]) -> Finding:
+    """The finding about a server at which nobody trains, and nobody generates. `there`: who is connected."""
+    if trainer.state is State.ENDED and supply.state is State.ENDED:
+        ended = f"{trainer.why}, {supply.why}"
+        return Finding("clients", Level.OK, ended, headline="The run has ended", stops="idle")
+    others = f"; connected: {listed(there)}" if there else ""
+    who = "Neither trainer nor generator is connected" if there else "Nobody is connected"
+    level = Level.WARNING if State.AWAY in (trainer.state, supply.state) else Level.OK
+    return found("nobody-connected", "clients", level, why=f"{trainer.why}; {supply.why}{others}", who=who)
+
+
+def _left(info: ServerInfo, tables: Sequence[_Table]) -> str:
+    """The groups that a trainer can still take without a generator, in words."""
+    permit_tables = () if info.admission is None else info.admission.permit_tables
+    queues = [
+        table
+        for table in tables
+        if table.config["max_times_sampled"] == 1 and table.copied is None and table.name not in permit_tables
+    ]
+    return "".join(f"; {table.name} still has {counted(table.info.size, 'group')}" for table in queues)
+
+
+def _why_nobody(info: ServerInfo, wait: Waiting, role: str, table: str = "") -> dict[str, Any] | None:
+    """Why what waits for this side waits in vain, with a remedy and a headline; None: somebody may serve it.
+
+    `table`: into which an insert waits. Who waits for somebody that has said that it ends waits in vain at once.
+    """
+    if not wait.count:
+        return None
+    part = _waited_for(info, role, table)
+    if not info.is_long(wait) and part.state is not State.ENDED:
+        return None
+    reasons = [overdue.reason for overdue in info.overdue if overdue.role == part.role]
+    if reasons:
+        return {"why": reasons[0], "what": RULES["client-overdue"]["remedy"], "blocked": _silent(info)}
+    if part.is_known_to_be_gone or (part.state is State.NEVER and info.clients):
+        return {"why": part.why, "what": part.remedy, "blocked": part.headline}
     return None
+
+
+def _waited_for(info: ServerInfo, role: str, table: str) -> Part:
+    """Who serves requests that wait for this side. Between generators and the trainer scorers may be missing."""
+    scorers = scorers_of(info)
+    if role == TRAINER:
+        return scorers[table] if table in scorers else trainer_of(info)
+    supply = supply_of(info)
+    missing = [part for part in scorers.values() if not part.is_connected]
+    return missing[0] if supply.is_connected and missing else supply
 
 
 def _permits(info: ServerInfo) -> Iterator[Finding]:
@@ -267,15 +388,18 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
         return
     if admission.expired:
         yield found("permits-expired", "permits", permits=counted(admission.expired, "permit"))
-    for name in admission.building_tables:
-        yield from _building(name, info)
+    unscored = scorers_of(info)
+    for name in admission.permit_tables:
+        if name not in unscored or unscored[name].is_connected:
+            yield from _partial_groups(name, info)
     wait = admission.acquiring
-    if not info.is_long(wait):
-        return
     starved = [table.name for table in info.tables.values() if info.is_long(table.sampling)]
     message = waiting(wait, "permit request")
-    if not starved and (nobody := _why_nobody(info, "trainer")):
+    nobody = None if starved else _why_nobody(info, wait, TRAINER)
+    if nobody is not None:
         yield found("nobody-serves", "permits", wait=message, **nobody)
+        return
+    if not info.is_long(wait):
         return
     blocked = _blocked("Generators", "no policy version was published", info.policy.age, info)
     if starved:
@@ -285,18 +409,20 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
         yield found("permits-awaited", "permits", wait=message, blocked=blocked)
 
 
-def _building(name: str, info: ServerInfo) -> Iterator[Finding]:
-    """Groups under construction that wait for a generator hold permits, and nobody else can use these."""
+def _partial_groups(name: str, info: ServerInfo) -> Iterator[Finding]:
+    """Partial groups that wait for a generator hold permits, and nobody else can use these."""
     table = info.tables.get(name)
     if table is not None and table.size and table.age.max > info.long_wait and table.sampled.age > info.long_wait:
         groups, age = counted(table.size, "group"), duration(table.age.max)
-        seen = _last_seen(each for each in info.clients if read_described(each.settings).get("source") == name)
-        yield found("construction-idle", name, table=name, groups=groups, age=age, seen=seen)
+        last_seen = _last_seen(
+            each for each in info.clients if read_described(each.settings).get("source_table") == name
+        )
+        yield found("partial-groups-idle", name, table=name, groups=groups, age=age, seen=last_seen)
 
 
 def _last_seen(clients: Iterable[ClientInfo]) -> str:
-    seen = listed([f"{each.name} ({duration(each.age)} ago)" for each in clients])
-    return seen and f"; last seen: {seen}"
+    names = listed([f"{each.name} ({'ended ' if each.ended else ''}{duration(each.age)} ago)" for each in clients])
+    return names and f"; last seen: {names}"
 
 
 # ------------------------------------------------------------------------------------- what the parts say of themselves
@@ -304,27 +430,35 @@ def _last_seen(clients: Iterable[ClientInfo]) -> str:
 
 def _batches(info: ServerInfo) -> Iterator[Finding]:
     """Trainers that take another number of groups than is admitted, or from another table than generators fill."""
-    for name, said in info.said("trainer"):
-        table, fresh, admission = said.get("rollouts_table"), said.get("fresh_groups_per_step"), info.admission
+    for name, settings in info.settings_of("trainer"):
+        table = settings.get("rollouts_table")
+        fresh = settings.get("fresh_groups_per_step")
+        admission = info.admission
         if not isinstance(table, str) or not isinstance(fresh, int):
             continue
-        dynamic = said.get("zero_variance") == "dynamic"  # it takes more, and how many depends on the groups
-        if admission is not None and admission.table == table and not dynamic and fresh != admission.groups_per_step:
-            admitted = admission.groups_per_step
+        dynamic = settings.get("zero_variance") == "dynamic"  # it takes more, and how many depends on the groups
+        if (
+            admission is not None
+            and admission.table == table
+            and not dynamic
+            and fresh != admission.fresh_groups_per_step
+        ):
+            admitted = admission.fresh_groups_per_step
             outcome = "it will wait for ever" if fresh > admitted else "generators run ahead of it"
-            yield found("batch-not-admitted", "permits", trainer=name, fresh=fresh, admitted=admitted, outcome=outcome)
-        for maker, told in info.said("generator"):
-            if (tables := told.get("tables")) and table not in (fed := _fed_from(info, tables)):
+            facts: dict[str, Any] = {"fresh": fresh, "groups": counted(fresh, "fresh group"), "admitted": admitted}
+            yield found("batch-not-admitted", "permits", trainer=name, outcome=outcome, **facts)
+        for maker, generator_settings in info.settings_of("generator"):
+            if (tables := generator_settings.get("tables")) and table not in (fed := _fed_from(info, tables)):
                 yield found("tables-differ", "tables", trainer=name, table=table, generator=maker, filled=listed(fed))
 
 
 def _kept(info: ServerInfo) -> Iterator[Finding]:
     """Generators that draw from a part of the vocabulary, and whether they say which."""
-    for name, said in info.said("generator"):
-        if not truncates(said):
+    for name, settings in info.settings_of("generator"):
+        if not truncates(settings):
             continue
-        how = listed([f"{each} {said[each]:g}" for each in TRUNCATING if truncates({each: said.get(each)})])
-        if said.get("sampling_masks"):
+        how = listed([f"{each} {settings[each]:g}" for each in TRUNCATING if truncates({each: settings.get(each)})])
+        if settings.get("sampling_masks"):
             yield _ok("sampling", f"generator {name} draws with {how}, and stores what that keeps")
         else:
             yield found("no-masks", "sampling", generator=name, how=how)
@@ -333,15 +467,61 @@ def _kept(info: ServerInfo) -> Iterator[Finding]:
 def _one_reward(info: ServerInfo) -> Iterator[Finding]:
     """Parts that score groups, and gave all rollouts of many groups one reward."""
     for part in ("generator", "scorer"):
-        for name, told in info.said(part):
-            said = told.get("one_reward")
-            if not isinstance(said, dict) or not isinstance(said.get("value"), float):
+        for name, settings in info.settings_of(part):
+            one_reward = _said(settings, "one_reward", value=float, groups=int, got=str)
+            if one_reward is None:
                 continue
-            pair = f"the newest answer ends with {said.get('got', '')!r:.120}"
-            if "expected" in said:
-                pair = f"expected {said['expected']!r:.120}, and {pair}"
-            groups = said.get("groups")
-            yield found("one-reward", "rewards", part=part, name=name, groups=groups, value=said["value"], pair=pair)
+            pair = f"the newest answer ends with {one_reward['got']!r:.120}"
+            if "expected" in one_reward:
+                pair = f"expected {one_reward['expected']!r:.120}, and {pair}"
+            groups, value = counted(one_reward["groups"], "group"), one_reward["value"]
+            yield found("one-reward", "rewards", part=part, name=name, groups=groups, value=value, pair=pair)
+
+
+def _failures(info: ServerInfo) -> Iterator[Finding]:
+    """Parts of whose last rollouts more than half have failed."""
+    for part in ("generator", "scorer"):
+        for name, settings in info.settings_of(part):
+            facts = _said(settings, "failures", failed=int, rollouts=int, reason=str)
+            if facts is not None:
+                yield found("rollouts-fail", "failures", part=part, name=name, **facts)
+
+
+def _cut_early(info: ServerInfo) -> Iterator[Finding]:
+    """Generators whose rollouts end for their length long before `max_tokens`."""
+    for name, settings in info.settings_of("generator"):
+        facts = _said(settings, "cut_early", cut=int, rollouts=int, longest=int, max_tokens=int)
+        if facts is not None:
+            facts["longest"] = counted(facts["longest"], "token")
+            yield found("cut-early", "lengths", name=name, **facts)
+
+
+def _refused_agents(info: ServerInfo) -> Iterator[Finding]:
+    """Generators that have refused several requests of agents lately, by kind."""
+    for name, settings in info.settings_of("generator"):
+        facts = _said(settings, "sessions", refused=dict, reason=str)
+        if facts is None:
+            continue
+        counts = {status: count for status, count in facts["refused"].items() if isinstance(count, int)}
+        if sum(counts.values()) < FEW_REFUSED:
+            continue
+        kinds = listed([f"{count} with status {_status(status)}" for status, count in counts.items()], len(REFUSED))
+        requests = counted(sum(counts.values()), "request")
+        yield found("agents-refused", "sessions", name=name, requests=requests, kinds=kinds, reason=facts["reason"])
+
+
+def _status(status: str) -> str:
+    return f"{status} ({REFUSED[status]})" if status in REFUSED else status
+
+
+def _said(settings: Mapping[str, Any], name: str, **kinds: type) -> dict[str, Any] | None:
+    """What a client says under this name, if that has these fields of these types. A client may say anything."""
+    facts = settings.get(name)
+    if not isinstance(facts, dict):
+        return None
+    if not all(isinstance(facts.get(field), kind) for field, kind in kinds.items()):
+        return None
+    return {field: value for field, value in facts.items() if field in kinds or field == "expected"}
 
 
 def _fed_from(info: ServerInfo, names: Sequence[str]) -> list[str]:
@@ -376,12 +556,12 @@ def _blocked(who: str, cause: str, age: float, info: ServerInfo) -> str:
 
 def _lacking(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
     """Rows that wait for columns, of which nobody has brought one for a long time."""
-    if not table.waiting_rows or table.waiting_seconds < info.long_wait:
+    if not table.incomplete_items or table.incomplete_seconds < info.long_wait:
         return
-    seen = _last_seen(info.clients_of("teacher"))
+    last_seen = _last_seen(info.clients_of("teacher"))
     rule = "columns-block" if info.is_long(table.sampling) or info.is_long(table.inserting) else "columns-awaited"
-    waits, age = waits_for(table.lacking), duration(table.waiting_seconds)
-    yield found(rule, table.name, table=table.name, waits=waits, age=age, seen=seen)
+    waits, age = waits_for(table.missing_columns), duration(table.incomplete_seconds)
+    yield found(rule, table.name, table=table.name, waits=waits, age=age, seen=last_seen)
 
 
 def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
@@ -393,15 +573,14 @@ def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
         return
     for_insert = "limiter-waits" if "max_diff" in inserting.reason else "inserts-wait"
     for rule, request, wait, other, blocked in (
-        (for_insert, "insert", inserting, "trainer", no_sample),
-        ("samples-wait", "sample request", sampling, "generator", no_insert),
+        (for_insert, "insert", inserting, TRAINER, no_sample),
+        ("samples-wait", "sample request", sampling, GENERATOR, no_insert),
     ):
-        if not info.is_long(wait):
-            continue
         message = waiting(wait, request)
-        if nobody := _why_nobody(info, other):
+        nobody = _why_nobody(info, wait, other, table.name)
+        if nobody is not None:
             yield found("nobody-serves", table.name, wait=message, **nobody)
-        else:
+        elif info.is_long(wait):
             yield found(rule, table.name, wait=message, blocked=blocked)
 
 
@@ -418,7 +597,8 @@ def _limiter(table: _Table) -> Iterator[Finding]:
     if config["when_full"] == "block" and not uses and config["max_staleness"] is None:
         yield found("fills-once", name)
     if admitted is not None and admitted > config["max_size"] and evicts:
-        yield found("admits-too-many", name, limiter=limiter["type"], admitted=admitted, max_size=config["max_size"])
+        facts = {"items": counted(admitted, "item"), "admitted": admitted, "max_size": config["max_size"]}
+        yield found("admits-too-many", name, limiter=limiter["type"], **facts)
     if config["requires"] and bound is not None and evicts:
         yield found("no-room-for-columns", name, columns=listed(config["requires"]))
     if info.size and not info.priority.max and config["sampler"]["type"] == "prioritized":
@@ -431,8 +611,8 @@ def _balance(table: _Table) -> Iterator[Finding]:
         return
     names, tag = [value.name for value in table.info.values], balance["tag"]
     if not any(value.weight for value in table.info.values):
-        given = listed([name or "items without the tag" for name in names])
-        yield found("weights-zero", table.name, tag=tag, names=given)
+        shown_names = listed([name or "items without the tag" for name in names])
+        yield found("weights-zero", table.name, tag=tag, names=shown_names)
     elif names == [""]:
         yield found("tag-unknown", table.name, tag=tag)
 

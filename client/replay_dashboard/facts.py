@@ -11,7 +11,7 @@ import numpy.typing as npt
 from replay_client.rollout import MAGIC, RolloutGroup
 from replay_client.scoring import carries_gradient
 from replay_dashboard.group import TokenText
-from replay_generator.stored_prompts import LoadMark, decode_item, is_stored_prompt
+from replay_generator.prompts.stored import PromptCursor, decode_item, is_stored_prompt
 
 COLUMNS = (
     *("reward_mean", "reward_std", "reward_max", "completions", "length_mean", "logprob_mean"),
@@ -60,7 +60,7 @@ def _facts_of_prompt(payload: bytes | memoryview) -> Facts:
         item = decode_item(payload)
     except ValueError:
         return Facts(flags=frozenset(("damaged",)))
-    if isinstance(item, LoadMark):
+    if isinstance(item, PromptCursor):
         return Facts(flags=frozenset((A_MARK,)))
     content = item.prompt.content
     text = content if isinstance(content, str) else "\n".join(str(message["content"]) for message in content)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from replay_client.records import StoredItem
 from replay_client.rollout import RolloutGroup
 from replay_dashboard.turns import turns_of
-from replay_generator.stored_prompts import document_of
+from replay_generator.prompts.stored import document_of
 
 FIRST_TOKENS = 16_384
 """Tokens of all sequences that come with the group; the page asks for the rest."""
@@ -103,21 +103,23 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
     except ValueError as error:
         if (stored := document_of(item.payload)) is not None:
             lines = json.dumps(stored, ensure_ascii=False, indent=1, default=str).splitlines()
-            what = "a prompt, of which a group is to be made" if "mark" not in stored else "how far prompts are loaded"
+            what = (
+                "a prompt, of which a group is to be made" if "cursor" not in stored else "how far prompts are loaded"
+            )
             return document | {"problem": what, "head": [line[:500] for line in lines[:100]]}
         return document | {"problem": str(error)[:500], "head": _dump(item.payload[:HEAD])}
     first = group.num_tokens if whole else max(64, min(1024, FIRST_TOKENS // group.num_sequences))
     turns_S = turns_of(group)
     most = None if whole else max(8, min(256, MOST_TURNS // group.num_sequences))
     # The roles are in the turns below, which are bounded.
-    told = not whole and any(turn.role is not None for turns in turns_S for turn in turns)
+    roles_below = not whole and any(turn.role is not None for turns in turns_S for turn in turns)
     return document | {
         "group": {
             "prompt_id": group.prompt_id,
             "policy_version": group.policy_version,
             "policy_version_end": group.policy_version_end,
             "sampling": group.sampling,
-            "meta": {name: value for name, value in group.meta.items() if not (told and name == "turns")},
+            "meta": {name: value for name, value in group.meta.items() if not (roles_below and name == "turns")},
             "rewards": group.rewards,
             "extras": [_extra(group, name) for name in group.extras],
             "masked": _masked(group),
@@ -133,18 +135,19 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
     }
 
 
-def answers_of(item: StoredItem, text: TokenText) -> dict[str, Any]:
-    """The rollouts of the highest and of the lowest reward: the end of the last sequence of each, or its token ids."""
+def answer_of(item: StoredItem, rollout: int, text: TokenText) -> dict[str, Any]:
+    """One rollout of a group: its prompt, its reward, and the end of its last sequence, or the ids of its tokens."""
     group = item.group
-    document = {"key": str(item.key), "version": item.policy_version}
-    document["prompt"] = text.text(group.prompt_ids[:2048].tolist()) or group.prompt_id
-    for name, rollout in (("best", group.rewards.argmax()), ("worst", group.rewards.argmin())):
-        row = np.flatnonzero(group.sequence_rollouts == rollout)[-1]
-        ids = group.completion_ids[group.sampled_spans()[row]].tolist()
-        shown = ids[-ANSWER_TOKENS:]
-        words = ("… " if len(shown) < len(ids) else "") + (text.text(shown) or " ".join(map(str, shown)))
-        document[name] = {"reward": group.rewards[rollout], "tokens": len(ids), "text": words}
-    return document
+    row = np.flatnonzero(group.sequence_rollouts == rollout)[-1]
+    ids = group.completion_ids[group.sampled_spans()[row]].tolist()
+    shown = ids[-ANSWER_TOKENS:]
+    return {
+        "key": str(item.key),
+        "prompt": text.text(group.prompt_ids[:2048].tolist()) or group.prompt_id,
+        "reward": group.rewards[rollout],
+        "tokens": len(ids),
+        "text": ("… " if len(shown) < len(ids) else "") + (text.text(shown) or " ".join(map(str, shown))),
+    }
 
 
 def _dump(head: bytes | memoryview) -> list[str]:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from replay_protos import strangers
+from replay_protos import connection_bounds
 
 COOKIE = "replay_dashboard"
 MOST_BODY_BYTES = 4096
@@ -81,9 +81,9 @@ class Guard:
         return True
 
 
-def accepts(token: str | None, given: str) -> bool:
-    """Whether a viewer with the token `given` may see the page; compares in constant time."""
-    return token is None or hmac.compare_digest(token.encode(), given.encode())
+def accepts(token: str | None, viewer_token: str) -> bool:
+    """Whether a viewer with this token may see the page; compares in constant time."""
+    return token is None or hmac.compare_digest(token.encode(), viewer_token.encode())
 
 
 def _refuse(status: int, problem: str) -> JSONResponse:
@@ -118,9 +118,9 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._watch()
-        if len(self.connections) > strangers.most_connections():
+        if len(self.connections) > connection_bounds.most_connections():
             oldest, since = next(iter(self._halves.items()))
-            if self.loop.time() < since + strangers.SECONDS_SAFE:
+            if self.loop.time() < since + connection_bounds.SECONDS_SAFE:
                 oldest = self
             oldest.transport.abort()
             oldest._end_watch()
@@ -138,7 +138,7 @@ class Protocol(H11Protocol):
             self._end_watch()
         elif self._late is None:
             self._halves[self] = self.loop.time()
-            self._late = self.loop.call_later(strangers.SECONDS_PER_REQUEST, self.transport.abort)
+            self._late = self.loop.call_later(connection_bounds.SECONDS_PER_REQUEST, self.transport.abort)
 
     def _end_watch(self) -> None:
         if self._late is not None:

@@ -1,61 +1,76 @@
-"""Health: one sentence about a run, and the warning signs in its metrics. Pure functions."""
+"""Health: one sentence about a run, whether it learns, and the warning signs in its metrics. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from statistics import median
 from typing import Any
 
 from replay_client.records import ServerInfo
-from replay_dashboard.diagnosis import Finding, Level
+from replay_client.run_metrics import SECTIONS, watched
+from replay_client.trend import Direction, Trend
+from replay_dashboard.diagnosis import STOPS, Finding, Level
+from replay_dashboard.presence import TRAINER, trainer_of
 from replay_dashboard.units import counted
 
 LEARNING = 0.1
 """A reward that is higher by this share, at least of 0.1, has risen."""
 IDLE = 60.0
 """Seconds without an insert or a sample after which a run is idle."""
-STOPPED = {Level.OK: "ok", Level.WARNING: "blocked", Level.FAILURE: "failure"}
-"""How bad it is that a run does not go on. "failure" is red, as each failure of `doctor`: somebody must act now."""
+STOPPED = {Level.OK: "idle", Level.WARNING: "blocked", Level.FAILURE: "failure"}
+"""How bad it is that a run does not go on. "failure" is red, as each failure of `doctor`: somebody must act now. "idle"
+is neither good nor bad."""
 SETTLED = 0.2
 """Share of the last minute above which a wait counts: below it neither side is called the bottleneck."""
-
-RULES: tuple[tuple[str, float, float, str], ...] = (
-    ("correction/ess", 0.3, 1e30, "a few tokens carry the gradient: lower clip_max, or allow less staleness"),
-    ("correction/kl", -0.1, 0.1, "the data is far from the policy: lower max_staleness or the learning rate"),
-    ("correction/ratio_mean", 0.5, 2.0, "sampler and trainer compute different things: compare sampling and weights"),
-    ("correction/chi2", -1e30, 1.0, "single tokens have huge ratios: mask or reject them"),
-    ("fresh/zero_variance_fraction", 0.0, 0.8, "few groups teach anything: the prompts are too hard or too easy"),
-    ("fresh/truncated_fraction", 0.0, 0.1, "completions are cut off: raise the limit of tokens"),
-    ("replay/groups_missing", 0.0, 0.5, "the pool is too small, or too strict, to replace every group"),
-)
-"""Metric, its least and its greatest healthy value (docs/metrics.md), and the meaning of a value outside."""
 
 
 def verdict(info: ServerInfo | None, findings: Sequence[Finding], against: Sequence[Finding]) -> dict[str, str]:
     """Whether the run is healthy and, if not, what blocks it: level, headline, short, detail, remedy.
 
     `info`: None when the server does not answer. `against`: the warning signs that `signals` found.
+
+    Told is what holds first of this: requests wait in vain; a part of the run is gone; something else fails; nobody
+    wants anything; the policy or a check is to be looked at, the memory last. So nothing is "Healthy" or "Running"
+    unless a trainer and a generator are connected: `presence` says which clients these are.
     """
     bad = [finding for finding in findings if finding.level is not Level.OK]
-    bad.sort(key=lambda finding: finding.level is not Level.FAILURE)
+    bad.sort(key=lambda finding: (finding.level is not Level.FAILURE, finding.check.startswith("memory")))
     if info is None:
-        return _said("failure", "The server does not answer", bad[0])
-    # Who is gone comes first: whatever waits, waits for them. Then a wait at a table, and then one for permits.
-    if stopped := [finding for finding in findings if finding.headline]:
-        first = min(stopped, key=lambda finding: finding.check == "permits")
-        return _said(STOPPED[first.level], first.headline, first)
+        refused = bad[0].rule == "refused"
+        headline = "The server refuses this client" if refused else "The server does not answer"
+        return _verdict_of("failure", headline, bad[0])
+    stopped = sorted((finding for finding in findings if finding.headline), key=_order)
+    urgent = [finding for finding in stopped if finding.level is not Level.OK and finding.stops != "idle"]
+    if urgent:
+        return _stopped(urgent[0], stopped)
     if bad and bad[0].level is Level.FAILURE:
-        return _said("failure", f"{bad[0].check}: {bad[0].message}", bad[0])
+        return _verdict_of("failure", f"{bad[0].check}: {bad[0].message}", bad[0])
+    if stopped:
+        return _stopped(stopped[0], stopped)
     if signs := [each for each in against if each.level is not Level.OK]:
         worst = max(signs, key=lambda each: each.level is Level.FAILURE)
         sign = Finding("policy", worst.level, "; ".join(each.message for each in signs), worst.remedy)
-        return _said(worst.level, worst.headline or "Running, but look at the policy", sign)
+        return _verdict_of(worst.level, worst.headline or "Running, but look at the policy", sign)
     if bad:
         count, remark = counted(len(bad), "thing"), f"{bad[0].check}: {bad[0].message}; {bad[0].remedy}"
         pace = Finding("", Level.WARNING, bottleneck(info), remark)
-        return _said("warning", f"Running, with {count} to look at", pace)
+        return _verdict_of("warning", f"Running, with {count} to look at", pace)
     idle = all(min(each.inserted.age, each.sampled.age) > max(IDLE, info.long_wait) for each in info.tables.values())
-    return _said("ok", "Idle" if idle else "Healthy", Finding("", Level.OK, bottleneck(info)))
+    pace = Finding("", Level.OK, bottleneck(info))
+    return _verdict_of("idle", "Idle", pace) if idle else _verdict_of("ok", "Healthy", pace)
+
+
+def _order(finding: Finding) -> tuple[int, bool]:
+    # A wait at a table comes before one for permits, which often follows from it.
+    return STOPS.index(finding.stops), finding.check == "permits"
+
+
+def _stopped(first: Finding, stopped: Sequence[Finding]) -> dict[str, str]:
+    """The verdict of a run that does not go on. What waits in vain, waits for somebody whose loss may be worse."""
+    levels = [finding.level for finding in stopped if finding.headline == first.headline]
+    worst = max(levels, key=[*STOPPED].index)
+    return _verdict_of(STOPPED[worst], first.headline, first)
 
 
 def bottleneck(info: ServerInfo) -> str:
@@ -73,6 +88,42 @@ def bottleneck(info: ServerInfo) -> str:
     return "Neither side waits for the other."
 
 
+def learning(trend: Trend, run: str, info: ServerInfo | None, signs: Sequence[Finding]) -> dict[str, str]:
+    """Whether the newest run learns: level and sentence.
+
+    `trend`: of its fresh reward. `run`: its name; empty: no metrics are known. `info`: None when the server does not
+    answer. The level is "ok" only if the reward goes up, the trainer is connected, and no sign is against it; "warning"
+    if the reward goes down or a sign is against it; otherwise "idle".
+    """
+    if not run:
+        return {
+            "level": "idle",
+            "sentence": "Not known: the page has no metrics of a trainer. Name their folder by --runs.",
+        }
+    sentence = f"Fresh reward of {run}: {trend}."
+    missing = _why_no_trainer(info)
+    if missing:
+        sentence += f" {missing[0].upper()}{missing[1:]}."
+    if trend.direction is Direction.DOWN or any(sign.level is not Level.OK for sign in signs):
+        level = "warning"
+    elif trend.direction is Direction.UP and not missing:
+        level = "ok"
+    else:
+        level = "idle"
+    return {"level": level, "sentence": sentence}
+
+
+def _why_no_trainer(info: ServerInfo | None) -> str:
+    """Why no step is made now, in words; empty: a trainer is connected."""
+    if info is None:
+        return "the server does not answer"
+    reasons = [overdue.reason for overdue in info.overdue if overdue.role == TRAINER]
+    if reasons:
+        return reasons[0]
+    trainer = trainer_of(info)
+    return "" if trainer.is_connected else trainer.why
+
+
 def signals(metrics: Mapping[str, Sequence[float | None]], versions: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Signs about the policy, in the metrics of the newest run and in the groups of each policy version."""
     known = {name: [value for value in series if value is not None] for name, series in metrics.items()}
@@ -86,15 +137,15 @@ def signals(metrics: Mapping[str, Sequence[float | None]], versions: Sequence[Ma
             fell = f"{name} fell from {early:.2g} to {late:.2g}"
             found.append(_falling(fell, rewards or [[each["reward"] for each in versions]]))
             break
-    for name, least, most, meaning in RULES:
+    for name, healthy, meaning in watched(chain.from_iterable(SECTIONS.values())):
         recent = [value for value in metrics.get(name, ())[-10:] if value is not None]
-        if len(recent) >= 3 and not least <= median(recent) <= most:
+        if len(recent) >= 3 and healthy.excludes(median(recent)):
             signs.append(f"{name} is {median(recent):.3g}: {meaning}")
     reward = known.get("fresh/reward_mean", [])
     if len(reward) >= 20:
         means = [sum(reward[at : at + 10]) / 10 for at in range(0, len(reward) - 9, 5)]
         if means[-1] < max(means) - 0.2 * max(abs(max(means)), 0.1):
-            signs.append(f"fresh/reward_mean fell from {max(means):.3g} to {means[-1]:.3g}")
+            signs.append(f"fresh/reward_mean fell from {max(means):.3g} at its best to {means[-1]:.3g}")
     norms = known.get("train/grad_norm", [])
     if len(norms) >= 20 and max(norms[-5:]) > 10 * median(norms):
         signs.append(f"train/grad_norm rose to {max(norms[-5:]):.3g}, 10 times its median: a step went wrong")
@@ -117,8 +168,8 @@ def _ends(series: Sequence[float], last: int) -> tuple[float, float]:
     return (median(series[: max(4, len(series) // 4)]), median(series[-last:])) if series else (0.0, 0.0)
 
 
-def _said(level: str, headline: str, finding: Finding) -> dict[str, str]:
+def _verdict_of(level: str, headline: str, finding: Finding) -> dict[str, str]:
     # What stands before the colon is short enough for the top of every view.
     short = f"{finding.check} fails" if headline.startswith(f"{finding.check}: ") else headline.partition(":")[0]
-    said = {"level": level, "headline": headline, "short": short}
-    return said | {"detail": finding.message, "remedy": finding.remedy}
+    summary = {"level": level, "headline": headline, "short": short}
+    return summary | {"detail": finding.message, "remedy": finding.remedy}

@@ -15,7 +15,7 @@ from replay_client.errors import ReplayError
 from replay_client.records import ServerInfo, rates_between, shards_of
 from replay_dashboard.budget import Budget
 from replay_dashboard.diagnosis import Finding, Level, diagnose
-from replay_dashboard.health import verdict
+from replay_dashboard.health import learning, verdict
 from replay_protos import replay_pb2 as pb
 from replay_protos.state import document, plain
 
@@ -65,7 +65,7 @@ class Live:
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._looks = 0
         self._frame = b""
-        self._seen = asyncio.Condition()
+        self._new_look = asyncio.Condition()
         self._last_viewer = time.monotonic()
         self._closed = False
 
@@ -94,22 +94,23 @@ class Live:
         else:
             self._problem = ""
             self._record(info)
-        async with self._seen:
+        async with self._new_look:
             self._looks += 1
             self._frame = _event("look", self._document())
-            self._seen.notify_all()
+            self._new_look.notify_all()
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Server-sent events: the last minutes, then every look. A slow viewer gets only the newest look."""
         self.viewers += 1
         try:
             yield _event("history", list(self._history))
-            seen = 0
+            last_sent = 0
             while True:
-                async with self._seen:
-                    while self._looks == seen and not self._closed:
-                        await self._seen.wait()
-                    seen, frame = self._looks, self._frame
+                async with self._new_look:
+                    while self._looks == last_sent and not self._closed:
+                        await self._new_look.wait()
+                    last_sent = self._looks
+                    frame = self._frame
                 if self._closed:
                     return
                 yield frame
@@ -119,9 +120,9 @@ class Live:
 
     async def close(self) -> None:
         """Ends the events of every viewer."""
-        async with self._seen:
+        async with self._new_look:
             self._closed = True
-            self._seen.notify_all()
+            self._new_look.notify_all()
 
     def _record(self, info: ServerInfo) -> None:
         """Adds a point to the charts. Its rates are the change of the counters since the previous look."""
@@ -144,11 +145,12 @@ class Live:
         if info is not None:
             findings = list(diagnose(info, version("replay-server"), now))
             server = document(info, pb.ServerInfo.DESCRIPTOR)
-            look |= {name: server.pop(name) for name in ("policy", "admission", "clients", "silences")}
+            look |= {name: server.pop(name) for name in ("policy", "admission", "clients", "overdue")}
             look |= {"tables": list(server.pop("tables").values()), "server": server}
             look["shards"] = [_shard(name, shard) for name, shard in shards_of(info)]
         if self._problem:
             info, findings = None, [Finding("connection", Level.FAILURE, self._problem, REMEDY)]
         look["verdict"] = verdict(info, findings, look["signals"])
+        look["learning"] = learning(look.pop("trend"), look["run"], info, look["signals"])
         look["findings"], look["signals"] = (list(map(vars, some)) for some in (findings, look["signals"]))
         return look

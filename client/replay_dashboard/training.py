@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from replay_client.run_metrics import Metric, declared
+from replay_dashboard.configuration import configuration_of
+
 MOST_POINTS = 500
 """Most points of a curve that the page gets; a longer curve is thinned out."""
 MOST_RUNS = 200
@@ -81,7 +84,7 @@ class Runs:
         self._lock = threading.Lock()  # between the thread that reads and those that answer
         self.version = 0
         """Increases whenever a file has grown."""
-        self.meanings = meanings(_metrics_page())
+        self.meanings = {name: _meaning_of(metric) for name, metric in declared().items()}
 
     def read(self) -> None:
         """Finds new files, and reads new lines."""
@@ -105,18 +108,28 @@ class Runs:
         with self._lock:
             return next((run.columns for run in self._ordered()), {})
 
+    def newest_name(self) -> str:
+        """The name of the same run; empty: there is none."""
+        with self._lock:
+            return next((run.name for run in self._ordered()), "")
+
     def document(self, names: list[str]) -> dict[str, Any]:
         """The curves of the runs with these names, or of the newest run if no name matches, and a list of all runs."""
         with self._lock:
             runs = self._ordered()
             chosen = [run for run in runs if run.name in names] or runs[:1]
-            return {
+            document = {
                 "version": self.version,
                 "folder": str(self._folder or ""),
                 "runs": [{"name": run.name, "steps": run.lines, "damaged": run.damaged} for run in runs],
                 "curves": [{"run": run.name} | _thinned(run) for run in chosen],
                 "meanings": self.meanings,
             }
+            folders = [run.path.parent for run in chosen]
+        return document | {"configurations": [self._configuration(folder) for folder in folders]}
+
+    def _configuration(self, folder: Path) -> dict[str, str]:
+        return {} if self._folder is None else configuration_of(folder, self._folder)
 
     def _ordered(self) -> list[Run]:
         return sorted(self._runs.values(), key=lambda run: run.written, reverse=True)
@@ -138,25 +151,11 @@ def _thinned(run: Run) -> dict[str, Any]:
     return {"steps": [steps[row] for row in rows], "columns": columns}
 
 
-def _metrics_page() -> str:
-    """The text of docs/metrics.md. A wheel has a copy of it beside this module."""
-    here = Path(__file__).parent
-    for path in (here / "metrics.md", here.parents[1] / "docs/metrics.md"):
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    raise FileNotFoundError("this installation lacks replay_dashboard/metrics.md")
-
-
-def meanings(page: str) -> dict[str, str]:
-    """The meaning of each metric, by name, from the tables and sentences of docs/metrics.md."""
-    found = {}
-    for line in page.splitlines():
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
-        if line.startswith("| `") and len(cells) in (2, 3):
-            healthy = f" Healthy: {cells[1]}." if len(cells) == 3 and cells[1] else ""
-            for name in re.findall(r"`([\w/]+)`", cells[0]):
-                found[name] = (cells[-1] + healthy).replace("`", "")
-    for name, text in re.findall(r"`(\w+/\w+)`: ([^`]+?)\.(?=\s|$)", page):
-        found.setdefault(name, " ".join(text.split()))
-    fresh = {name.replace("fresh/", "eval/"): text for name, text in found.items() if name.startswith("fresh/")}
-    return fresh | found
+def _meaning_of(metric: Metric) -> str:
+    """What the page says of a metric: its declaration without Markdown."""
+    parts = [re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", metric.meaning).replace("`", "")]
+    if metric.unit:
+        parts.append(f"Unit: {metric.unit}")
+    if metric.healthy is not None:
+        parts.append(f"Healthy: {metric.healthy}")
+    return "".join(f"{part}. " for part in parts).rstrip()

@@ -37,26 +37,26 @@ class TurnSpan:
 def turns_of(group: RolloutGroup) -> list[list[TurnSpan]]:
     """The turns of each of the S sequences without the shared prompt; none where all tokens are of one kind: those of a
     group without roles, contexts and loss mask."""
-    told_S = group.meta.get("turns")
-    if not isinstance(told_S, list | tuple) or len(told_S) != group.num_sequences:
+    written_S = group.meta.get("turns")
+    if not isinstance(written_S, list | tuple) or len(written_S) != group.num_sequences:
         if group.loss_mask is None and group.context_lengths is None:
             return [[] for _ in range(group.num_sequences)]
-        told_S = [None] * group.num_sequences
+        written_S = [None] * group.num_sequences
     mask_T, shared = group.trained_mask, int(group.prompt_ids.size)
     found = []
-    for told, span in zip(told_S, group.sequence_spans(), strict=True):
+    for written, span in zip(written_S, group.sequence_spans(), strict=True):
         mask = mask_T[span]
-        turns = _told(told, mask, shared)
+        turns = _spans_of(written, mask, shared)
         found.append(_runs(mask) if turns is None else turns)
     return found
 
 
-def _told(told: Any, mask: Bool, shared: int) -> list[TurnSpan] | None:
+def _spans_of(written: Any, mask: Bool, shared: int) -> list[TurnSpan] | None:
     """The turns that the generator wrote down; None if they are not those of these tokens."""
-    if not isinstance(told, list | tuple):
+    if not isinstance(written, list | tuple):
         return None
     turns, stop = [], -shared
-    for each in told:
+    for each in written:
         match each:
             case [str(role), int(tokens)] if tokens >= 0 and not isinstance(tokens, bool):
                 start, stop = stop, stop + tokens

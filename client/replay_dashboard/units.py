@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from replay_protos.replay_pb2 import Lacking, ValueInfo, Waiting
+from replay_protos.replay_pb2 import MissingColumn, ValueInfo, Waiting
+from replay_protos.words import counted
+
+__all__ = ["byte_size", "counted", "duration", "listed", "shares", "waiting", "waits_for"]
 
 MINUTE, HOUR, DAY = 60, 3600, 86400
 UNITS = ("kB", "MB", "GB", "TB", "PB")
@@ -24,18 +27,13 @@ def duration(seconds: float) -> str:
     return _two_units(whole, DAY, "d", HOUR, "h")
 
 
-def counted(count: int, noun: str) -> str:
-    """`1 item`, `12 items`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def waiting(wait: Waiting, request: str) -> str:
     """`1 insert waits, none was served for 40 s: REASON`, or `2 inserts wait, none was served for 3 min: REASON`."""
     verb = "waits" if wait.count == 1 else "wait"
     return f"{counted(wait.count, request)} {verb}, none was served for {duration(wait.seconds)}: {wait.reason}"
 
 
-def waits_for(lacking: Iterable[Lacking]) -> str:
+def waits_for(lacking: Iterable[MissingColumn]) -> str:
     """`waits for teacher_logprobs: 14 items`: what the items of a table wait for."""
     return "waits for " + ", ".join(f"{column.name}: {counted(column.items, 'item')}" for column in lacking)
 

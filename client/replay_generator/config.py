@@ -1,4 +1,4 @@
-"""GeneratorConfig: the settings of a RolloutGenerator."""
+"""GeneratorConfig, StageConfig and ScorerConfig: the settings of a RolloutGenerator, a Stage, and a GroupScorer."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from replay_client.kept import TRUNCATING, truncates
+from replay_client.sampling_masks import TRUNCATING, truncates
 from replay_client.settings import Count, FixedPath, Names, Seconds, described, settings
 from replay_generator.engines import SamplingConfig
-from replay_generator.rewards import Priority, load_priority
+from replay_generator.priorities import Priority, load_priority
 from replay_protos.labels import labels_of
 
 MOST_ROLLOUTS = 16_384
 """Of one group."""
 MOST_TURNS = 10_000
 MOST_BYTES = 1 << 28
-"""The bounds of one session, unless `session_turns` and `session_bytes` say otherwise."""
+"""The bounds of one session, unless `max_session_turns` and `max_session_bytes` say otherwise."""
 
 
 @settings()
@@ -37,7 +37,7 @@ class GeneratorConfig:
     The time of one that an agent elsewhere plays begins when the agent takes it."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How completions are drawn. With a seed, each group has a seed of its own that is derived from it."""
-    chat_template: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the tokenizer's chat template for prompts that are messages, like {"enable_thinking": False}.
 
     `replay train --eval-prompts` asks generators that are there for theirs."""
@@ -47,34 +47,34 @@ class GeneratorConfig:
     """Tags of each group, like {"environment": "math"}. The `tags` of a prompt's row come beside them, and count where
     both name the same one. `prompt_id` becomes a tag by itself where a table of the group indexes it."""
     priority: str | Priority = "advantage"
-    """Priority: advantage, learnability, or package.module:function.
+    """advantage, learnability, or module:function.
 
     advantage: `scoring.group_priority`, TRL's score. learnability: `scoring.group_learnability`, p (1 - p). Both are 0
     if all rewards are equal. In Python also a function of the group itself."""
-    advantage_scale: Literal["group", "none"] = "group"
+    scale_rewards: Literal["group", "none"] = "group"
     """The `scale` of `scoring.group_advantages`."""
     max_concurrent_groups: Count | None = 16
     """Groups that are generated or wait for their table at the same time. When all wait for a full queue, the generator
     waits too. None: as many as there are permits; the server must then have [admission]."""
-    building: str | None = None
-    """Table of groups under construction, as in the server's [admission]; otherwise there are none.
+    partial_groups_table: str | None = None
+    """Table of partial groups, as in the server's [admission]; otherwise there are none.
 
     With it, each rollout is stored in this table as soon as it is finished. If a generator dies or ends, another one
     goes on with its groups, and plays only the rollouts that are missing."""
-    building_lease: Seconds = 30.0
+    partial_groups_lease: Seconds = 30.0
     """Seconds after which another generator is handed the groups of one that has died. A generator that lives renews
     its leases all the time."""
     group_timeout: Seconds | None = None
-    """Seconds after which a group under construction is inserted with the rollouts that are finished, once these are
-    `min_rollouts`; otherwise it waits for all. It needs `building` and `min_rollouts`."""
+    """Seconds after which a partial group is inserted with the rollouts that are finished, once these are
+    `min_rollouts`; otherwise it waits for all. It needs `partial_groups_table` and `min_rollouts`."""
     max_groups: int | None = None
     """Start this many groups and then finish; otherwise one for each prompt."""
-    unscored: str | None = None
+    unscored_table: str | None = None
     """Table of whole groups without rewards.
 
     `replay score` scores them and hands them on. They come with their permits; `tables` are those that scored groups
-    are to get to. The server's [admission] must name this table in `building`. There is no reward function then, and
-    no `keep`."""
+    are to get to. The server's [admission] must name this table in `permit_tables`. There is no reward function then,
+    and no `group_filter`."""
     prompts_table: str | None = None
     """Table of prompts that all generators share, so that each is done once.
 
@@ -90,10 +90,10 @@ class GeneratorConfig:
     """Seconds after which the prompts of a generator that died go to others. It renews them while it lives."""
     follow_policy: bool = True
     """Reload the engine's weights whenever the trainer publishes new ones."""
-    reload: Literal["between_groups", "at_once"] = "between_groups"
-    """Load new weights between_groups or at_once.
+    reload: Literal["between_groups", "in_flight"] = "between_groups"
+    """When new weights are loaded.
 
-    between_groups: complete the groups under way and start none, then reload. Every group has one version. at_once:
+    between_groups: complete the groups under way and start none, then reload. Every group has one version. in_flight:
     reload now; completions under way go on with the new weights and span versions. `extras["policy_versions"]` then has
     the version of each token. Their keys and values are computed again, so each log-probability is exactly that of its
     version. This is for long completions, which would keep the engine idle."""
@@ -114,16 +114,16 @@ class GeneratorConfig:
     """File with the token of `replay weights serve`. It goes to other machines only over TLS."""
     weights_allow_insecure_token: bool = False
     """Send that token unencrypted to other machines. Anyone on the network can then read it."""
-    weights_ca: FixedPath | None = None
+    weights_tls_ca: FixedPath | None = None
     """Authority of its certificate, in PEM format. None: the public ones."""
     probe_tolerance: Annotated[float, Field(gt=0)] = 0.02
     """Largest difference, in nats, between the trainer's and the engine's log-probability of any token of the probe.
 
     The default is for float32 on both sides; with bfloat16 on either, single tokens differ by some tenths: use 0.5."""
-    truncated: Literal["keep", "mask"] = "keep"
-    """Completions that ended only because of their length: keep them, or mask them in the loss.
+    mask_truncated_completions: bool = False
+    """Leave completions out of the loss that ended only because of their length.
 
-    mask: they count in the advantages of their group, but `loss_mask` excludes their tokens from training, and they add
+    They count in the advantages of their group, but `loss_mask` excludes their tokens from training, and they add
     nothing to the group's priority. This is DAPO's overlong filtering (arXiv 2503.14476)."""
     on_prompt_error: Literal["raise", "skip"] | None = None
     """When a row is no prompt or does not fit the engine, a reward fails, or a group is too large: raise, or skip.
@@ -133,10 +133,10 @@ class GeneratorConfig:
     lacks rollouts because its engine returned what no policy can have drawn is always skipped; so is one that lacks
     rollouts because every reward function returned None for them, once any rollout of the run has got a reward, and one
     that the server refuses for its names or numbers."""
-    when_full: Literal["wait", "drop"] = "wait"
-    """When a full table refuses a group, for its own `when_full` is "reject": wait, or drop the group.
+    on_full: Literal["wait", "skip"] = "wait"
+    """When a full table refuses a group, for its own `when_full` is "reject": wait, or skip the group.
 
-    wait: try again. drop: leave the group out. A busy server and failing storage are always waited for."""
+    wait: try again. skip: leave the group out. A busy server and failing storage are always waited for."""
     reward_threads: Count | None = None
     """Groups that reward functions without async score at the same time; otherwise 1, and 8 for thread_safe ones.
 
@@ -153,12 +153,15 @@ class GeneratorConfig:
     """vLLM's parser of the thoughts of agents, like qwen3.
 
     Named as in `vllm serve --reasoning-parser`. None: thoughts are text."""
-    session_deadline: Seconds = 600.0
+    session_timeout: Seconds = 600.0
     """Seconds in which an agent elsewhere must end what it has taken. Then another one may take the rollout anew."""
-    session_turns: Count = MOST_TURNS
+    untrained_models: Names = ()
+    """Names of models. What an agent asks for by one of them the policy answers, and no training follows: titles and
+    summaries beside the task, which would get its reward."""
+    max_session_turns: Count = MOST_TURNS
     """Turns of the policy in one rollout of an agent. Then its requests are refused, and the rollout ends for its
     length."""
-    session_bytes: Count = MOST_BYTES
+    max_session_bytes: Count = MOST_BYTES
     """Bytes of texts and tokens that a rollout of an agent may hold, 64 for each token. Then its requests are refused.
 
     256 MiB are four million tokens."""
@@ -190,14 +193,14 @@ class GeneratorConfig:
     def __post_init__(self) -> None:
         if self.min_rollouts is not None and self.min_rollouts > self.group_size:
             raise ValueError(f"min_rollouts {self.min_rollouts} is more than group_size {self.group_size}")
-        if self.group_timeout is not None and (self.building is None or self.min_rollouts is None):
-            raise ValueError(f"group_timeout {self.group_timeout:g} needs building and min_rollouts")
+        if self.group_timeout is not None and (self.partial_groups_table is None or self.min_rollouts is None):
+            raise ValueError(f"group_timeout {self.group_timeout:g} needs partial_groups_table and min_rollouts")
         taken = list(self.tables)
-        for name in ("building", "unscored", "prompts_table"):
+        for name in ("partial_groups_table", "unscored_table", "prompts_table"):
             if (table := getattr(self, name)) in taken:
                 raise ValueError(f"{name} {table!r} is another table of this generator as well: name another one")
             taken += [] if table is None else [table]
-        if self.unscored is not None and self.prompts_mode == "curriculum" and self.prompts_table is not None:
+        if self.unscored_table is not None and self.prompts_mode == "curriculum" and self.prompts_table is not None:
             raise ValueError("prompts_mode 'curriculum' orders by rewards, and unscored groups have none: use 'epoch'")
         if not self.tables:
             raise ValueError("tables must name at least one table")
@@ -221,8 +224,68 @@ class GeneratorConfig:
         if truncates(sampling):
             own |= {name: sampling[name] for name in TRUNCATING if name in sampling}
             own["sampling_masks"] = self.sampling.sampling_masks
-        if self.prompts_table is not None:
-            own["prompts_table"] = self.prompts_table
-        if self.chat_template:
-            own["chat_template"] = dict(self.chat_template)
+        for name in ("prompts_table", "unscored_table"):
+            if (table := getattr(self, name)) is not None:
+                own[name] = table
+        if self.chat_template_kwargs:
+            own["chat_template_kwargs"] = dict(self.chat_template_kwargs)
         return described("generator", own)
+
+
+@settings()
+class StageConfig:
+    """The settings of a Stage, checked at construction. All times are in seconds. Raises ValueError."""
+
+    source_table: str
+    """Table that it takes items from."""
+    concurrency: Count | None = None
+    """Items that are worked at, at the same time; otherwise 8."""
+    lease: Seconds = 60.0
+    """Seconds after which the items of a stage that died go to others. It renews them while it lives."""
+    max_items: Count | None = None
+    """The run ends after so many."""
+    tables: Names = ("rollouts",)
+    """Tables of each group that is handed on."""
+    priority: str | Priority = "advantage"
+    """advantage, learnability, or module:function."""
+    insert_timeout: Seconds = 30.0
+    """A group that waits this long for a full queue is counted in `insert_waits`, and tries again."""
+    on_full: Literal["wait", "skip"] = "wait"
+    """When a full table refuses a group, for its own `when_full` is "reject": wait, or skip the group."""
+
+    def __post_init__(self) -> None:
+        if self.source_table in self.tables:
+            raise ValueError(
+                f"tables are those of groups that are handed on, and {self.source_table!r} is where they come from"
+            )
+        load_priority(self.priority)
+
+    def described(self) -> dict[str, str]:
+        """What the stage says of itself to the server (`describe`)."""
+        part = "scorer" if isinstance(self, ScorerConfig) else "stage"
+        return described(part, {"source_table": self.source_table, "tables": self.tables, "priority": self.priority})
+
+
+@settings()
+class ScorerConfig(StageConfig):
+    """The settings of a GroupScorer. Its `source_table`: whole groups without rewards, of generators with
+    `unscored_table`."""
+
+    concurrency: Count | None = None
+    """Rollouts that are scored at the same time; otherwise 8, and 1 by functions that are not thread-safe.
+
+    With a number, functions without async must be thread-safe. One that scores whole groups counts as one rollout."""
+    attempts: Count = 3
+    """How often a reward is asked for before it has failed. The pause doubles from 1 s."""
+    reward_timeout: Seconds | None = 300.0
+    """Most seconds for one reward function and one rollout, each attempt. Then it has failed."""
+    min_rollouts: Count | None = None
+    """Rollouts that a group needs if others cannot be scored; otherwise all that it came with.
+
+    A group with fewer is dropped."""
+    scale_rewards: Literal["group", "none"] = "group"
+    """The `scale` of `scoring.group_advantages`."""
+    mask_truncated_completions: bool = False
+    """Leave completions out of the loss that ended only because of their length."""
+    drop_zero_variance: bool = False
+    """Hand on no group whose rewards teach nothing; its permit is released."""

@@ -1,8 +1,8 @@
 """RolloutGenerator: keeps tables supplied with groups, as many under way at a time as permits allow.
 
-prompts ──▶ permit ──▶ group: rollouts, rewards, advantages (group_maker.py) ──▶ insert (server.py)
+prompts ──▶ permit ──▶ group: rollouts, rewards, advantages (groups/maker.py) ──▶ insert (groups/server.py)
                                 ▲
-                      new weights (policy_follower.py)
+                      new weights (policy/follower.py)
 
 Every group goes this way on its own, so a slow one holds up no other.
 """
@@ -21,23 +21,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from replay_client import AsyncReplayClient, KeySequence, PermitLease, RolloutGroup, Sample, tracing
+from replay_client import AsyncReplayClient, KeySequence, PermitGrant, RolloutGroup, Sample, tracing
 from replay_client.errors import LeaseEndedError, ReplayError, StaleItemError
 from replay_client.waits import beat
-from replay_generator import user_code
-from replay_generator.building import SECONDS_PER_LOOK, LeaseLostError, UnderConstruction
 from replay_generator.config import GeneratorConfig
 from replay_generator.engines import CompletionError, Engine
-from replay_generator.group_maker import GroupMaker
+from replay_generator.errors import GroupRefusedError, PromptError
+from replay_generator.groups.codec import PartialGroupSpec
+from replay_generator.groups.inserting import LeftOut, run_worker
+from replay_generator.groups.maker import GroupMaker
+from replay_generator.groups.partial_groups import SECONDS_PER_LOOK, LeaseLostError, PartialGroup
+from replay_generator.groups.server import GeneratorServer
 from replay_generator.metrics import GeneratorMetrics, GeneratorStats, GroupTimes
-from replay_generator.openings import Opening
-from replay_generator.policy_follower import PolicyFollower, TooOldToFinish
-from replay_generator.prompts import GroupRefusedError, PromptError, PromptRows, PromptSource
-from replay_generator.prompts_table import supply_of
-from replay_generator.rewards import AbstainedError, Rewards
-from replay_generator.rollouts import RolloutHook, held, single_turn
-from replay_generator.scoring.groups import LeftOut
-from replay_generator.server import GeneratorServer, run_worker
+from replay_generator.notices import Watch
+from replay_generator.policy.follower import PolicyFollower, TooOldToFinish
+from replay_generator.prompts.prompt import PromptRows, PromptSource
+from replay_generator.prompts.table import prompt_queue_of
+from replay_generator.rewards.functions import AbstainedError, Rewards
+from replay_generator.rollouts.rollout import RolloutHook, held, single_turn
+from replay_generator.user_code import calls as user_code
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ class RolloutGenerator:
     server are waited for and counted.
 
     The generator acquires a permit before it makes a group. The insert uses the permit up; without an insert the
-    generator gives it back. The server takes a permit back after its time to live. A group that took longer is still
+    generator releases it. The server takes a permit back after its time to live. A group that took longer is still
     inserted and counts there as accepted. Meanwhile the server may have let more groups be generated than it wants.
     """
 
@@ -68,20 +70,21 @@ class RolloutGenerator:
         config: GeneratorConfig | None = None,
         *,
         rollout: RolloutHook = single_turn,
-        keep: Callable[[RolloutGroup], bool] | None = None,
+        group_filter: Callable[[RolloutGroup], bool] | None = None,
         on_group: Callable[[GeneratorStats], None] | None = None,
     ) -> None:
         """The engine belongs to the generator from now on: the end of `run` closes it. The client stays the caller's.
 
         `prompts`: anything that `Prompt.of` takes; with a `prompts_table` a list of these, or any rows by number.
         `rollout` plays each rollout; without it a rollout is one completion of its prompt. `reward` None: rollouts
-        bring their own. `keep` decides whether a finished group is inserted. `on_group` is called on the event loop
-        after each group, with the current statistics.
+        bring their own. `group_filter` decides whether a finished group is inserted. `on_group` is called on the event
+        loop after each group, with the current statistics.
         """
         self.config = (config or GeneratorConfig()).decided(agents=getattr(rollout, "plays_agents", False))
-        if self.config.unscored is not None and (reward is not None or keep is not None):
+        if self.config.unscored_table is not None and (reward is not None or group_filter is not None):
             raise ValueError(
-                f"reward and keep belong to the scorer of unscored {self.config.unscored!r}: leave them out"
+                "reward and group_filter belong to the scorer of "
+                f"unscored_table {self.config.unscored_table!r}: leave them out"
             )
         self._engine = engine
         self._rollout = rollout
@@ -90,18 +93,20 @@ class RolloutGenerator:
         self._metrics = GeneratorMetrics(self.config.solved_reward, Path(path) if path else None)
         stats = self._metrics.stats
         self._policy = PolicyFollower(client, engine, self.config, self._metrics)
-        self._maker = GroupMaker(engine, self._policy, reward, self.config, keep, rollout, stats)
+        self._maker = GroupMaker(engine, self._policy, reward, self.config, group_filter, rollout, stats)
         self._server = GeneratorServer(client, self.config, stats, self._policy)
-        self._server.reward_watch = self._maker.reward_watch
-        self._site = self._server.site
-        self._supply = supply_of(client, self._server.answer, prompts, self.config, stats)
+        self._server.watches = self._maker.watches
+        if isinstance(rollout, Watch):
+            self._server.watches = [*self._maker.watches, rollout]
+        self._partial_groups = self._server.partial_groups
+        self._prompts = prompt_queue_of(client, self._server.answer, prompts, self.config, stats)
         self._slots = asyncio.Semaphore(self.config.max_concurrent_groups or sys.maxsize)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._groups: set[asyncio.Task[None]] = set()
         self._keys = KeySequence()  # of finished groups
-        self._again: deque[UnderConstruction] = deque()  # given up once, or put back
+        self._again: deque[PartialGroup] = deque()  # given up once, or put back
         # Several groups may begin at a time:
-        self._permits: list[asyncio.Task[PermitLease]] = []  # asked for, and not needed by who asked
+        self._permits: list[asyncio.Task[PermitGrant]] = []  # asked for, and not needed by who asked
         self._unfit: list[tuple[Sample, PromptError]] = []  # prompts of a table, until one is drawn that fits
         self._drawing = asyncio.Lock()  # held by the one that draws a prompt
         self._started = 0
@@ -146,7 +151,7 @@ class RolloutGenerator:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(self._server.release_all(), self._supply.close())
+            await asyncio.gather(self._server.release_all(), self._prompts.close())
             self._count()
             self._metrics.write()
         if self._failure is None:
@@ -188,11 +193,11 @@ class RolloutGenerator:
 
     def _count(self) -> None:
         stats = self._metrics.stats
-        stats["groups_under_way"] = len(self._groups)
+        stats["groups_in_flight"] = len(self._groups)
         stats["threads_left"] = user_code.threads_left()
         # Only the engine that has servers counts them.
-        stats["servers_lost"] = getattr(self._engine, "servers_lost", 0)
-        stats["servers_away"] = getattr(self._engine, "servers_away", 0)
+        stats["engines_lost"] = getattr(self._engine, "engines_lost", 0)
+        stats["engines_away"] = getattr(self._engine, "engines_away", 0)
 
     async def _start_groups(self) -> None:
         """Start a group for each prompt in turn, when there is room and a permit. Returns when all have ended."""
@@ -201,8 +206,8 @@ class RolloutGenerator:
             raise ReplayError(
                 f"max_concurrent_groups = None needs [admission] for {', '.join(self.config.tables)}: set one of them"
             )
-        await self._supply.begin()
-        await asyncio.gather(*(self._start_in_turn(admission) for _ in range(self._site.starts)))
+        await self._prompts.begin()
+        await asyncio.gather(*(self._start_in_turn(admission) for _ in range(self._partial_groups.starts)))
 
     async def _start_in_turn(self, admission: bool) -> None:
         while True:
@@ -213,64 +218,64 @@ class RolloutGenerator:
                 return
             # A partial, and not a coroutine: a task that is cancelled before it starts would never await that.
             work = partial(self._make_group, group, times)
-            task = self._spawn(tracing.in_span("replay.generate", work, prompt_id=group.opening.prompt.prompt_id))
+            task = self._spawn(tracing.in_span("replay.generate", work, prompt_id=group.spec.prompt.prompt_id))
             self._groups.add(task)
             task.add_done_callback(self._groups.discard)
             task.add_done_callback(lambda _: self._slots.release())
 
-    async def _next(self, admission: bool, times: GroupTimes) -> UnderConstruction | None:
+    async def _next(self, admission: bool, times: GroupTimes) -> PartialGroup | None:
         """The next group to work at; opens groups until there is one. None: all groups have ended."""
         opened = False
         while True:
             if not self._is_through:
                 await self._policy.hold()
-            if (group := await self._site.next(surely=opened)) is not None:
+            if (group := await self._partial_groups.next(surely=opened)) is not None:
                 return group
             async with self._drawing:
                 drawn = await self._draw()
             if drawn is None:
                 if self._is_through:
-                    return await self._site.next(surely=True)
+                    return await self._partial_groups.next(surely=True)
                 continue
             times.permit -= time.monotonic()
             permit = await self._permit_or_group() if admission else None
             times.permit += time.monotonic()
-            if isinstance(permit, UnderConstruction):
+            if isinstance(permit, PartialGroup):
                 self._again.appendleft(drawn)
                 return permit
             opened = await self._open(drawn, permit)
 
-    async def _permit_or_group(self) -> PermitLease | UnderConstruction:
+    async def _permit_or_group(self) -> PermitGrant | PartialGroup:
         """Waits for a permit, or for a group that a dead generator has left: that may have the last permit."""
         permit = self._permits.pop() if self._permits else self._spawn(self._server.acquire())
         while not permit.done():
             await asyncio.wait({permit}, timeout=SECONDS_PER_LOOK)
-            if not permit.done() and (group := await self._site.next()) is not None:
+            if not permit.done() and (group := await self._partial_groups.next()) is not None:
                 self._permits.append(permit)
                 return group
         return permit.result()
 
-    async def _open(self, group: UnderConstruction, permit: PermitLease | None) -> bool:
-        """Open a group, with its permit if it needs one. Returns whether the site has it."""
+    async def _open(self, group: PartialGroup, permit: PermitGrant | None) -> bool:
+        """Open a group, with its permit if it needs one. Returns whether `_partial_groups` has it."""
         version = self._policy.version
         try:
-            await self._site.open(group, permit, version)
+            await self._partial_groups.open(group, permit, version)
         except (StaleItemError, PromptError, LeftOut, LeaseEndedError) as error:
             if permit is not None:
                 await self._server.release(permit)
             if isinstance(error, PromptError):
                 self._skip(error)
-                await self._supply.finished(group.drawn, None, inserted=False)
+                await self._prompts.finished(group.drawn, None, inserted=False)
             elif isinstance(error, StaleItemError):
-                self._metrics.stats["stale_refused"] += 1
+                self._metrics.stats["groups_refused_stale"] += 1
                 await self._server.refused_as_old(error)
                 self._again.appendleft(group)
             else:
                 self._metrics.stats["prompts_lost"] += isinstance(error, LeaseEndedError)
-                await self._supply.returned(group.drawn)
+                await self._prompts.requeued(group.drawn)
             return False
-        if self._site.stores:
-            self._supply.opened(group.drawn)
+        if self._partial_groups.stores:
+            self._prompts.opened(group.drawn)
             if permit is not None:
                 self._server.used(permit)
         return True
@@ -278,21 +283,21 @@ class RolloutGenerator:
     @property
     def _is_through(self) -> bool:
         """Whether all groups have ended, and none will begin."""
-        no_prompts = self._supply.ended or self._started == self.config.max_groups
+        no_prompts = self._prompts.ended or self._started == self.config.max_groups
         return no_prompts and not self._again and not self._groups
 
-    async def _draw(self) -> UnderConstruction | None:
+    async def _draw(self) -> PartialGroup | None:
         """The next group to open: one that was given up, or that of the next prompt; None: there is none now."""
         if self._again:
             return self._again.popleft()
-        if self._supply.ended or self._started == self.config.max_groups:
+        if self._prompts.ended or self._started == self.config.max_groups:
             if self._groups:
                 await asyncio.wait(self._groups, return_when=asyncio.FIRST_COMPLETED)  # one may be given up
             return None
         while self._unfit and self._started:  # others fit: it is not this generator that is wrong
-            await self._supply.set_aside(*self._unfit.pop())
+            await self._prompts.reject(*self._unfit.pop())
         try:
-            drawn = await self._supply.next()
+            drawn = await self._prompts.next()
         except PromptError as error:
             self._skip(error)
             return None
@@ -308,11 +313,11 @@ class RolloutGenerator:
                 self._unfit.append((drawn.closes[0], error))
             else:
                 self._skip(error)
-                await self._supply.finished(drawn, None, inserted=False)
+                await self._prompts.finished(drawn, None, inserted=False)
             return None
         number, config = self._started, self.config
         self._started += 1
-        opening = Opening(
+        spec = PartialGroupSpec(
             next(self._keys),
             prompt,
             prompt_ids,
@@ -322,13 +327,13 @@ class RolloutGenerator:
             item=drawn.item,
             began=began.isoformat(),
         )
-        return UnderConstruction(opening, drawn)
+        return PartialGroup(spec, drawn)
 
-    async def _make_group(self, work: UnderConstruction, times: GroupTimes) -> None:
+    async def _make_group(self, work: PartialGroup, times: GroupTimes) -> None:
         """Make and insert one group, in a span of its own."""
         acquired = time.monotonic()
         try:
-            async with self._site.work(work):
+            async with self._partial_groups.work(work):
                 group, by_function = await self._maker.make(work, times)
                 group.meta |= tracing.carrier()
                 if work.permit is not None:
@@ -344,46 +349,50 @@ class RolloutGenerator:
             if work.permit is not None:
                 await self._server.release(work.permit)
             await self._end_prompt(work, error)
-            await self._site.drop(work)
+            await self._partial_groups.drop(work)
             if isinstance(error, PromptError):
                 self._skip(error)
             elif isinstance(error, TooOldToFinish):
                 self._metrics.count_given_up(times)
             elif error.counts_as is not None:
                 self._metrics.stats[error.counts_as] += 1
-                if error.counts_as in ("stale_refused", "prompts_lost"):
+                if error.counts_as in ("groups_refused_stale", "prompts_lost"):
                     self._metrics.stats["tokens_wasted"] += group.num_tokens
-                if error.counts_as == "stale_refused":
+                if error.counts_as == "groups_refused_stale":
                     await self._server.refused_as_old(error.__cause__)
         else:
-            await self._supply.finished(work.drawn, group.rewards if by_function else None, inserted=True)
+            await self._prompts.finished(work.drawn, group.rewards if by_function else None, inserted=True)
             self._metrics.count_inserted(group, by_function, staleness, times)
         work.settle("the generator has given up the group of the rollout")  # unless the group is inserted
         beat()
         if self._on_group is not None:
             user_code.call_plain(self._on_group, self.stats)
 
-    async def _end_prompt(self, work: UnderConstruction, error: Exception) -> None:
+    async def _end_prompt(self, work: PartialGroup, error: Exception) -> None:
         """The group was not inserted. Its prompt is done if that was to blame for it, and otherwise goes back.
 
         A group that was too old is made again here: once only, for one that takes too long would begin for ever, and
         only while it is known whose the prompt is.
         """
-        opening, is_old = work.opening, isinstance(error, TooOldToFinish)
-        left_out = isinstance(error, LeftOut) and error.counts_as in ("skipped", "filtered", "set_aside")
+        spec, is_old = work.spec, isinstance(error, TooOldToFinish)
+        left_out = isinstance(error, LeftOut) and error.counts_as in (
+            "groups_skipped",
+            "groups_filtered",
+            "items_rejected",
+        )
         if left_out or (isinstance(error, PromptError) and self._may_skip(error)):
             rewards = error.rewards if isinstance(error, LeftOut) else None
-            await self._supply.finished(work.drawn, rewards, inserted=False)
-        elif is_old and not opening.again and (work.sample is None or work.drawn.item is None):
-            self._again.append(UnderConstruction(replace(opening, key=next(self._keys), again=True), work.drawn))
+            await self._prompts.finished(work.drawn, rewards, inserted=False)
+        elif is_old and not spec.again and (work.sample is None or work.drawn.item is None):
+            self._again.append(PartialGroup(replace(spec, key=next(self._keys), again=True), work.drawn))
         else:
-            await self._supply.returned(work.drawn, work.sample)
-            if is_old and opening.again:
-                logger.warning("prompt %r: left out, because its group was too old twice", opening.prompt.prompt_id)
+            await self._prompts.requeued(work.drawn, work.sample)
+            if is_old and spec.again:
+                logger.warning("prompt %r: left out, because its group was too old twice", spec.prompt.prompt_id)
 
-    def _check_permit(self, lease: PermitLease, seconds: float) -> None:
+    def _check_permit(self, grant: PermitGrant, seconds: float) -> None:
         """Count a permit that expired before its group was made; warn of the first."""
-        if seconds <= lease.ttl:
+        if seconds <= grant.ttl:
             return
         self._metrics.stats["permits_expired"] += 1
         if self._metrics.stats["permits_expired"] == 1:
@@ -391,7 +400,7 @@ class RolloutGenerator:
                 "groups take longer (%.0f s) than permits live (%g s), so the server admits too many: raise permit_ttl "
                 "in its [admission] (said once)",
                 seconds,
-                lease.ttl,
+                grant.ttl,
             )
 
     def _may_skip(self, error: PromptError) -> bool:
@@ -417,7 +426,7 @@ def run_generator(
     config: GeneratorConfig | None = None,
     *,
     rollout: RolloutHook = single_turn,
-    keep: Callable[[RolloutGroup], bool] | None = None,
+    group_filter: Callable[[RolloutGroup], bool] | None = None,
     on_group: Callable[[GeneratorStats], None] | None = None,
     on_stop: Callable[[], None] | None = None,
 ) -> GeneratorStats:
@@ -428,6 +437,8 @@ def run_generator(
     """
 
     def make(client: AsyncReplayClient) -> RolloutGenerator:
-        return RolloutGenerator(client, engine, prompts, reward, config, rollout=rollout, keep=keep, on_group=on_group)
+        return RolloutGenerator(
+            client, engine, prompts, reward, config, rollout=rollout, group_filter=group_filter, on_group=on_group
+        )
 
     return run_worker(connect, make, on_stop)

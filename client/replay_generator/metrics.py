@@ -15,14 +15,18 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from replay_client.kept import unknown_sets
 from replay_client.rollout import RolloutGroup
+from replay_client.sampling_masks import unknown_masks
 from replay_client.scoring import carries_gradient
-from replay_generator.prompts import PromptError
+from replay_generator.errors import PromptError
 
 logger = logging.getLogger(__name__)
 
-_RECENT_GROUPS = 64  # rates and means of GeneratorStats cover this many groups
+_RECENT_GROUPS = 64  # means of GeneratorStats cover this many groups
+RATE_SECONDS = 60.0
+"""A rate covers at least this time, once the generator has worked for so long."""
+LEAST_RATE_SECONDS = 10.0
+"""Over less time a rate means nothing: groups come in bursts."""
 
 
 class GeneratorStats(TypedDict):
@@ -35,12 +39,12 @@ class GeneratorStats(TypedDict):
     """Of completions."""
     nan_logprobs: int
     """Tokens whose log-probability the engine does not know."""
-    unknown_sets: int
+    unknown_masks: int
     """Tokens drawn with top_p, top_k or min_p whose sampling mask is not stored; the trainer takes all tokens there."""
-    groups_under_way: int
+    groups_in_flight: int
     """Groups that are generated or wait for their table."""
     tokens_per_second: float
-    """Over the latest groups, all waiting included."""
+    """Over the last minute, all waiting included; NaN in the first ten seconds."""
     reward_mean: float
     """Over the latest groups; NaN before the first."""
     policy_version: int
@@ -49,33 +53,33 @@ class GeneratorStats(TypedDict):
     """Bytes of weights that this generator fetched over HTTP."""
     probe_max_difference: float
     """Of the latest weights, in nats; NaN without a probe."""
-    skipped: int
+    groups_skipped: int
     """Groups left out because their prompt or a reward function failed, or because no token can be trained on."""
     rollouts_failed: int
     """Rollouts whose hook raised an exception, or took too long."""
     groups_refused: int
     """Groups that the server refused for their names or numbers, such as a tag that is too long. They are skipped."""
-    filtered: int
-    """Groups that the caller's `keep` rejected."""
-    stale_refused: int
+    groups_filtered: int
+    """Groups that the caller's `group_filter` rejected."""
+    groups_refused_stale: int
     """Groups that were too old when they arrived."""
-    given_up: int
+    groups_aborted: int
     """Groups that were given up while they were generated, because they would have been too old on arrival."""
     tokens_wasted: int
     """Of groups that were too old on arrival, and, as an estimate, those drawn for groups that were given up."""
     tokens_saved: int
     """An estimate of those that groups which were given up would have had besides."""
     rollouts_stored: int
-    """Finished rollouts of groups under construction that the server has acknowledged."""
-    taken_over: int
-    """Groups under construction that this generator was handed with finished rollouts of another one."""
-    tokens_kept: int
-    """Of those rollouts. Without groups under construction they would have been lost."""
+    """Finished rollouts of partial groups that the server has acknowledged."""
+    groups_resumed: int
+    """Partial groups that this generator was handed with finished rollouts of another one."""
+    tokens_resumed: int
+    """Of those rollouts. Without partial groups they would have been lost."""
     leases_lost: int
-    """Groups under construction that another generator may have been handed while this one worked at them."""
+    """Partial groups that another generator may have been handed while this one worked at them."""
     stale_seconds: float
     """For which generation was held, because all groups would have been too old."""
-    full_refused: int
+    groups_refused_full: int
     """Inserts that a table with `when_full = "reject"` had no room for."""
     server_refused: int
     """Calls that the server refused because it was busy or its storage failed; each was tried again."""
@@ -87,19 +91,19 @@ class GeneratorStats(TypedDict):
     """Groups that took longer than their permit lives."""
     prompts_lost: int
     """Groups left out because the lease of their prompt had ended: another generator makes one of it."""
-    set_aside: int
-    """Items of `building` or `prompts_table` that nobody can make a group of. They are taken out."""
+    items_rejected: int
+    """Items of `partial_groups_table` or `prompts_table` that nobody can make a group of. They are taken out."""
     threads_left: int
     """Threads of users' functions, such as rewards, that took too long and have not ended."""
-    servers_lost: int
+    engines_lost: int
     """How often a vLLM server went away; 0 with other engines than vllm-server."""
-    servers_away: int
+    engines_away: int
     """vLLM servers that are away now."""
 
 
 def _no_stats() -> GeneratorStats:
     stats: Any = dict.fromkeys(GeneratorStats.__annotations__, 0)
-    stats.update(tokens_per_second=0.0, stale_seconds=0.0, reward_mean=math.nan, probe_max_difference=math.nan)
+    stats.update(tokens_per_second=math.nan, stale_seconds=0.0, reward_mean=math.nan, probe_max_difference=math.nan)
     result: GeneratorStats = stats
     return result
 
@@ -112,6 +116,34 @@ class GroupTimes:
     generate: float = 0.0
     reward: float = 0.0
     insert: float = 0.0
+
+
+class InsertRate:
+    """Groups and tokens a second: over the last minute, and longer where groups come less often."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int, int]] = deque()
+        """When, and how many groups and tokens there were in all by then. The first one is where the rate begins."""
+
+    def add(self, tokens: int, seconds: float, now: float) -> None:
+        """Counts a group of so many tokens, which took so many seconds."""
+        if not self._marks:
+            self._marks.append((now - seconds, 0, 0))
+        _, groups, all_tokens = self._marks[-1]
+        self._marks.append((now, groups + 1, all_tokens + tokens))
+        while now - self._marks[1][0] >= RATE_SECONDS:
+            self._marks.popleft()
+
+    def per_second(self, now: float) -> tuple[float, float]:
+        """Groups and tokens; NaN: it covers too little time to mean something."""
+        if not self._marks:
+            return math.nan, math.nan
+        began, first_groups, first_tokens = self._marks[0]
+        _, groups, tokens = self._marks[-1]
+        seconds = now - began
+        if seconds < LEAST_RATE_SECONDS:
+            return math.nan, math.nan
+        return (groups - first_groups) / seconds, (tokens - first_tokens) / seconds
 
 
 _MEANS = (
@@ -133,8 +165,9 @@ class GeneratorMetrics:
     stats: GeneratorStats = field(default_factory=_no_stats)
 
     def __post_init__(self) -> None:
-        # time, tokens, mean reward, seconds of generation
-        self._recent: deque[tuple[float, int, float, float]] = deque(maxlen=_RECENT_GROUPS)
+        # tokens, mean reward, seconds of generation
+        self._recent: deque[tuple[int, float, float]] = deque(maxlen=_RECENT_GROUPS)
+        self._rate = InsertRate()
         self._values = defaultdict[str, list[float]](list, {name: [] for name in _MEANS})
         """Since the line before, by the name that their mean gets there."""
         self._nan_logprobs = self._skipped_in_a_row = 0
@@ -153,19 +186,17 @@ class GeneratorMetrics:
         # What the policy did not write has no log-probability to know.
         unknown = int((np.isnan(group.rollout_logprobs) & group.trained_mask).sum())
         unknown += group.meta.get("unknown_logprobs", 0)
-        self._recent.append(
-            (time.monotonic(), group.num_tokens, float(rewards.mean()) if by_function else math.nan, times.generate)
-        )
-        (first, first_tokens, *_), (last, *_) = self._recent[0], self._recent[-1]
-        tokens = sum(tokens for _, tokens, *_ in self._recent) - first_tokens
+        self._recent.append((group.num_tokens, float(rewards.mean()) if by_function else math.nan, times.generate))
+        now = time.monotonic()
+        self._rate.add(group.num_tokens, times.generate + times.reward + times.insert, now)
         self._skipped_in_a_row = 0
         self.stats["groups"] += 1
         self.stats["completions"] += group.group_size
         self.stats["tokens"] += group.num_tokens
         self.stats["nan_logprobs"] += unknown
-        self.stats["unknown_sets"] += unknown_sets(group)
-        self.stats["tokens_per_second"] = tokens / (last - first) if last > first else 0.0
-        self.stats["reward_mean"] = sum(reward for _, _, reward, _ in self._recent) / len(self._recent)
+        self.stats["unknown_masks"] += unknown_masks(group)
+        self.stats["tokens_per_second"] = self._rate.per_second(now)[1]
+        self.stats["reward_mean"] = sum(reward for _, reward, _ in self._recent) / len(self._recent)
         if self.path is None:
             return
         self._nan_logprobs += unknown
@@ -191,10 +222,10 @@ class GeneratorMetrics:
 
         No engine says how many tokens it has drawn for a request that is cancelled: vLLM answers once, at the end.
         """
-        self.stats["given_up"] += 1
+        self.stats["groups_aborted"] += 1
         if not self._recent:
             return
-        tokens = sum(tokens for _, tokens, *_ in self._recent) / len(self._recent)
+        tokens = sum(tokens for tokens, *_ in self._recent) / len(self._recent)
         seconds = sum(seconds for *_, seconds in self._recent) / len(self._recent)
         drawn = tokens * min(1.0, times.generate / seconds)
         self.stats["tokens_wasted"] += round(drawn)
@@ -209,7 +240,7 @@ class GeneratorMetrics:
 
     def count_skipped(self, error: Exception, most: int) -> None:
         """Counts a group that is left out. Raises PromptError for the last of `most` in a row."""
-        self.stats["skipped"] += 1
+        self.stats["groups_skipped"] += 1
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= most:
             raise PromptError(f"{most} groups in a row were skipped, the last because of: {error}")
@@ -234,11 +265,12 @@ class GeneratorMetrics:
         values, self._values = self._values, defaultdict(list, {name: [] for name in _MEANS})
         unknown, self._nan_logprobs = self._nan_logprobs, 0
         rewards, lengths = values["reward_mean"], values["completion_tokens_mean"]
+        groups_per_second, tokens_per_second = self._rate.per_second(now)
         line: dict[str, float | int | None] = {
             "time": time.time(),
             "seconds": seconds,
-            "groups_per_second": len(values["staleness_mean"]) / seconds,
-            "tokens_per_second": sum(lengths) / seconds,
+            "groups_per_second": groups_per_second,
+            "tokens_per_second": tokens_per_second,
             **{name: float(np.mean(each)) if each else None for name, each in values.items()},
             "reward_std": float(np.std(rewards)) if rewards else None,
             "completion_tokens_max": int(max(lengths)) if lengths else None,
@@ -248,4 +280,4 @@ class GeneratorMetrics:
         }
         # mypy takes no names of a TypedDict out of a loop over that very TypedDict.
         totals = {name: self.stats[name] for name in self.stats if name not in line}  # type: ignore[literal-required]
-        return line | {name: None if value != value else value for name, value in totals.items()}
+        return {name: None if value != value else value for name, value in {**line, **totals}.items()}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
 import matplotlib  # noqa: F401, better to know now that it is missing than when it draws the picture at the end
 
 from examples.demo.compare import COMPARED_STEPS, compare
-from examples.demo.run import TASKS, DemoError, run, stop
-from replay_client.waits import stop_signals
+from examples.demo.run import DemoError, run
+from examples.demo.variants import TASKS
 
 
 def main() -> None:
@@ -33,8 +32,6 @@ def main() -> None:
     variant = TASKS[given.task]
     if given.compare and given.task != parser.get_default("task"):
         parser.error(f"--compare has a task of its own: leave out --task {given.task}")
-    for number in stop_signals():
-        signal.signal(number, stop)
     try:
         if given.compare:
             compare(given.output_dir, given.max_steps or COMPARED_STEPS, given.seed, given.engine)

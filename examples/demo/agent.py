@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 from examples.demo.tools import calculator
 from replay_generator import Task
-from replay_generator.sessions.agents import Address
+from replay_generator.rollouts.sessions.agents import Address
 
 TOOL: Any = {
     "type": "function",

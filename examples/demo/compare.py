@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,32 +16,47 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from examples.demo.run import (
-    GROUP_SIZE,
-    GROUPS_PER_STEP,
-    DemoError,
-    Variant,
-    check_folder,
-    figure_of,
-    run,
-    running_mean,
-)
+from examples.demo.picture import figure_of, running_mean
+from examples.demo.run import DemoError, check_folder, run
+from examples.demo.variants import GROUP_SIZE, GROUPS_PER_STEP, SUMS, Variant, changed
 from replay_trainer.metrics import read_metrics
 
 Curve = tuple[Sequence[float], Sequence[float]]
 """Generated tokens, ascending, and the mean reward of what was generated there."""
 
-PLAIN = Variant(replay='zero_variance = "none"', learning_rate=1e-4, task="steps", max_tokens=9)
-RECIPE = replace(
-    PLAIN,
-    groups=8,
-    fresh=4,
-    replay='replay_share = 0.5\nreplay_rollouts = "right"',
-    correction='objective = "bypass_reinforce"\nclip_min = 1.0\nclip_max = 1.0',
-    pool='sampler = { type = "prioritized", exponent = 0.6 }\nmax_size = 256',
-    priority="learnability",
-)
-ARMS = {"plain": PLAIN, "quarter": replace(PLAIN, groups=4, fresh=4), "recipe": RECIPE}
+_PLAIN = {"generate": {"max_tokens": 9}, "train": {"zero_variance": "none", "learning_rate": 1e-4}}
+_QUEUE, _POOL = SUMS["serve"]["tables"]
+_SHORT_QUEUE = {**_QUEUE, "rate_limiter": {"type": "queue", "max_size": GROUPS_PER_STEP}}
+_QUARTER = {"train": {"groups_per_step": GROUPS_PER_STEP // 4}, "serve": {"tables": [_SHORT_QUEUE, _POOL]}}
+_RECIPE = {
+    "generate": {"priority": "learnability"},
+    "train": {
+        "zero_variance": None,
+        "groups_per_step": 8,
+        "replay_share": 0.5,
+        "replay_rollouts": "right",
+        "correction": None,
+    },
+    "serve": {
+        "tables": [
+            _SHORT_QUEUE,
+            {
+                "name": "replay",
+                "sampler": {"type": "prioritized", "exponent": 0.6},
+                "remover": "min_heap",
+                "seed": 0,
+                "max_size": 256,
+            },
+        ]
+    },
+}
+_REINFORCE = {"objective": "bypass_reinforce", "clip_min": 1.0, "clip_max": 1.0}
+PLAIN = Variant(changed(SUMS, _PLAIN), task="steps")
+QUARTER = Variant(changed(PLAIN.sections, _QUARTER), task="steps")
+RECIPE = Variant(changed(changed(PLAIN.sections, _RECIPE), {"train": {"correction": _REINFORCE}}), task="steps")
+ARMS = {"plain": PLAIN, "quarter": QUARTER, "recipe": RECIPE}
+FRESH = {"plain": GROUPS_PER_STEP, "quarter": GROUPS_PER_STEP // 4, "recipe": GROUPS_PER_STEP // 4}
+"""Fresh groups of a step."""
 ABOUT = {
     "plain": "plain: 16 fresh groups a step",
     "quarter": "quarter: 4 fresh groups a step",
@@ -68,11 +82,11 @@ def compare(out: Path, steps: int, seed: int, engine: str, target_solve_rate: fl
             shutil.rmtree(folder, ignore_errors=True)
             Console().print(f"\n{ABOUT[name]}; seed {each}:", highlight=False)
             start = None if name == "plain" else out / f"plain-{each}"
-            run(folder, steps * GROUPS_PER_STEP // variant.fresh, each, engine, target_solve_rate, variant, start)
+            run(folder, steps * GROUPS_PER_STEP // FRESH[name], each, engine, target_solve_rate, variant, start)
             metrics = read_metrics(folder / "metrics.jsonl")
             if not metrics:
                 raise DemoError(f"{folder} has no steps to compare")
-            curves[name].append(curve(metrics, variant.fresh))
+            curves[name].append(curve(metrics, FRESH[name]))
             trained[name] = trained.get(name, 0) + sum(line["train/tokens"] for line in metrics)
     said = compared(curves, trained)
     draw_comparison({ABOUT[name]: found for name, found in curves.items()}, out / "compare.png", said)

@@ -12,8 +12,10 @@ import shutil
 import sys
 from pathlib import Path
 
+import tomli_w
+
 from examples.demo import task
-from examples.demo.run import TASKS
+from examples.demo.variants import TASKS
 
 READY = "ready"
 """Written last: what lies beside it is complete."""
@@ -29,7 +31,7 @@ def prepare(folder: Path, seed: int = 0, target_solve_rate: float | None = None,
     for name in ("model", "warm"):
         shutil.rmtree(folder / name, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train.toml").write_text(variant.train_config)
+    (folder / "train.toml").write_text(tomli_w.dumps(variant.sections["train"]))
     task.main("make", folder, seed, target, kind)
     task.main("warm-up", folder, seed, target, kind)
     (folder / READY).touch()

@@ -5,8 +5,8 @@ locally, so that a model of about a million parameters learns the task in second
 so prompts have 4 to 6 characters and answers 1 to 4 digits, and a half-trained model solves some sizes always and
 others never.
 
-    python -m examples.demo.task make FOLDER SEED TARGET       model/ (random), prompts.jsonl
-    python -m examples.demo.task warm-up FOLDER SEED TARGET    warm/: the model after a short supervised phase
+    python -m examples.demo.task make FOLDER SEED TARGET       warm/, a random model, and prompts.jsonl
+    python -m examples.demo.task warm-up FOLDER SEED TARGET    warm/ again: the model after a short supervised phase
 """
 
 from __future__ import annotations
@@ -204,8 +204,7 @@ def main(command: str, folder: Path, seed: int, target_solve_rate: float, kind: 
     model = make_model(seed, len(tokenizer))
     logging.disable_progress_bar()
     if command == "make":
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
+        save(model, tokenizer, folder / "warm")
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return
     # One thread: with two, a second busy process on two cores makes this five times slower.
@@ -221,8 +220,18 @@ def main(command: str, folder: Path, seed: int, target_solve_rate: float, kind: 
                 f"the warm-up reached a solve rate of {stats['solve_rate']:.2f} in {_WARM_UP_SECONDS:.0f} s of "
                 f"computing, not {target_solve_rate}: try another --seed"
             )
-    model.save_pretrained(folder / "warm")
-    tokenizer.save_pretrained(folder / "warm")
+    save(model, tokenizer, folder / "warm")
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes a model, file by file in the place of one that an engine may be reading."""
+    unfinished = folder.with_name(f"{folder.name}.new")
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    folder.mkdir(exist_ok=True)
+    for path in unfinished.iterdir():
+        path.replace(folder / path.name)
+    unfinished.rmdir()
 
 
 if __name__ == "__main__":

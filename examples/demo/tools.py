@@ -22,7 +22,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from replay_generator import Rollout
-from replay_generator.tool_loop import tool_loop
+from replay_generator.rollouts.tool_loop import tool_loop
 
 CALL_BEGINS = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
 CALL_ENDS = '"}}</tool_call>'

@@ -23,9 +23,9 @@ import aiohttp
 
 from replay_generator import GeneratorConfig, Rollout, RolloutSequence
 from replay_generator.engines import SamplingConfig
-from replay_generator.rollouts import RolloutHook, RolloutPolicy, Task, held, play
-from replay_generator.sessions import load_sessions
-from replay_generator.sessions.conversation import Conversation
+from replay_generator.rollouts.rollout import PlayedRollout, RolloutHook, RolloutPolicy, Task, held, play
+from replay_generator.rollouts.sessions import load_sessions
+from replay_generator.rollouts.sessions.conversation import Conversation
 
 ENGINES = {"vllm": "vllm:VLLMEngine", "transformers": "transformers:TransformersEngine"}
 ASKED = ({"role": "user", "content": "12*34"},)
@@ -35,10 +35,10 @@ AGAIN = {"role": "user", "content": "56*78"}
 async def at_once(task: Task, policy: RolloutPolicy) -> Rollout:
     conversation, begins = Conversation.begin(task, ASKED)
     sequence = RolloutSequence(begins)
-    said = sequence.sampled(await policy.generate(sequence.token_ids))
+    said = sequence.append_completion(await policy.generate(sequence.token_ids))
     _, between = conversation.go_on(said.text, sequence.token_ids[-1], [AGAIN])
-    sequence.given(between)
-    sequence.sampled(await policy.generate(sequence.token_ids))
+    sequence.append_observation(between)
+    sequence.append_completion(await policy.generate(sequence.token_ids))
     return Rollout([sequence], reward=0.0)
 
 
@@ -72,9 +72,9 @@ async def measure(engine: Any, hook: RolloutHook, count: int, sampling: Sampling
     tasks = [Task("p", [], {}, ASKED, index, sampling, engine.tokenizer, engine.max_length) for index in range(count)]
     tokens = 0
 
-    async def finished(_: int, rollout: Rollout) -> None:
+    async def finished(_: int, played: PlayedRollout) -> None:
         nonlocal tokens
-        tokens += sum(map(sum, (each.sampled_mask for each in rollout.sequences)))
+        tokens += sum(int(sequence.sampled_mask.sum()) for sequence in played.sequences)
 
     began, cpu = time.monotonic(), time.process_time()
     if failures := await play(hook, tasks, engine, None, [], finished, early=True):

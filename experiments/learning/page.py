@@ -2,48 +2,21 @@
 
     python -m experiments.learning.page docs/record/learning.md
 
-Above each table of the page stands what makes it, in a comment: `table: KIND FILE [ARGUMENTS]`.
-
-    arms FILE TASK…                  report.table; with tasks, of these alone
-    short FILE TASK…                 report.short_table
-    variety FILE TASK…               report.variety_table
-    pairs FILE ARM:BASELINE…         report.pair_table
-    look FILE PARTS                  real.look.look
+Above each table of the page stands what it is made of, in a comment: `table: FILE TASK…`, all tasks if none is named.
+`report` prints all else that a file of results holds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-from experiments.learning import report
-from experiments.learning.real.look import look
-from experiments.learning.run import read_records
+from experiments.learning.records import read_records
+from experiments.learning.report import short_table
 
-_MARK = re.compile(r"<!-- table: (\w+) (\S+)((?: [^\s-][^\s]*)*) -->")
-
-
-def lines_of(kind: str, path: Path, arguments: list[str]) -> list[str]:
-    """The Markdown lines of one table. Raises ValueError for a kind that is none."""
-    if kind == "look":
-        return look(json.loads(path.read_text()), int(arguments[0]))
-    records = read_records(path)
-    if kind == "pairs":
-        return report.pair_table(
-            records, [(arm, other) for arm, _, other in (each.partition(":") for each in arguments)]
-        )
-    if arguments:
-        records = [record for record in records if record["task"] in arguments]
-    if kind == "arms":
-        return report.table(records)
-    if kind == "short":
-        return report.short_table(records)
-    if kind == "variety":
-        return report.variety_table(records)
-    raise ValueError(f"a table is made of arms, short, variety, pairs or look, not of {kind!r}")
+_MARK = re.compile(r"<!-- table: (\S+)((?: [^\s-][^\s]*)*) -->")
 
 
 def renewed(text: str, root: Path) -> str:
@@ -51,9 +24,11 @@ def renewed(text: str, root: Path) -> str:
     lines: list[str] = []
     skipping = False
     for line in text.splitlines():
-        if found := _MARK.fullmatch(line):
-            kind, name, arguments = found.groups()
-            lines += [line, "", *lines_of(kind, root / name, arguments.split()), ""]
+        found = _MARK.fullmatch(line)
+        if found is not None:
+            tasks = found[2].split()
+            records = [each for each in read_records(root / found[1]) if not tasks or each["task"] in tasks]
+            lines += [line, "", *short_table(records), ""]
             skipping = True
         elif skipping and (not line or line.startswith("|")):
             continue

@@ -18,7 +18,8 @@ import numpy as np
 
 from experiments.learning import statistics as s
 from experiments.learning.loop import IN_PROCESS
-from experiments.learning.run import identity, read_records, usual_rate
+from experiments.learning.records import identity, read_records
+from experiments.learning.tuned import usual_rate
 
 GENERATED_ONLY = (1.0, 0.0, 0.0, 0.0, 0.0)
 COSTS = {"3:1": (3.0, 1.0, 0.0, 0.0, 0.0), "10:1": (10.0, 1.0, 0.0, 0.0, 0.0)}
@@ -51,7 +52,7 @@ NAMES = {
     "stale16-opsm": "16 versions behind, masked answers",
     "stale16-off": "16 versions behind, uncorrected",
 }
-"""What readers call an arm; an arm that is not here has its own name."""
+"""The tables show an arm under this name; an arm that is not here keeps its own."""
 
 
 def setting_of(record: dict[str, Any]) -> str:
@@ -138,7 +139,6 @@ SHORT = {
     "stored groups whole, masked": ("small50-opsm", "plain"),
     "quarter of the batch": ("quarter", "plain"),
     "recipe / quarter": ("small50-right", "quarter"),
-    "stored groups whole, masked / quarter": ("small50-opsm", "quarter"),
 }
 """Columns of `short_table`: an arm, and the baseline that its tokens are divided by."""
 

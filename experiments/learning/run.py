@@ -20,19 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from experiments.learning.arms import ARMS
+from experiments.learning.records import Job, identity, read_records
 from experiments.learning.tuned import (
     BUDGETS,
-    LEARNING_RATES,
-    OWN_RATES,
     PRETRAINED,
     PRETRAINED_RATES,
     RATES_TO_TRY,
     TUNING_SEEDS,
+    usual_rate,
 )
 
 HERE = Path("runs/learning")
-Job = tuple[str, str, str, int, float, int]
-"""arm, task, regime, seed, learning rate, budget"""
 
 
 def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
@@ -46,36 +44,6 @@ def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
                     usual = [arguments.learning_rate or usual_rate(task, regime, arm)]
                     for rate in tried if arguments.tune else usual:
                         yield arm, task, regime, seed, rate, budget
-
-
-def usual_rate(task: str, regime: str, arm: str = "plain") -> float:
-    """The tuned rate; for a setting that was never tuned, the lowest of the regime's, as a cautious user would take.
-
-    For a regime in which nothing was tuned, the lowest of all tiny models: a pretrained model says nothing about them.
-    """
-    if regime == PRETRAINED and arm in (own := OWN_RATES.get(task, {})):
-        return own[arm]
-    known = [rate for (_, of), rate in LEARNING_RATES.items() if of == regime]
-    tiny = [rate for (_, of), rate in LEARNING_RATES.items() if of != PRETRAINED]
-    return LEARNING_RATES.get((task, regime), min(known or tiny))
-
-
-def identity(record: dict[str, Any]) -> Job:
-    """The job that a record came from."""
-    names = ("arm", "task", "regime", "seed", "learning_rate", "budget")
-    arm, task, regime, seed, rate, budget = (record[name] for name in names)
-    return arm, task, regime, seed, rate, budget
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The runs in a file of JSON lines, or in one that `report --json` wrote; none if there is no file."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    records: list[dict[str, Any]] = (
-        json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines()]
-    )
-    return records
 
 
 def work(job: Job, warm_starts: Path, engine: str, pause: Path | None = None) -> dict[str, Any]:

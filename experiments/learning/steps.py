@@ -19,13 +19,14 @@ from experiments.learning.arms import GROUP_SIZE, Arm
 from experiments.learning.stored import DistinctAnswers
 from replay_client import ReplayClient, RolloutGroup, Sample
 from replay_client.scoring import carries_gradient
-from replay_generator.rewards import load_priority
+from replay_generator.priorities import load_priority
 from replay_trainer import GRPOConfig, ZeroVarianceReplacer
 from replay_trainer.batching import Batch, micro_batches, to_batch
 from replay_trainer.groups import GroupSource
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.losses import corrected_policy_loss
 from replay_trainer.ranks import Ranks
+from replay_trainer.stopping import Stopping
 
 
 class Policy(Protocol):
@@ -100,7 +101,9 @@ class Steps:
             zero_variance="none" if arm.zero_variance == "keep" else arm.zero_variance,
             replay_start_step=arm.start,
         )
-        return GroupSource(self._batches(), ZeroVarianceReplacer(self.client, "replay"), Ranks("cpu"), "run", config)
+        ranks = Ranks("cpu")
+        replacer = ZeroVarianceReplacer(self.client, "replay")
+        return GroupSource(self._batches(), replacer, ranks, "run", config, Stopping(ranks))
 
     def _batches(self) -> Iterator[list[Sample]]:
         while True:

@@ -49,7 +49,7 @@ def run(arm: Arm, settings: Settings, warm_starts: Path, engine: str) -> dict[st
         raise ValueError(f"task {task.name!r} has several right answers, which the reward exact_match does not know")
     model, problems = warm_start(warm_starts, task, settings.regime, settings.seed)
     admitted = arm.fresh * (10 if arm.zero_variance == "dynamic" else 1)  # it may draw ten batches
-    admission = AdmissionConfig(groups_per_step=admitted, max_staleness=MAX_STALENESS)
+    admission = AdmissionConfig(fresh_groups_per_step=admitted, max_staleness=MAX_STALENESS)
     with (
         tempfile.TemporaryDirectory() as name,
         ReplayServer(tables(arm, settings.seed), port=0, admission=admission) as server,

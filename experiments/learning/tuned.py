@@ -42,3 +42,16 @@ BUDGETS = {
     "formed": 4_000,
 }
 """Generated tokens of a run."""
+
+
+def usual_rate(task: str, regime: str, arm: str = "plain") -> float:
+    """The tuned rate; for a setting that was never tuned, the lowest of the regime's, as a cautious user would take.
+
+    For a regime in which nothing was tuned, the lowest of all tiny models: a pretrained model says nothing about them.
+    """
+    own = OWN_RATES.get(task, {})
+    if regime == PRETRAINED and arm in own:
+        return own[arm]
+    known = [rate for (_, of), rate in LEARNING_RATES.items() if of == regime]
+    tiny = [rate for (_, of), rate in LEARNING_RATES.items() if of != PRETRAINED]
+    return LEARNING_RATES.get((task, regime), min(known or tiny))

@@ -1,1 +1,1 @@
-"""Benchmarks of what a server does beside the work of its clients, and of its longest turns."""
+"""Experiments about the server."""

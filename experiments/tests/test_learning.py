@@ -1,5 +1,6 @@
 """The experiment on learning: tasks, statistics, and runs of its loop on a task that random weights can solve."""
 
+import json
 import math
 import random
 
@@ -185,19 +186,25 @@ def test_two_runs_of_one_arm_and_seed_are_not_compared_as_one():
     [
         ("text\n", "text\n"),
         (
-            "<!-- table: pairs none.json a:b -->\n\n| old |\n| row |\n\nafter\n",
-            "<!-- table: pairs none.json a:b -->\n\n{}\n\nafter\n",
+            "<!-- table: none.json sums -->\n\n| old |\n| row |\n\nafter\n",
+            "<!-- table: none.json sums -->\n\n{}\n\nafter\n",
         ),
-        ("<!-- table: pairs none.json -->\nafter\n", "<!-- table: pairs none.json -->\n\n{}\n\nafter\n"),
+        ("<!-- table: none.json -->\nafter\n", "<!-- table: none.json -->\n\n{}\n\nafter\n"),
     ],
     ids=["no table", "in the place of an old one", "a first one"],
 )
 def test_a_page_gets_the_tables_that_its_comments_name(text, expected, tmp_path):
     once = page.renewed(text, tmp_path)
-    assert once == expected.format("\n".join(report.pair_table([], [])))
+    assert once == expected.format("\n".join(report.short_table([])))
     assert page.renewed(once, tmp_path) == once
 
 
-def test_a_table_of_an_unknown_kind_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="not of 'curve'"):
-        page.renewed("<!-- table: curve none.json -->", tmp_path)
+def test_a_table_of_a_page_has_the_tasks_that_its_comment_names(tmp_path):
+    runs = [
+        record([0.0, 0.1, 0.2], arm=arm) | {"task": task} for task in ("sums", "sort") for arm in ("plain", "quarter")
+    ]
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    assert "| sort, rare |" in page.renewed("<!-- table: runs.json -->\n", tmp_path)
+    one = page.renewed("<!-- table: runs.json sums -->\n", tmp_path)
+    assert "| sums, rare |" in one
+    assert "sort" not in one

@@ -3,14 +3,12 @@
 import json
 import subprocess
 import sys
-import tomllib
 
 import pytest
 
 from experiments.learning.arms import ARMS
 from experiments.learning.real import demo
 from experiments.tests.test_learning_real import tiny_llama, tiny_tokenizer
-from replay_server.config import Config
 from replay_trainer.config import GRPOConfig
 
 
@@ -22,14 +20,11 @@ def published_run(arm, seed, end, *, learning_rate=5e-5):
 
 def test_the_demo_trains_as_the_recipe_of_the_experiment_does(tmp_path):
     arm = ARMS["small50-right"]
-    config = GRPOConfig(output_dir=tmp_path, **tomllib.loads(demo.REAL.train_config))
+    config = GRPOConfig(output_dir=tmp_path, **demo.REAL.sections["train"])
     assert (config.correction, config.replay_rollouts) == (arm.correction, arm.stored)
     assert (config.fresh_groups_per_step, config.replayed_groups_per_step) == (arm.fresh, arm.replay)
-    (tmp_path / "replay.toml").write_text(demo.REAL.server_config)
-    server = Config.load(tmp_path / "replay.toml")
-    assert server.admission.groups_per_step == arm.fresh
-    assert [(table.name, table.max_size) for table in server.tables if table.name == "replay"] == [("replay", 256)]
-    assert demo.REAL.priority == arm.priority
+    assert [table["max_size"] for table in demo.REAL.sections["serve"]["tables"] if table["name"] == "replay"] == [256]
+    assert demo.REAL.sections["generate"]["priority"] == arm.priority
 
 
 def test_the_demo_shows_the_published_curves_of_its_own_learning_rate(tmp_path):

@@ -16,7 +16,7 @@ REASON_KEY = "replay-reason"
 """Trailing metadata: why a call ends with RESOURCE_EXHAUSTED or UNAVAILABLE (as RowError.reason), or CLOSING."""
 CLOSING = "closing"
 """The reason with which a server that stops ends a stream."""
-SHORT_METHODS = ("UpdatePriorities", "Delete", "TakeItems")
+SHORT_METHODS = ("UpdatePriorities", "Delete", "ConsumeItems")
 """The methods that clients call on an open stream (`Calls`): they are frequent, and their answers are short. A token
 that may open the stream may call each of them."""
 

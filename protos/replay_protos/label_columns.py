@@ -54,11 +54,11 @@ def labels_of_rows(columns: Sequence[pb.Columns], tags: Sequence[pb.Tags], n: in
     for tag in tags:
         if tag.texts and tag.numbers:
             raise ValueError(f"tag {tag.name!r:.80} has texts and numbers in one message: one message for each")
-        given: Sequence[TagValue] = tag.texts or tag.numbers
+        tag_values: Sequence[TagValue] = tag.texts or tag.numbers
         chosen = _rows(tag.rows, n, f"tag {tag.name!r:.80}")
-        if len(given) != len(chosen):
-            raise ValueError(f"tag {tag.name!r:.80} has {len(given)} values for {len(chosen)} rows")
-        for row, value in zip(chosen, given, strict=True):
+        if len(tag_values) != len(chosen):
+            raise ValueError(f"tag {tag.name!r:.80} has {len(tag_values)} values for {len(chosen)} rows")
+        for row, value in zip(chosen, tag_values, strict=True):
             if tag.name in values[row]:
                 raise ValueError(f"tag {tag.name!r:.80} comes twice for row {row}")
             values[row][tag.name] = value

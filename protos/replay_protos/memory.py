@@ -2,7 +2,7 @@
 
 The system zeroes each page that it gives, and a page that a virtual machine has given back to its host takes far
 longer still: the first copy to such memory ran at 0.13 GB/s, and the next one to the same memory at 9 GB/s. malloc
-keeps what is freed up to `_LARGEST` after `keep_freed_memory`. What is larger comes from `large_place`.
+keeps what is freed up to `_LARGEST` after `keep_freed_memory`. What is larger comes from `large_buffer`.
 """
 
 import functools
@@ -29,7 +29,7 @@ def keep_freed_memory() -> None:
     bytes(_LARGEST)  # mapped, never touched, and freed at once: it takes no memory
 
 
-LARGE_PLACE = 32 << 20
+LARGE_BUFFER = 32 << 20
 """Bytes from which on malloc maps each block by itself, and gives it back as soon as it is freed."""
 _HUGE = 2 << 20
 _MOST_IDLE = 2 << 30
@@ -38,27 +38,27 @@ _idle: deque[mmap.mmap] = deque()
 """Blocks that nobody uses. Whole operations of a deque are atomic, so that any thread may free a block."""
 
 
-def large_place(size: int) -> npt.NDArray[np.uint8]:
-    """`size` bytes, of any content, in memory of a place before that no view holds any more, if there is such memory.
+def large_buffer(size: int) -> npt.NDArray[np.uint8]:
+    """`size` bytes, of any content, in memory of a buffer before that no view holds any more, if there is such memory.
 
-    Blocks of up to _MOST_IDLE bytes wait for the next place. The system may take their pages at any time (MADV_FREE),
-    and does when memory is short; otherwise the next place has them as they are, without a fault. Raises OSError,
+    Blocks of up to _MOST_IDLE bytes wait for the next buffer. The system may take their pages at any time (MADV_FREE),
+    and does when memory is short; otherwise the next buffer has them as they are, without a fault. Raises OSError,
     OverflowError or ValueError if there is no memory.
     """
     block = _idle_block(size) or _new_block(size)
-    place = np.frombuffer(block, np.uint8, size)
-    # Every view of the place, also through numpy or torch, keeps this array alive.
-    weakref.finalize(place, _give_back, block).atexit = False
-    return place
+    buffer = np.frombuffer(block, np.uint8, size)
+    # Every view of the buffer, also through numpy or torch, keeps this array alive.
+    weakref.finalize(buffer, _give_back, block).atexit = False
+    return buffer
 
 
 def copied(view: memoryview) -> bytes | memoryview:
-    """A copy: of whole huge pages, as large rows are cut, in a large place."""
+    """A copy: of whole huge pages, as large rows are cut, in a large buffer."""
     if not view or len(view) % _HUGE:
         return bytes(view)
-    place = memoryview(large_place(len(view)))
-    place[:] = view
-    return place
+    buffer = memoryview(large_buffer(len(view)))
+    buffer[:] = view
+    return buffer
 
 
 def give_back_idle() -> None:

@@ -99,9 +99,9 @@ class InsertRequest(_message.Message):
 
     @_builtins.property
     def closes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids of batches that the reader has drawn and not taken. They are taken in the moment in which the only row of this
+        """Ids of batches that the reader has drawn and not acknowledged. They are acknowledged in the moment in which the only row of this
         message enters its tables: what a reader makes of a batch takes its place. If one of them has gone back, or is
-        taken already, the row is refused. A segment is refused then too, and leaves them as they are.
+        acknowledged already, the row is refused. A segment is refused then too, and leaves them as they are.
         """
 
     @_builtins.property
@@ -362,7 +362,7 @@ Global___RowError: _TypeAlias = RowError  # noqa: Y015
 class SampleRequest(_message.Message):
     """---------------------------------------------------------------------------------------------------- sample
 
-    A draw asks a table for one batch. Its batch is outstanding until its reader takes it or gives it back, by the draw's
+    A draw asks a table for one batch. Its batch is outstanding until its reader acknowledges it or requeues it, by the draw's
     id, with a DrawRequest.
     """
 
@@ -397,7 +397,7 @@ class SampleRequest(_message.Message):
     chosen by the client: 63 random bits, at least 2^32. A retry has the same id,
     """
     ring: _builtins.int
-    """and gives back what the attempt before may have drawn
+    """and requeues what the attempt before may have drawn
     of ShareMemory: payloads may come through it. 0: none. For Sample only
     """
     weigh: _builtins.bool
@@ -520,11 +520,11 @@ class SampleResponse(_message.Message):
     def payload_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def done(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """answer to take, give_back and renew, without a batch: what was done"""
+        """answer to acknowledge, requeue and renew, without a batch: what was done"""
 
     @_builtins.property
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """and what was not: unknown, given back before, or an item went stale"""
+        """and what was not: unknown, requeued before, or an item went stale"""
 
     @_builtins.property
     def weight(self) -> Global___Weight:
@@ -574,7 +574,7 @@ class DrawRequest(_message.Message):
     """A request of a stream of draws. Each draw is answered when its batch is there, in no fixed order; the rest of each
     request is answered with one message, in the order of the requests.
 
-    A batch counts as sampled when its reader takes it. A batch that is neither taken nor leased when its stream ends goes
+    A batch counts as sampled when its reader acknowledges it. A batch that is neither acknowledged nor leased when its stream ends goes
     back to its table. Ids may be named on another stream than their draw, so that a reader whose stream broke can ask
     again: what is done already is done again without effect.
     """
@@ -582,8 +582,8 @@ class DrawRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DRAW_FIELD_NUMBER: _builtins.int
-    TAKE_FIELD_NUMBER: _builtins.int
-    GIVE_BACK_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
+    REQUEUE_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     RING_FIELD_NUMBER: _builtins.int
@@ -599,11 +599,11 @@ class DrawRequest(_message.Message):
     @_builtins.property
     def draw(self) -> Global___SampleRequest: ...
     @_builtins.property
-    def take(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+    def acknowledge(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """these batches are the reader's for good"""
 
     @_builtins.property
-    def give_back(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+    def requeue(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """these go back, as if they were never drawn; what still waits ends"""
 
     @_builtins.property
@@ -614,8 +614,8 @@ class DrawRequest(_message.Message):
         self,
         *,
         draw: Global___SampleRequest | None = ...,
-        take: _abc.Iterable[_builtins.int] | None = ...,
-        give_back: _abc.Iterable[_builtins.int] | None = ...,
+        acknowledge: _abc.Iterable[_builtins.int] | None = ...,
+        requeue: _abc.Iterable[_builtins.int] | None = ...,
         renew: _abc.Iterable[_builtins.int] | None = ...,
         seconds: _builtins.float = ...,
         ring: _builtins.int = ...,
@@ -623,7 +623,7 @@ class DrawRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_awaited", b"_awaited", "awaited", b"awaited", "draw", b"draw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_awaited", b"_awaited", "awaited", b"awaited", "draw", b"draw", "give_back", b"give_back", "renew", b"renew", "ring", b"ring", "seconds", b"seconds", "take", b"take"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_awaited", b"_awaited", "acknowledge", b"acknowledge", "awaited", b"awaited", "draw", b"draw", "renew", b"renew", "requeue", b"requeue", "ring", b"ring", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__awaited: _TypeAlias = _typing.Literal["awaited"]  # noqa: Y015
     _WhichOneofArgType__awaited: _TypeAlias = _typing.Literal["_awaited", b"_awaited"]  # noqa: Y015
@@ -632,8 +632,8 @@ class DrawRequest(_message.Message):
 Global___DrawRequest: _TypeAlias = DrawRequest  # noqa: Y015
 
 @_typing.final
-class TakeItemsRequest(_message.Message):
-    """A reader has used these items, and its leases have ended since. Those that are back in the table are taken, as if
+class ConsumeItemsRequest(_message.Message):
+    """A reader has used these items, and its leases have ended since. Those that are back in the table are consumed, as if
     they were drawn again.
     """
 
@@ -660,7 +660,7 @@ class TakeItemsRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TakeItemsRequest: _TypeAlias = TakeItemsRequest  # noqa: Y015
+Global___ConsumeItemsRequest: _TypeAlias = ConsumeItemsRequest  # noqa: Y015
 
 @_typing.final
 class Weight(_message.Message):
@@ -1071,7 +1071,7 @@ class ListItemsResponse(_message.Message):
     EFFECTIVE_PRIORITIES_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
-    LACKING_FIELD_NUMBER: _builtins.int
+    MISSING_COLUMNS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     matching: _builtins.int
     """rows that match, on all pages"""
@@ -1098,7 +1098,7 @@ class ListItemsResponse(_message.Message):
     @_builtins.property
     def tags(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tags]: ...
     @_builtins.property
-    def lacking(self) -> _containers.RepeatedCompositeFieldContainer[Global___Columns]:
+    def missing_columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Columns]:
         """of rows that wait: what they lack of the columns that the table requires"""
 
     def __init__(
@@ -1116,11 +1116,11 @@ class ListItemsResponse(_message.Message):
         effective_priorities: _abc.Iterable[_builtins.float] | None = ...,
         columns: _abc.Iterable[Global___Columns] | None = ...,
         tags: _abc.Iterable[Global___Tags] | None = ...,
-        lacking: _abc.Iterable[Global___Columns] | None = ...,
+        missing_columns: _abc.Iterable[Global___Columns] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "columns", b"columns", "effective_priorities", b"effective_priorities", "keys", b"keys", "lacking", b"lacking", "matching", b"matching", "next_page", b"next_page", "payload_sizes", b"payload_sizes", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "tags", b"tags", "times_sampled", b"times_sampled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ages", b"ages", "columns", b"columns", "effective_priorities", b"effective_priorities", "keys", b"keys", "matching", b"matching", "missing_columns", b"missing_columns", "next_page", b"next_page", "payload_sizes", b"payload_sizes", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "priorities", b"priorities", "tags", b"tags", "times_sampled", b"times_sampled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1128,7 +1128,7 @@ Global___ListItemsResponse: _TypeAlias = ListItemsResponse  # noqa: Y015
 
 @_typing.final
 class CallRequest(_message.Message):
-    """A call of one of UpdatePriorities, Delete and TakeItems. A message on an open stream costs half of a call. The
+    """A call of one of UpdatePriorities, Delete and ConsumeItems. A message on an open stream costs half of a call. The
     responses come in the order of the requests.
     """
 
@@ -1343,7 +1343,7 @@ class Field(_message.Message):
         LOWEST: Field._Merge.ValueType  # 15
         """the message with the lowest `version`"""
         AGREED: Field._Merge.ValueType  # 16
-        """messages: what all shards say of one side, with the smallest `age`"""
+        """messages: what all shards say of one role, with the smallest `age`"""
 
     class Merge(_Merge, metaclass=_MergeEnumTypeWrapper): ...
     WHOLE: Field.Merge.ValueType  # 0
@@ -1377,7 +1377,7 @@ class Field(_message.Message):
     LOWEST: Field.Merge.ValueType  # 15
     """the message with the lowest `version`"""
     AGREED: Field.Merge.ValueType  # 16
-    """messages: what all shards say of one side, with the smallest `age`"""
+    """messages: what all shards say of one role, with the smallest `age`"""
 
     MERGE_FIELD_NUMBER: _builtins.int
     ZERO_IS_UNKNOWN_FIELD_NUMBER: _builtins.int
@@ -1426,7 +1426,7 @@ Global___Field: _TypeAlias = Field  # noqa: Y015
 @_typing.final
 class ServerInfo(_message.Message):
     """Some metrics are not of one field: replay_server_info (version, server_id, storage), replay_table_max_items and
-    replay_table_max_bytes (config), replay_silent_seconds (silences), and replay_clients (clients).
+    replay_table_max_bytes (config), replay_overdue_seconds (overdue), and replay_clients (clients).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1449,7 +1449,7 @@ class ServerInfo(_message.Message):
     DAMAGED_FIELD_NUMBER: _builtins.int
     FELL_BACK_FIELD_NUMBER: _builtins.int
     LONG_WAIT_FIELD_NUMBER: _builtins.int
-    SILENCES_FIELD_NUMBER: _builtins.int
+    OVERDUE_FIELD_NUMBER: _builtins.int
     CLIENTS_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
@@ -1494,7 +1494,7 @@ class ServerInfo(_message.Message):
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableInfo]: ...
     @_builtins.property
-    def silences(self) -> _containers.RepeatedCompositeFieldContainer[Global___Silence]:
+    def overdue(self) -> _containers.RepeatedCompositeFieldContainer[Global___OverdueClient]:
         """who is gone"""
 
     @_builtins.property
@@ -1522,7 +1522,7 @@ class ServerInfo(_message.Message):
         damaged: _builtins.int = ...,
         fell_back: _builtins.str = ...,
         long_wait: _builtins.float = ...,
-        silences: _abc.Iterable[Global___Silence] | None = ...,
+        overdue: _abc.Iterable[Global___OverdueClient] | None = ...,
         clients: _abc.Iterable[Global___ClientInfo] | None = ...,
         time: _builtins.float = ...,
         resident_bytes: _builtins.int = ...,
@@ -1531,7 +1531,7 @@ class ServerInfo(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "bytes", b"bytes", "clients", b"clients", "commit_error", b"commit_error", "commits", b"commits", "damaged", b"damaged", "disk_available", b"disk_available", "disk_bytes", b"disk_bytes", "fell_back", b"fell_back", "insert_streams", b"insert_streams", "items", b"items", "long_wait", b"long_wait", "max_bytes", b"max_bytes", "memory_available", b"memory_available", "policy", b"policy", "resident_bytes", b"resident_bytes", "sample_streams", b"sample_streams", "server_id", b"server_id", "silences", b"silences", "storage", b"storage", "tables", b"tables", "time", b"time", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "bytes", b"bytes", "clients", b"clients", "commit_error", b"commit_error", "commits", b"commits", "damaged", b"damaged", "disk_available", b"disk_available", "disk_bytes", b"disk_bytes", "fell_back", b"fell_back", "insert_streams", b"insert_streams", "items", b"items", "long_wait", b"long_wait", "max_bytes", b"max_bytes", "memory_available", b"memory_available", "overdue", b"overdue", "policy", b"policy", "resident_bytes", b"resident_bytes", "sample_streams", b"sample_streams", "server_id", b"server_id", "storage", b"storage", "tables", b"tables", "time", b"time", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1571,15 +1571,15 @@ class TableInfo(_message.Message):
     EVICTED_ON_ARRIVAL_FIELD_NUMBER: _builtins.int
     INSERTED_FIELD_NUMBER: _builtins.int
     SAMPLED_FIELD_NUMBER: _builtins.int
-    WAITING_ROWS_FIELD_NUMBER: _builtins.int
-    LACKING_FIELD_NUMBER: _builtins.int
+    INCOMPLETE_ITEMS_FIELD_NUMBER: _builtins.int
+    MISSING_COLUMNS_FIELD_NUMBER: _builtins.int
     EXTENSIONS_FIELD_NUMBER: _builtins.int
-    WAITING_SECONDS_FIELD_NUMBER: _builtins.int
+    INCOMPLETE_SECONDS_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
     FLOW_FIELD_NUMBER: _builtins.int
-    KEPT_FIELD_NUMBER: _builtins.int
-    KEPT_BYTES_FIELD_NUMBER: _builtins.int
-    KEPT_DROPPED_FIELD_NUMBER: _builtins.int
+    RETAINED_FIELD_NUMBER: _builtins.int
+    RETAINED_BYTES_FIELD_NUMBER: _builtins.int
+    RETAINED_DISCARDED_FIELD_NUMBER: _builtins.int
     RESTORED_FIELD_NUMBER: _builtins.int
     UNDONE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
@@ -1607,15 +1607,15 @@ class TableInfo(_message.Message):
     """Share of the last minute in which an insert waited."""
     sample_blocked_share: _builtins.float
     evicted_on_arrival: _builtins.int
-    waiting_rows: _builtins.int
+    incomplete_items: _builtins.int
     """Items that are in the table and cannot be drawn yet: they wait for columns that it requires."""
     extensions: _builtins.int
-    waiting_seconds: _builtins.float
+    incomplete_seconds: _builtins.float
     """Since when items wait for columns and none of them was extended; 0: none waits."""
-    kept: _builtins.int
-    """With keep_consumed: items that were consumed and are kept, so that the trainer can go back to an older state."""
-    kept_bytes: _builtins.int
-    kept_dropped: _builtins.int
+    retained: _builtins.int
+    """With retain_consumed: items that were consumed and are retained, so that the trainer can go back to an older state."""
+    retained_bytes: _builtins.int
+    retained_discarded: _builtins.int
     restored: _builtins.int
     undone: _builtins.int
     @_builtins.property
@@ -1637,11 +1637,11 @@ class TableInfo(_message.Message):
         """As the sampler weighs them: after its exponent, and aged."""
 
     @_builtins.property
-    def inserted(self) -> Global___Rhythm: ...
+    def inserted(self) -> Global___ArrivalTimes: ...
     @_builtins.property
-    def sampled(self) -> Global___Rhythm: ...
+    def sampled(self) -> Global___ArrivalTimes: ...
     @_builtins.property
-    def lacking(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lacking]: ...
+    def missing_columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___MissingColumn]: ...
     @_builtins.property
     def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValueInfo]:
         """Of a table that balances: the values that its items have, by name."""
@@ -1681,23 +1681,23 @@ class TableInfo(_message.Message):
         limiter: Global___Limiter | None = ...,
         effective_priority: Global___Quantiles | None = ...,
         evicted_on_arrival: _builtins.int = ...,
-        inserted: Global___Rhythm | None = ...,
-        sampled: Global___Rhythm | None = ...,
-        waiting_rows: _builtins.int = ...,
-        lacking: _abc.Iterable[Global___Lacking] | None = ...,
+        inserted: Global___ArrivalTimes | None = ...,
+        sampled: Global___ArrivalTimes | None = ...,
+        incomplete_items: _builtins.int = ...,
+        missing_columns: _abc.Iterable[Global___MissingColumn] | None = ...,
         extensions: _builtins.int = ...,
-        waiting_seconds: _builtins.float = ...,
+        incomplete_seconds: _builtins.float = ...,
         values: _abc.Iterable[Global___ValueInfo] | None = ...,
         flow: Global___Flow | None = ...,
-        kept: _builtins.int = ...,
-        kept_bytes: _builtins.int = ...,
-        kept_dropped: _builtins.int = ...,
+        retained: _builtins.int = ...,
+        retained_bytes: _builtins.int = ...,
+        retained_discarded: _builtins.int = ...,
         restored: _builtins.int = ...,
         undone: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "flow", b"flow", "inserted", b"inserted", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampled", b"sampled", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extensions", b"extensions", "flow", b"flow", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "kept", b"kept", "kept_bytes", b"kept_bytes", "kept_dropped", b"kept_dropped", "lacking", b"lacking", "limiter", b"limiter", "name", b"name", "priority", b"priority", "reserved", b"reserved", "restored", b"restored", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "undone", b"undone", "values", b"values", "waiting_rows", b"waiting_rows", "waiting_seconds", b"waiting_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extensions", b"extensions", "flow", b"flow", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "incomplete_items", b"incomplete_items", "incomplete_seconds", b"incomplete_seconds", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "limiter", b"limiter", "missing_columns", b"missing_columns", "name", b"name", "priority", b"priority", "reserved", b"reserved", "restored", b"restored", "retained", b"retained", "retained_bytes", b"retained_bytes", "retained_discarded", b"retained_discarded", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "undone", b"undone", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1732,7 +1732,7 @@ class Flow(_message.Message):
 Global___Flow: _TypeAlias = Flow  # noqa: Y015
 
 @_typing.final
-class Lacking(_message.Message):
+class MissingColumn(_message.Message):
     """A column that a table requires, and that items wait for."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1753,7 +1753,7 @@ class Lacking(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Lacking: _TypeAlias = Lacking  # noqa: Y015
+Global___MissingColumn: _TypeAlias = MissingColumn  # noqa: Y015
 
 @_typing.final
 class ValueInfo(_message.Message):
@@ -1785,68 +1785,68 @@ class ValueInfo(_message.Message):
 Global___ValueInfo: _TypeAlias = ValueInfo  # noqa: Y015
 
 @_typing.final
-class Rhythm(_message.Message):
+class ArrivalTimes(_message.Message):
     """How often something happens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     AGE_FIELD_NUMBER: _builtins.int
-    USUAL_FIELD_NUMBER: _builtins.int
+    INTERVAL_FIELD_NUMBER: _builtins.int
     age: _builtins.float
     """seconds since the last time, or since the start"""
-    usual: _builtins.float
+    interval: _builtins.float
     """Seconds between two batches of it; 0: unknown, it happened too seldom."""
     def __init__(
         self,
         *,
         age: _builtins.float = ...,
-        usual: _builtins.float = ...,
+        interval: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "usual", b"usual"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "interval", b"interval"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Rhythm: _TypeAlias = Rhythm  # noqa: Y015
+Global___ArrivalTimes: _TypeAlias = ArrivalTimes  # noqa: Y015
 
 @_typing.final
-class Silence(_message.Message):
-    """A side of the run has done nothing for three usual intervals, and nobody has said that it ends."""
+class OverdueClient(_message.Message):
+    """The trainer, or all generators, have done nothing for three usual intervals, and nobody has said that it ends."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SIDE_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     TABLE_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
-    USUAL_FIELD_NUMBER: _builtins.int
+    INTERVAL_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    side: _builtins.str
-    """trainer or generators"""
+    role: _builtins.str
+    """trainer or generator"""
     table: _builtins.str
     """Into which nobody inserts, or which nobody samples; empty: no new version."""
     age: _builtins.float
-    """seconds since the last time"""
-    usual: _builtins.float
+    """seconds since the last time, or since the last one closed its connection"""
+    interval: _builtins.float
     """Seconds between two times."""
     reason: _builtins.str
     """The same in words, with the names of those who are gone."""
     def __init__(
         self,
         *,
-        side: _builtins.str = ...,
+        role: _builtins.str = ...,
         table: _builtins.str = ...,
         age: _builtins.float = ...,
-        usual: _builtins.float = ...,
+        interval: _builtins.float = ...,
         reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "reason", b"reason", "side", b"side", "table", b"table", "usual", b"usual"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "interval", b"interval", "reason", b"reason", "role", b"role", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Silence: _TypeAlias = Silence  # noqa: Y015
+Global___OverdueClient: _TypeAlias = OverdueClient  # noqa: Y015
 
 @_typing.final
 class ClientInfo(_message.Message):
@@ -1862,7 +1862,7 @@ class ClientInfo(_message.Message):
     role: _builtins.str
     """what it did: generator (insert), trainer (sample, publish), teacher (extend)"""
     age: _builtins.float
-    """Seconds since its last request."""
+    """Seconds since its last sign of life: a request, the end of a call that it had open, or that it said that it ends."""
     open: _builtins.int
     """calls and streams that it has open"""
     ended: _builtins.bool
@@ -2071,13 +2071,13 @@ class Policy(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
-    USUAL_FIELD_NUMBER: _builtins.int
+    INTERVAL_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     weights: _builtins.str
     """Where they lie; the server passes it on and never opens it."""
     age: _builtins.float
-    usual: _builtins.float
+    interval: _builtins.float
     state: _builtins.str
     """Id of the state that the trainer named last, or went back to; empty: it has named none."""
     def __init__(
@@ -2086,12 +2086,12 @@ class Policy(_message.Message):
         version: _builtins.int = ...,
         weights: _builtins.str = ...,
         age: _builtins.float = ...,
-        usual: _builtins.float = ...,
+        interval: _builtins.float = ...,
         state: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "state", b"state", "usual", b"usual", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "interval", b"interval", "state", b"state", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2104,7 +2104,7 @@ class SetPolicyVersionRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     ROLLBACK_FIELD_NUMBER: _builtins.int
-    PLACE_FIELD_NUMBER: _builtins.int
+    SHARD_INDEX_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     version: _builtins.int
@@ -2113,14 +2113,14 @@ class SetPolicyVersionRequest(_message.Message):
     """allows a version lower than the current one"""
     state: _builtins.str
     """Id of a full state of the trainer, of this version. It contains all that was consumed until now. With `rollback`
-    the trainer goes back to this state, which was named before: what tables have consumed since, and kept
-    (keep_consumed), returns to them, and items of versions that this undoes are dropped. Empty: neither.
+    the trainer goes back to this state, which was named before: what tables have consumed since, and retained
+    (retain_consumed), returns to them, and items of versions that this undoes are dropped. Empty: neither.
     """
     request: _builtins.int
     """as in DeleteRequest; 0: none. For a rollback to a state"""
     @_builtins.property
-    def place(self) -> Global___Place:
-        """By it this server grants its share of groups_per_step from now on, and for the versions up to this one. Absent: as
+    def shard_index(self) -> Global___ShardIndex:
+        """By it this server grants its share of fresh_groups_per_step from now on, and for the versions up to this one. Absent: as
         before; at first it is the only one.
         """
 
@@ -2130,13 +2130,13 @@ class SetPolicyVersionRequest(_message.Message):
         version: _builtins.int = ...,
         weights: _builtins.str = ...,
         rollback: _builtins.bool = ...,
-        place: Global___Place | None = ...,
+        shard_index: Global___ShardIndex | None = ...,
         state: _builtins.str = ...,
         request: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shard_index", b"shard_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["place", b"place", "request", b"request", "rollback", b"rollback", "state", b"state", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "rollback", b"rollback", "shard_index", b"shard_index", "state", b"state", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2182,32 +2182,32 @@ class GetPolicyRequest(_message.Message):
 Global___GetPolicyRequest: _TypeAlias = GetPolicyRequest  # noqa: Y015
 
 @_typing.final
-class Place(_message.Message):
-    """The place of a server among those of a run, which share groups_per_step: G groups a step. Server i of n grants
+class ShardIndex(_message.Message):
+    """Which server of a run this is. The servers share fresh_groups_per_step: G groups a step. Server i of n grants
     floor((i + 1) * G / n) - floor(i * G / n) of them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUMBER_FIELD_NUMBER: _builtins.int
-    SERVERS_FIELD_NUMBER: _builtins.int
-    number: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
     """from 0"""
-    servers: _builtins.int
+    shards: _builtins.int
     """0: others grant the share of this one"""
     def __init__(
         self,
         *,
-        number: _builtins.int = ...,
-        servers: _builtins.int = ...,
+        index: _builtins.int = ...,
+        shards: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "servers", b"servers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Place: _TypeAlias = Place  # noqa: Y015
+Global___ShardIndex: _TypeAlias = ShardIndex  # noqa: Y015
 
 @_typing.final
 class AcquirePermitsRequest(_message.Message):
@@ -2216,13 +2216,13 @@ class AcquirePermitsRequest(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
-    PLACE_FIELD_NUMBER: _builtins.int
+    SHARD_INDEX_FIELD_NUMBER: _builtins.int
     count: _builtins.int
     timeout: _builtins.float
     request: _builtins.int
     """random, chosen by the client: becomes the lease, so a retry gets the same one"""
     @_builtins.property
-    def place(self) -> Global___Place:
+    def shard_index(self) -> Global___ShardIndex:
         """counts until a trainer has said one"""
 
     def __init__(
@@ -2231,11 +2231,11 @@ class AcquirePermitsRequest(_message.Message):
         count: _builtins.int = ...,
         timeout: _builtins.float | None = ...,
         request: _builtins.int = ...,
-        place: Global___Place | None = ...,
+        shard_index: Global___ShardIndex | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "place", b"place", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "shard_index", b"shard_index", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "count", b"count", "place", b"place", "request", b"request", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "count", b"count", "request", b"request", "shard_index", b"shard_index", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout: _TypeAlias = _typing.Literal["timeout"]  # noqa: Y015
     _WhichOneofArgType__timeout: _TypeAlias = _typing.Literal["_timeout", b"_timeout"]  # noqa: Y015
@@ -2247,23 +2247,23 @@ Global___AcquirePermitsRequest: _TypeAlias = AcquirePermitsRequest  # noqa: Y015
 class Permits(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    LEASE_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
-    lease: _builtins.int
+    grant: _builtins.int
     count: _builtins.int
     ttl: _builtins.float
     """seconds until unused permits go back"""
     def __init__(
         self,
         *,
-        lease: _builtins.int = ...,
+        grant: _builtins.int = ...,
         count: _builtins.int = ...,
         ttl: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "lease", b"lease", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "grant", b"grant", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2273,11 +2273,11 @@ Global___Permits: _TypeAlias = Permits  # noqa: Y015
 class ReleasePermitsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    LEASE_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     MOVED_FIELD_NUMBER: _builtins.int
-    lease: _builtins.int
+    grant: _builtins.int
     count: _builtins.int
     """0: all that are left"""
     request: _builtins.int
@@ -2287,14 +2287,14 @@ class ReleasePermitsRequest(_message.Message):
     def __init__(
         self,
         *,
-        lease: _builtins.int = ...,
+        grant: _builtins.int = ...,
         count: _builtins.int = ...,
         request: _builtins.int = ...,
         moved: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "lease", b"lease", "moved", b"moved", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "grant", b"grant", "moved", b"moved", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2350,7 +2350,7 @@ class DescribeRequest(_message.Message):
     SETTINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """at most 64; each name and value has at most 256 characters"""
+        """at most 64; as JSON all have at most 4096 bytes"""
 
     def __init__(
         self,
@@ -2416,7 +2416,7 @@ Global___LeaveResponse: _TypeAlias = LeaveResponse  # noqa: Y015
 class AdmissionInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    GROUPS_PER_STEP_FIELD_NUMBER: _builtins.int
+    FRESH_GROUPS_PER_STEP_FIELD_NUMBER: _builtins.int
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
@@ -2424,9 +2424,9 @@ class AdmissionInfo(_message.Message):
     ACQUIRING_FIELD_NUMBER: _builtins.int
     EXPIRED_FIELD_NUMBER: _builtins.int
     TABLE_FIELD_NUMBER: _builtins.int
-    BUILDING_FIELD_NUMBER: _builtins.int
-    BUILDING_TABLES_FIELD_NUMBER: _builtins.int
-    groups_per_step: _builtins.int
+    PARTIAL_GROUPS_FIELD_NUMBER: _builtins.int
+    PERMIT_TABLES_FIELD_NUMBER: _builtins.int
+    fresh_groups_per_step: _builtins.int
     max_staleness: _builtins.int
     accepted: _builtins.int
     running: _builtins.int
@@ -2434,18 +2434,18 @@ class AdmissionInfo(_message.Message):
     expired: _builtins.int
     table: _builtins.str
     """only inserts into this table need permits"""
-    building: _builtins.int
-    """Of `running`: items of the tables `building` that came with a permit, drawn ones included."""
+    partial_groups: _builtins.int
+    """Of `running`: items of `permit_tables` that came with a permit, drawn ones included."""
     @_builtins.property
     def acquiring(self) -> Global___Waiting: ...
     @_builtins.property
-    def building_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The tables of groups under construction; empty: there is none."""
+    def permit_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The tables of partial groups; empty: there is none."""
 
     def __init__(
         self,
         *,
-        groups_per_step: _builtins.int = ...,
+        fresh_groups_per_step: _builtins.int = ...,
         max_staleness: _builtins.int = ...,
         accepted: _builtins.int = ...,
         running: _builtins.int = ...,
@@ -2453,19 +2453,19 @@ class AdmissionInfo(_message.Message):
         acquiring: Global___Waiting | None = ...,
         expired: _builtins.int = ...,
         table: _builtins.str = ...,
-        building: _builtins.int = ...,
-        building_tables: _abc.Iterable[_builtins.str] | None = ...,
+        partial_groups: _builtins.int = ...,
+        permit_tables: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["acquiring", b"acquiring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "acquiring", b"acquiring", "building", b"building", "building_tables", b"building_tables", "capacity", b"capacity", "expired", b"expired", "groups_per_step", b"groups_per_step", "max_staleness", b"max_staleness", "running", b"running", "table", b"table"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "acquiring", b"acquiring", "capacity", b"capacity", "expired", b"expired", "fresh_groups_per_step", b"fresh_groups_per_step", "max_staleness", b"max_staleness", "partial_groups", b"partial_groups", "permit_tables", b"permit_tables", "running", b"running", "table", b"table"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AdmissionInfo: _TypeAlias = AdmissionInfo  # noqa: Y015
 
 @_typing.final
-class CheckpointRequest(_message.Message):
+class CreateCheckpointRequest(_message.Message):
     """---------------------------------------------------------------------------------------------------- checkpoints"""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2484,7 +2484,7 @@ class CheckpointRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CheckpointRequest: _TypeAlias = CheckpointRequest  # noqa: Y015
+Global___CreateCheckpointRequest: _TypeAlias = CreateCheckpointRequest  # noqa: Y015
 
 @_typing.final
 class CheckpointInfo(_message.Message):

@@ -54,9 +54,9 @@ class ReplayStub(object):
                 request_serializer=replay__protos_dot_replay__pb2.DrawRequest.SerializeToString,
                 response_deserializer=replay__protos_dot_replay__pb2.SampleResponse.FromString,
                 _registered_method=True)
-        self.TakeItems = channel.unary_unary(
-                '/replay.v1.Replay/TakeItems',
-                request_serializer=replay__protos_dot_replay__pb2.TakeItemsRequest.SerializeToString,
+        self.ConsumeItems = channel.unary_unary(
+                '/replay.v1.Replay/ConsumeItems',
+                request_serializer=replay__protos_dot_replay__pb2.ConsumeItemsRequest.SerializeToString,
                 response_deserializer=replay__protos_dot_replay__pb2.MutationResponse.FromString,
                 _registered_method=True)
         self.UpdatePriorities = channel.unary_unary(
@@ -79,8 +79,8 @@ class ReplayStub(object):
                 request_serializer=replay__protos_dot_replay__pb2.ListItemsRequest.SerializeToString,
                 response_deserializer=replay__protos_dot_replay__pb2.ListItemsResponse.FromString,
                 _registered_method=True)
-        self.Calls = channel.stream_stream(
-                '/replay.v1.Replay/Calls',
+        self.Multiplex = channel.stream_stream(
+                '/replay.v1.Replay/Multiplex',
                 request_serializer=replay__protos_dot_replay__pb2.CallRequest.SerializeToString,
                 response_deserializer=replay__protos_dot_replay__pb2.CallResponse.FromString,
                 _registered_method=True)
@@ -139,9 +139,9 @@ class ReplayStub(object):
                 request_serializer=replay__protos_dot_replay__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=replay__protos_dot_replay__pb2.LeaveResponse.FromString,
                 _registered_method=True)
-        self.Checkpoint = channel.unary_unary(
-                '/replay.v1.Replay/Checkpoint',
-                request_serializer=replay__protos_dot_replay__pb2.CheckpointRequest.SerializeToString,
+        self.CreateCheckpoint = channel.unary_unary(
+                '/replay.v1.Replay/CreateCheckpoint',
+                request_serializer=replay__protos_dot_replay__pb2.CreateCheckpointRequest.SerializeToString,
                 response_deserializer=replay__protos_dot_replay__pb2.CheckpointInfo.FromString,
                 _registered_method=True)
         self.ListCheckpoints = channel.unary_unary(
@@ -179,7 +179,7 @@ class ReplayServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def TakeItems(self, request, context):
+    def ConsumeItems(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -209,7 +209,7 @@ class ReplayServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Calls(self, request_iterator, context):
+    def Multiplex(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -283,7 +283,7 @@ class ReplayServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Checkpoint(self, request, context):
+    def CreateCheckpoint(self, request, context):
         """Checkpoints.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -319,9 +319,9 @@ def add_ReplayServicer_to_server(servicer, server):
                     request_deserializer=replay__protos_dot_replay__pb2.DrawRequest.FromString,
                     response_serializer=replay__protos_dot_replay__pb2.SampleResponse.SerializeToString,
             ),
-            'TakeItems': grpc.unary_unary_rpc_method_handler(
-                    servicer.TakeItems,
-                    request_deserializer=replay__protos_dot_replay__pb2.TakeItemsRequest.FromString,
+            'ConsumeItems': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConsumeItems,
+                    request_deserializer=replay__protos_dot_replay__pb2.ConsumeItemsRequest.FromString,
                     response_serializer=replay__protos_dot_replay__pb2.MutationResponse.SerializeToString,
             ),
             'UpdatePriorities': grpc.unary_unary_rpc_method_handler(
@@ -344,8 +344,8 @@ def add_ReplayServicer_to_server(servicer, server):
                     request_deserializer=replay__protos_dot_replay__pb2.ListItemsRequest.FromString,
                     response_serializer=replay__protos_dot_replay__pb2.ListItemsResponse.SerializeToString,
             ),
-            'Calls': grpc.stream_stream_rpc_method_handler(
-                    servicer.Calls,
+            'Multiplex': grpc.stream_stream_rpc_method_handler(
+                    servicer.Multiplex,
                     request_deserializer=replay__protos_dot_replay__pb2.CallRequest.FromString,
                     response_serializer=replay__protos_dot_replay__pb2.CallResponse.SerializeToString,
             ),
@@ -404,9 +404,9 @@ def add_ReplayServicer_to_server(servicer, server):
                     request_deserializer=replay__protos_dot_replay__pb2.LeaveRequest.FromString,
                     response_serializer=replay__protos_dot_replay__pb2.LeaveResponse.SerializeToString,
             ),
-            'Checkpoint': grpc.unary_unary_rpc_method_handler(
-                    servicer.Checkpoint,
-                    request_deserializer=replay__protos_dot_replay__pb2.CheckpointRequest.FromString,
+            'CreateCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateCheckpoint,
+                    request_deserializer=replay__protos_dot_replay__pb2.CreateCheckpointRequest.FromString,
                     response_serializer=replay__protos_dot_replay__pb2.CheckpointInfo.SerializeToString,
             ),
             'ListCheckpoints': grpc.unary_unary_rpc_method_handler(
@@ -534,7 +534,7 @@ class Replay(object):
             _registered_method=True)
 
     @staticmethod
-    def TakeItems(request,
+    def ConsumeItems(request,
             target,
             options=(),
             channel_credentials=None,
@@ -547,8 +547,8 @@ class Replay(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/replay.v1.Replay/TakeItems',
-            replay__protos_dot_replay__pb2.TakeItemsRequest.SerializeToString,
+            '/replay.v1.Replay/ConsumeItems',
+            replay__protos_dot_replay__pb2.ConsumeItemsRequest.SerializeToString,
             replay__protos_dot_replay__pb2.MutationResponse.FromString,
             options,
             channel_credentials,
@@ -669,7 +669,7 @@ class Replay(object):
             _registered_method=True)
 
     @staticmethod
-    def Calls(request_iterator,
+    def Multiplex(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -682,7 +682,7 @@ class Replay(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/replay.v1.Replay/Calls',
+            '/replay.v1.Replay/Multiplex',
             replay__protos_dot_replay__pb2.CallRequest.SerializeToString,
             replay__protos_dot_replay__pb2.CallResponse.FromString,
             options,
@@ -993,7 +993,7 @@ class Replay(object):
             _registered_method=True)
 
     @staticmethod
-    def Checkpoint(request,
+    def CreateCheckpoint(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1006,8 +1006,8 @@ class Replay(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/replay.v1.Replay/Checkpoint',
-            replay__protos_dot_replay__pb2.CheckpointRequest.SerializeToString,
+            '/replay.v1.Replay/CreateCheckpoint',
+            replay__protos_dot_replay__pb2.CreateCheckpointRequest.SerializeToString,
             replay__protos_dot_replay__pb2.CheckpointInfo.FromString,
             options,
             channel_credentials,

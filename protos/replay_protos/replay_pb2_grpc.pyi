@@ -52,12 +52,12 @@ class ReplayStub:
     InsertStream: _grpc.StreamStreamMultiCallable[_replay_pb2.InsertRequest, _replay_pb2.InsertResponse]
     Sample: _grpc.UnaryStreamMultiCallable[_replay_pb2.SampleRequest, _replay_pb2.SampleResponse]
     Draw: _grpc.StreamStreamMultiCallable[_replay_pb2.DrawRequest, _replay_pb2.SampleResponse]
-    TakeItems: _grpc.UnaryUnaryMultiCallable[_replay_pb2.TakeItemsRequest, _replay_pb2.MutationResponse]
+    ConsumeItems: _grpc.UnaryUnaryMultiCallable[_replay_pb2.ConsumeItemsRequest, _replay_pb2.MutationResponse]
     UpdatePriorities: _grpc.UnaryUnaryMultiCallable[_replay_pb2.UpdatePrioritiesRequest, _replay_pb2.MutationResponse]
     Delete: _grpc.UnaryUnaryMultiCallable[_replay_pb2.DeleteRequest, _replay_pb2.MutationResponse]
     Get: _grpc.UnaryStreamMultiCallable[_replay_pb2.GetRequest, _replay_pb2.GetResponse]
     ListItems: _grpc.UnaryUnaryMultiCallable[_replay_pb2.ListItemsRequest, _replay_pb2.ListItemsResponse]
-    Calls: _grpc.StreamStreamMultiCallable[_replay_pb2.CallRequest, _replay_pb2.CallResponse]
+    Multiplex: _grpc.StreamStreamMultiCallable[_replay_pb2.CallRequest, _replay_pb2.CallResponse]
     ShareMemory: _grpc.StreamStreamMultiCallable[_replay_pb2.ShareMemoryRequest, _replay_pb2.ShareMemoryResponse]
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_replay_pb2.GetServerInfoRequest, _replay_pb2.ServerInfo]
     """Tables."""
@@ -71,7 +71,7 @@ class ReplayStub:
     ReleasePermits: _grpc.UnaryUnaryMultiCallable[_replay_pb2.ReleasePermitsRequest, _replay_pb2.ReleasePermitsResponse]
     Describe: _grpc.UnaryUnaryMultiCallable[_replay_pb2.DescribeRequest, _replay_pb2.DescribeResponse]
     Leave: _grpc.UnaryUnaryMultiCallable[_replay_pb2.LeaveRequest, _replay_pb2.LeaveResponse]
-    Checkpoint: _grpc.UnaryUnaryMultiCallable[_replay_pb2.CheckpointRequest, _replay_pb2.CheckpointInfo]
+    CreateCheckpoint: _grpc.UnaryUnaryMultiCallable[_replay_pb2.CreateCheckpointRequest, _replay_pb2.CheckpointInfo]
     """Checkpoints."""
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_replay_pb2.ListCheckpointsRequest, _replay_pb2.ListCheckpointsResponse]
 
@@ -83,12 +83,12 @@ class ReplayAsyncStub(ReplayStub):
     InsertStream: _aio.StreamStreamMultiCallable[_replay_pb2.InsertRequest, _replay_pb2.InsertResponse]  # type: ignore[assignment]
     Sample: _aio.UnaryStreamMultiCallable[_replay_pb2.SampleRequest, _replay_pb2.SampleResponse]  # type: ignore[assignment]
     Draw: _aio.StreamStreamMultiCallable[_replay_pb2.DrawRequest, _replay_pb2.SampleResponse]  # type: ignore[assignment]
-    TakeItems: _aio.UnaryUnaryMultiCallable[_replay_pb2.TakeItemsRequest, _replay_pb2.MutationResponse]  # type: ignore[assignment]
+    ConsumeItems: _aio.UnaryUnaryMultiCallable[_replay_pb2.ConsumeItemsRequest, _replay_pb2.MutationResponse]  # type: ignore[assignment]
     UpdatePriorities: _aio.UnaryUnaryMultiCallable[_replay_pb2.UpdatePrioritiesRequest, _replay_pb2.MutationResponse]  # type: ignore[assignment]
     Delete: _aio.UnaryUnaryMultiCallable[_replay_pb2.DeleteRequest, _replay_pb2.MutationResponse]  # type: ignore[assignment]
     Get: _aio.UnaryStreamMultiCallable[_replay_pb2.GetRequest, _replay_pb2.GetResponse]  # type: ignore[assignment]
     ListItems: _aio.UnaryUnaryMultiCallable[_replay_pb2.ListItemsRequest, _replay_pb2.ListItemsResponse]  # type: ignore[assignment]
-    Calls: _aio.StreamStreamMultiCallable[_replay_pb2.CallRequest, _replay_pb2.CallResponse]  # type: ignore[assignment]
+    Multiplex: _aio.StreamStreamMultiCallable[_replay_pb2.CallRequest, _replay_pb2.CallResponse]  # type: ignore[assignment]
     ShareMemory: _aio.StreamStreamMultiCallable[_replay_pb2.ShareMemoryRequest, _replay_pb2.ShareMemoryResponse]  # type: ignore[assignment]
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_replay_pb2.GetServerInfoRequest, _replay_pb2.ServerInfo]  # type: ignore[assignment]
     """Tables."""
@@ -102,7 +102,7 @@ class ReplayAsyncStub(ReplayStub):
     ReleasePermits: _aio.UnaryUnaryMultiCallable[_replay_pb2.ReleasePermitsRequest, _replay_pb2.ReleasePermitsResponse]  # type: ignore[assignment]
     Describe: _aio.UnaryUnaryMultiCallable[_replay_pb2.DescribeRequest, _replay_pb2.DescribeResponse]  # type: ignore[assignment]
     Leave: _aio.UnaryUnaryMultiCallable[_replay_pb2.LeaveRequest, _replay_pb2.LeaveResponse]  # type: ignore[assignment]
-    Checkpoint: _aio.UnaryUnaryMultiCallable[_replay_pb2.CheckpointRequest, _replay_pb2.CheckpointInfo]  # type: ignore[assignment]
+    CreateCheckpoint: _aio.UnaryUnaryMultiCallable[_replay_pb2.CreateCheckpointRequest, _replay_pb2.CheckpointInfo]  # type: ignore[assignment]
     """Checkpoints."""
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_replay_pb2.ListCheckpointsRequest, _replay_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
 
@@ -137,9 +137,9 @@ class ReplayServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_replay_pb2.SampleResponse], _abc.AsyncIterator[_replay_pb2.SampleResponse]]: ...
 
     @_abc_1.abstractmethod
-    def TakeItems(
+    def ConsumeItems(
         self,
-        request: _replay_pb2.TakeItemsRequest,
+        request: _replay_pb2.ConsumeItemsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replay_pb2.MutationResponse, _abc.Awaitable[_replay_pb2.MutationResponse]]: ...
 
@@ -172,7 +172,7 @@ class ReplayServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_replay_pb2.ListItemsResponse, _abc.Awaitable[_replay_pb2.ListItemsResponse]]: ...
 
     @_abc_1.abstractmethod
-    def Calls(
+    def Multiplex(
         self,
         request_iterator: _MaybeAsyncIterator[_replay_pb2.CallRequest],
         context: _ServicerContext,
@@ -258,9 +258,9 @@ class ReplayServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_replay_pb2.LeaveResponse, _abc.Awaitable[_replay_pb2.LeaveResponse]]: ...
 
     @_abc_1.abstractmethod
-    def Checkpoint(
+    def CreateCheckpoint(
         self,
-        request: _replay_pb2.CheckpointRequest,
+        request: _replay_pb2.CreateCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replay_pb2.CheckpointInfo, _abc.Awaitable[_replay_pb2.CheckpointInfo]]:
         """Checkpoints."""

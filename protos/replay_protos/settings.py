@@ -6,7 +6,8 @@ pydantic checks settings, and its errors have several lines. They do not name wh
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,23 +26,78 @@ def unknown_name(name: object, known: Collection[str]) -> str:
     return f"there is no {str(name)[:100]!r}; {hint}"
 
 
-def explain(error: ValidationError) -> str:
-    """All that is wrong, a clause each: `tables.1.max_size: Input should be greater than or equal to 1, not 0`.
+_IN_OUR_WORDS = (
+    (r"^Field required$", "is needed"),
+    (r"^Input should be ", "must be "),
+    (r"^Input is not a valid path.*", "must be a path"),
+    (r"^(String|Tuple|List|Dictionary|Set) should have ", "must have "),
+    (r"^Extra inputs are not permitted$", "is no setting"),
+    (r"^String should match pattern ", "must match the pattern "),
+    (r"^('.*') is not one of (.*)\.$", r"must be one of \2, not \1"),
+    ("greater than or equal to", "at least"),
+    ("less than or equal to", "at most"),
+    ("a valid integer.*", "a whole number"),
+    ("a valid number.*", "a number"),
+    ("a valid boolean.*", "true or false"),
+    ("a valid string.*", "a text"),
+    ("a valid (tuple|list|array).*", "a list"),
+    (" after validation", ""),
+    ("a valid dictionary.*", "an object of names and values"),
+)
+"""What pydantic and click say, and what we say."""
+_OURS = "Value error, "
+"""Pydantic's words before a sentence of a check of ours."""
+_VERBS = ("must ", "is needed", "is no setting")
 
-    Values of [security] are not shown.
+
+def in_our_words(message: str) -> str:
+    """A message of pydantic or click as the end of a sentence about a setting: `must be a whole number`."""
+    if message.startswith(_OURS):
+        return message.removeprefix(_OURS)
+    for theirs, ours in _IN_OUR_WORDS:
+        message = re.sub(theirs, ours, message)
+    return message
+
+
+def about(name: str, message: str) -> str:
+    """What is wrong with a setting: `max_size must be at least 1`, `weights_url: there is no host in it`."""
+    connector = " " if message.startswith(_VERBS) else ": "
+    return f"{name}{connector}{message}"
+
+
+def explain(error: ValidationError, sections: str | None = None) -> str:
+    """All that is wrong, a clause each: `max_size must be at least 1, not 0`. Values of [security] are not shown.
+
+    `sections`: the names are those of a TOML file, whose sections stand below this name, `"serve."` or `""`:
+    `[serve.server] fsync must be ...`, `[[serve.tables]] number 2: max_size must be ...`.
     """
     clauses = []
     for problem in error.errors():
-        place = ".".join(str(part) for part in problem["loc"])
-        message = problem["msg"].removeprefix("Value error, ")
-        value = problem["input"][:100] if isinstance(problem["input"], str) else problem["input"]
-        shown = isinstance(value, str | float) or _is_small(value)
-        # A secret written where the name of its file belongs must not come out in a log.
-        given = f", not {value!r}" if shown and "security" not in problem["loc"] else ""
-        if repr(value) in message:
-            given = ""
-        clauses.append(f"{place}: {message}{given}" if place else f"{message}{given}")
+        message = in_our_words(problem["msg"])
+        if problem["type"] not in ("missing", "extra_forbidden"):
+            value = problem["input"][:100] if isinstance(problem["input"], str) else problem["input"]
+            shown = isinstance(value, str | float) or _is_small(value)
+            # A secret written where the name of its file belongs must not come out in a log.
+            if shown and "security" not in problem["loc"] and repr(value) not in message:
+                message += f", not {value!r}"
+        section, name = _place(problem["loc"], sections)
+        if name:
+            message = about(name, message)
+        clauses.append(f"{section} {message}" if section else message)
     return "; ".join(clauses)
+
+
+def _place(location: Sequence[int | str], sections: str | None) -> tuple[str, str]:
+    """The section of a setting in a file, and its name there; "" stands for neither."""
+    rest = [str(part) for part in location]
+    section = ""
+    if sections is not None and rest:
+        section = f"[{sections}{rest.pop(0)}]"
+        if rest and isinstance(location[1], int):
+            section = f"[{section}] number {int(rest.pop(0)) + 1}:"
+    elif sections:
+        section = f"[{sections.rstrip('.')}]"
+    return section, ".".join(rest)
 
 
 def _is_small(value: object) -> bool:

@@ -144,11 +144,11 @@ class Mailbox:
         """Maps the memory that the server has sent, and ends the mailbox. None: nothing came."""
         with self._socket, suppress(BlockingIOError):
             self.path.unlink(missing_ok=True)
-            said, fds, _, _ = socket.recv_fds(self._socket, _RING_ID, 1)
+            sent_id, fds, _, _ = socket.recv_fds(self._socket, _RING_ID, 1)
             for fd in fds:
                 try:
                     # Another client's link at the path of its own mailbox could lead the server to this one.
-                    if int.from_bytes(said, "little") == ring_id:
+                    if int.from_bytes(sent_id, "little") == ring_id:
                         return Segment(self.path, ring_id, fd, capacity)
                 finally:
                     os.close(fd)

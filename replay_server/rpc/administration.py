@@ -41,7 +41,7 @@ class AdministrationMethods:
         server_info.insert_streams = self.backend.calls.open["InsertStream"]
         server_info.sample_streams = self.backend.calls.open["Draw"]
         server_info.long_wait = info.long_wait(self.buffer, self.backend.clients)
-        server_info.silences.extend(info.silences(self.buffer, self.backend.clients))
+        server_info.overdue.extend(info.overdue_clients(self.buffer, self.backend.clients))
         server_info.clients.extend(info.clients(self.buffer, self.backend.clients))
         server_info.time = time.time()
         server_info.resident_bytes = host.resident_bytes()
@@ -66,7 +66,7 @@ class AdministrationMethods:
         removed = self.buffer.reset(request.table)
         return pb.ResetResponse(removed=removed)
 
-    async def Checkpoint(self, request: pb.CheckpointRequest, call: Call) -> pb.CheckpointInfo:
+    async def CreateCheckpoint(self, request: pb.CreateCheckpointRequest, call: Call) -> pb.CheckpointInfo:
         return info.checkpoint(await self._checkpoints().write(request.name))
 
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, call: Call) -> pb.ListCheckpointsResponse:

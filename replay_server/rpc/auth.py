@@ -23,7 +23,8 @@ from grpc_reflection.v1alpha import reflection
 
 from replay_protos.framing import SERVICE
 from replay_protos.transport import PemFiles, readable_by_others
-from replay_server.config import SecuritySection
+from replay_protos.words import counted
+from replay_server.config import SecurityConfig
 
 T = TypeVar("T")
 log = logging.getLogger("replay_server")
@@ -55,8 +56,8 @@ ROLES = {
     "InsertStream": Role.READ_WRITE,
     "Sample": Role.READ_WRITE,
     "Draw": Role.READ_WRITE,
-    "TakeItems": Role.READ_WRITE,
-    "Calls": Role.READ_WRITE,  # what it carries needs no more
+    "ConsumeItems": Role.READ_WRITE,
+    "Multiplex": Role.READ_WRITE,  # what it carries needs no more
     "UpdatePriorities": Role.READ_WRITE,
     "Delete": Role.READ_WRITE,
     "SetPolicyVersion": Role.READ_WRITE,
@@ -64,7 +65,7 @@ ROLES = {
     "ReleasePermits": Role.READ_WRITE,
     "Describe": Role.READ_WRITE,
     "Leave": Role.READ_WRITE,
-    "Checkpoint": Role.READ_WRITE,  # a trainer makes one with each of its own
+    "CreateCheckpoint": Role.READ_WRITE,  # a trainer makes one with each of its own
     "UpdateTable": Role.ADMIN,
     "Reset": Role.ADMIN,
 }
@@ -131,7 +132,7 @@ class Authorizer(grpc.aio.ServerInterceptor):
     A tokens file that has changed is read again. If it cannot be used, the tokens read before stay in force.
     """
 
-    def __init__(self, section: SecuritySection, environment: Mapping[str, str]) -> None:
+    def __init__(self, section: SecurityConfig, environment: Mapping[str, str]) -> None:
         """`environment` may give the tokens (REPLAY_TOKENS) or their file (REPLAY_TOKENS_FILE); the section wins.
 
         Raises ValueError that names the file or the variable.
@@ -171,14 +172,14 @@ class Authorizer(grpc.aio.ServerInterceptor):
     def _check(self, method: str, metadata: Any) -> tuple[grpc.StatusCode | None, str]:
         """The code and message with which to refuse the call; (None, "") if it may proceed."""
         service, _, name = method.removeprefix("/").partition("/")
-        given = [value for key, value in metadata if key == "authorization"]
-        if not given:
+        authorizations = [value for key, value in metadata if key == "authorization"]
+        if not authorizations:
             return grpc.StatusCode.UNAUTHENTICATED, (
                 "this server wants a token and the call has none: set REPLAY_TOKEN or REPLAY_TOKEN_FILE, give "
                 "--token-file, or pass token=... to the client"
             )
-        scheme, _, token = str(given[0]).partition(" ")
-        role = self._role_of(token) if len(given) == 1 and scheme.lower() == "bearer" else None
+        scheme, _, token = str(authorizations[0]).partition(" ")
+        role = self._role_of(token) if len(authorizations) == 1 and scheme.lower() == "bearer" else None
         if role is None:
             return grpc.StatusCode.UNAUTHENTICATED, (
                 "the token is not one of this server's: check that REPLAY_TOKEN, REPLAY_TOKEN_FILE, --token-file or "
@@ -223,7 +224,11 @@ class Authorizer(grpc.aio.ServerInterceptor):
         self._refused += 1
         if (now := time.monotonic()) - self._logged > _SECONDS_PER_LINE:
             log.warning(
-                "refused %d calls since this was last said; the last: %s from %s: %s", self._refused, method, peer, why
+                "refused %s since this was last said; the last: %s from %s: %s",
+                counted(self._refused, "call"),
+                method,
+                peer,
+                why,
             )
             self._refused, self._logged = 0, now
 
@@ -244,7 +249,7 @@ class Reread(Generic[T]):
         self._name = name
         self._read = read
         self._files = [path for path in files if path is not None]
-        self._seen = self._state()
+        self._last_state = self._state()
         self._looked = float("-inf")
         self.value = read()
 
@@ -254,9 +259,10 @@ class Reread(Generic[T]):
         if now - self._looked < SECONDS_PER_LOOK:
             return False
         self._looked = now
-        before, self._seen = self._seen, self._state()
-        if self._seen == before:
+        state = self._state()
+        if state == self._last_state:
             return False
+        self._last_state = state
         try:
             self.value = self._read()
         except ValueError as error:
@@ -277,7 +283,7 @@ class Reread(Generic[T]):
 class ServerCertificates:
     """The server's TLS certificate, private key and client authority. They may change while it runs."""
 
-    def __init__(self, section: SecuritySection) -> None:
+    def __init__(self, section: SecurityConfig) -> None:
         """Raises ValueError that names the file and the remedy."""
         self._section = section
         cert, key, ca = section.tls_cert, section.tls_key, section.tls_client_ca

@@ -3,8 +3,8 @@
 * `Call` is one call: the way of its requests and responses, through rings where its client wants that.
 * `Method` runs the calls of one method. It counts and times them. A Refused ends a call with code, message and reason.
 * `once` lets a request that comes again get the answer of its first time.
-* `Calls` carries methods with one short response, one call after the other, on an open stream. To gRPC in Python a
-  message on an open stream costs half of a call (`python -m experiments.floor`).
+* `Multiplex` carries methods with one short response, one call after the other, on an open stream. To gRPC in Python a
+  message on an open stream costs half of a call (docs/record/performance.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from replay_protos.framing import BYTES_PER_MESSAGE, Frame, frame_reader, write_
 from replay_server.errors import Code, Refused, deadline, invalid
 from replay_server.rpc.clients import Context
 from replay_server.rpc.limits import Backend
-from replay_server.rpc.rings.carrying import Carrier, Rings
+from replay_server.rpc.ring_transfer import Carrier, Rings
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.table import Payload
 
@@ -161,14 +161,14 @@ class Method:
                 self.latencies.ended(self.name, code, None if self._endless else time.perf_counter() - began)
 
 
-class Calls:
+class Multiplex:
     """The method of this name: calls of SHORT_METHODS on an open stream."""
 
     def __init__(self, methods: Mapping[str, Method]) -> None:
         """`methods`: of the whole service."""
         self._methods = methods
 
-    async def Calls(self, call: Call) -> None:
+    async def Multiplex(self, call: Call) -> None:
         while (request := await call.read()) is not None:
             await call.write(await self._respond(request, call))
 

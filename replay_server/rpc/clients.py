@@ -30,7 +30,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _PREFIX = "replay/"
 
 
-class Side(StrEnum):
+class ClientRole(StrEnum):
     """What a client does here."""
 
     GENERATOR = "generator"
@@ -47,7 +47,7 @@ class Side(StrEnum):
     """It says that it passes items on. Whatever else it does, it is that."""
 
 
-_PASSING = (Side.SCORER, Side.STAGE)
+_PASSING = (ClientRole.SCORER, ClientRole.STAGE)
 
 
 @dataclass
@@ -57,9 +57,9 @@ class Client:
     name: str
     connection: str
     """The one whose name it is."""
-    roles: set[Side] = field(default_factory=set)
-    seen: float = 0.0
-    """When it sent its last request, by the clock of the buffer."""
+    roles: set[ClientRole] = field(default_factory=set)
+    last_seen_at: float = 0.0
+    """When it sent its last request, or its last call ended, by the clock of the buffer."""
     calls: Counter[str] = field(default_factory=Counter)
     """Calls and streams that are open, by connection."""
     ended: bool = False
@@ -81,7 +81,7 @@ class Client:
         return not self.calls and self.left <= since and self.left - self.began >= seconds
 
 
-Seen: TypeAlias = Callable[[Side | None], object]
+OnMessage: TypeAlias = Callable[[ClientRole | None], object]
 """Notes a sign of life of one client, a message on its open stream, and perhaps what it does."""
 
 
@@ -98,7 +98,7 @@ class Clients:
         return reversed(self._by_name.values())
 
     @contextmanager
-    def calling(self, context: Context, role: Side | None) -> Iterator[Seen]:
+    def calling(self, context: Context, role: ClientRole | None) -> Iterator[OnMessage]:
         """Counts a call of a client as open, and as its sign of life. So is each call of the result.
 
         `role` None: only its messages tell what the client does.
@@ -107,7 +107,7 @@ class Clients:
             yield lambda role: None
             return
         connection = context.peer()
-        client = self._see(name, connection, role)
+        client = self._record_sign_of_life(name, connection, role)
         if not client.taken:
             client.connection = connection
         if not client.calls:
@@ -115,10 +115,11 @@ class Clients:
         client.calls[connection] += 1
 
         try:
-            yield partial(self._see, name, connection)
+            yield partial(self._record_sign_of_life, name, connection)
         finally:
             client.calls -= Counter([connection])
             client.left = self._clock()
+            self._see(client)  # a client that waits sends nothing: the end of its connection is its last sign
 
     def describe(self, context: Context, settings: dict[str, str]) -> None:
         """The client says what it is set to, instead of what it said before. Raises Refused."""
@@ -129,7 +130,7 @@ class Clients:
         connection, before = context.peer(), self._by_name.get(name)
         if before is not None and before.taken and before.connection != connection:
             raise invalid(f"{name!r} is the name of another connection, which is open: give this client another name")
-        client = self._see(name, connection, None)
+        client = self._record_sign_of_life(name, connection, None)
         client.settings = text
         left = MAX_DESCRIPTIONS
         for each in self:
@@ -137,19 +138,20 @@ class Clients:
                 each.settings = "{}"
         if table := settings.get("prompts_table"):
             self.prompt_tables.add(table.strip('"'))  # it is JSON
-            client.roles.discard(Side.TRAINER)  # it may have drawn prompts before it said so
-        if (part := settings.get("part", "").strip('"')) in (Side.TRAINER, Side.GENERATOR):
-            client.roles.add(Side(part))  # it may load its model for minutes, before it does anything
+            client.roles.discard(ClientRole.TRAINER)  # it may have drawn prompts before it said so
+        if (part := settings.get("part", "").strip('"')) in (ClientRole.TRAINER, ClientRole.GENERATOR):
+            client.roles.add(ClientRole(part))  # it may load its model for minutes, before it does anything
         elif part in _PASSING:
-            client.roles = {Side(part)}
+            client.roles = {ClientRole(part)}
 
     def leave(self, context: Context) -> None:
         """The client says that it ends. It counts for nothing under the name of another connection."""
         client = self._by_name.get(name_of(context))
         if client is not None and client.connection == context.peer():
             client.ended = True
+            client.last_seen_at = self._clock()
 
-    def missed(self, role: Side) -> Sequence[Client]:
+    def missed(self, role: ClientRole) -> Sequence[Client]:
         """Those of whom something is expected: all that have not ended. Nobody if the one seen last has.
 
         One that was killed long ago, and replaced, is not waited for after its successor has ended.
@@ -157,18 +159,23 @@ class Clients:
         known = [client for client in self if role in client.roles]
         return [] if known and known[0].ended else [client for client in known if not client.ended]
 
-    def _see(self, name: str, connection: str, role: Side | None) -> Client:
+    def _record_sign_of_life(self, name: str, connection: str, role: ClientRole | None) -> Client:
         client = self._by_name.get(name)
         if client is None:
             client = self._by_name[name] = Client(name, connection)
             if len(self._by_name) > MAX_CLIENTS:
                 self._by_name.popitem(last=False)
-        else:
-            self._by_name.move_to_end(name)
-        client.seen, client.ended = self._clock(), False
+        self._see(client)
+        client.ended = False
         if role is not None and client.roles.isdisjoint(_PASSING):
             client.roles.add(role)
         return client
+
+    def _see(self, client: Client) -> None:
+        """Note a sign of life of a client."""
+        client.last_seen_at = self._clock()
+        if client.name in self._by_name:  # it may have been forgotten, for there are many
+            self._by_name.move_to_end(client.name)
 
 
 def name_of(context: Context) -> str:

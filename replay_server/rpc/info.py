@@ -1,14 +1,14 @@
 """Info: the state of the buffer, of its tables and of checkpoints, as the protobuf messages that clients get.
 
-It also says which side of the run is gone: this is the one rule for whoever looks at a server. A side is gone if it has
+It also says who of the run is overdue: this is the one rule for whoever looks at a server. A role is overdue if it has
 done nothing for three usual intervals, at least LONG_WAIT; or if its clients were connected for LONG_WAIT, and then not
-for LONG_WAIT: who was paused often would otherwise be missed late. A side is not gone if
+for LONG_WAIT: who was paused often would otherwise be missed late. It is not overdue if
 
-* nothing is known of its rhythm yet, and no client of it was connected for so long,
+* no usual interval of it is known yet, and no client of it was connected for so long,
 * one of its requests waits here, so that it is there,
 * or every client that did its work has said that it ends (Leave).
 
-The trainer's rhythm is that of policy versions or, if it publishes none, of its samples. Nobody inserts into a table
+The trainer's interval is that of policy versions or, if it publishes none, of its samples. Nobody inserts into a table
 less often than once a step, so generators have three of the trainer's intervals, if those are longer than their own.
 """
 
@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 
 from replay_protos import replay_pb2 as pb
-from replay_server.rpc.clients import Client, Clients, Side
+from replay_server.rpc.clients import Client, ClientRole, Clients
 from replay_server.storage.checkpoints import Checkpoint
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import FloatArray, IntArray
 from replay_server.tables.extensions.admission import Admission
-from replay_server.tables.extensions.construction import Construction
 from replay_server.tables.extensions.history import History
+from replay_server.tables.extensions.permit_tables import PermitTables
 from replay_server.tables.meters import Meter
 from replay_server.tables.table import Table
 from replay_server.tables.waiting import Line
@@ -40,7 +40,7 @@ def policy(buffer: ReplayBuffer) -> pb.Policy:
         version=current.version,
         weights=current.weights,
         age=age,
-        usual=buffer.versions.usual,
+        interval=buffer.versions.interval,
         state=history.last_state if (history := History.of(buffer)) is not None else "",
     )
 
@@ -60,7 +60,7 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
     if (admission := Admission.of(buffer)) is not None:
         info.admission.CopyFrom(
             pb.AdmissionInfo(
-                groups_per_step=admission.config.groups_per_step,
+                fresh_groups_per_step=admission.config.fresh_groups_per_step,
                 max_staleness=admission.config.max_staleness,
                 accepted=admission.accepted,
                 running=admission.running,
@@ -68,8 +68,8 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
                 acquiring=_waiting(admission.line, lambda pending: admission.why_no_permits(pending.count)),
                 expired=admission.expired,
                 table=admission.table,
-                building=len(admission.building),
-                building_tables=admission.config.building,
+                partial_groups=len(admission.partial_groups),
+                permit_tables=admission.config.permit_tables,
             )
         )
     return info
@@ -78,7 +78,7 @@ def server_info(buffer: ReplayBuffer, names: Sequence[str]) -> pb.ServerInfo:
 def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
     now, lines, columns = buffer.clock(), buffer.lines[table.name], table.columns
     slots = columns.occupied()
-    kept = np.array(list(columns.retained.values()), dtype=np.int64)
+    retained = np.array(list(columns.retained.values()), dtype=np.int64)
     staleness = buffer.policy.version - columns.policy_version[slots]
     np.maximum(staleness, 0, out=staleness)
     limiter, flow = table.limiter, table.flow.measured()
@@ -108,15 +108,15 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
             difference=limiter.inserts * limiter.samples_per_insert - limiter.samples,
             size=max(0, limiter.size),
         ),
-        inserted=_rhythm(table.inserted, now),
-        sampled=_rhythm(table.sampled, now),
+        inserted=_arrival_times(buffer, table.inserted, now),
+        sampled=_arrival_times(buffer, table.sampled, now),
         values=[pb.ValueInfo(**value) for value in table.balanced.values()] if table.balanced else [],
-        waiting_rows=table.waiting.count,
-        lacking=[pb.Lacking(name=name, items=items) for name, items in table.waiting.lacking().items()],
-        waiting_seconds=max(0.0, now - table.waits_since) if table.waiting.count else 0.0,
+        incomplete_items=table.waiting.count,
+        missing_columns=[pb.MissingColumn(name=name, items=items) for name, items in table.waiting.lacking().items()],
+        incomplete_seconds=max(0.0, now - table.waits_since) if table.waiting.count else 0.0,
         flow=None if flow is None else pb.Flow(**flow),
-        kept=kept.size,
-        kept_bytes=int(columns.cost[kept].sum()),
+        retained=retained.size,
+        retained_bytes=int(columns.cost[retained].sum()),
         **table.counts(),
     )
 
@@ -126,8 +126,13 @@ def _waiting(line: Line[Any], why_waiting: Callable[[Any], str]) -> pb.Waiting:
     return pb.Waiting(count=line.awaited, reason=reason, seconds=line.standstill)
 
 
-def _rhythm(activity: Meter, now: float) -> pb.Rhythm:
-    return pb.Rhythm(age=max(0.0, now - activity.last), usual=activity.rhythm.usual)
+def _arrival_times(buffer: ReplayBuffer, activity: Meter, now: float) -> pb.ArrivalTimes:
+    return pb.ArrivalTimes(age=max(0.0, now - activity.last), interval=_usual(buffer, activity))
+
+
+def _usual(buffer: ReplayBuffer, activity: Meter) -> float:
+    """Seconds between two bursts; 0: unknown."""
+    return activity.arrivals.interval(buffer.versions.interval)
 
 
 def clients(buffer: ReplayBuffer, known: Clients) -> list[pb.ClientInfo]:
@@ -136,7 +141,7 @@ def clients(buffer: ReplayBuffer, known: Clients) -> list[pb.ClientInfo]:
         pb.ClientInfo(
             name=client.name,
             role=", ".join(sorted(client.roles)),
-            age=max(0.0, now - client.seen),
+            age=max(0.0, now - client.last_seen_at),
             open=client.calls.total(),
             ended=client.ended,
             settings=client.settings,
@@ -195,7 +200,7 @@ def checkpoint(found: Checkpoint) -> pb.CheckpointInfo:
 LONG_WAIT = 20.0
 """Seconds: no shorter wait or silence is worth a word."""
 FIRST_STEPS = 120.0
-"""Seconds after which a wait is long while both sides are there and their rhythm is not known yet."""
+"""Seconds after which a wait is long while both roles are there and their arrival times are not known yet."""
 PATIENCE = 3.0
 """Usual intervals after which a wait or silence is long."""
 _MOST_NAMES = 3
@@ -206,76 +211,86 @@ def long_wait(buffer: ReplayBuffer, clients: Clients) -> float:
     """Seconds from which on a wait is long."""
     if step := _usual_step(buffer):
         return _limit(step)
-    return FIRST_STEPS if all(clients.missed(role) for role in (Side.TRAINER, Side.GENERATOR)) else LONG_WAIT
+    return (
+        FIRST_STEPS if all(clients.missed(role) for role in (ClientRole.TRAINER, ClientRole.GENERATOR)) else LONG_WAIT
+    )
 
 
-def silences(buffer: ReplayBuffer, clients: Clients) -> Iterator[pb.Silence]:
-    """Each side that is gone; of generators each table that they do not fill any more."""
+def overdue_clients(buffer: ReplayBuffer, clients: Clients) -> Iterator[pb.OverdueClient]:
+    """Trainer and generators that are overdue; of generators each table that they do not fill any more."""
     # Prompts are loaded and drawn by generators, many at once and then none for long.
     tables = [table for table in buffer.trained if table.name not in clients.prompt_tables]
     now, lines = buffer.clock(), [buffer.lines[table.name] for table in tables]
-    if (gone := clients.missed(Side.TRAINER)) and not _any_waits(line.samples for line in lines):
-        yield from list(_trainer(buffer, tables, now, gone)) or _vanished(Side.TRAINER, now, gone)
+    if (gone := clients.missed(ClientRole.TRAINER)) and not _any_waits(line.samples for line in lines):
+        yield from list(_trainer(buffer, tables, now, gone)) or _vanished(ClientRole.TRAINER, now, gone)
     waits: list[Line[Any]] = [line.inserts for line in lines]
     waits += chain.from_iterable(each.lines.values() for each in buffer.extensions)
-    if (gone := clients.missed(Side.GENERATOR)) and not _any_waits(waits):
-        yield from list(_generators(buffer, tables, now, gone)) or _vanished(Side.GENERATOR, now, gone)
+    if (gone := clients.missed(ClientRole.GENERATOR)) and not _any_waits(waits):
+        yield from list(_generators(buffer, tables, now, gone)) or _vanished(ClientRole.GENERATOR, now, gone)
 
 
-def _trainer(buffer: ReplayBuffer, tables: Sequence[Table], now: float, gone: Sequence[Client]) -> Iterator[pb.Silence]:
-    policy, usual = buffer.policy, buffer.versions.usual
+def _trainer(
+    buffer: ReplayBuffer, tables: Sequence[Table], now: float, gone: Sequence[Client]
+) -> Iterator[pb.OverdueClient]:
+    policy, usual = buffer.policy, buffer.versions.interval
     if usual:
         if (age := now - policy.set_at) > _limit(usual):
-            what = f"no new policy version since version {policy.version}"
-            yield _silence(Side.TRAINER, "", age, usual, what, now, gone)
+            what = f"no new policy version since version {policy.version}, for {_seconds(age)}"
+            yield _overdue(ClientRole.TRAINER, "", age, usual, what, now, gone)
         return
     # A pool may be sampled seldom. Only when no table is sampled any more is the trainer gone.
-    # Generators, and not the trainer, sample groups under construction.
-    sampled = [table for table in tables if table.sampled.rhythm.usual and table.name not in _building(buffer)]
-    if sampled and all(now - table.sampled.last > _limit(table.sampled.rhythm.usual) for table in sampled):
+    # Generators, and not the trainer, sample partial groups.
+    sampled = [table for table in tables if _usual(buffer, table.sampled) and table.name not in _permit_tables(buffer)]
+    if sampled and all(now - table.sampled.last > _limit(_usual(buffer, table.sampled)) for table in sampled):
         last = max(sampled, key=lambda table: table.sampled.last)
-        age, what = now - last.sampled.last, f"nobody samples {last.name}"
-        yield _silence(Side.TRAINER, last.name, age, last.sampled.rhythm.usual, what, now, gone)
+        age = now - last.sampled.last
+        what = f"nobody has sampled {last.name} for {_seconds(age)}"
+        yield _overdue(ClientRole.TRAINER, last.name, age, _usual(buffer, last.sampled), what, now, gone)
 
 
 def _generators(
     buffer: ReplayBuffer, tables: Sequence[Table], now: float, gone: Sequence[Client]
-) -> Iterator[pb.Silence]:
+) -> Iterator[pb.OverdueClient]:
     forwarded = {table.config.forward_to for table in tables}
     for table in tables:
         # What another table feeds gets its items when the trainer samples that one.
-        # What is under construction says itself that nobody works at it.
-        if table.name in {*_building(buffer), *forwarded} or not (usual := table.inserted.rhythm.usual):
+        # A table of partial groups says itself that nobody works at it.
+        if table.name in {*_permit_tables(buffer), *forwarded}:
+            continue
+        usual = _usual(buffer, table.inserted)
+        if not usual:
             continue
         usual = max(usual, _usual_step(buffer))
         if (age := now - table.inserted.last) > _limit(usual):
-            yield _silence(Side.GENERATOR, table.name, age, usual, f"nobody inserts into {table.name}", now, gone)
+            what = f"nobody has inserted into {table.name} for {_seconds(age)}"
+            yield _overdue(ClientRole.GENERATOR, table.name, age, usual, what, now, gone)
 
 
-def _building(buffer: ReplayBuffer) -> Collection[str]:
-    """The tables of groups under construction."""
-    return construction.tables if (construction := Construction.of(buffer)) is not None else ()
+def _permit_tables(buffer: ReplayBuffer) -> Collection[str]:
+    """The tables of partial groups."""
+    return permit_tables.tables if (permit_tables := PermitTables.of(buffer)) is not None else ()
 
 
-def _vanished(role: Side, now: float, gone: Sequence[Client]) -> Iterator[pb.Silence]:
+def _vanished(role: ClientRole, now: float, gone: Sequence[Client]) -> Iterator[pb.OverdueClient]:
     """If the one seen last had a connection for long, and now nobody has."""
     since = now - LONG_WAIT
-    if gone[0].vanished(since, LONG_WAIT) and not any(client.calls or client.seen > since for client in gone):
-        yield _silence(role, "", now - gone[0].left, 0.0, f"the last {role} closed its connection", now, gone)
+    if gone[0].vanished(since, LONG_WAIT) and not any(client.calls or client.last_seen_at > since for client in gone):
+        age = now - gone[0].left
+        yield _overdue(role, "", age, 0.0, f"the last {role} closed its connection {_seconds(age)} ago", now, gone)
 
 
-def _silence(
-    role: Side, table: str, age: float, usual: float, what: str, now: float, gone: Sequence[Client]
-) -> pb.Silence:
-    names = ", ".join(f"{client.name} ({_seconds(now - client.seen)} ago)" for client in gone[:_MOST_NAMES])
+def _overdue(
+    role: ClientRole, table: str, age: float, usual: float, what: str, now: float, gone: Sequence[Client]
+) -> pb.OverdueClient:
+    names = ", ".join(f"{client.name} ({_seconds(now - client.last_seen_at)} ago)" for client in gone[:_MOST_NAMES])
     more = f" and {len(gone) - _MOST_NAMES} more" if len(gone) > _MOST_NAMES else ""
-    usually = f"; usual: {_seconds(usual)}" if usual else ""
-    return pb.Silence(
-        side="trainer" if role is Side.TRAINER else "generators",
+    usually = f" (usually every {_seconds(usual)})" if usual else ""
+    return pb.OverdueClient(
+        role=role,
         table=table,
         age=age,
-        usual=usual,
-        reason=f"{what}, {_seconds(age)} ago{usually}; last seen: {names}{more}",
+        interval=usual,
+        reason=f"{what}{usually}; last seen: {names}{more}",
     )
 
 
@@ -285,9 +300,9 @@ def _any_waits(lines: Iterable[Line[Any]]) -> bool:
 
 def _usual_step(buffer: ReplayBuffer) -> float:
     """Seconds that a step of the trainer usually takes, as far as its traces here tell; 0: unknown."""
-    if usual := buffer.versions.usual:
+    if usual := buffer.versions.interval:
         return usual
-    uses = ((table.inserted.rhythm.usual, table.sampled.rhythm.usual) for table in buffer.trained)
+    uses = ((_usual(buffer, table.inserted), _usual(buffer, table.sampled)) for table in buffer.trained)
     return max(chain.from_iterable(uses), default=0.0)
 
 

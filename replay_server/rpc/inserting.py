@@ -31,14 +31,15 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 from replay_protos.label_columns import labels_of_rows
 from replay_protos.labels import NO_LABELS, Labels
+from replay_protos.words import counted
 from replay_server.config import MAX_ROWS
 from replay_server.errors import Refused, busy, deadline, draining, invalid, storage_failed, too_large
 from replay_server.rpc.calls import Call, first_answer
-from replay_server.rpc.clients import Seen, Side
+from replay_server.rpc.clients import ClientRole, OnMessage
 from replay_server.rpc.limits import Backend
 from replay_server.storage.journal import Journal
 from replay_server.tables.columns import FloatArray
-from replay_server.tables.extensions.construction import Construction
+from replay_server.tables.extensions.permit_tables import PermitTables
 from replay_server.tables.rules import PendingInsert
 from replay_server.tables.table import InsertBatch, Payload
 from replay_server.tables.waiting import deadline_at, result_of
@@ -67,8 +68,8 @@ class InsertMethods:
         async def answer(decided: Decided) -> None:
             all_rows.extend(decided)
 
-        with self._backend.clients.calling(call.context, None) as seen:
-            await Inserts(self._backend, call.client, read, answer, seen).run()
+        with self._backend.clients.calling(call.context, None) as on_message:
+            await Inserts(self._backend, call.client, read, answer, on_message).run()
             if self._journal is not None:
                 await asyncio.wait([ticket := self._journal.ticket()])
                 refuse_unwritten(all_rows, self._journal, ticket)
@@ -80,8 +81,8 @@ class InsertMethods:
         async def answer(decided: Decided) -> None:
             await call.write(decided.message())
 
-        with self._backend.clients.calling(call.context, None) as seen:
-            inserts = Inserts(self._backend, call.client, call.read, answer, seen)
+        with self._backend.clients.calling(call.context, None) as on_message:
+            inserts = Inserts(self._backend, call.client, call.read, answer, on_message)
             if self._journal is None:
                 await inserts.run()
             else:
@@ -146,15 +147,15 @@ class Inserts:
         client: str,
         read: Callable[[], Awaitable[Request | None]],
         answer: Callable[[Decided], Awaitable[None]],
-        seen: Seen,
+        on_message: OnMessage,
     ) -> None:
-        """`client` names the connection. `answer` gets what was decided. `seen` is called for each message."""
+        """`client` names the connection. `answer` gets what was decided. `on_message` is called for each message."""
         self._backend = backend
         self._buffer = backend.buffer
         self._client = client
         self._read = read
         self.answer = answer
-        self._seen = seen
+        self._on_message = on_message
         # Of the message whose rows are being decided:
         self._decided = Decided()
         self._nbytes = 0
@@ -183,7 +184,7 @@ class Inserts:
             if request.extend:
                 await self._extend(request, payloads)
             else:
-                self._seen(Side.GENERATOR)
+                self._on_message(ClientRole.GENERATOR)
                 for number, batch in enumerate(batches_of(request, sizes, payloads)):
                     await self._insert(batch, number == 0)
             await self.answer(self._decided)
@@ -203,7 +204,7 @@ class Inserts:
                 try:
                     if self._refusal is None:
                         await self._backend.unfinished.take_in_turn(self._client, total, self._timeout)
-                        held.callback(self._backend.unfinished.give_back, self._client, total)
+                        held.callback(self._backend.unfinished.release, self._client, total)
                 except Refused as no_room_in_time:
                     self._refusal = no_room_in_time
                 missing = await self._read_rest(chunks, missing)
@@ -303,10 +304,10 @@ class Inserts:
 
     async def _extend(self, request: pb.InsertRequest, payloads: Sequence[Payload]) -> None:
         """Appends or refuses each segment."""
-        # Generators extend groups under construction, and teachers all others.
-        construction = Construction.of(self._buffer)
-        built = construction is not None and request.keys[0] in construction.marked
-        self._seen(Side.GENERATOR if built else Side.TEACHER)
+        # Generators extend partial groups, and teachers all others.
+        permit_tables = PermitTables.of(self._buffer)
+        is_partial = permit_tables is not None and request.keys[0] in permit_tables.marked
+        self._on_message(ClientRole.GENERATOR if is_partial else ClientRole.TEACHER)
         labels = labels_in(request) or [NO_LABELS] * len(payloads)
         numbers = request.requests[:] or [0] * len(payloads)
         for row, (key, payload) in enumerate(zip(request.keys, payloads, strict=True)):
@@ -328,8 +329,8 @@ class Inserts:
             raise self._refusal
         buffer, nbytes, digest = self._buffer, sum(map(len, payload)), b""
         if number:  # two segments with the same digest are the same request
-            said = repr((key, sorted(names), nbytes)).encode()
-            digest = hashlib.blake2b(said, digest_size=8).digest() + b"segment"
+            identity = repr((key, sorted(names), nbytes)).encode()
+            digest = hashlib.blake2b(identity, digest_size=8).digest() + b"segment"
             if (answer := first_answer(buffer, number, digest)) is not None:
                 return pb.UnchangedRow.FromString(answer)
         if full := self._backend.memory.why_full(nbytes):
@@ -354,15 +355,15 @@ def check_message(request: pb.InsertRequest) -> None:
         raise invalid(f"{rows} rows that close batches: send such an item in a message of its own")
     for name in ("policy_versions", "payload_sizes"):
         if len(entries := getattr(request, name)) not in (0, rows):
-            raise invalid(f"{name} has {len(entries)} entries for {rows} items")
+            raise invalid(f"{name} has {counted(len(entries), 'entry')} for {counted(rows, 'item')}")
     if request.extend:
-        given = [name for name in ("targets", "policy_versions", "permits", "tags") if getattr(request, name)]
-        if given:
+        surplus = [name for name in ("targets", "policy_versions", "permits", "tags") if getattr(request, name)]
+        if surplus:
             raise invalid(
-                f"a message that extends items has {', '.join(given)}, which only new items have: leave them out"
+                f"a message that extends items has {', '.join(surplus)}, which only new items have: leave them out"
             )
         if len(request.requests) not in (0, rows):
-            raise invalid(f"requests has {len(request.requests)} entries for {rows} segments")
+            raise invalid(f"requests has {counted(len(request.requests), 'entry')} for {counted(rows, 'segment')}")
 
 
 def labels_in(request: pb.InsertRequest) -> list[Labels] | None:
@@ -402,12 +403,13 @@ def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Paylo
             )
         n = len(some) or rows
         if numbers and len(numbers) != n:
-            raise invalid(f"{len(numbers)} priorities for {n} items of table {table[:100]!r}")
+            raise invalid(f"{counted(len(numbers), 'priority')} for {counted(n, 'item')} of table {table[:100]!r}")
         chosen[table] = some or everything
         priorities[table] = np.array(numbers or [1.0] * n)
         if some:
-            priorities[table], given = np.ones(rows), priorities[table]
-            priorities[table][some] = given
+            some_priorities = priorities[table]
+            priorities[table] = np.ones(rows)
+            priorities[table][some] = some_priorities
     batch = InsertBatch(
         keys=request.keys[:],
         priorities=priorities,
@@ -429,7 +431,7 @@ def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Paylo
     for start, stop in pairwise(cuts):
         part = batch[start:stop]
         there = zip(part.priorities.items(), goes_TR[:, start].tolist(), strict=True)
-        part.priorities = {table: given for (table, given), goes in there if goes}
+        part.priorities = {table: values for (table, values), goes in there if goes}
         yield part
 
 

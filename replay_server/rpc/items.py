@@ -70,7 +70,7 @@ class ItemMethods:
             except DamagedPayloads as damage:
                 raise buffer.refuse_damaged(damage) from None
             finally:
-                reading.give_back(client, nbytes)
+                reading.release(client, nbytes)
             first = pb.GetResponse()
 
     async def ListItems(self, request: pb.ListItemsRequest, call: Call) -> pb.ListItemsResponse:
@@ -81,15 +81,16 @@ class ItemMethods:
         if request.page and not (request.page.isascii() and request.page.isdecimal() and len(request.page) < 19):
             raise invalid(f"page {request.page[:40]!r} is not one that this server gave out")
         current, columns = self.buffer.policy.version, table.columns
-        slots, given = columns.used(), {field.name: value for field, value in request.ListFields()}
+        slots = columns.used()
+        set_fields = {field.name: value for field, value in request.ListFields()}
         for least, most, values in (
             ("min_priority", "max_priority", columns.priority),
             ("min_staleness", "max_staleness", current - columns.policy_version),
         ):
-            if least in given:
-                slots = slots[values[slots] >= given[least]]
-            if most in given:
-                slots = slots[values[slots] <= given[most]]
+            if least in set_fields:
+                slots = slots[values[slots] >= set_fields[least]]
+            if most in set_fields:
+                slots = slots[values[slots] <= set_fields[most]]
         if order_by == "age":  # the newest item is that of the least age
             slots = slots if request.descending else slots[::-1]
         else:  # of equal items the older comes first
@@ -117,7 +118,7 @@ class ItemMethods:
             effective_priorities=effective_priorities(table, chosen).tolist(),
             columns=columns_message(labels),
             tags=tags_message(labels),
-            lacking=columns_message([Labels(frozenset(names)) for names in lacking]),
+            missing_columns=columns_message([Labels(frozenset(names)) for names in lacking]),
         )
 
     async def _with_tags(self, table: Table, slots: IntArray, wanted: Mapping[str, str]) -> IntArray:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from replay_server.config import MAX_BYTES_READ, MAX_ROWS_OUTSTANDING, LimitsSection
+from replay_server.config import MAX_BYTES_READ, MAX_ROWS_OUTSTANDING, LimitsConfig
 from replay_server.errors import Code, Reason, Refused, busy, deadline
 from replay_server.rpc.auth import REVOKED
 from replay_server.rpc.clients import Clients
@@ -28,7 +28,7 @@ from replay_server.telemetry.host import MemoryGuard
 
 class Backend:
     def __init__(
-        self, buffer: ReplayBuffer, limits: LimitsSection, written: Callable[[], Awaitable[None]] | None
+        self, buffer: ReplayBuffer, limits: LimitsConfig, written: Callable[[], Awaitable[None]] | None
     ) -> None:
         """`written`, which is Journal.durable, returns when all changes until now are written; None: in memory only."""
         self.buffer = buffer
@@ -85,13 +85,13 @@ class Budget:
             return f"this client has {used} of {self.total} {self._name} in use, and no client may have over half"
         return None
 
-    def take(self, client: str, n: int) -> None:
+    def acquire(self, client: str, n: int) -> None:
         """Raises Refused (RESOURCE_EXHAUSTED) if the client cannot have n more."""
         if why := self.why_not(client, n):
             raise busy(f"{why}; try again later")
-        self._take(client, n)
+        self._acquire(client, n)
 
-    def give_back(self, client: str, n: int) -> None:
+    def release(self, client: str, n: int) -> None:
         self.used -= n
         left = self._used_by.pop(client, 0) - n
         if left:
@@ -101,11 +101,11 @@ class Budget:
     @contextmanager
     def held(self, client: str, n: int) -> Iterator[None]:
         """Raises Refused as `take` does."""
-        self.take(client, n)
+        self.acquire(client, n)
         try:
             yield
         finally:
-            self.give_back(client, n)
+            self.release(client, n)
 
     async def take_in_turn(self, client: str, n: int, timeout: float | None) -> None:
         """Waits until the client can have n more. Raises Refused (DEADLINE_EXCEEDED) after `timeout` seconds."""
@@ -126,24 +126,24 @@ class Budget:
             pending.abandon()
             self._serve()
         elif pending.value is not None:  # it was served just before
-            self.give_back(pending.client, pending.n)
+            self.release(pending.client, pending.n)
 
     def _serve(self) -> None:
         for pending in self._line:
             if self.used + pending.n > self.total:
                 break
             if self.why_not(pending.client, pending.n) is None:
-                self._take(pending.client, pending.n)
+                self._acquire(pending.client, pending.n)
                 pending.finish(pending.n)
 
-    def _take(self, client: str, n: int) -> None:
+    def _acquire(self, client: str, n: int) -> None:
         self.used += n
         if n:
             self._used_by[client] = self._used_by.get(client, 0) + n
 
 
 class OpenCalls:
-    def __init__(self, limits: LimitsSection) -> None:
+    def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
         self.open: Counter[str] = Counter()
         """How many calls are open, by method."""

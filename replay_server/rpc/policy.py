@@ -9,10 +9,10 @@ from replay_server.config import MAX_DESCRIPTION, MAX_ROWS, MAX_SERVERS, MAX_STA
 from replay_server.errors import invalid, unsupported
 from replay_server.rpc import info
 from replay_server.rpc.calls import Call, once
-from replay_server.rpc.clients import Side
+from replay_server.rpc.clients import ClientRole
 from replay_server.rpc.limits import Backend
 from replay_server.tables.extensions.admission import Admission
-from replay_server.tables.extensions.extension import Place
+from replay_server.tables.extensions.extension import ShardIndex
 from replay_server.tables.waiting import deadline_at, result_of
 
 
@@ -28,9 +28,11 @@ class PolicyMethods:
     async def SetPolicyVersion(self, request: pb.SetPolicyVersionRequest, call: Call) -> pb.SetPolicyVersionResponse:
         _check_text("weights", request.weights, MAX_WEIGHTS)
         _check_text("state", request.state, MAX_STATE)
-        place = _place_in(request)
-        with self.backend.clients.calling(call.context, Side.TRAINER):
-            self.buffer.set_policy_version(request.version, request.weights, request.rollback, place, request.state)
+        shard_index = _shard_index_in(request)
+        with self.backend.clients.calling(call.context, ClientRole.TRAINER):
+            self.buffer.set_policy_version(
+                request.version, request.weights, request.rollback, shard_index, request.state
+            )
         return pb.SetPolicyVersionResponse(policy=info.policy(self.buffer), draining=self.backend.draining)
 
     async def Describe(self, request: pb.DescribeRequest, call: Call) -> pb.DescribeResponse:
@@ -65,21 +67,21 @@ class PolicyMethods:
             raise invalid(f"{request.count} permits: at most {MAX_ROWS} in one request")
         timeout = request.timeout if request.HasField("timeout") else None
         until = deadline_at(self.buffer.clock(), timeout)
-        pending = admission.acquire(request.count, until, request.request, _place_in(request))
+        pending = admission.acquire(request.count, until, request.request, _shard_index_in(request))
         try:
-            with self.backend.clients.calling(call.context, Side.GENERATOR):
+            with self.backend.clients.calling(call.context, ClientRole.GENERATOR):
                 grant = await result_of(pending, self.buffer.clock(), admission.time_out, admission.abandon)
                 await self.backend.durable()
         except BaseException:
             admission.abandon(pending)
             raise
         self._expire_permits_at(grant.expires)
-        return pb.Permits(lease=grant.id, count=grant.count, ttl=admission.config.permit_ttl)
+        return pb.Permits(grant=grant.id, count=grant.count, ttl=admission.config.permit_ttl)
 
     @once(pb.ReleasePermitsResponse)
     async def ReleasePermits(self, request: pb.ReleasePermitsRequest, call: Call) -> pb.ReleasePermitsResponse:
         admission = self._admission()
-        return pb.ReleasePermitsResponse(released=admission.release(request.lease, request.count, request.moved))
+        return pb.ReleasePermitsResponse(released=admission.release(request.grant, request.count, request.moved))
 
     def _admission(self) -> Admission:
         if (admission := Admission.of(self.buffer)) is None:
@@ -91,11 +93,14 @@ class PolicyMethods:
         asyncio.get_running_loop().call_later(when - self.buffer.clock() + 0.001, self._admission().expire)
 
 
-def _place_in(request: pb.SetPolicyVersionRequest | pb.AcquirePermitsRequest) -> Place | None:
-    place = Place(request.place.number, request.place.servers)
-    if place.servers > MAX_SERVERS or place.number >= max(1, place.servers):
-        raise invalid(f"place {place.number} of {place.servers} servers: below them, and they at most {MAX_SERVERS}")
-    return place if request.HasField("place") else None
+def _shard_index_in(request: pb.SetPolicyVersionRequest | pb.AcquirePermitsRequest) -> ShardIndex | None:
+    shard_index = ShardIndex(request.shard_index.index, request.shard_index.shards)
+    if shard_index.shards > MAX_SERVERS or shard_index.number >= max(1, shard_index.shards):
+        raise invalid(
+            f"shard index {shard_index.number} of {shard_index.shards} shards: below them, which are at most "
+            f"{MAX_SERVERS}"
+        )
+    return shard_index if request.HasField("shard_index") else None
 
 
 def _check_text(what: str, text: str, most: int) -> None:

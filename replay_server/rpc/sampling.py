@@ -1,22 +1,22 @@
-"""Sampling: draws batches for readers, sends them, and gives back the batches that readers do not take.
+"""Sampling: draws batches for readers, sends them, and requeues the batches that readers do not acknowledge.
 
 A reader asks for batches with draws, each under an id that the reader chooses at random. One stream (`Draw`) carries
-any number of draws at once, and the ids of the batches that their reader takes, gives back, or keeps under a lease:
+any number of draws at once, and the ids of the batches that their reader acknowledges, requeues or renews:
 
     reader ──draw 1, draw 2─────────▶ server    each waits in the line of its table; one does not hold up the other
     reader ◀──rows of 2, rows of 1─── server    drawn: outstanding, until exactly one call ends each
-    reader ──take 2, draw 3─────────▶ server    all bytes of batch 2 have arrived, and somebody wants it
+    reader ──acknowledge 2, draw 3──▶ server    all bytes of batch 2 have arrived, and somebody wants it
     reader ◀──done: 2─────────────── server    now it counts as sampled; or "missing": an item in it became stale
 
 The ids are what makes this safe to repeat. A reader whose stream broke does not know what the server has heard. It
-names the same ids on its next stream: a draw then gives back what the attempt before had drawn, and an end that has
+names the same ids on its next stream: a draw then requeues what the attempt before had drawn, and an end that has
 happened is recognised (`Remembered`), also after a restart. Therefore `OpenDraws` knows all draws of the server, and
 not each stream its own.
 
 * A drawn batch is outstanding until exactly one call ends it, whatever its client does.
 * The payloads of a batch stay in storage until they are sent, even if the batch ends before that.
 * In durable mode a reader is told that a batch is its own only after that is written.
-* What is neither taken nor leased when its stream ends goes back at once.
+* What is neither acknowledged nor leased when its stream ends goes back at once.
 
 The call `Sample` is one draw without a stream, for clients that want no more.
 """
@@ -40,11 +40,11 @@ from replay_protos.label_columns import tags_message
 from replay_server.config import MAX_DRAWS, MAX_EXCLUDE, MAX_KEYS, MAX_LEASE, MAX_ROWS, MAX_SCOPE
 from replay_server.errors import Refused, busy, invalid, try_again
 from replay_server.rpc.calls import Call, once, split_payloads
-from replay_server.rpc.clients import Seen, Side
+from replay_server.rpc.clients import ClientRole, OnMessage
 from replay_server.rpc.limits import Backend
 from replay_server.storage.memory import read_payloads
 from replay_server.tables.balance import ValueRows
-from replay_server.tables.extensions.construction import Construction
+from replay_server.tables.extensions.permit_tables import PermitTables
 from replay_server.tables.items import DamagedPayloads
 from replay_server.tables.outstanding import MOST_ID, PendingSample, new_id
 from replay_server.tables.table import Payload, SampleBatch, SampleRequest
@@ -53,7 +53,7 @@ from replay_server.tables.waiting import deadline_at
 Response = Frame[pb.SampleResponse]
 
 _LEAST_ID = 1 << 32
-"""Smaller ids are not random: two clients would soon choose the same one, and give back each other's batches."""
+"""Smaller ids are not random: two clients would soon choose the same one, and requeue each other's batches."""
 
 
 MAX_UNANSWERED = 1024
@@ -67,7 +67,7 @@ class SampleMethods:
 
     async def Sample(self, request: pb.SampleRequest, call: Call) -> None:
         backend, draws, ready, leased = self.backend, self.draws, asyncio.Event(), False
-        with backend.clients.calling(call.context, _side(backend, request.table)):
+        with backend.clients.calling(call.context, _role(backend, request.table)):
             draw = draws.begin(request, call.client, lambda _: ready.set(), None)
             try:
                 while (responses := draws.responses(draw)) is None:
@@ -78,26 +78,26 @@ class SampleMethods:
                     await call.write(last)
                     last = response
                 # A reader that has the last message may rely on the batch, even if the server is killed then. In
-                # durable mode the batch is therefore taken before that message.
+                # durable mode the batch is therefore acknowledged before that message.
                 if not request.lease and backend.is_durable:
-                    await backend.durable()  # nothing is taken while the disk fails
-                    draws.take(draw)
+                    await backend.durable()  # nothing is acknowledged while the disk fails
+                    draws.acknowledge(draw)
                     await backend.durable()
                 await call.write(last)
                 if leased := request.lease > 0:
                     draws.lease(draw, request.lease)
                 else:
-                    draws.take(draw)
+                    draws.acknowledge(draw)
             finally:
                 if not leased:
                     draws.drop(draw)
 
     async def Draw(self, call: Call) -> None:
-        with self.backend.clients.calling(call.context, None) as seen:
-            await DrawResponder(self.backend, self.draws, call, seen).run()
+        with self.backend.clients.calling(call.context, None) as on_message:
+            await DrawResponder(self.backend, self.draws, call, on_message).run()
 
     @once(pb.MutationResponse)
-    async def TakeItems(self, request: pb.TakeItemsRequest, call: Call) -> pb.MutationResponse:
+    async def ConsumeItems(self, request: pb.ConsumeItemsRequest, call: Call) -> pb.MutationResponse:
         if len(request.keys) > MAX_KEYS:
             raise invalid(f"{len(request.keys)} keys: at most {MAX_KEYS} in one request")
         buffer = self.backend.buffer
@@ -105,17 +105,17 @@ class SampleMethods:
         keys, table = list(dict.fromkeys(request.keys)), buffer.table(request.table)
         missing = table.columns.absent(keys)
         if batch_id := buffer.outstanding.draw_keys(table, np.array(keys, dtype=np.uint64)):
-            buffer.take(batch_id, sent=True)
+            buffer.acknowledge(batch_id, sent=True)
         return pb.MutationResponse(applied=len(keys) - len(missing), missing=missing)
 
 
-def _side(backend: Backend, table: str) -> Side:
-    """Who samples this table: archivers copies, generators prompts or groups under construction, trainers all else."""
+def _role(backend: Backend, table: str) -> ClientRole:
+    """Who samples this table: archivers copies, generators prompts or partial groups, trainers all else."""
     buffer = backend.buffer
     if table in buffer.items.copies:
-        return Side.ARCHIVER
-    building = (construction := Construction.of(buffer)) is not None and table in construction.tables
-    return Side.GENERATOR if building or table in backend.clients.prompt_tables else Side.TRAINER
+        return ClientRole.ARCHIVER
+    of_permits = (permit_tables := PermitTables.of(buffer)) is not None and table in permit_tables.tables
+    return ClientRole.GENERATOR if of_permits or table in backend.clients.prompt_tables else ClientRole.TRAINER
 
 
 def _check_lease(seconds: float) -> None:
@@ -149,7 +149,7 @@ def _wanted(request: pb.SampleRequest) -> SampleRequest:
 
 @dataclass(eq=False, slots=True)
 class OpenDraw:
-    """One draw, from its request until its batch is taken or given back."""
+    """One draw, from its request until its batch is acknowledged or requeued."""
 
     request: pb.SampleRequest
     wanted: SampleRequest
@@ -199,7 +199,7 @@ class OpenDraws:
         wanted = _wanted(request)
         ends_at = deadline_at(self._buffer.clock(), request.timeout if request.HasField("timeout") else None)
         outstanding = self._buffer.outstanding
-        if wanted.id in outstanding.taken or wanted.id in outstanding.given_back:
+        if wanted.id in outstanding.acknowledged or wanted.id in outstanding.requeued:
             raise invalid(f"draw {wanted.id} has ended: choose a new id for each draw")
         if (attempt_before := self.by_id.get(wanted.id)) is not None:
             self.drop(attempt_before)  # its reader did not get the end of the answer
@@ -240,7 +240,7 @@ class OpenDraws:
             payloads = read_payloads(self._buffer.storage, keys, batch.sizes.tolist())
         except DamagedPayloads as damage:
             draw.share.close()
-            self._buffer.give_back(draw.wanted.id)
+            self._buffer.requeue(draw.wanted.id)
             self._buffer.discard(damage.keys)
             self._wait(draw)
             return None
@@ -304,37 +304,37 @@ class OpenDraws:
 
     # ------------------------------------------------------------------------------------------ how a draw ends
 
-    def end(self, draw_id: int, *, give_back: bool) -> bool:
+    def end(self, draw_id: int, *, requeue: bool) -> bool:
         """Ends a draw as its reader says. Returns True the second time, too, and False if it has ended otherwise.
 
         A batch that its reader does not use yet goes back, with the result False, if an item in it became too stale.
         """
         if (draw := self.by_id.get(draw_id)) is None:
             outstanding = self._buffer.outstanding
-            return draw_id in (outstanding.given_back if give_back else outstanding.taken)
-        if not give_back:
-            return self.take(draw)
+            return draw_id in (outstanding.requeued if requeue else outstanding.acknowledged)
+        if not requeue:
+            return self.acknowledge(draw)
         if self._is_drawn(draw):
             self._remove(draw)
-            self._buffer.give_back(draw_id, by_reader=True)
+            self._buffer.requeue(draw_id, by_reader=True)
         else:
             self.drop(draw)
         return True
 
-    def take(self, draw: OpenDraw) -> bool:
+    def acknowledge(self, draw: OpenDraw) -> bool:
         """False: it has ended, nothing is drawn, or an item in it is too stale."""
         if draw.ended or not self._is_drawn(draw):
             return False
         self._remove(draw)
-        return self._buffer.take(draw.wanted.id, sent=draw.in_use)
+        return self._buffer.acknowledge(draw.wanted.id, sent=draw.in_use)
 
     def renew(self, draw_id: int, seconds: float) -> bool:
         """The batch is in use from now on, and goes back after `seconds`. The result is as that of `end`."""
         if (draw := self.by_id.get(draw_id)) is None:
-            return draw_id in self._buffer.outstanding.taken
+            return draw_id in self._buffer.outstanding.acknowledged
         if not self._is_drawn(draw):
             return False
-        if not self._buffer.take(draw_id, sent=draw.in_use, lease=seconds):
+        if not self._buffer.acknowledge(draw_id, sent=draw.in_use, lease=seconds):
             self._remove(draw)
             return False
         self.lease(draw, seconds)
@@ -355,13 +355,13 @@ class OpenDraws:
             return
         self._remove(draw)
         if self._is_drawn(draw):
-            self._buffer.give_back(draw.wanted.id)
+            self._buffer.requeue(draw.wanted.id)
         elif draw.pending is not None and not draw.pending.done:
             self._buffer.abandon(draw.pending)
             draw.on_ready(draw)
 
     def _closed(self, batch_id: int) -> None:
-        """An insert has taken the batch."""
+        """An insert has acknowledged the batch."""
         if (draw := self.by_id.get(batch_id)) is not None:
             self._remove(draw)
 
@@ -381,16 +381,16 @@ class OpenDraws:
 class DrawResponder:
     """Serves one stream: begins its draws, sends one batch after the other, and ends draws as the reader says."""
 
-    def __init__(self, backend: Backend, draws: OpenDraws, call: Call, seen: Seen) -> None:
-        """`seen` is called for each message of the reader, with the side that it is on."""
+    def __init__(self, backend: Backend, draws: OpenDraws, call: Call, on_message: OnMessage) -> None:
+        """`on_message` is called for each message of the reader, with its role."""
         self._backend = backend
         self._buffer = backend.buffer
         self._draws = draws
         self._call = call
-        self._seen = seen
+        self._on_message = on_message
         self.awaited = True
         """Whether somebody waits for its draws."""
-        self._mine: dict[int, OpenDraw] = {}
+        self._own_draws: dict[int, OpenDraw] = {}
         """The draws that end with this stream, by id."""
         self._ready: OrderedDict[int, OpenDraw] = OrderedDict()
         """Draws that have a batch or an error. Only the one that is being sent has payloads in memory."""
@@ -421,23 +421,23 @@ class DrawResponder:
         finally:
             reading.cancel()
             # Before the first await: a second cancellation would skip everything after it.
-            for draw in list(self._mine.values()):
+            for draw in list(self._own_draws.values()):
                 self._draws.drop(draw)
             await asyncio.gather(reading, return_exceptions=True)
 
     def forget(self, draw: OpenDraw) -> None:
         """The draw has ended, or is leased now."""
-        self._mine.pop(draw.wanted.id, None)
+        self._own_draws.pop(draw.wanted.id, None)
 
     async def _read(self) -> None:
         while (request := await self._call.read()) is not None:
-            self._seen(_side(self._backend, request.draw.table) if request.HasField("draw") else None)
+            self._on_message(_role(self._backend, request.draw.table) if request.HasField("draw") else None)
             while len(self._answers) >= MAX_UNANSWERED:
                 self._answered.clear()
                 await self._answered.wait()
             if request.HasField("awaited"):
                 self._await(request.awaited)
-            answer = self._end(request) if request.take or request.give_back or request.renew else None
+            answer = self._end(request) if request.acknowledge or request.requeue or request.renew else None
             if request.HasField("draw"):
                 self._begin(request.draw)
             if answer is not None:
@@ -449,15 +449,15 @@ class DrawResponder:
 
     def _await(self, awaited: bool) -> None:
         self.awaited = awaited
-        for draw in self._mine.values():
+        for draw in self._own_draws.values():
             self._draws.set_ahead(draw, ahead=not awaited)
 
     def _begin(self, request: pb.SampleRequest) -> None:
         try:
             if not request.id:
-                raise invalid("a draw on a stream has an id, by which its batch is taken: choose 63 random bits")
-            if len(self._mine) >= MAX_DRAWS:
-                raise busy(f"{MAX_DRAWS} draws of this stream wait or are not taken: take some first")
+                raise invalid("a draw on a stream has an id, by which its batch is acknowledged: choose 63 random bits")
+            if len(self._own_draws) >= MAX_DRAWS:
+                raise busy(f"{MAX_DRAWS} draws of this stream wait or are not acknowledged: acknowledge some first")
             if request.weigh and not request.num_samples:
                 answer = pb.SampleResponse(batch=request.id)
                 _wanted(request)
@@ -466,7 +466,7 @@ class DrawResponder:
                 self._answer(answer)
                 return
             draw = self._draws.begin(request, self._call.client, self._on_ready, self)
-            self._mine[draw.wanted.id] = draw
+            self._own_draws[draw.wanted.id] = draw
         except Refused as refusal:
             self._answer(_refused(refusal, request.id))
 
@@ -495,17 +495,17 @@ class DrawResponder:
         """Ends and renews draws, and says which were there."""
         answer, draws = pb.SampleResponse(), self._draws
         try:
-            if (count := len(request.take) + len(request.give_back) + len(request.renew)) > MAX_ROWS:
+            if (count := len(request.acknowledge) + len(request.requeue) + len(request.renew)) > MAX_ROWS:
                 raise invalid(f"{count} batches: at most {MAX_ROWS} in one request")
             _check_lease(request.seconds)
             if request.renew and not request.seconds:
-                raise invalid("seconds of a renewal must be above 0: a batch that is taken or given back has no lease")
+                raise invalid("seconds of a renewal must be above 0: a batch that is taken or requeued has no lease")
         except Refused as refusal:
             return _refused(refusal)
-        taken = ((draw_id, draws.end(draw_id, give_back=False)) for draw_id in request.take)
-        given_back = ((draw_id, draws.end(draw_id, give_back=True)) for draw_id in request.give_back)
+        acknowledged = ((draw_id, draws.end(draw_id, requeue=False)) for draw_id in request.acknowledge)
+        requeued = ((draw_id, draws.end(draw_id, requeue=True)) for draw_id in request.requeue)
         renewed = ((draw_id, draws.renew(draw_id, request.seconds)) for draw_id in request.renew)
-        for draw_id, done in chain(taken, given_back, renewed):
+        for draw_id, done in chain(acknowledged, requeued, renewed):
             (answer.done if done else answer.missing).append(draw_id)
         return answer
 

@@ -5,8 +5,10 @@ Payload bytes are never decoded.
 
 from __future__ import annotations
 
+import errno
 import logging
 import resource
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,15 +17,15 @@ from grpc_reflection.v1alpha import reflection
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE
-from replay_server.config import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES, LimitsSection
+from replay_server.config import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES, LimitsConfig
 from replay_server.rpc.administration import AdministrationMethods
 from replay_server.rpc.auth import Authorizer, ServerCertificates
-from replay_server.rpc.calls import Calls, Method
+from replay_server.rpc.calls import Method, Multiplex
 from replay_server.rpc.inserting import InsertMethods
 from replay_server.rpc.items import ItemMethods
 from replay_server.rpc.limits import Backend
 from replay_server.rpc.policy import PolicyMethods
-from replay_server.rpc.rings.carrying import Rings
+from replay_server.rpc.ring_transfer import Rings
 from replay_server.rpc.sampling import SampleMethods
 from replay_server.rpc.shared_memory import SharedMemoryMethods
 from replay_server.storage.checkpointer import Checkpointer
@@ -46,7 +48,7 @@ class ReplayService:
     def __init__(
         self,
         buffer: ReplayBuffer,
-        limits: LimitsSection,
+        limits: LimitsConfig,
         data_dir: Path | None = None,
         journal: Journal | None = None,
         checkpointer: Checkpointer | None = None,
@@ -64,7 +66,7 @@ class ReplayService:
         """All methods of replay.proto, by name."""
         rings = Rings()
         groups = (
-            Calls(self.methods),
+            Multiplex(self.methods),
             SharedMemoryMethods(self.backend, rings, shared_folder),
             InsertMethods(self.backend, journal),
             self.sampling,
@@ -88,7 +90,7 @@ class Listener:
         self,
         service: ReplayService,
         address: str,
-        limits: LimitsSection,
+        limits: LimitsConfig,
         authorizer: Authorizer,
         certificates: ServerCertificates,
     ) -> None:
@@ -99,11 +101,12 @@ class Listener:
         self._server.add_generic_rpc_handlers((service.handlers(),))
         reflection.enable_server_reflection((SERVICE, reflection.SERVICE_NAME), self._server)  # for grpcurl
         try:
+            _try(address)
             if (credentials := certificates.credentials()) is None:
                 port = self._server.add_insecure_port(address)
             else:
                 port = self._server.add_secure_port(address, credentials)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise OSError(f"cannot listen on {address}: it is in use, or not an address of this machine") from error
         self.address = f"{address.rpartition(':')[0]}:{port}"
 
@@ -116,7 +119,23 @@ class Listener:
         await self._server.stop(grace)
 
 
-def _options(limits: LimitsSection) -> list[tuple[str, int]]:
+def _try(address: str) -> None:
+    """Raises OSError if the address is in use or another machine's: gRPC would write a line of its own about it.
+
+    Whatever else is wrong, such as a name or a family of addresses that this machine lacks, gRPC decides.
+    """
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as attempt:
+            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            attempt.bind((host.strip("[]"), int(port)))
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            raise
+
+
+def _options(limits: LimitsConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind the same address
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -124,7 +143,7 @@ def _options(limits: LimitsSection) -> list[tuple[str, int]]:
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_allowed_incoming_connections", _connections(limits)),
-        ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
+        ("grpc.max_concurrent_streams", limits.max_calls_per_connection),
         ("grpc.server_handshake_timeout_ms", 20_000),  # of TLS and HTTP/2: a connection that says nothing is closed
         # Clients that vanished without a word (a lost machine, a cut cable) are noticed within 40 s.
         ("grpc.keepalive_time_ms", 20_000),
@@ -134,7 +153,7 @@ def _options(limits: LimitsSection) -> list[tuple[str, int]]:
     ]
 
 
-def _connections(limits: LimitsSection) -> int:
+def _connections(limits: LimitsConfig) -> int:
     """How many connections may be open. Each can take two file descriptors, the second one for a ring.
 
     Without descriptors the server could neither sync nor write checkpoints, and gRPC could accept nobody.

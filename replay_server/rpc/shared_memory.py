@@ -19,7 +19,7 @@ from replay_protos.shared_memory import HEADER, MAX_CAPACITY, Segment
 from replay_server.errors import Refused, invalid
 from replay_server.rpc.calls import Call
 from replay_server.rpc.limits import Backend, Budget
-from replay_server.rpc.rings.carrying import Rings
+from replay_server.rpc.ring_transfer import Rings
 
 log = logging.getLogger("replay_server")
 
@@ -63,19 +63,19 @@ class SharedMemoryMethods:
         if not self._folder.is_dir():
             return self._no_room(f"there is no folder {self._folder} ([server] shared_memory)")
         try:
-            self._budget.take(client, cost := max(HEADER + capacity, _LEAST_COST))
+            self._budget.acquire(client, cost := max(HEADER + capacity, _LEAST_COST))
         except Refused as refusal:
             return pb.ShareMemoryResponse(refusal=refusal.message)
         try:
             # On a thread: the system zeroes all of the memory now.
             segment = await asyncio.to_thread(Segment.create, self._folder, capacity)
         except BaseException as error:
-            self._budget.give_back(client, cost)
+            self._budget.release(client, cost)
             if not isinstance(error, OSError):
                 raise
             return self._no_room(f"the system gives no memory for rings: {error.strerror}")
         # A stream may use the memory for longer than this call lasts.
-        share = weakref.finalize(segment, self._budget.give_back, client, cost)
+        share = weakref.finalize(segment, self._budget.release, client, cost)
         share.atexit = False
         self._shares[segment] = share
         self._short = False

@@ -21,6 +21,7 @@ from typing import TypeVar
 import lmdb
 import numpy as np
 
+from replay_protos.words import counted
 from replay_server.errors import Refused, storage_failed
 from replay_server.storage.checkpoints import PARTIAL, Checkpoint, CheckpointDirectory, own_name, seal
 from replay_server.storage.data_dir import UnusableDirectory
@@ -122,7 +123,8 @@ class Checkpointer:
             why = f"checkpoint {name} could not be written: {error}; make room if its disk is full"
             raise storage_failed(why) from error
         seconds = time.monotonic() - began
-        log.info("checkpoint %s: %d items with %d bytes in %.2f s", path, checkpoint.items, checkpoint.bytes, seconds)
+        items = counted(checkpoint.items, "item")
+        log.info("checkpoint %s: %s with %d bytes in %.2f s", path, items, checkpoint.bytes, seconds)
         return checkpoint
 
     def _time(self) -> float:
@@ -197,4 +199,4 @@ def restore_into_memory(buffer: ReplayBuffer, checkpoint: Checkpoint) -> None:
     file.close()
     restore(buffer, state)
     buffer.discard([key for key in damaged if key in buffer.items])
-    log.info("restored %d items from checkpoint %s", len(buffer.items), checkpoint.path)
+    log.info("restored %s from checkpoint %s", counted(len(buffer.items), "item"), checkpoint.path)

@@ -34,6 +34,7 @@ from typing import Literal
 
 import lmdb
 
+from replay_protos.words import counted
 from replay_server.errors import Refused, broken, try_again
 from replay_server.storage.data_dir import DamagedDirectory
 from replay_server.storage.lmdb import FileGone, LmdbStorage
@@ -80,10 +81,11 @@ class Journal:
         except ValueError as error:
             raise DamagedDirectory(storage.directory, str(error)) from error
         seconds, of = time.monotonic() - began, storage.directory
-        log.info("%s: %d items with %d bytes, loaded in %.2f s", of, len(buffer.items), buffer.items.bytes, seconds)
+        items = counted(len(buffer.items), "item")
+        log.info("%s: %s with %d bytes, loaded in %.2f s", of, items, buffer.items.bytes, seconds)
         if state.skipped or state.damaged:
-            lost = f"{len(state.skipped)} items and {len(state.damaged)} other records"
-            log.error("%s: %s are damaged and were left out; the first items are %s", of, lost, state.skipped[:10])
+            lost = f"{counted(len(state.skipped), 'item')} and {counted(len(state.damaged), 'other record')}"
+            log.error("%s: left out as damaged: %s; the first items are %s", of, lost, state.skipped[:10])
         return cls(buffer, storage, collector)
 
     @property

@@ -39,6 +39,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_digest
 
 from replay_protos.framing import cut
+from replay_protos.words import counted
 from replay_server.storage.data_dir import (
     CHUNK_KEY,
     COMMIT,
@@ -499,8 +500,8 @@ class LmdbStorage(LmdbFile):
         state = self.load()
         if held := len(state.items) + len(state.skipped):
             raise ValueError(
-                f"data_dir {self.directory} holds {held} items, and a checkpoint is to be restored: start without "
-                f"--restore to go on with them, or with --replace to put them aside"
+                f"data_dir {self.directory} holds {counted(held, 'item')}, and a checkpoint is to be restored: start "
+                f"without --restore to go on with them, or with --replace to put them aside"
             )
         self._mark_used()
         self._env.close()

@@ -42,14 +42,14 @@ ROW = np.dtype(
         ("table", "<u4"),  # number of the table, from its TableState
         ("kind", "<u4"),  # one of the four below
         ("order", "<i8"),
-        ("times_sampled", "<i8"),  # of a row that is kept: the number of its consumption
+        ("times_sampled", "<i8"),  # of a retained row: the number of its consumption
         ("priority", "<f8"),
         ("inserted_at", "<f8"),
     ]
 )
-IN_TABLE, FORWARDED, KEPT = range(3)
+IN_TABLE, FORWARDED, RETAINED = range(3)
 """The item is in the table; or the table has passed it on, and then the other columns are 0; or the table has consumed
-it and keeps it for a rollback; KEPT + 1: with the permit that it used."""
+it and retains it for a rollback; RETAINED + 1: with the permit that it used."""
 
 _CHECKSUM = 8
 

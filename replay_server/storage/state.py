@@ -17,16 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_protos.labels import pack_labels
+from replay_protos.words import counted
 from replay_server.storage import records
 from replay_server.storage.records import (
     CLOCK,
     FORWARDED,
     ITEM,
-    KEPT,
     LEASE,
     NUMBER,
     POLICY,
     REMEMBERED,
+    RETAINED,
     ROW,
     SCOPE,
     TABLE,
@@ -266,22 +267,22 @@ class ChangeCollector:
             yield self._scopes.pop(of), None
         for name, scope in changed & there:
             table = buffer.tables[name]
-            given = table.scopes.given(scope) - buffer.outstanding.drawn_in_scope(table, scope)
+            keys_given_out = table.scopes.keys_under(scope) - buffer.outstanding.drawn_in_scope(table, scope)
             self._scopes[name, scope] = record = SCOPE + NUMBER % next(self._numbers)
-            yield record, pack([name, scope, np.array(sorted(given), dtype="<u8").tobytes()])
+            yield record, pack([name, scope, np.array(sorted(keys_given_out), dtype="<u8").tobytes()])
 
 
 def rows_in_table(buffer: ReplayBuffer, table: Table, keys: KeyArray) -> tuple[IntArray, npt.NDArray[np.void]]:
-    """The rows (m,) of `keys` (n,) in `table`, as if outstanding batches were given back, and of those that it has
+    """The rows (m,) of `keys` (n,) in `table`, as if outstanding batches were requeued, and of those that it has
     consumed and keeps; and whose they are (m,).
 
     Times are seconds of the server's clock. The column `table` is left for the caller.
     """
-    columns, kept = table.columns, table.columns.retained
+    columns, retained = table.columns, table.columns.retained
     slots = columns.find_with_reserved(keys)
-    if kept:
+    if retained:
         absent = slots < 0
-        slots[absent] = [kept.get(key, -1) for key in keys[absent].tolist()]
+        slots[absent] = [retained.get(key, -1) for key in keys[absent].tolist()]
     places = np.flatnonzero(slots >= 0)
     if not places.size:
         return places, _NO_ROWS
@@ -292,11 +293,11 @@ def rows_in_table(buffer: ReplayBuffer, table: Table, keys: KeyArray) -> tuple[I
     if drawn.size:
         at = np.searchsorted(drawn, keys[places]).clip(max=drawn.size - 1)
         rows["times_sampled"] -= np.where(drawn[at] == keys[places], times[at], 0)
-    if kept and (history := History.of(buffer)) is not None:
+    if retained and (history := History.of(buffer)) is not None:
         for row, key in enumerate(keys[places].tolist()):
-            if key in kept:
+            if key in retained:
                 number, permit = history.rows[table.name, key]
-                rows["times_sampled"][row], rows["kind"][row] = number, KEPT + permit
+                rows["times_sampled"][row], rows["kind"][row] = number, RETAINED + permit
     return places, rows
 
 
@@ -335,15 +336,16 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
     for table in buffer.tables.values():
         size = table.size
         if lost := table.reconcile():
-            log.warning("table %r: %d items are lost", table.name, lost)
+            log.warning("table %r: %s lost", table.name, counted(lost, "item"))
         if evicted := size - table.size:
-            log.warning("table %r: %d items evicted, for its bounds are lower now", table.name, evicted)
+            log.warning("table %r: %s evicted, for its bounds are lower now", table.name, counted(evicted, "item"))
         table.drop_stale()
     nbytes = buffer.items.bytes
     if why := buffer.items.why_full(0, buffer.trained):
         log.warning("%s: 0 items evicted, for too few can be", why)
     elif evicted := buffer.items.make_room(buffer.trained):
-        log.warning("%d bytes + 0 > max_bytes %s: %d items evicted", nbytes, buffer.items.max_bytes, evicted)
+        items = counted(evicted, "item")
+        log.warning("%d bytes + 0 > max_bytes %s: %s evicted", nbytes, buffer.items.max_bytes, items)
     buffer.items.freed = False
     buffer.damaged += len(state.skipped)
 
@@ -351,35 +353,39 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
 def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
     now = buffer.clock()
     items, rows, owners = state.items.items, state.items.rows, state.items.owners
-    keys, of_table, kept = items["key"], rows["kind"] != FORWARDED, rows["kind"] >= KEPT
+    keys, of_table, retained = items["key"], rows["kind"] != FORWARDED, rows["kind"] >= RETAINED
     labels = state.items.labels_of_items()
     holders = np.zeros(keys.size, dtype=np.int64)
     names = state.tables
     for number, name in names.items():
         chosen = np.flatnonzero(of_table & (rows["table"] == number))
         chosen = chosen[np.argsort(rows["order"][chosen], kind="stable")]
-        mine, own, consumed = rows[chosen], owners[chosen], kept[chosen]
+        table_rows = rows[chosen]
+        own = owners[chosen]
+        consumed = retained[chosen]
         if own.size and (table := buffer.tables.get(name)) is not None:
             holders[own] += 1
             table.add_rows(
                 keys[own].tolist(),
-                mine["priority"],
+                table_rows["priority"],
                 items["policy_version"][own],
                 items["nbytes"][own],
-                mine["order"],
-                np.minimum(mine["inserted_at"] - offset, now),  # nothing comes from the future: the clock was set back
-                np.where(consumed, 1, mine["times_sampled"]),
+                table_rows["order"],
+                # Nothing comes from the future: the clock was set back.
+                np.minimum(table_rows["inserted_at"] - offset, now),
+                np.where(consumed, 1, table_rows["times_sampled"]),
                 None if labels is None else [labels[owner] for owner in own.tolist()],
             )
             if consumed.any():
                 history = History.of(buffer)
                 assert history is not None
-                table.retain(kept_keys := keys[own[consumed]])
-                numbers, permits = mine["times_sampled"][consumed], mine["kind"][consumed] > KEPT
-                history.keep_again(table, kept_keys.tolist(), numbers.tolist(), permits.tolist())
+                table.retain(retained_keys := keys[own[consumed]])
+                numbers, permits = table_rows["times_sampled"][consumed], table_rows["kind"][consumed] > RETAINED
+                history.retain_again(table, retained_keys.tolist(), numbers.tolist(), permits.tolist())
             continue
         if own.size:
-            log.warning("table %r is not configured any more: its %d items are dropped", name, own.size)
+            dropped = counted(int(own.size), "item")
+            log.warning("table %r is not configured any more: %s dropped", name, dropped)
             for watcher in buffer.watchers:
                 watcher.changed(keys[own].tolist())
     columns = (items["nbytes"], items["policy_version"], np.minimum(items["inserted_at"] - offset, now), holders)

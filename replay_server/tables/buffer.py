@@ -14,7 +14,7 @@ back has the words.
 An operation on a million rows takes some passes over arrays, and no loop over the rows. The objects of rows that have
 left are cleared away afterwards, in slices (`items.py`).
 
-* A drawn batch is outstanding until exactly one call of `take` or `give_back`.
+* A drawn batch is outstanding until exactly one call of `acknowledge` or `requeue`.
 * A row of several tables waits in the lines of all of them, and enters all of them at once.
 * Extensions act within these operations, in the order that `table.py` states.
 """
@@ -33,12 +33,13 @@ from pydantic import ValidationError
 
 from replay_protos.labels import labels_of
 from replay_protos.settings import explain
+from replay_protos.words import counted
 from replay_server.errors import Refused, busy, closed, deadline, invalid, listed_tables, not_found, try_again
 from replay_server.tables.columns import MAX_BALANCED, Columns, FloatArray, IntArray, KeyArray
 from replay_server.tables.config import TableConfig
-from replay_server.tables.extensions.extension import Extension, Place, PolicyChange, hooks
+from replay_server.tables.extensions.extension import Extension, PolicyChange, ShardIndex, hooks
 from replay_server.tables.items import ROWS_PER_SLICE, DamagedPayloads, Items, Storage
-from replay_server.tables.meters import Rhythm
+from replay_server.tables.meters import StepTimes
 from replay_server.tables.outstanding import OutstandingBatches, PendingSample, why_never
 from replay_server.tables.remembered import Remembered, Watcher
 from replay_server.tables.rules import (
@@ -54,7 +55,7 @@ from replay_server.tables.rules import (
 from replay_server.tables.table import InsertBatch, Payload, SampleRequest, Table
 from replay_server.tables.waiting import Line
 
-SILENCE = 10.0
+QUIET_SECONDS = 10.0
 """Seconds in which nobody inserted or sampled, after which a reason says so."""
 
 
@@ -90,12 +91,12 @@ def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items
     return max(1, n)
 
 
-def silence(pending: PendingInsert | PendingSample, now: float, extensions: Iterable[Extension]) -> str:
+def quiet_time(pending: PendingInsert | PendingSample, now: float, extensions: Iterable[Extension]) -> str:
     """How long the side that `pending` waits for has done nothing, and whether generators wait for an extension."""
     table = pending.tables[0]
     samples = isinstance(pending, PendingSample)
     seconds = now - (table.inserted if samples else table.sampled).last
-    if seconds < SILENCE:
+    if seconds < QUIET_SECONDS:
         return ""
     words = f"; nobody {'inserted' if samples else 'sampled'} for {seconds:.0f} s"
     for name, line in chain.from_iterable(each.lines.items() for each in extensions):
@@ -143,7 +144,7 @@ class ReplayBuffer:
         self.trained = [table for name, table in self.tables.items() if name not in copies]
         """The tables that trainers and generators use. The others are copies."""
         self.lines = {name: Lines(clock) for name in self.tables}
-        self.policy, self.versions = Policy(set_at=clock()), Rhythm()
+        self.policy, self.versions = Policy(set_at=clock()), StepTimes()
         self.on_policy: set[Callable[[], None]] = set()
         """Called after every change of the policy."""
         self.watchers: list[Watcher] = []
@@ -155,7 +156,7 @@ class ReplayBuffer:
             "answers", MAX_ANSWERS, self.watchers, most_bytes=MAX_ANSWER_BYTES
         )
         """Of requests with a number: the digest of the request, and the answer."""
-        kinds = (self.known_keys, self.outstanding.taken, self.outstanding.given_back, self.answers)
+        kinds = (self.known_keys, self.outstanding.acknowledged, self.outstanding.requeued, self.answers)
         self.remembered: dict[str, Remembered[Any]] = {kind.kind: kind for kind in kinds}
         self.damaged = 0
         """Items lost because their bytes in the storage were not what was written."""
@@ -172,7 +173,7 @@ class ReplayBuffer:
         self._serve, self.items.on_gone = hooks(extensions, "progress"), hooks(extensions, "on_item_gone")
         for table in self.tables.values():
             concerned = [each for each in extensions if each.concerns(table.config)]
-            table.on_take, table.on_lease = hooks(concerned, "on_take"), hooks(concerned, "on_lease")
+            table.on_acknowledge, table.on_lease = hooks(concerned, "on_acknowledge"), hooks(concerned, "on_lease")
         items, trained = self.items, [table.config for table in self.trained]
         sparing = [each for each in extensions if any(map(each.concerns, trained))]
         items.spares, items.spare_keys = hooks(sparing, "spares"), hooks(sparing, "spare_keys")
@@ -232,7 +233,7 @@ class ReplayBuffer:
             verdict.count()
 
     def _enter(self, insert: InsertBatch, tables: Sequence[Table]) -> Sequence[Table]:
-        """Inserts rows that the rules allow, and takes the batches that they close. Returns the tables that changed.
+        """Inserts rows that the rules allow, and acknowledges the batches that they close. Returns what changed.
 
         Raises Refused if the server is full, and cannot evict enough.
         """
@@ -308,22 +309,22 @@ class ReplayBuffer:
         self._progress([table])
         return pending
 
-    def take(self, batch_id: int, *, sent: bool = False, lease: float = 0.0) -> bool:
-        """The reader takes the batch for good. False: a row has become too stale, and the batch is given back.
+    def acknowledge(self, batch_id: int, *, sent: bool = False, lease: float = 0.0) -> bool:
+        """The reader acknowledges the batch for good. False: a row has become too stale, and the batch is requeued.
 
         `sent`: the reader has all bytes already, so rows are not checked for staleness any more. `lease`: the reader
-        has the batch only for this many seconds, unless it takes the batch meanwhile.
+        has the batch only for this many seconds, unless it acknowledges the batch meanwhile.
         """
         outstanding = self.outstanding
         if not sent and outstanding.is_outdated(batch_id):
-            self.give_back(batch_id)
+            self.requeue(batch_id)
             return False
-        self._progress(outstanding.lease(batch_id, lease) if lease else outstanding.take(batch_id))
+        self._progress(outstanding.lease(batch_id, lease) if lease else outstanding.acknowledge(batch_id))
         return True
 
-    def give_back(self, batch_id: int, *, by_reader: bool = False) -> None:
-        """The batch returns to its table, as if it was never drawn. What a reader gives back is remembered."""
-        self._progress([self.outstanding.give_back(batch_id, by_reader=by_reader)])
+    def requeue(self, batch_id: int, *, by_reader: bool = False) -> None:
+        """The batch returns to its table, as if it was never drawn. What a reader requeues is remembered."""
+        self._progress([self.outstanding.requeue(batch_id, by_reader=by_reader)])
 
     def discard(self, keys: Iterable[int]) -> None:
         """Removes items whose payload is damaged from all tables."""
@@ -354,8 +355,8 @@ class ReplayBuffer:
         if slots.size > items.leaving.rows_per_slice:
             items.leaving.add(columns, slots)
             items.freed = True  # an insert that waits for these bytes clears as many rows away as it needs
-            for tell in items.on_gone:
-                tell([key for each in self.extensions for key in each.marked if items.lost(key)])
+            for hook in items.on_gone:
+                hook([key for each in self.extensions for key in each.marked if items.lost(key)])
         else:
             items.release(columns.free(slots))
 
@@ -384,8 +385,8 @@ class ReplayBuffer:
         else:
             what, why = "inserting", self._rules.why_blocked(pending.insert, pending.tables)
         if why:
-            return why + silence(pending, self.clock(), self.extensions)
-        return f"{table.name}: {what} blocked: {pending.lines[0].ahead_of(pending)} requests came first"
+            return why + quiet_time(pending, self.clock(), self.extensions)
+        return f"{table.name}: {what} blocked: {counted(pending.lines[0].ahead_of(pending), 'request')} came first"
 
     def abandon(self, pending: PendingInsert | PendingSample) -> None:
         """The client of `pending` went away."""
@@ -514,7 +515,7 @@ class ReplayBuffer:
     def update_table(self, table_name: str, changes: dict[str, Any]) -> Table:
         """Changes the configuration of a table at run time; items and counters stay."""
         table = self.table(table_name)
-        if fixed := changes.keys() & {"name", "forward_to", "copy_to", "seed", "keep_consumed"}:
+        if fixed := changes.keys() & {"name", "forward_to", "copy_to", "seed", "retain_consumed"}:
             raise invalid(f"{', '.join(sorted(fixed))} of a table cannot change while the server runs")
         try:
             config = TableConfig.model_validate(table.config.model_dump(exclude_unset=True) | changes)
@@ -541,15 +542,15 @@ class ReplayBuffer:
     # ------------------------------------------------------------------------------------------------ policy
 
     def set_policy_version(
-        self, version: int, weights: str, rollback: bool = False, place: Place | None = None, state: str = ""
+        self, version: int, weights: str, rollback: bool = False, shard_index: ShardIndex | None = None, state: str = ""
     ) -> Policy:
         """Sets the current version, drops what has become too stale, and lets waiting generators go on.
 
-        `place`, `state`: as in PolicyChange.
+        `shard_index`, `state`: as in PolicyChange.
         """
         if not 0 <= version <= MAX_VERSION:
             raise invalid(f"policy version {version}: must be from 0 to {MAX_VERSION}")
-        change = PolicyChange(self.policy.version, version, rollback, place, state)
+        change = PolicyChange(self.policy.version, version, rollback, shard_index, state)
         if version < change.before and not rollback:
             raise invalid(
                 f"policy version {version} is below the current {change.before}; pass rollback=True (--rollback) "

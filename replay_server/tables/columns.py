@@ -7,10 +7,10 @@ A slot is in one state: FREE, LEAVING, RESERVED, WAITING or SELECTABLE.
              │                FREE ◀─────────┘ remove_reserved
              └─leave─▶ LEAVING ─▲ free               SELECTABLE ──▶ WAITING ──▶ SELECTABLE: see WaitingRows
 
-A row is reserved while it may come back, and has an owner: the batch that has used it up and may still be given back,
-or, once that batch was taken, an extension that retains the row. A reserved row counts as gone for whoever looks: for
-size, lookup, listing and removal. It keeps its slot and its facts. So its return changes its state alone, and nobody
-has to carry a copy of the row.
+A row is reserved while it may come back, and has an owner: the batch that has used it up and may still be requeued, or,
+once that batch was acknowledged, an extension that retains the row. A reserved row counts as gone for whoever looks:
+for size, lookup, listing and removal. It keeps its slot and its facts. So its return changes its state alone, and
+nobody has to carry a copy of the row.
 
 A row waits while its item lacks a column that the table requires. It is here for whoever looks, and can leave, but no
 sampler holds it. `lacks` has a bit for each required column that it lacks.
@@ -328,11 +328,11 @@ class Columns(RowFacts):
         return keys
 
     def retain(self, keys: Iterable[int]) -> None:
-        """The batch that has reserved these rows is taken, and an extension is their owner now."""
+        """The batch that has reserved these rows is acknowledged, and an extension is their owner now."""
         self.retained.update((key, self.reserved.pop(key)) for key in keys)
 
     def remove_reserved(self, keys: Iterable[int]) -> None:
-        """The batch that has reserved these rows is taken: frees the slots of those that nobody retains."""
+        """The batch that has reserved these rows is acknowledged: frees the slots of those that nobody retains."""
         freed = [self.reserved.pop(key) for key in keys if key in self.reserved]
         slots = np.array(freed, dtype=np.int64)
         self.state[slots] = FREE

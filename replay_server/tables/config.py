@@ -28,7 +28,7 @@ MAX_INDEXED = 4
 """Tags that one table may index: each costs 4 bytes an item, and some work at each insert."""
 MAX_TAG_NAME, MAX_TAG_TEXT = 64, 256
 """Bytes of the name and of the value of a tag. Here characters are counted: what has more of them no item has."""
-MAX_KEPT_STATES = 1024
+MAX_RETAINED_STATES = 1024
 """States of a trainer that a server remembers."""
 MOST_REQUIRED = 16
 """Columns that one table may require: Columns.lacks has a bit for each."""
@@ -211,9 +211,9 @@ class TableConfig(Model):
     and for the bound of a queue meanwhile, and not for `min_size`."""
     seed: int | None = Field(None, ge=0)
     """Of the random selectors; absent: from the operating system."""
-    keep_consumed: int = Field(0, ge=0, le=MAX_KEPT_STATES)
-    """How many states a trainer can go back: what was consumed since the n-th last state that it named is kept. 0:
-    nothing is kept. For a queue or stack."""
+    retain_consumed: int = Field(0, ge=0, le=MAX_RETAINED_STATES)
+    """How many states a trainer can go back: what was consumed since the n-th last state that it named is retained. 0:
+    nothing is. For a queue or stack."""
     index: tuple[TagName, ...] = Field((), max_length=MAX_INDEXED)
     """Names of tags by which items are found in one pass over an array, without looking at each item."""
     balance: BalanceConfig | None = None
@@ -247,10 +247,10 @@ class TableConfig(Model):
                 f"of one value and a draw that waits for another would wait for ever; forward its items to a table "
                 f"with balance"
             )
-        if self.keep_consumed and self.max_times_sampled != 1:
+        if self.retain_consumed and self.max_times_sampled != 1:
             raise ValueError(
-                f"table {self.name!r}: keep_consumed = {self.keep_consumed} is for a table whose items leave when they "
-                f"are sampled: make it a queue or stack (max_times_sampled = 1), or leave keep_consumed out"
+                f"table {self.name!r}: retain_consumed = {self.retain_consumed} is for a table whose items leave when "
+                f"they are sampled: make it a queue or stack (max_times_sampled = 1), or leave retain_consumed out"
             )
         if self.max_size < self.rate_limiter.min_size:
             raise ValueError(
@@ -268,30 +268,30 @@ class TableConfig(Model):
 
 
 class AdmissionConfig(Model):
-    """Permits for generation: accepted + running + n <= (max_staleness + version + 1) * groups_per_step."""
+    """Permits for generation: accepted + running + n <= (max_staleness + version + 1) * fresh_groups_per_step."""
 
     table: str | None = None
     """The table whose groups are trained on: only inserts into it need permits. Absent: the one queue or stack with
     forward_to, else the only queue or stack, else the only table."""
-    groups_per_step: int = Field(ge=1, le=MAX_COUNT)
+    fresh_groups_per_step: int = Field(ge=1, le=MAX_COUNT)
     """Fresh groups that the trainer uses for each policy version."""
     max_staleness: int = Field(ge=0, le=MAX_COUNT)
     """Policy versions that a group may lag by when it is trained on; 0: on-policy."""
     permit_ttl: float = Field(600.0, gt=0)
     """Seconds until an unused permit goes back."""
-    building: Annotated[
+    permit_tables: Annotated[
         tuple[str, ...], BeforeValidator(lambda name: (name,) if isinstance(name, str) else name or ())
     ] = ()
-    """The table of groups under construction, or a list: a stage each, such as groups without rewards. A name alone
+    """The table of partial groups, or a list: a stage each, such as groups without rewards. A name alone
     declares a table. An item that comes into one of them with a permit, or in the place of such an item, keeps that
     permit until it leaves. Absent: there is none."""
 
 
 def with_named(admission: AdmissionConfig | None, tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
-    """The tables with those that a user need not declare: of groups under construction, and of copies.
+    """The tables with those that a user need not declare: of partial groups, and of copies.
 
-    What such a table is not told, it has as its use needs it: the oldest comes first, and each is drawn once. Of groups
-    under construction nothing is evicted, and nothing is kept that the admitted table would refuse as too old. Raises
+    What such a table is not told, it has as its use needs it: the oldest comes first, and each is drawn once. Of
+    partial groups nothing is evicted, and nothing is retained that the admitted table would refuse as too old. Raises
     ValueError for what cannot be so.
     """
     for source in tables:
@@ -301,24 +301,26 @@ def with_named(admission: AdmissionConfig | None, tables: Sequence[TableConfig])
             bounds = {"max_size": 65_536, "max_bytes": 2 << 30}
             tables = _with(tables, name, f"copies of {source.name!r}", bounds)
     if admission is not None:
-        for name in admission.building:
+        for name in admission.permit_tables:
             if name == (admitted := admitted_table(admission, tables)):
-                raise ValueError(f"[admission] building = {name!r} is the table that is trained on: name another one")
+                raise ValueError(
+                    f"[admission] permit_tables = {name!r} is the table that is trained on: name another one"
+                )
             bound = next(table.max_staleness for table in tables if table.name == admitted)
-            use = "groups under construction ([admission] building)"
+            use = "partial groups ([admission] permit_tables)"
             tables = _with(tables, name, use, {"when_full": "block", "max_staleness": bound})
     return tuple(tables)
 
 
 def _with(tables: Sequence[TableConfig], name: str, use: str, defaults: dict[str, Any]) -> Sequence[TableConfig]:
     """The tables with that of this name, which is there for `use`."""
-    given = next((table.model_dump(exclude_unset=True) for table in tables if table.name == name), {"name": name})
+    own_fields = next((table.model_dump(exclude_unset=True) for table in tables if table.name == name), {"name": name})
     order = {"sampler": "fifo", "remover": "fifo", "max_times_sampled": 1}
-    made = TableConfig.model_validate(order | defaults | given)
+    made = TableConfig.model_validate(order | defaults | own_fields)
     # What its reader has must not come back.
-    if made.max_times_sampled != 1 or made.forward_to or made.copy_to or made.keep_consumed:
+    if made.max_times_sampled != 1 or made.forward_to or made.copy_to or made.retain_consumed:
         raise ValueError(
-            f"table {name!r} is of {use}: leave out max_times_sampled, forward_to, copy_to and keep_consumed"
+            f"table {name!r} is of {use}: leave out max_times_sampled, forward_to, copy_to and retain_consumed"
         )
     if any(table.name == name for table in tables):
         return [made if table.name == name else table for table in tables]
@@ -328,11 +330,11 @@ def _with(tables: Sequence[TableConfig], name: str, use: str, defaults: dict[str
 def admitted_table(admission: AdmissionConfig, tables: Sequence[TableConfig]) -> str:
     """The name of the table whose inserts need permits. Raises ValueError if it is not clear which one that is."""
     names = ", ".join(table.name for table in tables)
-    if (given := admission.table) is not None:
-        if all(table.name != given for table in tables):
-            raise ValueError(f"[admission] table = {given!r}: there is no such table; tables: {names}")
-        return given
-    others = {*admission.building, *(table.copy_to for table in tables)}
+    if (table_name := admission.table) is not None:
+        if all(table.name != table_name for table in tables):
+            raise ValueError(f"[admission] table = {table_name!r}: there is no such table; tables: {names}")
+        return table_name
+    others = {*admission.permit_tables, *(table.copy_to for table in tables)}
     tables = [table for table in tables if table.name not in others] or tables
     queues = [table for table in tables if table.rate_limiter.type in ("queue", "stack")]
     tables = [table for table in queues if table.forward_to is not None] or queues or tables

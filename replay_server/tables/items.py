@@ -163,7 +163,7 @@ class Items(dict[int, Item]):
                 gone.append(key)
             elif looks and self.lost(key):
                 lost.append(key)
-                self.freed = True  # an insert that waits for these bytes lets go of the item
+                self.freed = True  # an insert that waits for these bytes discards the item
             elif self.spares and item.holders == self.spare(key):
                 self.freed = True
         if gone:
@@ -191,7 +191,7 @@ class Items(dict[int, Item]):
     def why_full(self, nbytes: int, tables: Sequence[Table] = ()) -> str | None:
         """Why the server has no room for `nbytes` more; None: it has, or `free` and `make_room` can make it.
 
-        They let go of what extensions can spare, and of what `tables` may evict.
+        They discard what extensions can spare, and evict what `tables` may.
         """
         needed = self.bytes + nbytes - self.max_bytes
         if needed <= 0 or self._can_free(needed, tables):
@@ -219,21 +219,21 @@ class Items(dict[int, Item]):
         return before - len(self)
 
     def spare(self, key: int) -> int:
-        """How many of its holders extensions would let go."""
+        """How many of its holders extensions would discard."""
         spare = 0
         for spares in self.spares:  # a tenth of the time of sum() for one
             spare += spares(key)
         return spare
 
     def _can_free(self, needed: float, tables: Sequence[Table]) -> bool:
-        """Whether letting go of all that `why_full` names frees `needed` bytes."""
+        """Whether discarding all that `why_full` names frees `needed` bytes."""
         tables = _evicting(tables)
         there = (table.columns.key[table.columns.occupied()].tolist() for table in tables)
-        seen = set[int]()
+        visited = set[int]()
         for key in chain(*(keys() for keys in self.spare_keys), chain.from_iterable(there)):
-            if key in seen:
+            if key in visited:
                 continue
-            seen.add(key)
+            visited.add(key)
             if self[key].holders == self.spare(key) + sum(key in table for table in tables):
                 needed -= self[key].cost
                 if needed <= 0:

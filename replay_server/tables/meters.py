@@ -13,9 +13,11 @@ from replay_server.tables.columns import IntArray
 
 WINDOW = 60  # seconds
 _PAUSES = 256
-"""Pauses that a rhythm remembers."""
+"""Pauses between arrivals that are remembered."""
 _LONGEST = 3
-"""The pauses of a rhythm are measured against its third longest."""
+"""The pauses are measured against their third longest."""
+_STEPS = 15
+"""Steps that say how long one usually takes."""
 
 
 @dataclass
@@ -35,17 +37,35 @@ class Counters:
     forwarded: int = 0
     forward_refused: int = 0
     extensions: int = 0
-    kept_dropped: int = 0
+    retained_discarded: int = 0
     restored: int = 0
     undone: int = 0
 
 
-class Rhythm:
+class StepTimes:
+    """How long a step usually takes: the median of the last ones. Stalls do not change it unless they are most."""
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._begun: float | None = None
+
+    def beat(self, now: float) -> None:
+        """A step ends, and the next one begins."""
+        if self._begun is not None:
+            self._steps.append(now - self._begun)
+        self._begun = now
+
+    @property
+    def interval(self) -> float:
+        """Seconds; 0: unknown, for fewer than three steps."""
+        return median(self._steps) if len(self._steps) >= _LONGEST else 0.0
+
+
+class ArrivalTimes:
     """How often something usually happens.
 
     Things come in bursts: a step's groups within seconds, then nothing until the next step. The interval that counts
-    is the one between bursts. So it is the median of the long pauses: those at least half as long as the third longest
-    of the last ones. A single stall or two do not change it.
+    is the one between bursts. So it is the median of the long pauses.
     """
 
     def __init__(self, apart: float = 0.0) -> None:
@@ -62,13 +82,18 @@ class Rhythm:
             self._pauses.append(pause)
             self._begun = now
 
-    @property
-    def usual(self) -> float:
-        """Seconds between two times; 0: unknown, for fewer than three pauses."""
+    def interval(self, step: float = 0.0) -> float:
+        """Seconds between two bursts; 0: unknown, for fewer than three pauses.
+
+        A pause is long from half a `step` of the trainer on: then stalls do not change the interval unless they are
+        most. Where a step is not known (0), or fewer than three pauses are as long as one, a pause is long from half of
+        the third longest on: then a stall or two do not change it.
+        """
         if len(self._pauses) < _LONGEST:
             return 0.0
         third = sorted(self._pauses)[-_LONGEST]
-        return median(pause for pause in self._pauses if pause >= third / 2)
+        least = min(step or third, third) / 2
+        return median(pause for pause in self._pauses if pause >= least)
 
 
 class Meter:
@@ -80,13 +105,13 @@ class Meter:
         self._buckets = [0.0] * WINDOW
         self.last = now
         """When something was last added, or the start."""
-        self.rhythm = Rhythm(apart=1.0)
+        self.arrivals = ArrivalTimes(apart=1.0)
 
     def add(self, amount: float, now: float) -> None:
         self._advance(now)
         self._buckets[self._second % WINDOW] += amount
         self.last = now
-        self.rhythm.beat(now)
+        self.arrivals.beat(now)
 
     def per_second(self, now: float) -> float:
         """The mean over the last minute, or over the time since the start if that is less."""

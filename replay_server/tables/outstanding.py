@@ -1,7 +1,7 @@
-"""Outstanding batches: drawn, and neither taken by their readers nor given back.
+"""Outstanding batches: drawn, and neither acknowledged by their readers nor requeued.
 
 * An outstanding batch holds each of its rows, so their payloads stay in the storage while they are sent.
-* Exactly one call of `take` or `give_back` ends a batch. How readers ended their last batches is remembered.
+* Exactly one call of `acknowledge` or `requeue` ends a batch. How readers ended their last batches is remembered.
 * A leased batch is in use by its reader. It stays outstanding when the server restarts.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from replay_protos.words import counted
 from replay_server.errors import Refused, invalid, lease_ended, try_again
 from replay_server.tables.columns import IntArray, KeyArray
 from replay_server.tables.items import Items
@@ -21,10 +22,10 @@ from replay_server.tables.waiting import Pending
 
 MOST_ID = (1 << 63) - 1
 """The largest id of a batch."""
-MAX_TAKEN = 1 << 18
-"""Batches whose readers took them last, and may ask again."""
-MAX_GIVEN_BACK = 1 << 16
-"""Batches whose readers gave them back last, and may ask again."""
+MAX_ACKNOWLEDGED = 1 << 18
+"""Batches whose readers acknowledged them last, and may ask again."""
+MAX_REQUEUED = 1 << 16
+"""Batches whose readers requeued them last, and may ask again."""
 
 
 class PendingSample(Pending[tuple[int, SampleBatch]]):
@@ -43,8 +44,8 @@ class OutstandingBatches:
         """The seconds for which each batch is leased, of those that are in use."""
         self.on_closed: Callable[[int], object] = lambda _: None
         """Called with each batch that an insert has closed, and not its reader by the batch's id."""
-        self.taken: Remembered[None] = Remembered("taken", MAX_TAKEN, watchers)
-        self.given_back: Remembered[None] = Remembered("given back", MAX_GIVEN_BACK, watchers)
+        self.acknowledged: Remembered[None] = Remembered("acknowledged", MAX_ACKNOWLEDGED, watchers)
+        self.requeued: Remembered[None] = Remembered("requeued", MAX_REQUEUED, watchers)
 
     def draw(self, table: Table, request: SampleRequest, n: int) -> tuple[int, SampleBatch]:
         """Draws n rows, which `table.why_no_sample` allows. Returns the id of the batch, and the batch."""
@@ -77,19 +78,19 @@ class OutstandingBatches:
         versions: list[int] = batch.policy_versions.tolist()
         return table.too_stale(min(versions)) or (table.undone > 0 and any(map(table.is_undone, versions)))
 
-    def take(self, batch_id: int) -> list[Table]:
+    def acknowledge(self, batch_id: int) -> list[Table]:
         """The batch is its reader's for good. Returns the tables that have changed."""
         table, batch = self._end(batch_id)
         keys: list[int] = batch.keys.tolist()
-        self.taken.remember([batch_id])
+        self.acknowledged.remember([batch_id])
         for watcher in self._watchers:
             watcher.changed(keys)
             if batch.scope:
                 watcher.scope_changed(table.name, batch.scope)
         changed = [table]
-        for hook in table.on_take:
+        for hook in table.on_acknowledge:
             changed += hook(table, batch)
-        consumed = table.take(batch)
+        consumed = table.acknowledge(batch)
         if consumed and (retained := table.columns.retained):
             keys = [key for key in keys if key not in retained]  # a retained row takes over the hold of the batch
         self._items.release(keys)
@@ -99,7 +100,7 @@ class OutstandingBatches:
         """The reader's new item takes the place of these batches. Returns the tables that have changed."""
         changed = []
         for batch_id in batch_ids:
-            changed += self.take(batch_id)
+            changed += self.acknowledge(batch_id)
             self.on_closed(batch_id)
         return changed
 
@@ -107,7 +108,7 @@ class OutstandingBatches:
         """Why an item cannot close these batches, or a segment stand on them; None: it can."""
         for batch_id in batch_ids:
             if batch_id not in self.by_id:
-                became = "was taken already" if batch_id in self.taken else "has gone back to its table"
+                became = "was acknowledged already" if batch_id in self.acknowledged else "has gone back to its table"
                 return lease_ended(
                     f"the batch {batch_id} that the item or segment stands on {became}: its lease has ended, so "
                     f"another reader may have it; renew leases in time, or ask for longer ones"
@@ -135,12 +136,12 @@ class OutstandingBatches:
         for watcher in self._watchers:
             watcher.lease_changed(batch_id)
 
-    def give_back(self, batch_id: int, *, by_reader: bool = False) -> Table:
+    def requeue(self, batch_id: int, *, by_reader: bool = False) -> Table:
         """The batch returns to its table, as if it was never drawn. Returns the table."""
         table, batch = self._end(batch_id)
         if by_reader:
-            self.given_back.remember([batch_id])
-        self._items.hold(table.give_back(batch))
+            self.requeued.remember([batch_id])
+        self._items.hold(table.requeue(batch))
         self._items.release(batch.keys.tolist())
         table.drop_stale()
         table.drop_undone()
@@ -177,8 +178,9 @@ def why_never(table: Table, request: SampleRequest) -> Refused | None:
             f"{config.max_size}"
         )
     if request.min_samples > table.limiter.largest_batch():
+        samples = counted(request.min_samples, "sample")
         return invalid(
-            f"{request.min_samples} samples at once can never be drawn from table {table.name!r}: its rate limiter "
+            f"{samples} at once can never be drawn from table {table.name!r}: its rate limiter "
             f"({config.rate_limiter.type}) stops inserting at {table.limiter.largest_batch():.12g}; ask for fewer "
             f"or widen the limiter"
         )

@@ -2,8 +2,8 @@
 
 A client that loses an answer sends its request again, perhaps to a server that was killed in between. The server then
 must not do again what it has done. So each kind of request that changes something remembers its ids: keys of inserts,
-batches that were taken, and calls with a number of their own. In durable mode the commit that writes a change also
-writes its id and its answer, and forgets what is forgotten here.
+batches that were acknowledged, and calls with a number of their own. In durable mode the commit that writes a change
+also writes its id and its answer, and forgets what is forgotten here.
 
 The oldest ids are forgotten first. A retry comes within seconds, so bounds of some hundred thousand ids are ample.
 
@@ -121,14 +121,14 @@ class Scopes:
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
 
-    def given(self, scope: str) -> Set[int]:
+    def keys_under(self, scope: str) -> Set[int]:
         """The keys given out under `scope`."""
         return self._keys.get(scope, _NO_KEYS)
 
     def give(self, scope: str, keys: Iterable[int]) -> None:
         self._use(scope).update(keys)
 
-    def give_back(self, scope: str, keys: Iterable[int]) -> None:
+    def requeue(self, scope: str, keys: Iterable[int]) -> None:
         self._use(scope).difference_update(keys)
 
     def of(self, keys: Collection[int]) -> list[str]:

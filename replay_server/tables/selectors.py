@@ -81,33 +81,33 @@ class Selector(ABC):
 
 
 class Placed(Selector):
-    """Keeps its slots in one array, and the place of each of them, so that many slots go in one pass over arrays."""
+    """Keeps its slots in one array, and the position of each of them, so that many slots go in one pass over arrays."""
 
     def __init__(self, columns: RowFacts) -> None:
         self._columns = columns
         self._slots = np.zeros(64, dtype=np.int64)
-        self._place = np.zeros(0, dtype=np.int64)
+        self._position = np.zeros(0, dtype=np.int64)
         """By slot: its index in `_slots`; -1: it is not there."""
         self._count = 0
 
     def _put(self, slots: IntArray, start: int) -> None:
         """Writes `slots` (n,) at [start, start + n)."""
-        if (lacking := self._columns.order.size - self._place.size) > 0:
-            self._place = np.concatenate([self._place, np.full(lacking, -1, dtype=np.int64)])
+        if (lacking := self._columns.order.size - self._position.size) > 0:
+            self._position = np.concatenate([self._position, np.full(lacking, -1, dtype=np.int64)])
         self._slots[start : start + slots.size] = slots
-        self._place[slots] = np.arange(start, start + slots.size)
+        self._position[slots] = np.arange(start, start + slots.size)
 
     def selectable(self) -> int:
         return self._count
 
     def holds(self, slot: int) -> bool:
-        return bool(slot < self._place.size and self._place[slot] >= 0)
+        return bool(slot < self._position.size and self._position[slot] >= 0)
 
 
 class Fifo(Placed):
     """Selects by age, oldest first (or newest first). An operation is O(1) amortised for each slot.
 
-    To give an item back is O(size) if older and newer items are there.
+    To requeue an item is O(size) if older and newer items are there.
     """
 
     def __init__(self, columns: RowFacts, newest_first: bool = False) -> None:
@@ -118,7 +118,7 @@ class Fifo(Placed):
 
     def insert(self, slots: IntArray) -> None:
         order = self._columns.order
-        if slots.size > 1 and (np.diff(order[slots]) < 0).any():  # items given back
+        if slots.size > 1 and (np.diff(order[slots]) < 0).any():  # items requeued
             slots = slots[np.argsort(order[slots])]
         if not self._count:
             self._start = self._stop = 0
@@ -154,8 +154,8 @@ class Fifo(Placed):
         self._put(held, self._start)
 
     def delete(self, slots: IntArray) -> None:
-        self._slots[self._place[slots]] = -1
-        self._place[slots] = -1
+        self._slots[self._position[slots]] = -1
+        self._position[slots] = -1
         self._count -= slots.size
         if not self._count:
             self._start = self._stop = 0
@@ -167,12 +167,12 @@ class Fifo(Placed):
 
     def _first_held(self, slots: IntArray) -> int:
         """The index of the first slot that is held. Looks at twice as many each time."""
-        seen = 0
+        scanned = 0
         while True:
-            held = slots[seen : 2 * seen + 16] >= 0
+            held = slots[scanned : 2 * scanned + 16] >= 0
             if held[first := int(held.argmax())]:
-                return seen + first
-            seen = 2 * seen + 16
+                return scanned + first
+            scanned = 2 * scanned + 16
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         slots = self._slots[self._start : self._stop]
@@ -248,13 +248,13 @@ class Uniform(Placed):
 
     def delete(self, slots: IntArray) -> None:
         self._count -= slots.size
-        gaps = self._place[slots]
-        self._place[slots] = -1
+        gaps = self._position[slots]
+        self._position[slots] = -1
         last = self._slots[self._count : self._count + slots.size]
-        last = last[self._place[last] >= 0]
+        last = last[self._position[last] >= 0]
         gaps = gaps[gaps < self._count]  # as many as are left of the last slots, which fill them
         self._slots[gaps] = last
-        self._place[last] = gaps
+        self._position[last] = gaps
 
     def select(self, n: int, rng: np.random.Generator, excluded: IntArray = NONE) -> tuple[IntArray, FloatArray]:
         # Draw more without replacement, then drop the excluded slots: the rest is a draw without replacement too.

@@ -1,7 +1,7 @@
 """Table: the items of one table, and every change to them. Nothing here waits.
 
     insert ──▶ selectable ──draw──▶ outstanding ──take──▶ selectable, or consumed
-                    │                     └────give_back──▶ as before the draw
+                    │                     └────requeue──▶ as before the draw
                     └── evicted, deleted, dropped as stale: gone
 
 A table divides its work among four parts, and keeps them in step. Columns hold the facts of the items, one array for
@@ -12,15 +12,15 @@ always passes `_show` or `_hide`, which tell all selectors of it. Rows of items 
 requires wait: the remover holds them, and the sampler does not.
 
 * An outstanding row stays selectable, unless the draw was its last one (max_times_sampled). Then it is reserved: it
-  counts as gone (`columns.py`), until its batch is taken, which removes it, or given back, which returns it. An
-  extension may retain it when the batch is taken.
-* After `give_back` everything is as if the batch had not been drawn: items, counters, limiter, scopes.
+  counts as gone (`columns.py`), until its batch is acknowledged, which removes it, or requeued, which returns it. An
+  extension may retain it when the batch is acknowledged.
+* After `requeue` everything is as if the batch had not been drawn: items, counters, limiter, scopes.
 * A reset starts a new epoch. Batches of an older epoch change nothing any more.
 * Payloads are not the table's: `on_leave` says which rows it no longer holds.
 
-Extensions (`extensions/`) act within a change of a table, in this order: copying, history, construction, admission,
+Extensions (`extensions/`) act within a change of a table, in this order: copying, history, permit tables, admission,
 forwarding. Copies let items go before history does; history retains rows before others hear that they are consumed; it
-brings rows back, and groups under construction end, before permits are counted; what a batch forwards comes last, when
+brings rows back, and partial groups end, before permits are counted; what a batch forwards comes last, when
 all else of it is done.
 """
 
@@ -77,7 +77,7 @@ class InsertBatch:
     labels: Sequence[Labels] | None = None
     """None: no row has any."""
     closes: Sequence[int] = ()
-    """Ids of batches that are taken when the row enters its tables. Only an insert of one row has any."""
+    """Ids of batches that are acknowledged when the row enters its tables. Only an insert of one row has any."""
     moved: bool = False
     """Whether another server has granted `permits`."""
     evicted: list[tuple[int, str]] = field(default_factory=list)
@@ -161,8 +161,8 @@ class Table:
     rows in these columns with `leave`, and then or later `free`."""
     labels_of: Callable[[Sequence[int]], Sequence[Labels] | None]
     """The labels of items, by key; None: no item has any. Asked where columns are required or tags indexed."""
-    on_take: Sequence[Callable[[Table, SampleBatch], Iterable[Table]]] = ()
-    """Hooks of extensions, called when a reader takes a batch for good."""
+    on_acknowledge: Sequence[Callable[[Table, SampleBatch], Iterable[Table]]] = ()
+    """Hooks of extensions, called when a reader acknowledges a batch."""
     on_lease: Sequence[Callable[[Table, SampleBatch], Iterable[Table]]] = ()
     """Called when a reader uses a batch, and may still lose it."""
     counters: Counters = field(default_factory=Counters)
@@ -190,7 +190,7 @@ class Table:
         self._build_selectors()
         self.bytes = 0
         self.outstanding = 0
-        """Rows of batches that are neither taken nor given back."""
+        """Rows of batches that are neither acknowledged nor requeued."""
         self.scopes = Scopes(self.has_or_may_return)
         self.epoch += 1
 
@@ -215,7 +215,7 @@ class Table:
         return key in self.columns
 
     def has_or_may_return(self, key: int) -> bool:
-        """Whether the item is here, or an outstanding batch may give it back."""
+        """Whether the item is here, or an outstanding batch may requeue it."""
         return key in self.columns or key in self.columns.reserved
 
     # ------------------------------------------------------------------------------------------------ insert
@@ -479,7 +479,7 @@ class Table:
         self.counters.samples += n
         self.counters.consumed += consumed
 
-    def take(self, batch: SampleBatch) -> list[int]:
+    def acknowledge(self, batch: SampleBatch) -> list[int]:
         """The batch is its reader's for good. Its reserved rows that nobody retains leave. Returns the keys of all."""
         if batch.epoch != self.epoch:
             return []
@@ -495,7 +495,7 @@ class Table:
         self.columns.reserve(slots)
         self.columns.retain(keys.tolist())
 
-    def let_go(self, keys: Sequence[int]) -> None:
+    def discard(self, keys: Sequence[int]) -> None:
         """These rows, which were retained, leave."""
         if keys:
             self.on_leave(self.columns, self.columns.return_rows(keys))
@@ -509,7 +509,7 @@ class Table:
         self.counters.restored += len(keys)
         self._show(slots, self.labels_of(keys) if self.config.requires else None)
 
-    def give_back(self, batch: SampleBatch) -> list[int]:
+    def requeue(self, batch: SampleBatch) -> list[int]:
         """Undoes the draw. Returns the keys of its reserved rows, which are selectable again."""
         if batch.epoch != self.epoch:
             return []
@@ -518,7 +518,7 @@ class Table:
         self.outstanding -= len(batch)
         self._count_drawn(-len(batch), -len(back))
         if batch.scope:
-            self.scopes.give_back(batch.scope, batch.keys.tolist())
+            self.scopes.requeue(batch.scope, batch.keys.tolist())
         if back:
             self._show(columns.return_rows(back), self.labels_of(back) if self.config.requires else None)
         slots = columns.find_with_reserved(batch.keys)  # another batch may have reserved a row, or the row is gone
@@ -528,8 +528,8 @@ class Table:
     def excluded(self, request: SampleRequest) -> set[int]:
         """The slots that `request` must not get, as far as the sampler could choose them."""
         keys: Iterable[int] = request.exclude
-        if request.scope and (given := self.scopes.given(request.scope)):
-            keys = given | request.exclude
+        if request.scope and (scope_keys := self.scopes.keys_under(request.scope)):
+            keys = scope_keys | request.exclude
         found = {slot for key in keys if (slot := self.columns.slot(key)) is not None}
         return {slot for slot in found if self.sampler.holds(slot)} if found else found
 
@@ -653,7 +653,7 @@ class Table:
         return dict(vars(self.counters))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but items and scopes, as if outstanding batches had been given back."""
+        """Everything but items and scopes, as if outstanding batches had been requeued."""
         limiter, consumed = self.limiter, len(self.columns.reserved)
         return {
             "name": self.name,

@@ -139,12 +139,12 @@ class MemoryGuard:
     def __init__(
         self,
         share: float,
-        let_go: Callable[[], object] = lambda: None,
+        release_copies: Callable[[], object] = lambda: None,
         look: Callable[[], Sequence[Memory]] = memories,
     ) -> None:
-        """`share` of each memory may be in use; 1: all of it. `let_go` drops what only copies hold."""
+        """`share` of each memory may be in use; 1: all of it. `release_copies` drops what only copies hold."""
         self._share = share
-        self._let_go = let_go
+        self._release_copies = release_copies
         self._look = look
         self._why: str | None = None
         self._looked_at = self._trimmed_at = -_TRIM_EVERY
@@ -162,8 +162,8 @@ class MemoryGuard:
             self._why = self._find()
             if self._why and now - self._trimmed_at >= _TRIM_EVERY:
                 self._trimmed_at = now
-                self._let_go()
-                give_back_freed()
+                self._release_copies()
+                return_freed_memory()
                 self._why = self._find()
             if bool(before) != bool(self._why):
                 log.warning("%s", self._why or "there is memory again: inserts are accepted")
@@ -184,7 +184,7 @@ class MemoryGuard:
         return None
 
 
-def give_back_freed() -> None:
+def return_freed_memory() -> None:
     """Without this the memory of items that have left waits for others, and the guard would stay as it is."""
     give_back_idle()
     if sys.platform == "linux":

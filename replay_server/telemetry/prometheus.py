@@ -60,7 +60,7 @@ class MetricsEndpoint:
             self._http, self._thread = start_http_server(int(port), host.strip("[]"), self._registry)
         except OSError as error:
             raise OSError(
-                f"metrics_address: cannot listen on {address}: it is in use, or not one of this machine ({error})"
+                f"metrics_listen: cannot listen on {address}: it is in use, or not one of this machine ({error})"
             ) from error
         self._metrics = make_wsgi_app(self._registry)
         self._http.set_app(self._respond)
@@ -82,18 +82,21 @@ class MetricsEndpoint:
         self._thread.join()
 
     def _respond(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        status, said = "404 Not Found", f"metrics are at {PATH}, health is at {HEALTH}"
+        status = "404 Not Found"
+        body = f"metrics are at {PATH}, health is at {HEALTH}"
         try:
             if environ["PATH_INFO"] == PATH:
                 metrics: Iterable[bytes] = self._metrics(environ, start_response)
                 return metrics
             if environ["PATH_INFO"] == HEALTH:
                 self._on_loop(lambda: None)
-                status, said = "200 OK", "ok"
+                status = "200 OK"
+                body = "ok"
         except (TimeoutError, RuntimeError):  # the event loop is busy, not there yet, or closed
-            status, said = "503 Service Unavailable", "the server is busy or shutting down"
-        start_response(status, [("Content-Type", "text/plain"), ("Content-Length", str(len(said)))])
-        return [said.encode()]
+            status = "503 Service Unavailable"
+            body = "the server is busy or shutting down"
+        start_response(status, [("Content-Type", "text/plain"), ("Content-Length", str(len(body)))])
+        return [body.encode()]
 
     def _on_loop(self, function: Callable[[], T]) -> T:
         """What `function` returns on the event loop. Raises TimeoutError if that is busy, RuntimeError without one."""
@@ -195,15 +198,16 @@ def _bounds(info: pb.ServerInfo) -> Iterator[Metric]:
 
 def _people(info: pb.ServerInfo) -> Iterator[Metric]:
     """Who is gone, and who is there."""
-    silent = GaugeMetricFamily(
-        "replay_silent_seconds",
-        "Since when a side of the run is gone: three usual intervals without a sign, and it did not say that it ends. "
+    overdue = GaugeMetricFamily(
+        "replay_overdue_seconds",
+        "Since when the trainer, or all generators, are overdue: three usual intervals without a sign, "
+        "and it did not say that it ends. "
         "0: it is there, or unknown.",
-        labels=["side"],
+        labels=["role"],
     )
-    for side in ("trainer", "generators"):
-        silent.add_metric([side], max((each.age for each in info.silences if each.side == side), default=0.0))
-    yield silent
+    for role in ("trainer", "generator"):
+        overdue.add_metric([role], max((each.age for each in info.overdue if each.role == role), default=0.0))
+    yield overdue
     there = GaugeMetricFamily("replay_clients", "Named clients that have a call or stream open.", labels=["role"])
     for role in ("trainer", "generator", "teacher"):
         there.add_metric([role], sum(role in each.role and each.open > 0 for each in info.clients))

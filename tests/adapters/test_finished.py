@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from replay_adapters.finished import FinishedGroups
+from replay_adapters.finished_groups import FinishedGroups
 from replay_client import ReplayClient, RolloutGroup
 from replay_server import ReplayServer, TableConfig
 from tests.trainer.factories import make_group

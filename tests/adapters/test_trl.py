@@ -22,6 +22,8 @@ import trl
 
 from examples.demo.task import make_tokenizer
 from replay_adapters.trl import (
+    GRPOWithReplayBufferConfig,
+    GRPOWithReplayBufferTrainer,
     ReplayGRPOTrainer,
 )
 from tests.adapters.trl_factories import (
@@ -403,8 +405,8 @@ def test_a_group_that_trl_has_no_place_for_is_put_aside_with_its_key(tmp_path, s
         key = client.insert(group, {"replay": 1.0})
     trainer = make_trainer(tmp_path, replay=server.address, reward=lambda completions, **_: [1.0] * len(completions))
     trainer.train()
-    assert [log["replay/groups_put_aside"] for log in trainer.state.log_history if "replay/groups_put_aside" in log]
-    [warning] = [line for line in caplog.messages if "is put aside" in line]  # once, however often it is drawn
+    assert [log["replay/groups_unusable"] for log in trainer.state.log_history if "replay/groups_unusable" in log]
+    [warning] = [line for line in caplog.messages if "is rejected" in line]  # once, however often it is drawn
     assert f"key {key} in table 'replay' has {words}" in warning
 
 
@@ -445,3 +447,37 @@ def test_the_script_of_the_page_runs(tmp_path, monkeypatch):
         bf16=False,
     )
     assert len(metrics_of(trainer, "replay/fresh_reward")) == 3
+
+
+def test_a_script_for_trls_removed_buffer_runs_with_another_import(tmp_path):
+    """The settings, the reward and the calls are those of the example in TRL's documentation."""
+    make_model().save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    chance = torch.Generator().manual_seed(0)
+
+    def custom_reward_func(completions, **kwargs):
+        if torch.rand(1, generator=chance).item() < 0.25:
+            return [0] * len(completions)
+        return torch.rand(len(completions), generator=chance).tolist()
+
+    training_args = GRPOWithReplayBufferConfig(
+        output_dir=str(tmp_path / "run"),
+        learning_rate=1e-4,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=8,
+        replay_buffer_size=8,
+        report_to="none",
+        use_cpu=True,  # the tests' own, as max_steps is
+        max_steps=12,
+    )
+    trainer = GRPOWithReplayBufferTrainer(
+        model=str(tmp_path / "model"),
+        reward_funcs=[custom_reward_func],
+        args=training_args,
+        train_dataset=make_dataset(),
+    )
+    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    assert any(not torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters())
+    assert sum(metrics_of(trainer, "replay/groups_replaced")) > 0

@@ -28,13 +28,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from examples.demo.task import make_tokenizer
-from replay_adapters.pool import GroupPool
+from replay_adapters.group_pool import GroupPool
 from replay_adapters.trl_async import ServerRollouts, last_checkpoint
 from replay_client import ReplayClient
 from replay_client.errors import TableNotFoundError
+from replay_client.folder_lock import FolderLock
 from replay_client.scoring import group_priority
-from replay_generator.weights import model_facts
-from replay_trainer.weights import OutputLock, published
+from replay_generator.engines.weights import model_facts
+from replay_trainer.weights import published
 from tests.adapters.async_grpo_on_cpu import OPTIONS
 from tests.adapters.killed_async_grpo import block, insert, note_steps, save_model, train, trained
 from tests.factories import ServerProcess, free_port, make_group, server_process, until
@@ -184,7 +185,7 @@ def test_a_trainer_that_starts_again_goes_on_from_the_version_that_it_left(model
 
 @pytest.mark.parametrize(("lost", "restored"), [([6], 2), ([4, 6], 5), ([], 0)])
 def test_an_older_checkpoint_gets_the_groups_of_the_later_ones_again(model, tmp_path, before_step, lost, restored):
-    config = block("replay.toml").replace("forward_to", "keep_consumed = 3\nforward_to")
+    config = block("replay.toml").replace("forward_to", "retain_consumed = 3\nforward_to")
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         insert(server.address, 12)
         options = {"max_steps": 6, "save_steps": 2, "token_budget": BUDGET}
@@ -203,7 +204,7 @@ def test_an_older_checkpoint_gets_the_groups_of_the_later_ones_again(model, tmp_
 def test_a_checkpoint_that_the_server_does_not_know_is_gone_on_from_with_a_warning(
     model, tmp_path, before_step, caplog
 ):
-    config = block("replay.toml").replace("forward_to", "keep_consumed = 1\nforward_to")
+    config = block("replay.toml").replace("forward_to", "retain_consumed = 1\nforward_to")
     with server_process(tmp_path, config) as server:
         insert(server.address, 12)
         options = {"save_steps": 1, "token_budget": BUDGET}
@@ -332,7 +333,7 @@ def test_a_group_that_trl_has_no_place_for_is_put_aside_and_named(model, server,
     trainer = begun(server.address, model)
     assert len(rows_of(trainer, 4)) == 4  # of the next group
     assert f"key {key} in table 'rollouts' has {words}" in caplog.text
-    assert trainer.rollout_worker.metrics_queue.get_nowait() == {"replay/groups_put_aside_total": 1.0}
+    assert trainer.rollout_worker.metrics_queue.get_nowait() == {"replay/groups_unusable_total": 1.0}
     trainer.rollout_worker.stop()
 
 
@@ -393,7 +394,7 @@ def test_a_server_that_is_away_pauses_the_trainer(model, tmp_path, sync_every, b
     # It is away for longer than every limit: the client's, that of the pool's calls, and TRL's.
     monkeypatch.setattr(ReplayClient, "from_env", lambda address: ReplayClient(address, timeout=1.0))
     pool = partial(GroupPool, timeout=0.5)
-    monkeypatch.setattr("replay_adapters.leased.GroupPool", pool)
+    monkeypatch.setattr("replay_adapters.leased_table.GroupPool", pool)
     config = f'[server]\ndata_dir = "{tmp_path}/data"\n' + block("replay.toml").split("\n\n", 1)[1]
     servers: list[ServerProcess] = []
 
@@ -439,15 +440,15 @@ def test_a_server_that_comes_back_without_its_data_is_gone_on_with(model, tmp_pa
             policy = client.policy()
             assert (policy.version, policy.weights) == (7, str(published(WEIGHTS)[-1]))
             assert client.server_info().tables["rollouts"].reserved == 0
-    assert "groups could not be acknowledged" in caplog.text
+    assert " could not be acknowledged: the leases had ended" in caplog.text
 
 
 def test_a_trainer_without_generators_ends_with_what_the_server_says(model, server):
     insert(server.address, 1)
-    with pytest.raises(RuntimeError, match=r"no rollout came for .* 1 groups were inserted into rollouts"):
+    with pytest.raises(RuntimeError, match=r"no rollout came for .* rollouts has been given 1 group"):
         train(model, server.address, max_steps=6, token_budget=BUDGET, heartbeat_stale_after_s=1.0)
     with ReplayClient(server.address) as client:
-        assert client.server_info().tables["rollouts"].size == 1  # given back
+        assert client.server_info().tables["rollouts"].size == 1  # requeued
 
 
 def test_two_trainers_on_one_server_do_not_go_unnoticed(model, server, before_step, caplog):
@@ -467,7 +468,7 @@ def test_two_trainers_on_one_server_do_not_go_unnoticed(model, server, before_st
 
 
 def test_a_second_trainer_in_a_folder_is_refused(model, server, tmp_path):
-    lock = OutputLock(tmp_path / WEIGHTS)
+    lock = FolderLock(tmp_path / WEIGHTS)
     assert lock.acquire() == ""
     with pytest.raises(RuntimeError, match="in use by another training run"):
         train(model, server.address, max_steps=1, token_budget=BUDGET)

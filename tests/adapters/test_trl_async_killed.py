@@ -69,7 +69,7 @@ def test_a_killed_trainer_loses_nothing_and_trains_on_nothing_twice(server, tmp_
 @pytest.mark.parametrize("older", [False, True])
 def test_a_trainer_killed_before_it_names_a_checkpoint_goes_on_from_it_or_from_an_older_one(tmp_path, phase, older):
     save_model(tmp_path / "model")
-    config = block("replay.toml").replace("forward_to", "keep_consumed = 2\nforward_to")
+    config = block("replay.toml").replace("forward_to", "retain_consumed = 2\nforward_to")
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         insert(server.address, GROUPS)
         assert end_of(server.address, tmp_path, phase, 4) == -signal.SIGKILL

@@ -50,7 +50,7 @@ def test_rows_that_replay_export_wrote_stay_as_they_are():
     [
         ([LEAST | {"reward": None}], "rows 1 to 1: there is no reward"),
         ([LEAST, LEAST | {"prompt_ids": None, "prompt_id": "a"}], "rows 2 to 2: there is no prompt_ids"),
-        ([LEAST | {"logprobs": [-1.0]}], "rows 1 to 1: completion 0 has 2 tokens and 1 log-probabilities"),
+        ([LEAST | {"logprobs": [-1.0]}], "rows 1 to 1: completion 0 has 2 tokens and 1 log-probability"),
         ([LEAST | {"logprobs": [0.5, -1]}], "rows 1 to 1: rollout_logprobs holds 0.5"),
         ([LEAST, LEAST | {"completion_ids": [-1]}], "rows 1 to 2: completion_ids holds -1"),
         ([LEAST | {"completion_ids": "ab"}], "rows 1 to 1: "),

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from replay_client import ReplayClient
-from replay_server import ReplayServer, SecuritySection, TableConfig
+from replay_server import ReplayServer, SecurityConfig, TableConfig
 from replay_server.telemetry import host
 from tests.commands import COMMAND, run_replay
 from tests.factories import make_group, tokens_file, until
@@ -69,7 +69,7 @@ def test_without_a_server_that_is_the_one_failure():
 
 
 def test_a_missing_token_is_a_failure_and_an_unencrypted_way_to_another_machine_a_warning(tmp_path):
-    security = SecuritySection(tokens_file=tokens_file(tmp_path, "read-only:0123456789abcdef0123"))
+    security = SecurityConfig(tokens_file=tokens_file(tmp_path, "read-only:0123456789abcdef0123"))
     with ReplayServer(tables=[TableConfig(name="pool")], port=0, max_bytes="1MB", security=security) as server:
         refused = run_replay("doctor", address=server.address)
         assert refused.returncode == 1
@@ -83,12 +83,14 @@ def test_a_missing_token_is_a_failure_and_an_unencrypted_way_to_another_machine_
     assert [found["level"] for found in json.loads(far.stdout)["findings"]] == ["warning", "failure"]
 
 
-def test_each_finding_is_one_line_that_ends_with_its_remedy(server):
+def test_each_finding_is_one_line_that_ends_with_its_remedy_after_one_that_sums_up(server, client):
+    client.insert(make_group(), {"rollouts": 1.0})
     result = run_replay("doctor", address=server.address)
     assert (result.returncode, run_replay("doctor", "--strict", address=server.address).returncode) == (0, 1)
     lines = result.stdout.splitlines()
     assert all(line.startswith(("ok ", "warning ", "failure ")) for line in lines)
-    assert any(line.startswith("warning  memory:") and "; set [server] max_bytes" in line for line in lines)
+    assert lines[0] == "ok       run: No trainer has connected yet"
+    assert any(line.startswith("warning  replay: empty: ") and line.endswith("; start the trainer") for line in lines)
 
 
 def test_module_and_script_are_the_same_command():

@@ -16,7 +16,7 @@ import pytest
 from examples.demo.task import make_model, make_tokenizer
 from replay_client import ReplayClient
 from tests.commands import COMMAND, Running, fails, run_replay
-from tests.factories import server_process, until
+from tests.factories import free_port, server_process, until
 
 
 @pytest.fixture
@@ -73,11 +73,13 @@ PLAIN = "[[tables]]\nname = 'a'\n"
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ("", "tables"),
+        ("[[tables]]\nmax_size = 4", "replay.toml: [[tables]] number 1: name is needed"),
+        ("tables = []", "replay.toml: [tables] write [[tables]], in two brackets, once for each table"),
+        ("server = 3", "replay.toml: [server] must be an object of names and values, not 3"),
         ("not toml", "replay.toml"),
-        (PLAIN + "sampler = 'best'", "tables.0.sampler"),
+        (PLAIN + "sampler = 'best'", "[[tables]] number 1: sampler"),
         (PLAIN + "max_sise = 3", "max_sise"),
-        (PLAIN + "max_size = 'many'", "replay.toml: tables.0.max_size: Input should be a valid integer"),
+        (PLAIN + "max_size = 'many'", "replay.toml: [[tables]] number 1: max_size must be a whole number, not 'many'"),
         (PLAIN + "max_size = 2\nrate_limiter = {type='min_size', min_size=3}", "never be sampled"),
         (PLAIN + "forward_to = 'b'", "forwards to 'b', which does not exist"),
         (PLAIN + "forward_to = 'b'\n[[tables]]\nname = 'b'\nforward_to = 'a'", "a -> b -> a"),
@@ -92,9 +94,9 @@ PLAIN = "[[tables]]\nname = 'a'\n"
             "tls_cert /nowhere/cert cannot be read",
         ),
         (PLAIN + "[security]\ntoken = 'hush-hush'", "there is no 'token'; did you mean 'tokens_file'?"),
-        (PLAIN + "[security]\ntokens_file = 7", "security.tokens_file"),
+        (PLAIN + "[security]\ntokens_file = 7", "[security] tokens_file must be"),
         (PLAIN + "[server]\nmax_bytes = '3 apples'", "'3 apples' is not a size; write for example"),
-        (PLAIN + "[server]\nfsync = 'sometimes'", "server.fsync: Input should be 'always' or 'never'"),
+        (PLAIN + "[server]\nfsync = 'sometimes'", "[server] fsync must be 'always' or 'never'"),
         (PLAIN + "[server]\ndata_dir = '/etc/passwd'", "data_dir /etc/passwd cannot be written: File exists"),
     ],
 )
@@ -103,7 +105,8 @@ def test_a_configuration_that_cannot_work_is_refused_in_one_line_with_its_place_
 ):
     path = tmp_path / "replay.toml"
     path.write_text(config)
-    said = fails("serve", "--config", str(path), "--address", "127.0.0.1:0")
+    status = 1 if "cannot be" in words else 2
+    said = fails("serve", "--config", str(path), "--listen", "127.0.0.1:0", status=status)
     assert words in said
     assert "hush" not in said
 
@@ -118,9 +121,9 @@ GENERATE = "generate --model m --prompts p --reward exact_match"
             (f"--timeout 600 --address {address} tables", "--address must be host:port with a port from 1 to 65535")
             for address in ("http://127.0.0.1:7400", "127.0.0.1:99999", "127.0.0.1:0", "127.0.0.1", "127.0.0.1:7400/x")
         ),
-        (f"{GENERATE} --group-size=0", "--group-size: Input should be greater than or equal to 1, not 0"),
-        (f"{GENERATE} --reload=now", "--reload: Input should be 'between_groups' or 'at_once', not 'now'"),
-        (f"{GENERATE} --set reward_timeout=-1", "reward_timeout: Input should be greater than 0"),
+        (f"{GENERATE} --group-size=0", "--group-size must be at least 1, not 0"),
+        (f"{GENERATE} --reload=now", "--reload must be 'between_groups' or 'in_flight', not 'now'"),
+        (f"{GENERATE} --set reward_timeout=-1", "reward_timeout must be greater than 0"),
         (f"{GENERATE} --system=Add.", "--system needs --chat"),
         ("generate --model m --reward exact_match", "--prompts is needed, or --environment verifiers:NAME"),
         (f"{GENERATE} --rollout a:b --agent a:b", "--rollout and --agent exclude each other: each says who plays"),
@@ -131,14 +134,14 @@ GENERATE = "generate --model m --prompts p --reward exact_match"
         (f"{GENERATE} --environment-args {{}}", "--environment-args needs --environment verifiers:NAME"),
         (
             "train --model m --output-dir o --max-steps -1",
-            "--max-steps: Input should be greater than or equal to 1, not -1",
+            "--max-steps must be at least 1, not -1",
         ),
     ],
 )
 def test_an_option_that_cannot_work_is_named_as_it_was_typed_in_one_line(tmp_path, monkeypatch, command, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p").write_text('{"prompt": "1+1="}\n')
-    said = fails(*command.split())
+    said = fails(*command.split(), status=2)
     assert said.startswith(f"replay: {words}")
 
 
@@ -149,12 +152,12 @@ def test_options_of_train_are_checked_before_torch_is_imported(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.stdout, done.stderr) == (
         "set()\n",
-        "replay: --max-steps: Input should be greater than or equal to 1, not -1\n",
+        "replay: --max-steps must be at least 1, not -1\n",
     )
 
 
 def test_a_bad_address_in_the_environment_is_named_by_its_variable():
-    assert fails("tables", address="nonsense").startswith("replay: REPLAY_ADDRESS must be host:port")
+    assert fails("tables", address="nonsense", status=2).startswith("replay: REPLAY_ADDRESS must be host:port")
 
 
 def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -193,7 +196,7 @@ def test_options_of_generate_may_be_in_a_file_and_the_command_line_wins(tmp_path
     assert "another file.jsonl" in fails("generate", "--config", str(file), "--prompts", "another file.jsonl")
     with file.open("a") as end:
         end.write('system = "hello"\n')
-    assert "--system needs --chat" in fails("generate", "--config", str(file))
+    assert "--system needs --chat" in fails("generate", "--config", str(file), status=2)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +260,9 @@ def test_a_signal_ends_a_trainer_that_waits_for_groups(tmp_path):
         options = ("--model", "model", "--output-dir", "run")
         trainer = started("--address", server.address, "train", *options, folder=tmp_path)
         until(lambda: client.server_info().tables["rollouts"].sampling.count)
-        assert "continues from the last training checkpoint" in check_end(trainer, signal.SIGTERM, 143)
+        said = check_end(trainer, signal.SIGTERM, 143)
+        assert "stops after this step, with a training checkpoint; a second signal hurries" in said
+        assert "stopped before its first step; --resume begins the run" in said
 
 
 def test_a_trainer_without_a_server_says_that_it_waits_and_can_be_stopped(tmp_path):
@@ -273,11 +278,61 @@ def test_a_trainer_without_a_server_says_that_it_waits_and_can_be_stopped(tmp_pa
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("tables=x", "--set tables=x: --to says that"),
-        ("source=x", "--set source=x: --from says that"),
+        ("tables=x", "--set tables=x: --table says that"),
+        ("source_table=x", "--set source_table=x: --source-table says that"),
         ("attemps=2", "--set: there is no 'attemps'"),
     ],
 )
 def test_a_setting_of_score_that_has_an_option_or_is_none_is_named_in_one_line(setting, says):
-    options = ("--from", "unscored", "--to", "rollouts", "--reward", "exact_match", "--set", setting)
+    options = ("--source-table", "unscored", "--table", "rollouts", "--reward", "exact_match", "--set", setting)
     assert says in fails("score", *options, status=2)
+
+
+WITHOUT_MATH_VERIFY = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "math_verify" else find(name, *more)
+from replay_cli import main
+sys.argv = ["replay", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("score", "--source-table", "unscored", "--table", "rollouts", "--reward", "math_answer"),
+        ("train", "--model", ".", "--output-dir", "run", "--eval-prompts", "a.jsonl", "--eval-reward", "math_answer"),
+    ],
+    ids=["score", "train"],
+)
+def test_a_reward_whose_package_is_missing_is_one_line_with_the_command_that_installs_it(tmp_path, words):
+    command = [sys.executable, "-c", WITHOUT_MATH_VERIFY, *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("replay: math_answer needs math-verify, which is not installed: pip install")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_file_of_the_server_alone_keeps_the_usual_tables(tmp_path):
+    path = tmp_path / "replay.toml"
+    for text in ("", '[server]\nlisten = "127.0.0.1:0"\n'):
+        path.write_text(text)
+        done = run_replay("serve", "--config", str(path), "--listen", "127.0.0.1:0", "--check")
+        assert done.stdout == "127.0.0.1:0: tables rollouts, replay\n"
+    path.write_text("[[tables]]\nname = 'mine'\n")
+    done = run_replay("serve", "--config", str(path), "--listen", "127.0.0.1:0", "--check")
+    assert done.stdout == "127.0.0.1:0: tables mine\n"
+
+
+def test_weights_of_a_file_are_refused_and_of_a_folder_that_is_not_there_yet_announced(tmp_path):
+    (tmp_path / "file").touch()
+    said = fails("weights", "serve", str(tmp_path / "file"), status=2)
+    assert said == f"replay: {tmp_path}/file is no folder: name weights_dir of the trainer\n"
+    address = f"127.0.0.1:{free_port()}"
+    serving = started("weights", "serve", "later", "--listen", address, folder=tmp_path)
+    assert serving.stderr.readline() == (
+        "replay: there is no folder later yet: its weights are served when the trainer has made it\n"
+    )
+    assert serving.stdout.readline() == f"weights of later at {address}\n"
+    check_end(serving, signal.SIGTERM, 143)

@@ -99,7 +99,7 @@ def test_a_server_and_a_scorer_finish_their_work_at_the_signals_of_terminals_and
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         scorer = Running(
             *("--address", server.address, "--name", "scorer-1", "score"),
-            *("--from", "unscored", "--to", "rollouts", "--reward", "exact_match"),
+            *("--source-table", "unscored", "--table", "rollouts", "--reward", "exact_match"),
             stderr=subprocess.PIPE,
         )
         until(lambda: any(each.name == "scorer-1" and each.settings for each in client.server_info().clients))
@@ -145,7 +145,7 @@ def test_a_limit_of_the_address_space_is_named_with_the_remedy(tmp_path):
     (tmp_path / "replay.toml").write_text(
         f'[server]\ndata_dir = "{tmp_path / "data"}"\n[[tables]]\nname = "rollouts"\n'
     )
-    words = [*COMMAND, "serve", "--address", "127.0.0.1:0", "--config", str(tmp_path / "replay.toml")]
+    words = [*COMMAND, "serve", "--listen", "127.0.0.1:0", "--config", str(tmp_path / "replay.toml")]
     limit = 8 << 30
     done = subprocess.run(
         words,

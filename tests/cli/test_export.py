@@ -290,7 +290,7 @@ def test_items_that_the_server_remembers_as_gone_do_not_count_as_inserted(replay
     client.delete("replay", keys[:2])
     imported = replay("table", "import", str(file))
     gone = (
-        "2 not there: taken or deleted, before or meanwhile, or let go at once by a full table "
+        "2 not there: taken or deleted, before or meanwhile, or evicted at once by a full table "
         "(--new-keys inserts what was taken or deleted)"
     )
     assert imported.stdout == f"0 items of {file} inserted; 1 was there before; {gone}\n", imported.stderr

@@ -1,23 +1,31 @@
 """A server that answers with what would take over a terminal, and what commands let through of it."""
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 
+from replay_cli.process import TextFormatter
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayServicer, add_ReplayServicer_to_server
 from replay_server import TableConfig
 from tests.commands import run_replay
 
-EVIL = "\x1b]0;owned\x07\x9b2J\x9d0;owned\x9c\x7f\u202e"
-"""A title, a cleared screen, both in their 8-bit forms too, a rubbed out character, and writing from the right."""
+EVIL = "\x1b]0;owned\x07\x9b2J\x9d0;owned\x9c\x7f\u202e\nok       memory: all is well"
+"""A title, a cleared screen, both in their 8-bit forms too, a rubbed out character, writing from the right, and a line
+that looks as if the command said it."""
 
 
 class Hostile(ReplayServicer):
     def GetServerInfo(self, request, context):
         waiting = pb.Waiting(count=1, reason=EVIL, seconds=60)
-        table = pb.TableInfo(name=EVIL, config=TableConfig(name="a").model_dump_json(), sampling=waiting)
+        config = TableConfig(name="a", balance={"tag": "environment"}).model_dump_json()
+        values = [pb.ValueInfo(name=EVIL, items=1, weight=1.0)]
+        lacking = [pb.MissingColumn(name=EVIL, items=1)]
+        table = pb.TableInfo(
+            name=EVIL, config=config, sampling=waiting, values=values, incomplete_items=1, missing_columns=lacking
+        )
         return pb.ServerInfo(version=EVIL, storage=EVIL, commit_error=EVIL, tables=[table], server_id=1)
 
     def GetPolicy(self, request, context):
@@ -27,6 +35,11 @@ class Hostile(ReplayServicer):
         return pb.ListCheckpointsResponse(checkpoints=[pb.CheckpointInfo(name=EVIL, problem=EVIL)])
 
     def ListItems(self, request, context):
+        if request.table == "tagged":
+            tags = [pb.Tags(name="environment", texts=[EVIL])]
+            one = {name: [1] for name in ("keys", "priorities", "ages", "policy_versions", "times_sampled")}
+            one |= {"payload_sizes": [1], "effective_priorities": [1]}
+            return pb.ListItemsResponse(matching=1, tags=tags, **one)
         context.abort(grpc.StatusCode.NOT_FOUND, "no table é" + EVIL)
 
 
@@ -42,7 +55,7 @@ def address():
 
 @pytest.mark.parametrize(
     "command",
-    ["checkpoint list", "items a"]
+    ["checkpoint list", "items a", "items tagged"]
     + [f"{each}{form}" for each in ("tables", "doctor", "policy") for form in ("", " --json")],
 )
 def test_no_command_sends_the_terminal_what_the_server_made_up(address, command):
@@ -52,3 +65,10 @@ def test_no_command_sends_the_terminal_what_the_server_made_up(address, command)
     assert "Traceback" not in text
     assert not {character for character in text if character != "\n" and not character.isprintable()} - {"\u202e"}
     assert "--json" in command or "\u202e" not in text
+    assert "\nok       memory: all is well" not in text
+
+
+@pytest.mark.parametrize(("logger", "lines"), [("replay_server", 1), ("vllm", 2)])
+def test_a_record_of_our_own_log_is_one_line(logger, lines):
+    record = logging.makeLogRecord({"name": logger, "msg": f"tag {EVIL}"})
+    assert len(TextFormatter().format(record).split("\n")) == lines

@@ -18,8 +18,8 @@ import pytest
 
 from examples.demo.task import make_tokenizer
 from replay_client import ReplayClient, group_from_rows
-from replay_generator.prompts import Prompt
-from replay_generator.stored_prompts import LoadMark, StoredPrompt
+from replay_generator.prompts.prompt import Prompt
+from replay_generator.prompts.stored import PromptCursor, StoredPrompt
 from replay_protos import replay_pb2 as pb
 from tests.commands import COMMAND, Running, fails
 from tests.factories import in_a_thread, make_group, make_sequences, server_process, until
@@ -43,7 +43,7 @@ def test_tables_shows_sizes_and_who_waits_and_why(client, replay):
     table = data["tables"]["replay"]
     assert (table["size"], data["bytes"], table["sampling"]["count"]) == (1, 5, 1)
     assert table["config"]["sampler"]["type"] == "prioritized"
-    policy = {"version": 0, "weights": "", "age": data["policy"]["age"], "usual": None, "state": ""}
+    policy = {"version": 0, "weights": "", "age": data["policy"]["age"], "interval": None, "state": ""}
     assert (data["policy"], data["admission"]) == (policy, None)
     client.insert(b"x", {"replay": 1.0})
     assert len(waiting.result()) == 2
@@ -97,7 +97,7 @@ def test_what_json_says_has_the_same_fields_always(client, replay):
     page = document(replay("items", "replay", "--json"))
     assert sorted(page) == ["items", "matching", "next_page", "table"]
     item_fields = (
-        "age bytes columns effective_priority key policy_version priority staleness tags times_sampled waits_for"
+        "age bytes columns effective_priority key missing_columns policy_version priority staleness tags times_sampled"
     )
     assert sorted(page["items"][0]) == item_fields.split()
 
@@ -108,14 +108,14 @@ def test_items_that_wait_for_a_column_say_so_everywhere(client, replay):
     client.extend(keys[0], {"teacher_logprobs": np.zeros(6, np.float32)})
     assert "rollouts waits for teacher_logprobs: 2 items" in replay("tables").stdout
     shown = replay("items", "rollouts").stdout.splitlines()
-    assert "waits for" in shown[0]
+    assert "missing columns" in shown[0]
     assert ["teacher_logprobs" in line for line in shown if line.startswith(tuple(map(str, keys)))] == [
         True,
         True,
         False,
     ]
     rows = document(replay("items", "rollouts", "--json", "--descending"))["items"]
-    assert [row["waits_for"] for row in rows] == [[], ["teacher_logprobs"], ["teacher_logprobs"]]
+    assert [row["missing_columns"] for row in rows] == [[], ["teacher_logprobs"], ["teacher_logprobs"]]
     assert rows[0]["columns"] == ["teacher_logprobs"]
 
 
@@ -171,13 +171,13 @@ def test_show_gives_text_rewards_and_log_probabilities_of_a_group(client, replay
 def test_show_prints_a_prompt_of_a_table_of_prompts_and_the_mark_behind_it(client, replay):
     row = {"prompt": "12+34=", "prompt_id": "sum-7", "answer": "46"}
     key = client.insert(StoredPrompt(Prompt.of(row), 2, 5).encode(), {"replay": 1.0})
-    mark = client.insert(LoadMark(1, 0, 9, "", 2, 6).encode(), {"replay": 1.0})
+    cursor = client.insert(PromptCursor(1, 0, 9, "", 2, 6).encode(), {"replay": 1.0})
     shown = replay("show", str(key)).stdout
     assert '"prompt_id": "sum-7"' in shown
     assert '"answer": "46"' in shown
     stored = document(replay("show", str(key), "--json"))["stored_prompt"]
     assert stored == {"prompt_id": "sum-7", "content": "12+34=", "row": row, "epoch": 2, "position": 5}
-    assert document(replay("show", str(mark), "--json"))["mark"]["position"] == 6
+    assert document(replay("show", str(cursor), "--json"))["cursor"]["position"] == 6
 
 
 def test_show_names_the_rollout_of_each_sequence_and_the_axis_of_each_extra(client, replay):

@@ -38,7 +38,7 @@ def lines_of(screen: Screen, height: int | None) -> list[str]:
 @pytest.mark.parametrize("tables", [2, 10, 500])
 def test_permits_waits_and_keys_are_on_the_screen_however_many_tables_there_are(tables, height):
     screen = Screen("host:1")
-    screen.see(info(tables))
+    screen.record(info(tables))
     lines = lines_of(screen, height)
     assert len(lines) < height
     text = "\n".join(lines)

@@ -33,18 +33,18 @@ def test_tables_and_doctor_show_the_whole_and_each_server_on_request(servers):
     whole = json.loads(run_replay("tables", "--json", address=every).stdout)
     assert whole["tables"]["pool"]["size"] == 20
     assert "shards" not in whole
-    shards = json.loads(run_replay("tables", "--json", "--shards", address=every).stdout)["shards"]
+    shards = json.loads(run_replay("tables", "--json", "--by-shard", address=every).stdout)["shards"]
     assert list(shards) == addresses
     assert sum(shard["tables"]["pool"]["size"] for shard in shards.values()) == 20
-    assert all(address in run_replay("tables", "--shards", address=every).stdout for address in addresses)
-    assert f"{addresses[1]} pool" in run_replay("doctor", "--shards", address=every).stdout
+    assert all(address in run_replay("tables", "--by-shard", address=every).stdout for address in addresses)
+    assert f"{addresses[1]} pool" in run_replay("doctor", "--by-shard", address=every).stdout
     # The mark of the next page is JSON here: the shell must hand it over as it is.
     line = run_replay("items", "pool", "--limit", "3", address=every).stdout.splitlines()[-1]
     mark = shlex.split(line.partition("add --page ")[2])
     assert len(mark) == 1
     assert run_replay("items", "pool", "--limit", "3", "--page", *mark, address=every).returncode == 0
     servers[1].stop(grace=0)
-    assert run_replay("tables", "--shards", address=every).stdout.count(f"{addresses[1]}  does not answer") == 1
+    assert run_replay("tables", "--by-shard", address=every).stdout.count(f"{addresses[1]}  does not answer") == 1
     done = run_replay("doctor", address=every)
     assert done.returncode == 1
     assert f"failure  shard {addresses[1]}: does not answer" in done.stdout

@@ -110,7 +110,7 @@ def test_top_leaves_the_terminal_as_it_was_after_a_signal(terminal, number, stat
 @pytest.mark.parametrize("by_shard", [True, False], ids=["with a row for each", "with one for all"])
 def test_it_names_a_server_of_several_that_does_not_answer(by_shard):
     with ReplayServer([TableConfig(name="pool")], 0) as first, ReplayServer([TableConfig(name="pool")], 0) as second:
-        terminal = Terminal(f"{first.address},{second.address}", *(["--shards"] if by_shard else []))
+        terminal = Terminal(f"{first.address},{second.address}", *(["--by-shard"] if by_shard else []))
         try:
             terminal.until("policy version 0")
             if by_shard:

@@ -66,7 +66,7 @@ class FakeServer:
         if rows:
             rows = min(rows, self.table.weigh(wanted)["items"]) if wanted.distinct else rows
             batch = self.table.draw(wanted, rows)
-            self.table.take(batch)
+            self.table.acknowledge(batch)
             answer.keys.extend(batch.keys.tolist())
             answer.probabilities.extend(batch.probabilities.tolist())
             for field in ("priorities", "ages", "policy_versions", "times_sampled", "payload_sizes"):
@@ -88,7 +88,7 @@ class FakeDraws:
 
     async def write(self, request: pb.DrawRequest) -> None:
         self._server.requests.append(request)
-        if ids := [*request.take, *request.give_back, *request.renew]:
+        if ids := [*request.acknowledge, *request.requeue, *request.renew]:
             self._answers.put_nowait(Frame(pb.SampleResponse(done=ids), ()))
         if request.HasField("draw"):
             self._answers.put_nowait(self._server.draw(request.draw))

@@ -204,7 +204,7 @@ def test_errors_name_the_value_and_the_remedy(client):
     with pytest.raises(InvalidRequestError, match="order_by 'name'"):
         client.list_items("plain", order_by="name")
     with pytest.raises(UnsupportedError, match="no place for checkpoints"):
-        client.checkpoint("x")
+        client.create_checkpoint("x")
     with pytest.raises(ValueError, match="timeout must be"):
         client.policy(timeout=-1)
     assert size(client, "plain") == 0
@@ -250,7 +250,7 @@ def test_every_wait_ends_at_its_deadline_and_says_why(client):
 
 
 def test_permits_pace_generators_over_the_wire():
-    admission = AdmissionConfig(groups_per_step=1, max_staleness=1)
+    admission = AdmissionConfig(fresh_groups_per_step=1, max_staleness=1)
     with ReplayServer(tables=TABLES, port=0, admission=admission) as server, ReplayClient(server.address) as client:
         lease = client.acquire_permits(2)
         with pytest.raises(

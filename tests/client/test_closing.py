@@ -72,16 +72,16 @@ def test_the_samples_are_taken_when_the_group_made_of_them_is_inserted(client):
 
 
 def test_a_group_whose_samples_have_gone_back_or_are_closed_already_is_refused_and_changes_nothing(client):
-    given_back, closed = draw_prompts(client, lease=600.0), draw_prompts(client)
-    client.acknowledge(given_back, give_back=True)
+    requeued, closed = draw_prompts(client, lease=600.0), draw_prompts(client)
+    client.acknowledge(requeued, requeue=True)
     client.insert(make_group(), {"groups": 1.0}, closes=closed)
     before = sizes(client)
-    for samples, words in ((given_back, "has gone back"), (closed, "was taken already")):
+    for samples, words in ((requeued, "has gone back"), (closed, "was acknowledged already")):
         with pytest.raises(LeaseEndedError, match=words):
             client.insert(make_group(), {"groups": 1.0}, closes=samples)
     kept = draw_prompts(client)
     with pytest.raises(LeaseEndedError):
-        client.insert(make_group(), {"groups": 1.0}, closes=[*kept, *given_back])
+        client.insert(make_group(), {"groups": 1.0}, closes=[*kept, *requeued])
     assert sizes(client) == before
     assert reserved(client) == 1  # the one that could have been closed is still its reader's
 
@@ -96,7 +96,7 @@ def test_a_group_that_waits_for_room_closes_its_samples_when_it_enters(client):
         too_late = pool.submit(client.insert, make_group(), {"groups": 1.0}, closes=second)
         until(lambda: client.server_info().tables["groups"].inserting.count == 2)
         assert reserved(client) == 2
-        client.acknowledge(second, give_back=True)
+        client.acknowledge(second, requeue=True)
         client.sample("groups", 1)
         waiting.result(60)
         client.sample("groups", 1)

@@ -17,7 +17,7 @@ from replay_client.errors import (
     TableFullError,
 )
 from replay_protos import replay_pb2 as pb
-from replay_server import Config, ReplayServer, ServerSection, TableConfig
+from replay_server import Config, ReplayServer, ServerConfig, TableConfig
 from tests.factories import in_a_thread, make_group, until
 from tests.server.rpc.calls import connection
 
@@ -36,7 +36,7 @@ MOST = 1 << 24
 
 
 def server_with(data_dir: Path | None = None, *, max_bytes: int | None = None, largest: int = MOST, **more):
-    section = ServerSection(address="127.0.0.1:0", data_dir=data_dir, max_bytes=max_bytes, max_payload_bytes=largest)
+    section = ServerConfig(listen="127.0.0.1:0", data_dir=data_dir, max_bytes=max_bytes, max_payload_bytes=largest)
     return ReplayServer.from_config(Config(server=section, tables=tuple(TABLES), **more))
 
 
@@ -185,13 +185,13 @@ def test_a_row_waits_for_its_column_and_then_serves_who_waits_for_it_in_its_plac
     keys = [client.insert(make_group(), {"queue": 1.0}) for _ in range(4)]
     ready = client.insert(make_group(extras=LOGPROBS), {"queue": 1.0})
     info = client.server_info().tables["queue"]
-    assert (info.size, info.waiting_rows, {each.name: each.items for each in info.lacking}) == (
+    assert (info.size, info.incomplete_items, {each.name: each.items for each in info.missing_columns}) == (
         5,
         4,
         {"teacher_logprobs": 4},
     )
     page = client.list_items("queue", descending=True)
-    assert [item.waits_for for item in page] == [("teacher_logprobs",)] * 4 + [()]
+    assert [item.missing_columns for item in page] == [("teacher_logprobs",)] * 4 + [()]
     with pytest.raises(
         DeadlineExceededError, match=r"1 of 2 samples available \(size 5, 4 wait for teacher_logprobs\)"
     ):
@@ -201,7 +201,7 @@ def test_a_row_waits_for_its_column_and_then_serves_who_waits_for_it_in_its_plac
     for key in (keys[2], keys[0]):
         client.extend(key, LOGPROBS)
     assert keys_of(drawn.result()) == [keys[0], keys[2], ready]
-    assert client.server_info().tables["queue"].waiting_rows == 2
+    assert client.server_info().tables["queue"].incomplete_items == 2
 
 
 def test_rows_that_wait_fill_a_queue_so_that_generators_stop(client):
@@ -217,13 +217,16 @@ def test_what_a_table_requires_can_change_while_it_runs(client):
     lacking = client.insert(make_group(), {"plain": 1.0})
     whole = client.insert(make_group(extras={"value": np.zeros(3)}), {"plain": 1.0})
     held = client.sample("plain", 2, lease=60.0)
-    assert client.update_table("plain", requires=["value"]).waiting_rows == 1
-    client.acknowledge(held, give_back=True)
+    assert client.update_table("plain", requires=["value"]).incomplete_items == 1
+    client.acknowledge(held, requeue=True)
     assert keys_of(client.sample("plain", 1)) == [whole]
     changed = client.update_table("plain", requires=["value", "other"])
-    assert (changed.waiting_rows, {each.name: each.items for each in changed.lacking}) == (2, {"value": 1, "other": 2})
+    assert (changed.incomplete_items, {each.name: each.items for each in changed.missing_columns}) == (
+        2,
+        {"value": 1, "other": 2},
+    )
     client.extend(lacking, {"other": np.zeros(1)})
-    assert client.list_items("plain", descending=True).items[0].waits_for == ("value",)
+    assert client.list_items("plain", descending=True).items[0].missing_columns == ("value",)
     client.update_table("plain", requires=[])
     assert keys_of(client.sample("plain", 2)) == [lacking, whole]
     with pytest.raises(InvalidRequestError, match="requires names one twice: a, a"):
@@ -238,7 +241,7 @@ WIRE = {
         "a message that extends items has targets, permits, which only new items have",
     ),
     "no names": ({"columns": []}, "names no column"),
-    "too many numbers": ({"requests": [1, 2]}, "requests has 2 entries for 1 segments"),
+    "too many numbers": ({"requests": [1, 2]}, "requests has 2 entries for 1 segment"),
     "too few bytes": ({"payload_sizes": [9]}, "bytes are missing|shorter than payload_sizes"),
 }
 
@@ -291,7 +294,7 @@ def test_a_reader_whose_lease_has_ended_adds_nothing_beside_the_next_one(client)
     key = client.insert(make_group(), {"plain": 1.0})
     (first,) = client.sample("plain", lease=20.0)
     assert client.extend(key, {"one": np.ones(1)}, axes={"one": "group"}, held=[first]).added == ("one",)
-    client.acknowledge([first], give_back=True)
+    client.acknowledge([first], requeue=True)
     (second,) = client.sample("plain", lease=20.0)
     with pytest.raises(LeaseEndedError, match=r"the batch .* stands on has gone back to its table"):
         client.extend(key, {"two": np.ones(1)}, axes={"two": "group"}, held=[first])
@@ -308,7 +311,7 @@ def test_a_segment_goes_to_the_shard_that_has_its_item(shards):
         assert client.extend(keys[0], LOGPROBS).present == ("teacher_logprobs",)
         assert client.extend(999, LOGPROBS) == ExtendResult(missing=True)
         info = client.server_info().tables["queue"]
-        assert (info.size, info.waiting_rows, [each.items for each in info.lacking]) == (6, 2, [2])
+        assert (info.size, info.incomplete_items, [each.items for each in info.missing_columns]) == (6, 2, [2])
         assert sorted(keys_of(client.sample("queue", 4))) == sorted(keys[:4])
 
 

@@ -28,33 +28,33 @@ def test_an_unknown_field_gets_the_nearest_name(kind, misspelt, hint):
 @pytest.mark.parametrize(
     ("kind", "field", "value", "words"),
     [
-        (GeneratorConfig, "group_size", 0, "Input should be greater than or equal to 1, not 0"),
-        (GeneratorConfig, "max_concurrent_groups", 0, "Input should be greater than or equal to 1"),
-        (GeneratorConfig, "reward_threads", 2.5, "Input should be a valid integer"),
-        (GeneratorConfig, "reload", "now", "Input should be 'between_groups' or 'at_once', not 'now'"),
-        (GeneratorConfig, "truncated", "drop", "Input should be "),
-        (GeneratorConfig, "on_prompt_error", "ignore", "Input should be "),
-        (GeneratorConfig, "when_full", "evict", "Input should be "),
-        (GeneratorConfig, "advantage_scale", "batch", "Input should be "),
-        (GeneratorConfig, "follow_policy", 1, "Input should be a valid boolean, not 1"),
-        (GeneratorConfig, "probe_tolerance", 0.0, "Input should be greater than 0, not 0"),
-        (GeneratorConfig, "insert_timeout", 0.0, "Input should be greater than 0"),
-        (GeneratorConfig, "reward_timeout", -1, "Input should be greater than 0, not -1"),
-        (GeneratorConfig, "stale_timeout", math.nan, "Input should be greater than 0, not nan"),
-        (SamplingConfig, "temperature", 2.5, "Input should be less than or equal to 2, not 2.5"),
-        (SamplingConfig, "temperature", 0.0, "Input should be greater than 0"),
-        (SamplingConfig, "top_p", 0.0, "Input should be greater than 0"),
-        (SamplingConfig, "top_p", 1.1, "Input should be less than or equal to 1"),
-        (SamplingConfig, "top_k", -1, "Input should be greater than or equal to 0, not -1"),
-        (SamplingConfig, "min_p", -0.1, "Input should be greater than or equal to 0, not -0.1"),
-        (SamplingConfig, "min_p", 1.1, "Input should be less than or equal to 1, not 1.1"),
-        (SamplingConfig, "max_tokens", 0, "Input should be greater than or equal to 1"),
+        (GeneratorConfig, "group_size", 0, "must be at least 1, not 0"),
+        (GeneratorConfig, "max_concurrent_groups", 0, "must be at least 1"),
+        (GeneratorConfig, "reward_threads", 2.5, "must be a whole number"),
+        (GeneratorConfig, "reload", "now", "must be 'between_groups' or 'in_flight', not 'now'"),
+        (GeneratorConfig, "mask_truncated_completions", "drop", "must be "),
+        (GeneratorConfig, "on_prompt_error", "ignore", "must be "),
+        (GeneratorConfig, "on_full", "evict", "must be "),
+        (GeneratorConfig, "scale_rewards", "batch", "must be "),
+        (GeneratorConfig, "follow_policy", 1, "must be true or false, not 1"),
+        (GeneratorConfig, "probe_tolerance", 0.0, "must be greater than 0, not 0"),
+        (GeneratorConfig, "insert_timeout", 0.0, "must be greater than 0"),
+        (GeneratorConfig, "reward_timeout", -1, "must be greater than 0, not -1"),
+        (GeneratorConfig, "stale_timeout", math.nan, "must be greater than 0, not nan"),
+        (SamplingConfig, "temperature", 2.5, "must be at most 2, not 2.5"),
+        (SamplingConfig, "temperature", 0.0, "must be greater than 0"),
+        (SamplingConfig, "top_p", 0.0, "must be greater than 0"),
+        (SamplingConfig, "top_p", 1.1, "must be at most 1"),
+        (SamplingConfig, "top_k", -1, "must be at least 0, not -1"),
+        (SamplingConfig, "min_p", -0.1, "must be at least 0, not -0.1"),
+        (SamplingConfig, "min_p", 1.1, "must be at most 1, not 1.1"),
+        (SamplingConfig, "max_tokens", 0, "must be at least 1"),
     ],
 )
 def test_a_value_out_of_its_bounds_or_choices_is_refused_in_one_line_by_the_name_of_its_field(
     kind, field, value, words
 ):
-    with pytest.raises(ValueError, match=re.escape(f"{field}: {words}")) as refused:
+    with pytest.raises(ValueError, match=re.escape(f"{field} {words}")) as refused:
         kind(**{field: value})
     assert "\n" not in str(refused.value)
 

@@ -111,7 +111,7 @@ def test_every_shape_survives_kills_checkpoints_and_files(tmp_path):
         walked["drawn from two processes"] = drawn(both, store(both, "drawn"))
         for file in ("kept.jsonl", "kept.parquet"):
             walked[file] = exported(server.address, names, tmp_path / file)
-        client.checkpoint("walked")
+        client.create_checkpoint("walked")
         client.reset("kept")
         server.kill()
     with (

@@ -95,7 +95,7 @@ class Run:
                     max_times_sampled=4,
                 ),
             ],
-            admission=AdmissionConfig(groups_per_step=16, max_staleness=4),
+            admission=AdmissionConfig(fresh_groups_per_step=16, max_staleness=4),
             max_bytes="256MB",
             port=port,
         )

@@ -11,6 +11,7 @@ from replay_client.records import ServerInfo, TableInfo, server_info_of
 from replay_client.shards.merging import merge_infos
 from replay_dashboard import diagnosis
 from replay_dashboard.diagnosis import Finding, Level, diagnose
+from replay_dashboard.health import verdict
 from replay_generator import GeneratorConfig, ScorerConfig
 from replay_generator.engines import SamplingConfig
 from replay_protos import replay_pb2 as pb
@@ -48,7 +49,8 @@ def server(*tables: TableInfo, **fields: Any) -> ServerInfo:
 def three(**of_b: Any) -> ServerInfo:
     """Three servers on machines of their own. Each has room for its own bound, but not for that of all three."""
     room = {"bytes": 2 * 10**9, "max_bytes": 4 * 10**9, "memory_available": 5 * 10**9, "disk_available": 5 * 10**9}
-    return merge_infos({name: server(table("pool"), **room | (of_b if name == "b" else {})) for name in "abc"}, ())
+    tables = table("pool", samples=100)
+    return merge_infos({name: server(tables, **room | (of_b if name == "b" else {})) for name in "abc"}, ())
 
 
 def waiting(seconds: float = 2 * LONG, reason: str = "the reason", count: int = 1) -> pb.Waiting:
@@ -56,7 +58,7 @@ def waiting(seconds: float = 2 * LONG, reason: str = "the reason", count: int = 
 
 
 def admission(**fields: Any) -> pb.AdmissionInfo:
-    return pb.AdmissionInfo(**{"groups_per_step": 16, "max_staleness": 2} | fields)
+    return pb.AdmissionInfo(**{"fresh_groups_per_step": 16, "max_staleness": 2} | fields)
 
 
 def tutorial(queue: dict[str, Any] | None = None, pool: dict[str, Any] | None = None, **fields: Any) -> ServerInfo:
@@ -74,12 +76,12 @@ def pool(config: dict[str, Any] | None = None, **counts: Any) -> ServerInfo:
 
 def lacks(seconds: float, **columns: int) -> dict[str, Any]:
     """What a table says whose items wait for these columns, so many for each."""
-    lacking = [pb.Lacking(name=name, items=items) for name, items in columns.items()]
-    return {"waiting_rows": max(columns.values()), "lacking": lacking, "waiting_seconds": seconds}
+    lacking = [pb.MissingColumn(name=name, items=items) for name, items in columns.items()]
+    return {"incomplete_items": max(columns.values()), "missing_columns": lacking, "incomplete_seconds": seconds}
 
 
-def silences(*sides: str) -> list[pb.Silence]:
-    return [pb.Silence(side=side, reason=f"{side}: no sign") for side in sides]
+def overdue_clients(*roles: str) -> list[pb.OverdueClient]:
+    return [pb.OverdueClient(role=role, reason=f"{role}: no sign") for role in roles]
 
 
 HEALTHY = {
@@ -106,7 +108,10 @@ HEALTHY = {
     "an on-disk server with room on its disk": tutorial(disk_available=10**11, commits=100),
     "priorities of 0 in a queue, which ignores them": tutorial({"priority": pb.Quantiles()}),
     "tables with bounds of their own on a server without one": server(
-        table("pool", {"max_bytes": "1GB"}, size=1), max_bytes=0
+        table("pool", {"max_bytes": "1GB"}, size=1, samples=1), max_bytes=0
+    ),
+    "tables without a bound that hold less than a gigabyte": server(
+        table("pool", samples=1), max_bytes=0, bytes=10**9 - 1
     ),
 }
 
@@ -114,7 +119,7 @@ WARNINGS = {
     "two versions of the package": (server(version="9.9"), "version", "the server is 9.9"),
     "a clock that is ahead": (server(time=NOW + 60), "clock", "1 min ahead of"),
     "nothing bounds memory": (
-        server(*(table(f"t{i}") for i in range(7)), max_bytes=0),
+        server(*(table(f"t{i}") for i in range(7)), max_bytes=0, bytes=10**9),
         "memory",
         "nothing bounds the bytes of t0, t1, t2, t3, t4 and 2 more",
     ),
@@ -231,13 +236,13 @@ FAILURES = {
     ),
     "a start that lost changes": (server(fell_back="fell back to commit 7"), "disk", "to commit 7"),
     "a trainer that is gone": (
-        tutorial(silences=[pb.Silence(side="trainer", reason="no new policy version since version 29, 94 s ago")]),
+        tutorial(overdue=[pb.OverdueClient(role="trainer", reason="no new policy version since version 29, 94 s ago")]),
         "trainer",
         "no new policy version since version 29, 94 s ago",
     ),
     "generators that are gone": (
-        tutorial(silences=[pb.Silence(side="generators", table="rollouts", reason="nobody inserts into rollouts")]),
-        "generators",
+        tutorial(overdue=[pb.OverdueClient(role="generator", table="rollouts", reason="nobody inserts into rollouts")]),
+        "generator",
         "nobody inserts into rollouts",
     ),
     "permits that no step returns, while the trainer waits for groups": (
@@ -259,7 +264,7 @@ FAILURES = {
     "a min_size that does not fit into max_bytes": (
         pool({"rate_limiter": {"type": "min_size", "min_size": 10}, "max_bytes": 50}, size=4, bytes=40),
         "pool",
-        "never fit into max_bytes 50 bytes",
+        "min_size 10 wants more items of 10 bytes than ever fit into max_bytes 50 bytes",
     ),
     "most of a queue goes stale unused": (
         server(table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)),
@@ -277,15 +282,15 @@ FAILURES = {
 HEADLINES = {
     "healthy": (tutorial(), []),
     "the trainer does not come": (
-        tutorial({"inserting": waiting(), "sampled": pb.Rhythm(age=LONG)}),
+        tutorial({"inserting": waiting(), "sampled": pb.ArrivalTimes(age=LONG)}),
         ["Inserts into rollouts are blocked: nobody samples it"],
     ),
     "the trainer comes too seldom": (
-        tutorial({"inserting": waiting(), "sampled": pb.Rhythm(age=1.0)}),
+        tutorial({"inserting": waiting(), "sampled": pb.ArrivalTimes(age=1.0)}),
         ["Inserts into rollouts are blocked"],
     ),
     "the generators do not come": (
-        tutorial(pool={"sampling": waiting(), "inserted": pb.Rhythm(age=LONG)}),
+        tutorial(pool={"sampling": waiting(), "inserted": pb.ArrivalTimes(age=LONG)}),
         ["Samples of replay are blocked: nobody inserts into it"],
     ),
     "a short wait": (tutorial({"sampling": waiting(seconds=1.0)}), []),
@@ -297,8 +302,11 @@ HEADLINES = {
         tutorial(lacks(LONG, value=1) | {"sampling": waiting()}),
         ["rollouts is blocked: nobody extends its items"],
     ),
-    "the trainer is gone": (tutorial(silences=silences("trainer")), ["The trainer is gone"]),
-    "both are gone": (tutorial(silences=silences("generators", "trainer")), ["Trainer and generators are gone"] * 2),
+    "the trainer is gone": (tutorial(overdue=overdue_clients("trainer")), ["The trainer is gone"]),
+    "both are gone": (
+        tutorial(overdue=overdue_clients("generator", "trainer")),
+        ["Trainer and generators are gone"] * 2,
+    ),
 }
 
 
@@ -331,7 +339,290 @@ OF_THE_COMMAND = {"not-encrypted", "no-server", "server-hangs", "refused", "slow
 
 
 def generator(name: str, **facts: Any) -> pb.ClientInfo:
-    return pb.ClientInfo(name=name, role="generator", settings=json.dumps(GeneratorConfig().described()), **facts)
+    return client("generator", name, GeneratorConfig().described(), **facts)
+
+
+# ----------------------------------------------------------------------------------------- the headline of situations
+
+
+def client(role: str, name: str, says: dict[str, str] | None = None, **facts: Any) -> pb.ClientInfo:
+    return pb.ClientInfo(name=name, role=role, settings=json.dumps(says or {}), **facts)
+
+
+def run(*clients: pb.ClientInfo, **fields: Any) -> ServerInfo:
+    """The tutorial's run with these clients."""
+    return tutorial(clients=clients, **fields)
+
+
+def unscored(*clients: pb.ClientInfo, size: int = 12, queue: dict[str, Any] | None = None, **counts: Any) -> ServerInfo:
+    """A trainer, these clients, and a table of groups that lack rewards. `counts` are of this table."""
+    groups = table("unscored", {"max_times_sampled": 1}, size=size, age=pb.Quantiles(max=300.0), **counts)
+    rollouts = table("rollouts", QUEUE, samples=9, **queue or {})
+    return server(rollouts, groups, admission=admission(permit_tables=["unscored"]), clients=[TRAINS, *clients])
+
+
+def scored_without_permits(*clients: pb.ClientInfo) -> ServerInfo:
+    """A generator, a scorer at work, and no [admission]. Nobody samples the groups that have rewards."""
+    groups = table("unscored", {"max_times_sampled": 1}, size=12, samples=9)
+    return server(table("rollouts", QUEUE, size=9, **RESTS), groups, clients=[NO_SCORES, SCORES, *clients])
+
+
+def inserted_without_a_name(*clients: pb.ClientInfo, ago: float) -> ServerInfo:
+    """A trainer, these clients, and groups that somebody without a name inserted `ago` seconds ago."""
+    groups = table("unscored", {"max_times_sampled": 1}, size=12, inserted=pb.ArrivalTimes(age=ago))
+    return server(table("rollouts", QUEUE, samples=9), groups, clients=[TRAINS, *clients])
+
+
+TRAINS = client("trainer", "gpu-1", open=1)
+TRAINED = client("trainer", "gpu-1", ended=True, age=50.0)
+GENERATES = generator("gen-a", open=1)
+GENERATED = generator("gen-a", ended=True, age=50.0)
+NO_SCORES = client("generator", "gen-a", GeneratorConfig(unscored_table="unscored").described(), open=1)
+LEFT_NO_SCORES = client("generator", "gen-a", GeneratorConfig(unscored_table="unscored").described(), ended=True, age=9)
+SCORES = client("scorer", "score-1", ScorerConfig("unscored").described(), open=1)
+SCORED = client("scorer", "score-1", ScorerConfig("unscored").described(), ended=True, age=9.0)
+TEACHES = client("teacher, trainer", "t-1", open=1)
+TAUGHT = client("teacher, trainer", "t-1", age=LONG / 2)
+KILLED = client("trainer", "gpu-1", age=600.0)
+RESTS = {"inserted": pb.ArrivalTimes(age=500.0), "sampled": pb.ArrivalTimes(age=500.0)}
+RESTARTED = {"uptime": 12.0, "policy": pb.Policy(version=60, age=12.0), "admission": admission()}
+UNTOUCHED = {"inserted": pb.ArrivalTimes(age=12.0), "sampled": pb.ArrivalTimes(age=12.0)}
+
+SITUATIONS: dict[str, tuple[ServerInfo, str, str, str, str]] = {
+    "trainer and generator are connected": (
+        run(TRAINS, GENERATES, queue={"inserts_per_second": 1.0}), "ok", "Healthy", "Neither side waits", "",
+    ),
+    "the trainer said leave 50 s ago": (
+        run(TRAINED, GENERATES), "blocked", "The trainer has ended",
+        "trainer gpu-1 ended 50 s ago", "stop the generators too, or start a trainer",
+    ),
+    "the trainer said leave a moment ago, and its last draw is as young": (
+        run(client("trainer", "gpu-1", ended=True, age=0.1), GENERATES),
+        "blocked", "The trainer has ended", "ended 0.1 s ago", "start a trainer",
+    ),
+    "the trainer has ended, and 16 inserts have waited for two minutes": (
+        run(TRAINED, GENERATES, queue={"inserting": waiting(120.0, "94 > max_diff 64", 16)}),
+        "blocked", "The trainer has ended",
+        "16 inserts wait, none was served for 2 min: 94 > max_diff 64; trainer gpu-1 ended 50 s ago",
+        "stop the generators too, or start a trainer",
+    ),
+    "the trainer has ended, and in this run a wait of two minutes is short": (
+        run(
+            TRAINED, GENERATES, max_bytes=0, bytes=10**9, long_wait=900.0,
+            queue={"inserting": waiting(120.0, "94 > max_diff 64", 16), "insert_blocked_share": 1.0},
+        ),
+        "blocked", "The trainer has ended", "16 inserts wait, none was served for 2 min", "start a trainer",
+    ),
+    "the trainer waits for groups that nobody scores": (
+        unscored(NO_SCORES, queue={"sampling": waiting()}), "blocked", "No scorer has connected yet",
+        "1 sample request waits", "`replay score --source-table unscored`",
+    ),
+    "the generator waits to insert groups that nobody scores any more": (
+        unscored(NO_SCORES, SCORED, inserting=waiting(2.0)), "blocked", "The scorer has ended",
+        "1 insert waits", "`replay score --source-table unscored`",
+    ),
+    "nobody is connected": (
+        server(table("rollouts", QUEUE, inserts=0), max_bytes=0),
+        "idle", "Nobody is connected", "no trainer has connected since the server started, 1 h ago", "replay run",
+    ),
+    "nobody is connected, and memory has no bound": (
+        server(table("rollouts", QUEUE, inserts=0), max_bytes=0, bytes=2 * 10**9),
+        "idle", "Nobody is connected", "no generator has connected", "start a trainer and a generator",
+    ),
+    "groups lack rewards, and no scorer has come": (
+        unscored(NO_SCORES), "blocked", "No scorer has connected yet", "12 groups of unscored lack rewards",
+        "start a scorer: `replay score --source-table unscored`",
+    ),
+    "less than a gigabyte is held without a bound": (
+        run(TRAINS, GENERATES, max_bytes=0, bytes=10**9 - 1), "ok", "Healthy", "", "",
+    ),
+    "a gigabyte is held without a bound": (
+        run(TRAINS, GENERATES, max_bytes=0, bytes=10**9), "warning", "Running, with 1 thing to look at",
+        "", "memory: 1.0 GB",
+    ),
+    "two things are to be looked at, and memory is one of them": (
+        run(TRAINS, GENERATES, max_bytes=0, bytes=10**9, admission=admission(expired=4)),
+        "warning", "Running, with 2 things to look at", "", "permits: 4 permits expired unused",
+    ),
+    "inserts are blocked, a generator is overdue, and memory has no bound": (
+        run(
+            TRAINS, GENERATES, queue={"inserting": waiting()}, max_bytes=0, bytes=10**9,
+            overdue=[pb.OverdueClient(role="generator", reason="nobody inserts into replay")],
+        ),
+        "blocked", "Inserts into rollouts are blocked", "1 insert waits", "sample or delete items",
+    ),
+    "what waits, waits for a trainer that is overdue": (
+        run(
+            GENERATES, queue={"inserting": waiting()},
+            overdue=[pb.OverdueClient(role="trainer", reason="no new policy version since version 29, 94 s ago")],
+        ),
+        "failure", "The trainer is gone", "1 insert waits, none was served for 40 s: the reason; no new policy version",
+        "see why it ended or hangs, and start it again",
+    ),
+    "a disk fails, and nobody is connected": (
+        server(commit_error="No space left on device"), "failure", "disk: the server cannot write to data_dir", "", "",
+    ),
+    # Situations that nobody has listed.
+    "the generator has ended, and the queue is drained": (
+        run(TRAINS, GENERATED, queue={"size": 0, "sampling": waiting(5.0)}), "blocked", "The generator has ended",
+        "1 sample request waits, none was served for 5.0 s: the reason; generator gen-a ended 50 s ago",
+        "stop the trainer too, or start a generator",
+    ),
+    "the generator has ended, and the trainer still has groups": (
+        run(TRAINS, GENERATED), "blocked", "The generator has ended",
+        "rollouts still has 30 groups", "stop the trainer too",
+    ),
+    "the scorer has ended while the generator goes on": (
+        unscored(NO_SCORES, SCORED, size=0), "blocked", "The scorer has ended", "scorer score-1 ended 9.0 s ago",
+        "`replay score --source-table unscored`",
+    ),
+    "the generator has ended, and the scorer works at what it left": (
+        unscored(LEFT_NO_SCORES, SCORES), "ok", "Healthy", "", "",
+    ),
+    "the generator has ended, and the scorer has nothing left": (
+        unscored(LEFT_NO_SCORES, SCORES, size=0), "blocked", "The generator has ended", "gen-a ended", "",
+    ),
+    "a second run begins with another trainer": (
+        run(TRAINED, client("trainer", "gpu-2", open=1), GENERATES), "ok", "Healthy", "", "",
+    ),
+    "of two trainers the one that was seen last has ended": (
+        run(client("trainer", "gpu-2", age=15.0), client("trainer", "gpu-1", ended=True, age=1.0), GENERATES),
+        "ok", "Healthy", "", "",
+    ),
+    "only an archive is written": (
+        server(
+            table("rollouts", {"copy_to": "archive"}, size=9, **RESTS), table("archive", samples=9),
+            clients=[client("archiver", "archive-1", open=1)],
+        ),
+        "blocked", "Neither trainer nor generator is connected", "connected: archive-1 (archiver)", "replay run",
+    ),
+    "both are connected and only evaluate": (
+        server(table("rollouts", QUEUE, samples=9, **RESTS), clients=[TRAINS, GENERATES]),
+        "idle", "Idle", "Nothing has been inserted or sampled", "",
+    ),
+    "the trainer is paused": (
+        run(
+            client("trainer", "gpu-1", open=1, age=90.0), GENERATES,
+            overdue=[pb.OverdueClient(role="trainer", reason="no new policy version since version 29, 94 s ago")],
+        ),
+        "failure", "The trainer is silent", "no new policy version", "see why it ended or hangs",
+    ),
+    "the teacher has ended, and items wait for it": (
+        run(TRAINS, GENERATES, client("teacher, trainer", "t-1", ended=True, age=3.0), queue=lacks(2.0, value=14)),
+        "blocked", "The teacher has ended", "t-1 ended 3.0 s ago; rollouts waits for value: 14 items",
+        "start a teacher",
+    ),
+    "a teacher that draws what it extends is no trainer": (
+        run(client("teacher, trainer", "t-1", open=1), GENERATES, queue={"samples": 0}, pool={"samples": 0}),
+        "blocked", "No trainer has connected yet", "no trainer has connected since", "start a trainer",
+    ),
+    "a scorer draws its groups without [admission], and no trainer came": (
+        scored_without_permits(), "blocked", "No trainer has connected yet", "no trainer has connected since", "",
+    ),
+    "a scorer draws its groups without [admission], and the trainer was killed": (
+        scored_without_permits(KILLED), "blocked", "The trainer is not connected", "last seen 10 min ago", "",
+    ),
+    "a teacher samples what it extends, and no trainer came": (
+        run(TEACHES, GENERATES), "blocked", "No trainer has connected yet", "no trainer has connected since", "",
+    ),
+    "a teacher samples what it extends, and the trainer was killed": (
+        run(TEACHES, KILLED, GENERATES), "blocked", "The trainer is not connected", "last seen 10 min ago", "",
+    ),
+    "a teacher was killed a moment after its last sample, and no trainer came": (
+        run(TAUGHT, GENERATES, queue={"sampled": pb.ArrivalTimes(age=LONG / 2 + 1)}, pool={"samples": 0}),
+        "blocked", "No trainer has connected yet", "no trainer has connected since", "",
+    ),
+    "somebody without a name samples since the teacher was killed": (
+        run(TAUGHT, GENERATES, queue={"sampled": pb.ArrivalTimes(age=1.0)}), "ok", "Healthy", "", "",
+    ),
+    "generators draw partial groups without [admission], and no trainer came": (
+        run(client("generator, trainer", "gen-a", GeneratorConfig().described(), open=1), admission=None),
+        "blocked", "No trainer has connected yet", "no trainer has connected since", "",
+    ),
+    "generators without names feed a scorer": (
+        inserted_without_a_name(SCORES, ago=1.0), "ok", "Healthy", "", "",
+    ),
+    "generators without names go on after their scorer was killed": (
+        inserted_without_a_name(client("scorer", "score-1", ScorerConfig("unscored").described(), age=90.0), ago=1.0),
+        "blocked", "The scorer is not connected", "score-1 is not connected", "start it again",
+    ),
+    "generators without names have stopped, and their scorer inserts what is left": (
+        inserted_without_a_name(
+            client("scorer", "score-1", ScorerConfig("unscored").described(), age=2 * LONG), ago=90.0
+        ),
+        "blocked", "The generator is not connected", "nobody has inserted for 1 min 30 s", "",
+    ),
+    "a server has started again with a full table, and nobody is back yet": (
+        tutorial(UNTOUCHED | {"size": 64}, UNTOUCHED, **RESTARTED), "idle", "Nobody is connected",
+        "no trainer has connected since the server started, 12 s ago", "",
+    ),
+    "a server has started again, and the generator was faster than the trainer": (
+        tutorial(UNTOUCHED, UNTOUCHED, **RESTARTED, clients=[GENERATES]),
+        "idle", "No trainer has connected yet", "", "",
+    ),
+    "a server has started again, and the trainer has not come back for long": (
+        tutorial(
+            {"inserting": waiting(), "inserted": pb.ArrivalTimes(age=130.0), "sampled": pb.ArrivalTimes(age=130.0)},
+            {"sampled": pb.ArrivalTimes(age=130.0)}, **RESTARTED | {"uptime": 130.0}, clients=[GENERATES],
+        ),
+        "blocked", "No trainer has connected yet", "1 insert waits", "start a trainer",
+    ),
+    "the trainer was killed, and nobody knows yet how often it comes": (
+        run(client("trainer", "gpu-1", age=2 * LONG), GENERATES, queue=RESTS, pool=RESTS),
+        "blocked", "The trainer is not connected", "gpu-1 is not connected, last seen 40 s ago", "start it again",
+    ),
+    "a trainer is in the middle of a step and has no call open": (
+        run(client("trainer", "gpu-1", age=LONG / 2), GENERATES), "ok", "Healthy", "", "",
+    ),
+    "clients without names work": (tutorial(), "ok", "Healthy", "", ""),
+    "a trainer without a name has stopped": (
+        tutorial({"sampled": pb.ArrivalTimes(age=90.0)}, {"sampled": pb.ArrivalTimes(age=95.0)}),
+        "blocked", "The trainer is not connected", "nobody has sampled for 1 min 30 s", "start it again",
+    ),
+    "one program generates and trains": (
+        run(client("generator, trainer", "verl", open=1)), "ok", "Healthy", "", "",
+    ),
+    "one program generates, extends and trains": (
+        run(client("generator, teacher, trainer", "mine", open=1)), "ok", "Healthy", "", "",
+    ),
+    "a stage is connected, and a generator never was": (
+        server(
+            table("rollouts", QUEUE, inserts=0), table("raw", inserts=0), uptime=90.0,
+            clients=[TRAINS, client("stage", "filter", {"part": '"stage"', "source_table": '"raw"'}, open=1)],
+        ),
+        "blocked", "No generator has connected yet", "since the server started, 1 min 30 s ago", "start a generator",
+    ),
+    "the trainer and the generator have ended": (
+        run(TRAINED, GENERATED), "idle", "The run has ended", "trainer gpu-1 ended 50 s ago, generator gen-a ended", "",
+    ),
+    "the trainer has ended, and the generator was killed": (
+        run(TRAINED, generator("gen-a", age=2 * LONG), queue=RESTS, pool=RESTS),
+        "blocked", "Nobody is connected", "generator gen-a is not connected, last seen 40 s ago", "start a trainer",
+    ),
+}  # fmt: skip
+"""The state of a server, and what the headline says of it: level, headline, parts of the detail and of the remedy."""
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_the_headline_names_what_a_run_lacks_first(situation):
+    info, level, headline, detail, remedy = SITUATIONS[situation]
+    said = verdict(info, list(diagnose(info, VERSION, NOW)), [])
+    assert said["headline"].startswith(headline)
+    assert said["level"] == level
+    assert detail in said["detail"]
+    assert remedy in said["remedy"]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("generates", [True, False])
+@pytest.mark.parametrize("held", [0, 2 * 10**9])
+@pytest.mark.parametrize("signs", [[], [Finding("policy", Level.WARNING, "a sign")]])
+def test_nothing_is_healthy_or_running_without_a_trainer_and_a_generator(trains, generates, held, signs):
+    people = [TRAINS if trains else TRAINED, GENERATES if generates else GENERATED]
+    info = run(*people, max_bytes=0, bytes=held)
+    said = verdict(info, list(diagnose(info, VERSION, NOW)), signs)
+    assert said["headline"].startswith(("Healthy", "Running")) == (trains and generates)
+    assert (said["level"] == "ok") == (trains and generates and not held and not signs)
 
 
 def test_a_scorer_that_died_is_named_beside_the_others_of_its_part():
@@ -339,12 +630,13 @@ def test_a_scorer_that_died_is_named_beside_the_others_of_its_part():
         settings = json.dumps(ScorerConfig("unscored").described())
         return pb.ClientInfo(name=name, role="scorer", settings=settings, **facts)
 
-    idle = table("unscored", size=3, age=pb.Quantiles(max=2 * LONG), sampled=pb.Rhythm(age=2 * LONG))
-    alone = server(idle, admission=admission(building_tables=["unscored"]), clients=[scorer("b", age=2 * LONG)])
-    (said,) = [each for each in troubles(alone) if each.rule == "construction-idle"]
-    assert "3 groups under construction" in said.message
-    assert said.message.endswith("; last seen: b (40 s ago)")
-    assert "replay score --from unscored" in said.remedy
+    idle = table("unscored", size=3, age=pb.Quantiles(max=2 * LONG), sampled=pb.ArrivalTimes(age=2 * LONG))
+    alone = server(idle, admission=admission(permit_tables=["unscored"]), clients=[scorer("b", age=2 * LONG)])
+    (said,) = [each for each in troubles(alone) if each.check == "unscored"]
+    assert said.message == "scorer b is not connected, last seen 40 s ago; 3 groups of unscored lack rewards"
+    assert "replay score --source-table unscored" in said.remedy
+    stuck = server(idle, admission=admission(permit_tables=["unscored"]), clients=[scorer("b", open=1)])
+    assert [each.rule for each in troubles(stuck) if each.check == "unscored"] == ["partial-groups-idle"]
     info = server(clients=[scorer("a", open=1), scorer("b", age=2 * LONG), generator("c", open=1)])
     (said,) = [each.message for each in diagnose(info, info.version, 0.0) if "is not connected" in each.message]
     assert said.startswith("scorer b is not connected")
@@ -355,19 +647,23 @@ def test_the_situations_of_this_file_meet_every_rule_of_the_table():
     stale = table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)
     more = [
         *(server(stale, admission=admission(max_staleness=most)) for most in (1, 2)),
-        pool(kept_dropped=3),
+        pool(retained_discarded=3),
         tutorial({"inserting": waiting()}),
         server(
-            table("building", size=1, age=pb.Quantiles(max=2 * LONG), sampled=pb.Rhythm(age=2 * LONG)),
-            admission=admission(building_tables=["building"]),
+            table("partial_groups", size=1, age=pb.Quantiles(max=2 * LONG), sampled=pb.ArrivalTimes(age=2 * LONG)),
+            admission=admission(permit_tables=["partial_groups"]),
         ),
         server(table("rollouts", QUEUE | {"max_staleness": 1}, flow=pb.Flow(versions=9, staleness=1.5))),
         described(tr=("trainer", trainer_says(fresh_groups_per_step=8))),
         described(tr=("trainer", trainer_says(rollouts_table="other"))),
         described(gen=("generator", GeneratorConfig(sampling=SamplingConfig(top_p=0.9, sampling_masks=0)).described())),
         described(gen=("generator", one_reward())),
+        described(gen=("generator", noticed(failures=FAILURES_SAID))),
+        described(gen=("generator", noticed(cut_early=CUT_SAID))),
+        described(gen=("generator", noticed(sessions=REFUSALS_SAID))),
         tutorial({"sampling": waiting()}, clients=[pb.ClientInfo(name="gen", role="generator", ended=True)]),
         server(clients=[generator("a", open=1), generator("b", age=2 * LONG)]),
+        *(info for info, *_ in SITUATIONS.values()),
     ]
     infos = [*(info for info, _, _ in (WARNINGS | FAILURES).values()), *more]
     assert {finding.rule for info in infos for finding in troubles(info)} == set(diagnosis.RULES) - OF_THE_COMMAND
@@ -376,7 +672,9 @@ def test_the_situations_of_this_file_meet_every_rule_of_the_table():
 @pytest.mark.parametrize("name", diagnosis.RULES)
 def test_a_rule_has_a_level_a_sentence_and_unless_the_server_refused_a_remedy(name):
     rule = diagnosis.RULES[name]
-    assert rule.keys() - {"headline"} == {"level", "sentence", "remedy"}
+    assert rule.keys() - {"headline", "stops"} == {"level", "sentence", "remedy"}
+    assert ("headline" in rule) == ("stops" in rule)
+    assert rule.get("stops", "idle") in diagnosis.STOPS
     assert Level(rule["level"]) is not Level.OK
     assert bool(rule["remedy"]) == (name != "refused")
 
@@ -409,7 +707,7 @@ def described(**changes: Any) -> ServerInfo:
         for name, (role, settings) in people.items()
     ]
     tables = table("rollouts", QUEUE), table("replay", POOL)
-    permits = admission(groups_per_step=4, max_staleness=1, table="rollouts")
+    permits = admission(fresh_groups_per_step=4, max_staleness=1, table="rollouts")
     return server(*tables, **{"clients": clients, "admission": permits} | changes)
 
 
@@ -434,6 +732,67 @@ def test_one_reward_for_all_rollouts_is_named_with_what_was_expected_and_said(pa
 def test_what_a_client_says_of_rewards_may_be_anything(said):
     says = {"part": json.dumps("generator"), "one_reward": json.dumps(said)}
     assert said_of(described(gen=("generator", says)), "rewards") == []
+
+
+FAILURES_SAID = {"failed": 40, "rollouts": 64, "reason": "RolloutError: the agent ended with exit code 1"}
+CUT_SAID = {"cut": 12, "rollouts": 64, "longest": 37, "max_tokens": 512}
+REFUSALS_SAID = {"open": 8, "refused": {"401": 12, "429": 1, "418": 1}, "reason": "the request needs the token"}
+
+
+def noticed(part: str = "generator", **facts: Any) -> dict[str, str]:
+    """What a part says that it has noticed of its rollouts."""
+    return {"part": json.dumps(part)} | {name: json.dumps(value) for name, value in facts.items()}
+
+
+@pytest.mark.parametrize(
+    ("part", "facts", "check", "message"),
+    [
+        (
+            part,
+            {"failures": FAILURES_SAID},
+            "failures",
+            f"{part} gen: 40 of the last 64 rollouts failed; the last reason: RolloutError: the agent ended with exit "
+            "code 1",
+        )
+        for part in ("generator", "scorer")
+    ]
+    + [
+        (
+            "generator",
+            {"cut_early": CUT_SAID},
+            "lengths",
+            "generator gen: 12 of the last 64 rollouts ended with finish reason length after 37 tokens or fewer, and "
+            "max_tokens is 512",
+        ),
+        (
+            "generator",
+            {"sessions": REFUSALS_SAID},
+            "sessions",
+            "generator gen refused 14 requests of agents in the last 10 min: 12 with status 401 (no valid token), 1 "
+            "with status 429 (too many at once), 1 with status 418; the last reason: the request needs the token",
+        ),
+    ],
+)
+def test_what_a_part_has_noticed_of_its_rollouts_is_a_warning(part, facts, check, message):
+    ((level, said, remedy),) = said_of(described(gen=(part, noticed(part, **facts))), check)
+    assert level is Level.WARNING
+    assert said == message
+    assert remedy
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"sessions": {"open": 8, "nobody": 0}},
+        {"sessions": {"refused": {"404": 2}, "reason": "no session is open at this address"}},
+        *({name: said} for name in ("failures", "cut_early", "sessions") for said in (3, "a", {}, [], {"failed": "1"})),
+        {"sessions": {"refused": {"401": "many"}, "reason": "x"}},
+    ],
+)
+def test_sessions_at_work_and_what_no_part_says_are_no_finding(facts):
+    info = described(gen=("generator", noticed(**facts)))
+    for check in ("sessions", "failures", "lengths"):
+        assert said_of(info, check) == []
 
 
 def trainer_says(**own: Any) -> dict[str, str]:
@@ -486,12 +845,18 @@ def test_a_trainer_that_takes_other_groups_than_are_made_is_named(said, check, w
     assert remedy
 
 
-@pytest.mark.parametrize("junk", ["[]", "{}", "null", "-1", "1e999", '"x"', "not JSON", "[[[[", ""])
+@pytest.mark.parametrize("junk", ["[]", "{}", "[[]]", "null", "-1", "1e999", '"x"', "not JSON", "[[[[", ""])
 def test_a_client_that_says_nonsense_of_itself_stops_no_diagnosis(junk):
-    names = [*trainer_says(), "tables", "max_concurrent_groups", "priority"]
-    said = dict.fromkeys(names, junk) | {"part": '"generator"'}
-    odd = {"gen": ("generator", said), "tr": ("trainer", said | {"part": '"trainer"'})}
+    names = [*trainer_says(), "tables", "source_table", "unscored_table", "max_concurrent_groups", "priority"]
+    said = dict.fromkeys(names, junk)
+    odd = {
+        "gen": ("generator", said | {"part": '"generator"'}),
+        "tr": ("trainer", said | {"part": '"trainer"'}),
+    }
     assert {each.check for each in diagnose(described(**odd), VERSION, NOW)} >= {"rollouts", "replay"}
+    gone = pb.ClientInfo(name="s", role="generator", ended=True, settings=json.dumps(said | {"part": '"scorer"'}))
+    alone = described(clients=[gone])
+    assert {each.check for each in diagnose(alone, VERSION, NOW)} >= {"rollouts", "replay"}
 
 
 def test_who_was_killed_some_time_ago_is_not_compared():

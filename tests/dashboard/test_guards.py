@@ -16,7 +16,7 @@ import pytest
 from replay_client import ReplayClient
 from replay_dashboard import training
 from replay_dashboard.app import Settings
-from replay_protos import strangers
+from replay_protos import connection_bounds
 from replay_server import ReplayServer, TableConfig
 from tests.dashboard.conftest import serving, until
 from tests.dashboard.test_answers import answer_of, asked, looks_of
@@ -101,7 +101,7 @@ def test_a_stranger_who_goes_away_in_the_middle_leaves_no_traceback(server, capl
     ids=["nothing", "one letter", "no end of the head", "half a body", "half a second request"],
 )
 def test_half_a_request_is_closed(server, monkeypatch, half):
-    monkeypatch.setattr(strangers, "SECONDS_PER_REQUEST", 0.3)
+    monkeypatch.setattr(connection_bounds, "SECONDS_PER_REQUEST", 0.3)
     with serving(Settings({"address": server.address})) as url, connect(url) as stranger:
         stranger.sendall(half)
         with suppress(ConnectionResetError):
@@ -109,8 +109,41 @@ def test_half_a_request_is_closed(server, monkeypatch, half):
                 pass  # the answer to the request before
 
 
+def ended(connection: socket.socket) -> bool:
+    """Waits until the page says something or closes the connection; true if it closes it."""
+    with suppress(ConnectionResetError):
+        return connection.recv(100) == b""
+    return True
+
+
+def test_where_strangers_hold_all_connections_a_viewer_takes_the_place_of_the_oldest(server, monkeypatch):
+    monkeypatch.setattr(connection_bounds, "most_connections", lambda: 4)
+    monkeypatch.setattr(connection_bounds, "SECONDS_PER_REQUEST", 600.0)
+    monkeypatch.setattr(connection_bounds, "SECONDS_SAFE", 0.0)
+    with serving(Settings({"address": server.address})) as url:
+        halves = [connect(url) for _ in range(4)]
+        for half in halves:
+            half.sendall(b"GET / HTTP/1.1\r\n")
+        assert asked(url, "/api/prompts")
+        assert ended(halves[0])
+        for half in halves:
+            half.close()
+
+
+def test_where_strangers_have_just_come_a_new_connection_is_closed_itself(server, monkeypatch):
+    monkeypatch.setattr(connection_bounds, "most_connections", lambda: 4)
+    monkeypatch.setattr(connection_bounds, "SECONDS_PER_REQUEST", 600.0)
+    monkeypatch.setattr(connection_bounds, "SECONDS_SAFE", 600.0)
+    with serving(Settings({"address": server.address})) as url:
+        halves = [connect(url) for _ in range(4)]
+        with connect(url) as late:
+            assert ended(late)
+        for half in halves:
+            half.close()
+
+
 def test_a_viewer_keeps_its_stream_for_longer_than_a_request_may_take(server, monkeypatch):
-    monkeypatch.setattr(strangers, "SECONDS_PER_REQUEST", 2.0)  # the looks come a second apart
+    monkeypatch.setattr(connection_bounds, "SECONDS_PER_REQUEST", 2.0)  # the looks come a second apart
     with serving(Settings({"address": server.address})) as url:
         viewer = looks_of(url)
         assert len([next(viewer) for _ in range(4)]) == 4

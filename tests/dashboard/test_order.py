@@ -14,6 +14,13 @@ from tests.dashboard.conftest import PHONE, serving, until
 from tests.dashboard.load import Run, make_tokenizer
 from tests.factories import make_group
 
+GREEN = """() => {
+    const probe = document.body.appendChild(Object.assign(document.createElement('i'), { className: 'fine' }));
+    const colour = getComputedStyle(probe).color;
+    probe.remove();
+    return colour;
+}"""
+"""The colour of what is well, as the page has it."""
 CUT = "all => all.filter(each => each.scrollWidth > each.clientWidth + 1).map(each => each.innerText)"
 
 
@@ -51,7 +58,7 @@ def test_formulas_stand_behind_a_why_that_stays_open_while_the_page_lives(opened
     assert "≥ min_size 1" in tab.inner_text(card)
 
 
-def test_the_newest_answers_are_those_of_the_group_inserted_last_whose_rewards_differ(opened, tmp_path):
+def test_the_best_and_the_worst_answer_are_those_of_all_groups_of_the_newest_version(opened, tmp_path):
     tokenizer = make_tokenizer(tmp_path)
     with (
         ReplayServer(tables=[TableConfig(name="pool")], port=0) as server,
@@ -60,18 +67,65 @@ def test_the_newest_answers_are_those_of_the_group_inserted_last_whose_rewards_d
     ):
         tab = opened(url).go("overview")
 
-        def insert(words: list[str], rewards: list[float]) -> None:
+        def insert(words: list[str], rewards: list[float], version: int) -> None:
             ids = [tokenizer.encode(text).ids for text in words]
-            group = make_group(prompt=tokenizer.encode("What is it?").ids, completions=ids, rewards=rewards)
+            question = tokenizer.encode("What is it?").ids
+            group = make_group(prompt=question, completions=ids, rewards=rewards, version=version)
+            client.set_policy_version(max(version, client.policy().version))
             client.insert(group, {"pool": 1.0})
 
-        insert(["It is 1", "It is 2"], [0.25, 0.75])
+        insert(["It is 1", "It is 2"], [0.25, 1.0], version=3)
         tab.wait_for_selector(".answers .best .text >> text=It is 2")
-        insert(["It is 3", "It is 4"], [1.0, 1.0])
-        insert(["It is 5", "It is 6"], [0.5, -0.5])
-        tab.wait_for_selector(".answers .best .text >> text=It is 5")
-        assert tab.inner_text(".answers .worst .text") == "It is 6"
-        assert "reward -0.50" in tab.inner_text(".answers .worst h3")
+        insert(["It is 3", "It is 4"], [0.5, 0.5], version=4)
+        tab.wait_for_selector(".answers .best .text >> text=It is 3")  # both have the same reward
+        insert(["It is 5", "It is 6"], [0.25, 0.75], version=4)
+        tab.wait_for_selector(".answers .best .text >> text=It is 6")
+        insert(["It is 7", "It is 8"], [-0.5, 0.5], version=4)
+        tab.wait_for_selector(".answers .worst .text >> text=It is 7")
+        insert(["It is 9", "It is 10"], [-2.0, 2.0], version=3)  # it comes late
+        tab.wait_for_selector("main >> text=pool")
+        until(lambda: tab.inner_text(".node.table small").startswith("5 of"))
+        insert(["It is 11", "It is 12"], [-0.75, 0.5], version=4)
+        tab.wait_for_selector(".answers .worst .text >> text=It is 11")
+        assert tab.inner_text(".answers .best .text") == "It is 6"
+        assert "reward 0.75" in tab.inner_text(".answers .best h3")
+        assert "of version 4, the newest" in tab.inner_text(".answers .best h3")
+        assert "reward -0.75" in tab.inner_text(".answers .worst h3")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "level", "words"),
+    [
+        ([0.19 + 0.22 * step / 39 for step in range(40)], "ok", "up, from 0.215 to 0.385 (means of 10 steps)"),
+        ([0.41 - 0.22 * step / 39 for step in range(40)], "warning", "down, from 0.385 to 0.215 (means of 10"),
+        ([0.4] * 40, "idle", "flat, from 0.4 to 0.4"),
+        ([0.4] * 3, "idle", "not known yet: 3 steps have a value"),
+        ([], "idle", "Not known: the page has no metrics of a trainer"),
+    ],
+    ids=["rising", "falling", "flat", "too few steps", "no metrics"],
+)  # fmt: skip
+def test_only_a_run_whose_reward_rises_while_its_trainer_works_is_green(opened, tmp_path, rewards, level, words):
+    if rewards:
+        lines = [json.dumps({"step": step, "fresh/reward_mean": reward}) for step, reward in enumerate(rewards)]
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    with (
+        ReplayServer(tables=[TableConfig(name="pool")], port=0) as server,
+        ReplayClient(server.address, name="trainer-a") as client,
+        serving(Settings({"address": server.address}, runs=tmp_path)) as url,
+    ):
+        client.insert(make_group(), {"pool": 1.0})
+        client.sample("pool")
+        tab = opened(url).go("overview")
+        tab.wait_for_selector(f".learning.{level} .trend >> text={words}")
+        tab.wait_for_selector(".answers .best .text")
+        tab.wait_for_selector(".answers .worst .text")
+        colour = tab.eval_on_selector(".learning .trend", "each => getComputedStyle(each).color")
+        assert (colour == tab.evaluate(GREEN)) == (level == "ok")
+        client.leave()
+        tab.wait_for_selector(".learning:not(.ok)")
+        tab.wait_for_selector(".verdict h1 >> text=The run has ended")
+        if rewards:
+            assert "Trainer trainer-a ended" in tab.inner_text(".learning .trend")
 
 
 def test_the_list_of_groups_begins_with_the_reward(opened, page_url):

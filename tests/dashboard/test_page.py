@@ -14,8 +14,8 @@ import pytest
 from replay_client import ReplayClient
 from replay_dashboard import app
 from replay_dashboard.app import Settings
-from replay_generator.prompts import Prompt
-from replay_generator.stored_prompts import LoadMark, StoredPrompt
+from replay_generator.prompts.prompt import Prompt
+from replay_generator.prompts.stored import PromptCursor, StoredPrompt
 from replay_server import ReplayServer, TableConfig
 from replay_server.rpc import info as rpc_info
 from tests.client.shards.conftest import connected
@@ -182,7 +182,7 @@ def test_a_trainer_that_is_gone_is_named(opened, monkeypatch):
         assert "no new policy version since version 5" in tab.inner_text(".verdict")
         assert "trainer-a (" in tab.inner_text(".verdict")
         assert "trainer-a" in tab.inner_text(".node.trainer.gone")
-        assert "usual: " in tab.inner_text(".back")
+        assert "usually every " in tab.inner_text(".back")
         rows = tab.eval_on_selector_all(
             ".card.clients tbody tr", "rows => rows.map(row => [row.children[0].innerText, row.children[1].innerText])"
         )
@@ -499,8 +499,8 @@ def test_prompts_of_a_table_stand_beside_those_whose_groups_were_read(opened):
         for number in range(3):
             stored = StoredPrompt(Prompt.of({"prompt": f"{number}+1=", "prompt_id": f"p{number}"}), 0, number)
             client.insert(stored.encode(), {"prompts": 0.25 - 0.1 * number})
-        mark = LoadMark(1, 0, 9, "", 2, 3)
-        client.insert(mark.encode(), {"prompts": 0.0}, tags={"prompts": "epoch 2, 3 of 9"})
+        cursor = PromptCursor(1, 0, 9, "", 2, 3)
+        client.insert(cursor.encode(), {"prompts": 0.0}, tags={"prompts": "epoch 2, 3 of 9"})
         client.sample("prompts")
         with serving(Settings({"address": server.address})) as url:
             tab = opened(url).go("prompts")

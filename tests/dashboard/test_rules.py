@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from replay_client.errors import ServerUnavailableError
-from replay_client.records import Policy, ServerInfo, TableInfo
+from replay_client.records import ClientInfo, OverdueClient, Policy, ServerInfo, TableInfo
+from replay_client.trend import Direction, trend_of
 from replay_dashboard.budget import DEAREST, Budget
 from replay_dashboard.diagnosis import Finding, Level
 from replay_dashboard.facts import Facts, FactsStore
 from replay_dashboard.group import TokenText
-from replay_dashboard.health import signals, verdict
+from replay_dashboard.health import learning, signals, verdict
 from replay_dashboard.prompts import PromptLog
 from replay_dashboard.training import MOST_POINTS, Runs
 from replay_protos import replay_pb2 as pb
@@ -120,6 +121,8 @@ def test_a_collapse_is_seen_in_the_entropy_or_without_metrics_in_the_log_probs()
         ("correction/ess", 0.9, 0.1),
         ("correction/kl", 0.01, 0.4),
         ("correction/ratio_mean", 1.0, 3.0),
+        ("correction/chi2", 0.5, 2.0),
+        ("correction/unknown_masks_fraction", 0.0, 0.5),
         ("fresh/zero_variance_fraction", 0.4, 0.95),
         ("fresh/truncated_fraction", 0.02, 0.5),
         ("replay/groups_missing", 0.0, 2.0),
@@ -140,8 +143,46 @@ def test_a_reward_that_falls_and_a_gradient_that_explodes_are_signals():
 def info_of(**fields) -> ServerInfo:
     table = TableInfo(name="rollouts", inserts_per_second=9.0, sample_blocked_share=0.4)
     given = dict.fromkeys(ServerInfo.__dataclass_fields__, 0) | {"policy": Policy(version=3, age=1.0)}
-    given |= {"admission": None, "long_wait": 20.0, "silences": (), "clients": ()}
+    given |= {"admission": None, "long_wait": 20.0, "overdue": (), "clients": ()}
     return ServerInfo(**given | {"tables": {"rollouts": table}} | fields)
+
+
+RISING = [0.19 + 0.22 * step / 40 for step in range(41)]
+TRAINS = (ClientInfo(name="gpu-1", role="trainer", open=1),)
+TRAINED = (ClientInfo(name="gpu-1", role="trainer", ended=True, age=50.0),)
+SILENT = OverdueClient(role="trainer", reason="no new policy version since version 29, 94 s ago")
+SIGN = Finding("policy", Level.WARNING, "train/grad_norm rose to 9")
+COMFORT = Finding("policy", Level.OK, "train/entropy fell, while the reward rose: it learns")
+LEARNING = {
+    "the reward rises": (RISING, TRAINS, (), [], "ok", "Fresh reward of now: up, from 0.215 to 0.385"),
+    "it rises, and a sign says why the entropy falls": (RISING, TRAINS, (), [COMFORT], "ok", "up, from"),
+    "it rises, and something is wrong": (RISING, TRAINS, (), [SIGN], "warning", "up, from"),
+    "the reward falls from 0.41 to 0.19": (RISING[::-1], TRAINS, (), [], "warning", "down, from 0.385 to 0.215"),
+    "the reward is flat": ([0.4] * 40, TRAINS, (), [], "idle", "flat, from 0.4 to 0.4"),
+    "it rose until the trainer ended": (RISING, TRAINED, (), [], "idle", "steps. Trainer gpu-1 ended 50 s ago."),
+    "it rose until the trainer died": (RISING, TRAINS, (SILENT,), [], "idle", "steps. No new policy version since"),
+    "it falls, and the trainer died": (RISING[::-1], TRAINS, (SILENT,), [], "warning", "down, from"),
+    "there are few steps": (RISING[:9], TRAINS, (), [], "idle", "now: not known yet: 9 steps have a value"),
+    "no step has a reward": ([None] * 40, TRAINS, (), [], "idle", "not known: no step has a value"),
+    "the metrics have no reward": ([], TRAINS, (), [], "idle", "not known: no step has a value"),
+}
+
+
+@pytest.mark.parametrize("situation", LEARNING)
+def test_it_learns_only_if_the_reward_rises_while_a_trainer_works(situation):
+    rewards, clients, overdue, signs, level, words = LEARNING[situation]
+    said = learning(trend_of(rewards), "now", info_of(clients=clients, overdue=overdue), signs)
+    assert said["level"] == level
+    assert words in said["sentence"]
+
+
+def test_without_metrics_or_a_server_nobody_knows_whether_it_learns():
+    none = learning(trend_of([]), "", info_of(clients=TRAINS), [])
+    assert none["level"] == "idle"
+    assert none["sentence"].startswith("Not known: the page has no metrics of a trainer.")
+    away = learning(trend_of(RISING), "now", None, [])
+    assert away["level"] == "idle"
+    assert away["sentence"].endswith("The server does not answer.")
 
 
 WARNING = Finding("memory", Level.WARNING, "nothing bounds the bytes", "set max_bytes")
@@ -160,22 +201,27 @@ def test_one_sentence_says_how_the_run_is():
 
 
 def test_what_stops_the_run_is_told_first_and_a_wait_at_a_table_before_one_for_permits():
-    permits = Finding("permits", Level.FAILURE, "too far ahead", "train", headline="Generators are blocked")
-    table = Finding("rollouts", Level.WARNING, "it is full", "start a trainer", headline="Inserts are blocked")
+    blocked = {"stops": "blocked"}
+    permits = Finding("permits", Level.FAILURE, "too far ahead", "train", headline="Generators are blocked", **blocked)
+    table = Finding("rollouts", Level.WARNING, "it is full", "start", headline="The trainer is gone", **blocked)
     said = verdict(info_of(), [WARNING, permits, table], [WARNING])
-    assert (said["level"], said["headline"], said["remedy"]) == ("blocked", "Inserts are blocked", "start a trainer")
+    assert (said["level"], said["headline"], said["remedy"]) == ("blocked", "The trainer is gone", "start")
     assert verdict(info_of(), [WARNING, permits], [])["headline"] == "Generators are blocked"
-    silence = pb.Silence(side="trainer", reason="no new policy version since version 29, 94 s ago; usual: 31 s")
-    gone = Finding("trainer", Level.FAILURE, silence.reason, "start it again", headline="The trainer is gone")
-    said = verdict(info_of(silences=(silence,)), [WARNING, gone, permits, table], [])
-    assert (said["level"], said["headline"], said["detail"]) == ("failure", "The trainer is gone", silence.reason)
+    overdue = pb.OverdueClient(
+        role="trainer", reason="no new policy version since version 29, for 94 s (usually every 31 s)"
+    )
+    gone = Finding("trainer", Level.FAILURE, overdue.reason, "again", headline="The trainer is gone", stops="gone")
+    said = verdict(info_of(overdue=(overdue,)), [WARNING, gone, permits, table], [])
+    assert (said["level"], said["headline"], said["detail"]) == ("failure", "The trainer is gone", "it is full")
+    said = verdict(info_of(overdue=(overdue,)), [WARNING, gone], [])
+    assert (said["level"], said["headline"], said["detail"]) == ("failure", "The trainer is gone", overdue.reason)
 
 
 @pytest.mark.parametrize(
     ("age", "long_wait", "headline"), [(50.0, 20.0, "Healthy"), (500.0, 20.0, "Idle"), (500.0, 900.0, "Healthy")]
 )
 def test_a_server_that_nobody_uses_is_idle_and_one_with_long_steps_is_not(age, long_wait, headline):
-    table = TableInfo(name="rollouts", inserted=pb.Rhythm(age=age), sampled=pb.Rhythm(age=age))
+    table = TableInfo(name="rollouts", inserted=pb.ArrivalTimes(age=age), sampled=pb.ArrivalTimes(age=age))
     assert verdict(info_of(tables={"rollouts": table}, long_wait=long_wait), [], [])["headline"] == headline
 
 
@@ -209,6 +255,27 @@ def test_curves_follow_files_that_grow_begin_anew_and_have_damaged_lines(tmp_pat
     assert runs.document([])["runs"] == []
 
 
+def test_the_trend_of_a_resumed_run_is_that_of_the_steps_that_are_left(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    runs = Runs(tmp_path)
+
+    def write(steps: range, mode: str) -> None:
+        with path.open(mode) as file:
+            file.write("".join(line(step, **{"fresh/reward_mean": min(step, 60 - step) / 60}) for step in steps))
+        runs.read()
+
+    write(range(60), "w")
+    assert trend_of(runs.newest()["fresh/reward_mean"]).direction is Direction.FLAT
+    write(range(30), "w")
+    assert trend_of(runs.newest()["fresh/reward_mean"]).direction is Direction.UP
+    assert trend_of(runs.newest()["fresh/reward_mean"]).steps == 30
+    write(range(5), "w")
+    assert str(trend_of(runs.newest()["fresh/reward_mean"])).startswith("not known yet: 5 steps")
+    write(range(5, 40), "a")
+    assert trend_of(runs.newest()["fresh/reward_mean"]).steps == 40
+    assert runs.newest_name() == tmp_path.name
+
+
 def test_long_curves_are_thinned_out_and_keep_their_last_point(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(line(step, loss=float(step)) for step in range(1, 4321)))
     runs = Runs(tmp_path)
@@ -218,15 +285,16 @@ def test_long_curves_are_thinned_out_and_keep_their_last_point(tmp_path):
     assert (curve["steps"][-1], curve["columns"]["loss"][-1]) == (4320, 4320.0)
 
 
-def test_the_documentation_says_what_the_metrics_of_a_trainer_mean():
+def test_the_page_says_what_the_metrics_of_a_run_mean():
     meanings = Runs(None).meanings
-    page = (ROOT / "docs/metrics.md").read_text()
-    assert "The curve to watch" in meanings["fresh/reward_mean"]
-    assert "> 0.3" in meanings["correction/ess"]
+    assert meanings["fresh/reward_mean"] == "mean reward. The curve to watch."
+    assert meanings["correction/ess"].endswith("Unit: share. Healthy: > 0.3.")
+    assert "mask_truncated_completions." in meanings["fresh/truncated_fraction"]
+    assert "of partial groups that" in meanings["rollouts_stored"]
     for name in ("train/entropy", "replay/staleness_max", "replay/drift_mean", "time/sample", "time/step"):
         assert meanings[name]
-        assert name in page
     assert meanings["eval/reward_mean"] == meanings["fresh/reward_mean"]
+    assert meanings["policy_version"] == "number of the step, and the policy version that it produced."
 
 
 # ------------------------------------------------------------------------------------------------ what was read
@@ -311,7 +379,7 @@ def command(address: str, *arguments: str) -> Running:
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_command_prints_its_address_and_ends_well(tmp_path, number, status):
     with ReplayServer(tables=[TableConfig(name="pool")], port=0) as server:
-        process = command(server.address, "--port", "0", "--runs", str(tmp_path))
+        process = command(server.address, "--listen", "127.0.0.1:0", "--runs", str(tmp_path))
         address = process.stdout.readline().removeprefix("dashboard at ").strip()
         assert b"<title>replay</title>" in urllib.request.urlopen(address).read()
         process.send_signal(number)
@@ -320,7 +388,7 @@ def test_the_command_prints_its_address_and_ends_well(tmp_path, number, status):
 
 
 def test_beyond_loopback_the_address_holds_a_token():
-    process = command("127.0.0.1:1", "--host", "0.0.0.0", "--port", "0")
+    process = command("127.0.0.1:1", "--listen", "0.0.0.0:0")
     address = process.stdout.readline().removeprefix("dashboard at ").strip()
     page, _, token = address.partition("#token=")
     assert len(token) >= 32
@@ -336,8 +404,8 @@ def test_beyond_loopback_the_address_holds_a_token():
     [
         (("--tokenizer", "/nothing"), "has no tokenizer.json", 1),
         (("--runs", "/nothing"), "'/nothing' does not exist", 2),
-        (("--host", "192.0.2.1"), "cannot listen on 192.0.2.1", 1),
+        (("--listen", "192.0.2.1:0"), "cannot listen on 192.0.2.1", 1),
     ],
 )
 def test_options_that_cannot_be_used_end_the_command_with_one_line(arguments, problem, status):
-    assert problem in fails("dashboard", "--no-browser", "--port", "0", *arguments, status=status)
+    assert problem in fails("dashboard", "--no-browser", *arguments, status=status)

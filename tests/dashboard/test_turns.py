@@ -12,7 +12,8 @@ from replay_client import RolloutGroup
 from replay_dashboard.turns import turns_of
 from replay_generator import Rollout, RolloutSequence
 from replay_generator.engines import Completion
-from replay_generator.rollouts import group_of_rollouts
+from replay_generator.groups.assembly import assemble
+from replay_generator.rollouts.rollout import PlayedRollout
 from tests.factories import make_group
 
 
@@ -27,13 +28,13 @@ def spans_of(group: RolloutGroup) -> list[list[tuple[str | None, int, int, int]]
 
 def test_the_turns_are_those_that_the_generator_wrote_down():
     agent = RolloutSequence([3, 4, 9])
-    agent.sampled(wrote(5, 6))
-    agent.given([7], role="tool")
-    agent.sampled(wrote(8, 8, 8, loss_mask=[True, False, True]))
+    agent.append_completion(wrote(5, 6))
+    agent.append_observation([7], role="tool")
+    agent.append_completion(wrote(8, 8, 8, loss_mask=[True, False, True]))
     helper = RolloutSequence([3, 4])
-    helper.sampled(wrote(5))
-    rollouts = [Rollout([agent, helper]), Rollout([helper])]
-    group = group_of_rollouts(rollouts, 0, rewards=[1, 0], advantages=[1, -1])
+    helper.append_completion(wrote(5))
+    rollouts = [PlayedRollout.of(Rollout([agent, helper])), PlayedRollout.of(Rollout([helper]))]
+    group = assemble(rollouts, 0, rewards=[1, 0], advantages=[1, -1])
     assert group.prompt_ids.tolist() == [3, 4]
     assert spans_of(RolloutGroup.decode(group.encode())) == [
         [("prompt", 0, 1, 0), ("assistant", 1, 3, 2), ("tool", 3, 4, 0), ("assistant", 4, 7, 2)],

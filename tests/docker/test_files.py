@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from examples.demo.run import GROUP_SIZE, GROUPS_PER_STEP
+from examples.demo.variants import GROUP_SIZE, GROUPS_PER_STEP
 from replay_client.waits import STOP_SECONDS
 from replay_server import Config
 from tests.commands import fails
@@ -161,7 +161,7 @@ def test_no_health_check_starts_python():
 def test_the_server_of_the_files_is_the_one_that_the_demo_needs():
     config = Config.load(files.DOCKER / "chart/replay.toml")
     assert config.admission is not None
-    assert config.admission.groups_per_step == GROUPS_PER_STEP
+    assert config.admission.fresh_groups_per_step == GROUPS_PER_STEP
     assert [table.name for table in config.tables] == ["rollouts", "replay"]
     for name in ("generator", "generator-cpu"):
         assert f"--group-size={GROUP_SIZE}" in our_services()[name]["command"]
@@ -190,7 +190,7 @@ def test_prometheus_asks_each_server_of_the_run_at_its_metrics(tmp_path):
     (relabel,) = scrape["relabel_configs"]
     asked = [re.sub(relabel["regex"], relabel["replacement"].replace("$", "\\"), one) for one in found["targets"]]
     assert asked == ["server:7401", "server-1:7401", "server-2:7401"]
-    assert Config.load(files.DOCKER / "chart/replay.toml").server.metrics_address == "0.0.0.0:7401"
+    assert Config.load(files.DOCKER / "chart/replay.toml").server.metrics_listen == "0.0.0.0:7401"
 
 
 def test_secrets_that_exist_stay_and_each_side_gets_no_more_than_it_needs(tmp_path):

@@ -133,7 +133,7 @@ def test_labels_ports_and_names_meet():
     assert {port["targetPort"]: port["port"] for port in of("Service")["spec"]["ports"]} == ports
     assert server["livenessProbe"]["tcpSocket"]["port"] in ports
     config = Config.load(CHART / "replay.toml").server
-    assert [config.address, config.metrics_address] == [f"0.0.0.0:{port}" for port in ports.values()]
+    assert [config.listen, config.metrics_listen] == [f"0.0.0.0:{port}" for port in ports.values()]
     allowed = of("NetworkPolicy")["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
     assert all(allowed.items() <= pod["metadata"]["labels"].items() for pod in pods(*EVERYTHING).values())
 
@@ -166,7 +166,7 @@ def test_sessions_and_weights_have_a_service_only_where_they_are_switched_on():
         assert service["ports"] == [{"name": "http", "port": port, "targetPort": "http"}]
         (container,) = pod["spec"]["containers"]
         assert container["ports"] == [{"name": "http", "containerPort": port}]
-    assert f"0.0.0.0:{7410}" in container["args"]
+    assert "--listen=0.0.0.0:7410" in container["args"]
 
 
 def test_weights_are_not_served_without_a_token():

@@ -32,8 +32,8 @@ def server():
         TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}, forward_to="replay"),
         TableConfig(name="replay", max_bytes="1MB"),
     ]
-    admission = AdmissionConfig(groups_per_step=4, max_staleness=1)
-    with ReplayServer(tables, port=0, admission=admission, max_bytes="1GB", metrics_address="127.0.0.1:0") as server:
+    admission = AdmissionConfig(fresh_groups_per_step=4, max_staleness=1)
+    with ReplayServer(tables, port=0, admission=admission, max_bytes="1GB", metrics_listen="127.0.0.1:0") as server:
         yield server
 
 
@@ -110,9 +110,9 @@ HEALTHY = {
     "replay_commit_failing": "0x60",
     "replay_damaged_total": "0x60",
     "replay_fell_back": "0x60",
-    'replay_silent_seconds{side="trainer"}': "0x60",
+    'replay_overdue_seconds{role="trainer"}': "0x60",
     'replay_table_waiting_seconds{table="rollouts",operation="sample"}': "0x60",
-    'replay_table_waiting_items_seconds{table="rollouts"}': "0x60",
+    'replay_table_incomplete_items_seconds{table="rollouts"}': "0x60",
     "replay_permits_waiting_seconds": "0x60",
     "replay_long_wait_seconds": "20x60",
     "replay_bytes": "5000000000x60",
@@ -127,9 +127,9 @@ SICK = {
     "ReplayDiskFails": {"replay_commit_failing": "1x60"},
     "ReplayDamage": {"replay_damaged_total": "3x60"},
     "ReplayFellBack": {"replay_fell_back": "1x60"},
-    "ReplaySideGone": {'replay_silent_seconds{side="trainer"}': "94+10x60"},
+    "ReplayClientOverdue": {'replay_overdue_seconds{role="trainer"}': "94+10x60"},
     "ReplayWaits": {'replay_table_waiting_seconds{table="rollouts",operation="sample"}': GROWS},
-    "ReplayWaitsForColumns": {'replay_table_waiting_items_seconds{table="rollouts"}': GROWS},
+    "ReplayWaitsForColumns": {'replay_table_incomplete_items_seconds{table="rollouts"}': GROWS},
     "ReplayPermitsWait": {"replay_permits_waiting_seconds": GROWS},
     "ReplayMemoryFull": {"replay_bytes": "9100000000x60"},
     "ReplayDiskFull": {"replay_disk_available_bytes": "4000000000x60"},
@@ -169,7 +169,7 @@ def test_each_alert_goes_off_for_its_trouble_and_no_other_does(tmp_path, alert):
             {
                 "replay_long_wait_seconds": "900x60",
                 'replay_table_waiting_seconds{table="rollouts",operation="sample"}': GROWS,
-                'replay_table_waiting_items_seconds{table="rollouts"}': GROWS,
+                'replay_table_incomplete_items_seconds{table="rollouts"}': GROWS,
                 "replay_permits_waiting_seconds": GROWS,
             },
             id="steps take five minutes",
@@ -197,7 +197,7 @@ def test_a_real_server_has_the_metrics_of_each_alert_and_is_healthy(ask, alert):
 def test_a_server_on_disk_has_the_metrics_of_the_disk(tmp_path):
     tables = [TableConfig(name="pool")]
     with (
-        ReplayServer(tables, port=0, data_dir=tmp_path / "data", metrics_address="127.0.0.1:0") as server,
+        ReplayServer(tables, port=0, data_dir=tmp_path / "data", metrics_listen="127.0.0.1:0") as server,
         urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=PATIENCE) as response,
     ):
         lines = response.read().decode().splitlines()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from replay_generator import building, server
+from replay_generator.groups import partial_groups, server
 from tests.generator.factories import EOS, make_adapter, make_model
 
 
@@ -18,7 +18,7 @@ def time_for_last_words() -> Iterator[None]:
     """Gives a generator a minute for its last words: on a slow machine the server would get its permits back late."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(server, "LAST_WORD", 60.0)
-        patched.setattr(building, "LAST_WORD", 60.0)
+        patched.setattr(partial_groups, "LAST_WORD", 60.0)
         yield
 
 

@@ -19,13 +19,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from replay_client.columns import OFFSETS, RAGGED
-from replay_client.kept import KEPT
-from replay_client.records import AdmissionInfo, PermitLease, Policy, Sample
+from replay_client.records import AdmissionInfo, PermitGrant, Policy, Sample
 from replay_client.rollout import RolloutGroup
+from replay_client.sampling_masks import SAMPLING_MASK
 from replay_generator import GeneratorConfig, RolloutGenerator
 from replay_generator.engines import Completion, Engine, EngineError, SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
-from replay_generator.prompts import Prompt
+from replay_generator.prompts.prompt import Prompt
 
 CHARACTERS = "0123456789+=? abcdefghij"
 EOS = 1
@@ -104,13 +104,13 @@ def distributions(
     return logits_TV.log_softmax(-1)
 
 
-def check_kept(completion: Completion, prompt_ids: Sequence[int], sampling: SamplingConfig, weights: Path) -> None:
+def check_masks(completion: Completion, prompt_ids: Sequence[int], sampling: SamplingConfig, weights: Path) -> None:
     """As `check_completion`, and it names the tokens that were kept for each token, if they are not too many."""
     check_completion(completion, prompt_ids, sampling, weights)
     logprobs_TV = distributions(loaded(weights), prompt_ids, completion.token_ids, sampling)
     kept = [row.isfinite().nonzero()[:, 0].tolist() for row in logprobs_TV]
-    ids, offsets = completion.extras[KEPT], completion.extras[KEPT + OFFSETS]
-    assert completion.axes[KEPT] == RAGGED
+    ids, offsets = completion.extras[SAMPLING_MASK], completion.extras[SAMPLING_MASK + OFFSETS]
+    assert completion.axes[SAMPLING_MASK] == RAGGED
     assert (ids.dtype, offsets.dtype) == (np.int32, np.int32)
     found = [sorted(ids[start:end].tolist()) for start, end in pairwise(offsets)]
     assert found == [row if len(row) <= sampling.sampling_masks else [] for row in kept]
@@ -223,7 +223,7 @@ class RecordingClient:
 
     admission: bool = False
     inserts: list[tuple[RolloutGroup, dict[str, float]]] = field(default_factory=list)
-    leases: list[PermitLease] = field(default_factory=list)
+    leases: list[PermitGrant] = field(default_factory=list)
     """Granted, and neither used nor released."""
     granted: int = 0
     released: int = 0
@@ -252,7 +252,7 @@ class RecordingClient:
         priorities: Mapping[str, float],
         *,
         key: int,
-        permits: PermitLease | None,
+        permits: PermitGrant | None,
         timeout: float | None,
         tags: Mapping[str, str | int],
         closes: Sequence[Sample],
@@ -287,15 +287,15 @@ class RecordingClient:
     async def describe(self, settings: Mapping[str, str], *, timeout: float | None = None) -> None:
         self.settings = dict(settings)
 
-    async def acquire_permits(self, count: int, *, timeout: float | None) -> PermitLease:
+    async def acquire_permits(self, count: int, *, timeout: float | None) -> PermitGrant:
         self.granted += count
-        self.leases.append(PermitLease(self.granted, count, 600.0))
+        self.leases.append(PermitGrant(self.granted, count, 600.0))
         return self.leases[-1]
 
-    async def release_permits(self, lease: PermitLease) -> int:
-        self.leases.remove(lease)
-        self.released += lease.count
-        return lease.count
+    async def release_permits(self, grant: PermitGrant) -> int:
+        self.leases.remove(grant)
+        self.released += grant.count
+        return grant.count
 
     async def leave(self, *, timeout: float) -> None:
         self.left = True

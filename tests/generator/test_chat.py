@@ -7,12 +7,12 @@ import pytest
 from tokenizers import processors
 
 from replay_generator import notices
-from replay_generator.chat import ChatError, render, text_ids
 from replay_generator.engines import SamplingConfig
-from replay_generator.openings import Opening
-from replay_generator.prompts import Prompt
-from replay_generator.rollouts import RolloutError, Task
-from replay_generator.sessions.conversation import Conversation
+from replay_generator.groups.codec import PartialGroupSpec
+from replay_generator.prompts.chat import ChatError, render, text_ids
+from replay_generator.prompts.prompt import Prompt
+from replay_generator.rollouts.rollout import RolloutError, Task
+from replay_generator.rollouts.sessions.conversation import Conversation
 from tests.generator.factories import make_chat_tokenizer, shipped_template
 
 ASKED = {"role": "user", "content": "Weather in Rome?"}
@@ -332,8 +332,8 @@ def test_a_prompt_has_the_day_on_which_its_group_began():
 
 
 def test_whoever_finishes_a_group_tells_its_template_the_day_of_its_opener():
-    opening = Opening(1, Prompt.of("a"), [5], 0, 3, SamplingConfig(), began=EVENING.isoformat())
-    assert Opening.decode(opening.encode())[0].began == EVENING.isoformat()
+    spec = PartialGroupSpec(1, Prompt.of("a"), [5], 0, 3, SamplingConfig(), began=EVENING.isoformat())
+    assert PartialGroupSpec.decode(spec.encode())[0].began == EVENING.isoformat()
 
 
 def test_a_template_that_fails_says_why():

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from replay_generator.prompts import load_prompts
-from replay_generator.rewards import load_reward
+from replay_generator.prompts.prompt import load_prompts
+from replay_generator.rewards.functions import load_reward
 from tests.generator.factories import make_chat_tokenizer, shipped_template
 
 datasets = pytest.importorskip("datasets")

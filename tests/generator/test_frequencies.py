@@ -5,7 +5,12 @@ import copy
 import pytest
 import torch
 
-from replay_generator.frequencies import default_length, fix_frequencies, frequency_facts, why_other_frequencies
+from replay_generator.engines.rotary_frequencies import (
+    default_length,
+    fix_frequencies,
+    frequency_facts,
+    why_other_frequencies,
+)
 from tests.trainer.families import LOCAL_MOE, ORIGINAL, Family, longrope, scaled
 
 LONG = Family("llama", config=longrope())

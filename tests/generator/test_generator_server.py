@@ -20,8 +20,8 @@ from replay_client.errors import ServerUnavailableError
 from replay_client.records import read_described
 from replay_client.waits import WaitLog
 from replay_generator import GeneratorConfig, RolloutGenerator, StaleWeightsError
-from replay_generator.rollouts import single_turn
-from replay_generator.weights import model_facts
+from replay_generator.engines.weights import model_facts
+from replay_generator.rollouts.rollout import single_turn
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.factories import async_until, free_port, server_process, turns
 from tests.generator.factories import ScriptedEngine, make_prompts
@@ -46,7 +46,7 @@ async def generating(
     *,
     prompts: Any = None,
     reward: Any = lambda row, text: float(len(text)),
-    keep: Any = None,
+    group_filter: Any = None,
     rollout: Any = single_turn,
     timeout: float = 10.0,
     **config: Any,
@@ -56,7 +56,7 @@ async def generating(
     async with AsyncReplayClient(address, timeout) as client:
         prompts = make_prompts() if prompts is None else prompts
         generator = RolloutGenerator(
-            client, engine, prompts, reward, GeneratorConfig(**settings), rollout=rollout, keep=keep
+            client, engine, prompts, reward, GeneratorConfig(**settings), rollout=rollout, group_filter=group_filter
         )
         task = asyncio.create_task(generator.run())
         try:
@@ -69,10 +69,10 @@ async def generating(
 FATES = ("insert", "filter", "fail", "stale", "fail to tokenize")
 
 
-@pytest.mark.parametrize("building", [None, "building"])
+@pytest.mark.parametrize("partial_groups", [None, "partial_groups"])
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(fates=st.lists(st.sampled_from(FATES), min_size=1, max_size=24))
-def test_every_permit_is_used_by_an_insert_or_given_back(building, fates):
+def test_every_permit_is_used_by_an_insert_or_given_back(partial_groups, fates):
     def reward(row: Any, text: str) -> float:
         return float("nan") if row["fate"] == "fail" else float(len(text))
 
@@ -95,24 +95,24 @@ def test_every_permit_is_used_by_an_insert_or_given_back(building, fates):
             Dated(tokenizer=ByFate()),
             prompts=prompts,
             reward=reward,
-            keep=lambda group: group.prompt_id != "filter",
+            group_filter=lambda group: group.prompt_id != "filter",
             on_prompt_error="skip",
             max_concurrent_groups=None,
-            building=building,
+            partial_groups_table=partial_groups,
         ) as (generator, client, task):
             await task
             info = await client.server_info()
             stats = generator.stats
         assert stats["groups"] == info.tables["rollouts"].size == fates.count("insert")
-        assert stats["filtered"] == fates.count("filter")
-        assert stats["stale_refused"] == fates.count("stale")
-        assert stats["skipped"] == fates.count("fail") + fates.count("fail to tokenize")
+        assert stats["groups_filtered"] == fates.count("filter")
+        assert stats["groups_refused_stale"] == fates.count("stale")
+        assert stats["groups_skipped"] == fates.count("fail") + fates.count("fail to tokenize")
         assert info.admission is not None
         assert info.admission.running == 0
         assert info.admission.accepted == 5 * 3 + fates.count("insert")  # the server counts from the version on
         assert info.admission.expired == 0
 
-    admission = {"groups_per_step": 3, "max_staleness": 7, "building": building}
+    admission = {"fresh_groups_per_step": 3, "max_staleness": 7, "permit_tables": partial_groups}
     with serving(**admission) as server, tempfile.TemporaryDirectory() as weights:
 
         async def main() -> None:
@@ -125,7 +125,7 @@ def test_every_permit_is_used_by_an_insert_or_given_back(building, fates):
 
 async def test_as_many_groups_are_under_way_as_there_are_permits():
     engine = ScriptedEngine(hold=asyncio.Event())
-    with serving(groups_per_step=3, max_staleness=1) as server:
+    with serving(fresh_groups_per_step=3, max_staleness=1) as server:
         async with generating(server.address, engine, max_concurrent_groups=None) as (_, client, _task):
             await async_until(lambda: engine.generating == 6)
             while not (await client.server_info()).admission.acquiring.count:  # the request for the seventh permit
@@ -139,7 +139,7 @@ async def test_a_group_that_takes_longer_than_its_permit_lives_is_inserted_and_c
     engine = ScriptedEngine(hold=asyncio.Event())
     with (
         caplog.at_level(logging.WARNING),
-        serving(groups_per_step=2, max_staleness=0, permit_ttl=0.2) as server,
+        serving(fresh_groups_per_step=2, max_staleness=0, permit_ttl=0.2) as server,
     ):
         async with generating(server.address, engine, max_groups=3) as (generator, client, task):
             # The server believes one of the first two dead, and lets the third begin.
@@ -174,11 +174,13 @@ async def test_a_generator_whose_groups_are_all_too_old_waits_for_newer_weights_
             await async_until(lambda: len(scoring) == 4)
             await client.set_policy_version(9)
             score.set()
-            await async_until(lambda: generator.stats["stale_refused"] and not generator.stats["groups_under_way"])
+            await async_until(
+                lambda: generator.stats["groups_refused_stale"] and not generator.stats["groups_in_flight"]
+            )
             started = len(engine.seeds)
             await turns()
             assert len(engine.seeds) == started
-            assert generator.stats["stale_refused"] <= 4  # those that were under way
+            assert generator.stats["groups_refused_stale"] <= 4  # those that were under way
             await client.set_policy_version(10, weights=str(tmp_path))
             inserted = generator.stats["groups"]
             await async_until(lambda: generator.stats["groups"] > inserted + 10)
@@ -210,7 +212,7 @@ async def test_a_generator_that_gets_no_newer_weights_ends_with_the_reason(follo
 
 async def test_groups_that_would_be_too_old_are_given_up_and_made_again_with_newer_weights(tmp_path):
     engine = ScriptedEngine(hold=asyncio.Event())
-    with serving(groups_per_step=4, max_staleness=2) as server:
+    with serving(fresh_groups_per_step=4, max_staleness=2) as server:
         async with generating(server.address, engine, max_groups=5) as (generator, client, task):
             await async_until(lambda: engine.generating == 4)
             await client.set_policy_version(2)  # they would be just young enough
@@ -218,14 +220,14 @@ async def test_groups_that_would_be_too_old_are_given_up_and_made_again_with_new
             await client.set_policy_version(3, weights=str(tmp_path))
             # The requests that were under way have ended, or the engine could not have loaded weights.
             await async_until(lambda: engine.version == 3 and engine.generating == 4)
-            assert generator.stats["given_up"] == 4
+            assert generator.stats["groups_aborted"] == 4
             engine.let_go()
             await task
             samples = await client.sample("rollouts", 5)
             admission = (await client.server_info()).admission
     assert sorted(sample.group.prompt_id for sample in samples) == [f"p{number}" for number in range(5)]
     assert {sample.group.policy_version for sample in samples} == {3}
-    assert (generator.stats["stale_refused"], generator.stats["groups"]) == (0, 5)
+    assert (generator.stats["groups_refused_stale"], generator.stats["groups"]) == (0, 5)
     assert admission is not None
     assert (admission.running, admission.expired) == (0, 0)
 
@@ -237,14 +239,14 @@ async def test_a_group_that_is_too_old_twice_is_left_out(tmp_path, caplog):
             for version in (3, 6):
                 await async_until(lambda: engine.generating == 1)
                 await client.set_policy_version(version, weights=str(tmp_path))
-                await async_until(lambda version=version: generator.stats["given_up"] == version // 3)
+                await async_until(lambda version=version: generator.stats["groups_aborted"] == version // 3)
             await task
-    assert (generator.stats["groups"], generator.stats["given_up"]) == (0, 2)
+    assert (generator.stats["groups"], generator.stats["groups_aborted"]) == (0, 2)
     assert "prompt 'p0': left out, because its group was too old twice" in caplog.messages
 
 
 async def test_the_bound_of_a_table_counts_as_it_is_now(monkeypatch):
-    monkeypatch.setattr("replay_generator.server.SECONDS_PER_LOOK", 0.05)
+    monkeypatch.setattr("replay_generator.groups.inserting.SECONDS_PER_LOOK", 0.05)
     looks, server_info = [], AsyncReplayClient.server_info
 
     async def counted(*given: Any, **options: Any) -> Any:
@@ -259,7 +261,7 @@ async def test_the_bound_of_a_table_counts_as_it_is_now(monkeypatch):
             await async_until(lambda: engine.generating == 1)
             await client.set_policy_version(2)
             await client.update_table("rollouts", max_staleness=1)
-            await async_until(lambda: generator.stats["given_up"] == 1)
+            await async_until(lambda: generator.stats["groups_aborted"] == 1)
             seen = len(looks) + 2  # the first of these may have been under way
             await async_until(lambda: len(looks) >= seen)
             assert engine.generating == 0
@@ -271,9 +273,9 @@ async def test_the_bound_of_a_table_counts_as_it_is_now(monkeypatch):
 
 async def test_a_busy_server_is_waited_for_and_nothing_is_dropped(caplog, monkeypatch):
     # A second line would come after half a minute, which this test takes where little of the machine is free.
-    monkeypatch.setattr("replay_generator.server.WaitLog", partial(WaitLog, every=3600.0))
+    monkeypatch.setattr("replay_generator.groups.inserting.WaitLog", partial(WaitLog, every=3600.0))
     with ReplayServer(tables=TABLES, port=0, max_bytes=3000) as server:
-        async with generating(server.address, ScriptedEngine(), tables=("large",), max_groups=20, when_full="drop") as (
+        async with generating(server.address, ScriptedEngine(), tables=("large",), max_groups=20, on_full="skip") as (
             generator,
             client,
             task,
@@ -286,7 +288,7 @@ async def test_a_busy_server_is_waited_for_and_nothing_is_dropped(caplog, monkey
                 await asyncio.sleep(0.01)
             await task
             seen += (await client.server_info()).tables["large"].size
-    assert (generator.stats["groups"], seen, generator.stats["full_refused"]) == (20, 20, 0)
+    assert (generator.stats["groups"], seen, generator.stats["groups_refused_full"]) == (20, 20, 0)
     assert sum("the server refuses for now" in record.message for record in caplog.records) == 1
 
 
@@ -309,12 +311,11 @@ def test_a_wait_is_logged_at_once_then_every_half_minute_and_when_it_ends(caplog
 
 @pytest.mark.parametrize("way", ["kill", pytest.param("terminate", marks=pytest.mark.long)])
 async def test_a_server_that_is_restarted_finds_the_generator_going_on(tmp_path, way, caplog, monkeypatch):
-    monkeypatch.setattr("replay_generator.server.SECONDS_PER_LOOK", 1.0)
-    monkeypatch.setattr("replay_generator.server.LAST_WORD", 0.1)  # there is no server at its end
+    monkeypatch.setattr("replay_generator.groups.inserting.SECONDS_PER_LOOK", 1.0)
+    monkeypatch.setattr("replay_generator.groups.server.LAST_WORD", 0.1)  # there is no server at its end
     address = f"127.0.0.1:{free_port()}"
-    config = (
-        '[admission]\ngroups_per_step = 100000\nmax_staleness = 4\n\n[[tables]]\nname = "rollouts"\nsampler = "fifo"\n'
-    )
+    config = "[admission]\nfresh_groups_per_step = 100000\nmax_staleness = 4\n\n"
+    config += '[[tables]]\nname = "rollouts"\nsampler = "fifo"\n'
     with server_process(tmp_path, config, address) as server:
         async with generating(address, ScriptedEngine(), timeout=20.0, max_concurrent_groups=2) as (
             generator,
@@ -352,7 +353,7 @@ async def test_a_server_that_stays_away_ends_the_run_after_the_clients_timeout(t
 
 
 async def test_a_server_that_stays_away_before_there_are_weights_ends_the_run_too(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("replay_generator.policy_follower.LOG_SECONDS", 0.3)  # the client's timeout is longer
+    monkeypatch.setattr("replay_generator.policy.follower.LOG_SECONDS", 0.3)  # the client's timeout is longer
     with server_process(tmp_path) as server:
         async with generating(server.address, ScriptedEngine(), timeout=1.0, wait_for_policy=True) as (_, _, task):
             await async_until(lambda: "waiting until the trainer publishes weights" in caplog.text)

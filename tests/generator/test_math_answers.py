@@ -2,7 +2,7 @@
 
 import pytest
 
-from replay_generator.rewards import RewardError, Scorer, load_reward, math_answer
+from replay_generator.rewards.functions import RewardError, Scorer, load_reward, math_answer
 
 pytest.importorskip("math_verify", reason="the extra math")
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import ModelOutput
 
 from replay_generator.engines import EngineError, SamplingConfig
+from replay_generator.engines.model_checks import check_model, choose_attention
 from replay_generator.engines.transformers import TransformersEngine
-from replay_generator.model_checks import check_model, choose_attention
 from replay_trainer.logprobs import LogprobModel
 from tests.trainer.families import FAMILIES, HALVES, MOE, Family
 from tests.trainer.test_families import save

@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from replay_generator.prompts import Prompt, PromptError, cycle_prompts, load_prompts, read_prompts
-from replay_generator.rewards import (
+from replay_generator.errors import PromptError
+from replay_generator.prompts.prompt import Prompt, cycle_prompts, load_prompts, read_prompts
+from replay_generator.rewards.functions import (
     Reward,
     RewardError,
     Scorer,
@@ -255,9 +256,9 @@ async def test_rewards_of_every_kind_are_summed_by_weight():
     [
         (lambda row, text: "1.0", "returned '1.0', which is no number"),
         (lambda row, text: float("inf"), r"returned \[inf, inf\]: rewards must be finite"),
-        (group_reward(lambda row, texts: [1.0]), "returned 1 rewards for 2 completions"),
-        (group_reward(lambda row, texts: 1.0), "returned 1.0, not one reward for each of the 2 completions"),
-        (group_reward(lambda row, texts: {"a": 1}), "returned .*, not one reward for each of the 2 completions"),
+        (group_reward(lambda row, texts: [1.0]), "returned 1 reward for 2 completions"),
+        (group_reward(lambda row, texts: 1.0), r"returned 1.0, not one reward for each completion \(2\)"),
+        (group_reward(lambda row, texts: {"a": 1}), r"returned .*, not one reward for each completion \(2\)"),
         (lambda row, text: np.zeros(3), "returned .*"),
         (lambda row: 1.0, "raised TypeError"),
         (lambda row, text: next(iter(())), "raised RuntimeError: StopIteration"),
@@ -279,7 +280,7 @@ async def test_a_function_that_takes_too_long_has_failed_and_the_next_group_is_s
 
     scorer = Scorer(hangs, timeout=1.0)
     with stopped_clock() as go_on:
-        with pytest.raises(RewardError, match=r"'hangs' took longer than 1 s for 1 completions"):
+        with pytest.raises(RewardError, match=r"'hangs' took longer than 1 s for 1 completion "):
             await scorer.score({}, ["hang"])
         assert (await scorer.score({}, ["fine"]))[0].tolist() == [1.0]
     stuck.set()
@@ -378,7 +379,7 @@ def test_a_reward_loads_by_name_or_by_module_and_function(tmp_path, monkeypatch)
 def test_the_client_package_imports_no_inference_library():
     code = (
         "import sys, replay_client, replay_generator, replay_generator.engines.vllm, "
-        "replay_generator.prompts, replay_generator.rewards\n"
+        "replay_generator.prompts.prompt, replay_generator.rewards.functions\n"
         "print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,8 +16,8 @@ from replay_generator import (
     ScorerConfig,
     Task,
 )
-from replay_generator.rewards import Reward
-from replay_generator.scoring.scorer import GroupScorer
+from replay_generator.rewards.functions import Reward
+from replay_generator.stages.scorer import GroupScorer
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.generator.factories import SAID, RecordingClient, ScriptedEngine, generate, make_prompts, zero
 from tests.generator.sessions.test_remote import running
@@ -98,7 +98,7 @@ def ends_with(**fields: Any) -> Any:
 
     async def hook(task: Task, policy: RolloutPolicy) -> Rollout:
         sequence = RolloutSequence(task.prompt_ids)
-        sequence.sampled(await policy.generate(task.prompt_ids))
+        sequence.append_completion(await policy.generate(task.prompt_ids))
         return Rollout([sequence], **(fields if task.index == 1 else {"reward": float(task.index)}))
 
     return hook
@@ -124,8 +124,8 @@ async def test_a_role_of_a_turn_that_is_no_text_loses_its_rollout_alone():
     async def hook(task: Task, policy: RolloutPolicy) -> Rollout:
         sequence = RolloutSequence(task.prompt_ids)
         if task.index == 1:
-            sequence.given([5], role=HALF)
-        sequence.sampled(await policy.generate(sequence.token_ids))
+            sequence.append_observation([5], role=HALF)
+        sequence.append_completion(await policy.generate(sequence.token_ids))
         return Rollout([sequence])
 
     client = RecordingClient()
@@ -168,7 +168,7 @@ async def test_a_reward_that_no_group_can_hold_skips_its_group_and_the_run_goes_
     )
     await generator.run()
     assert sorted(group.prompt_id for group, _ in client.inserts) == ["p0", "p2"]
-    assert generator.stats["skipped"] == 1
+    assert generator.stats["groups_skipped"] == 1
     assert says in caplog.text
 
 
@@ -203,15 +203,17 @@ TAGGED[1] |= {"tags": {f"tag{number}": number for number in range(8)}}
 """Beside the tag of the generator these are nine."""
 
 
-@pytest.mark.parametrize("building", [None, "building"])
+@pytest.mark.parametrize("partial_groups", [None, "partial_groups"])
 @pytest.mark.parametrize("why", ["a priority", "tags"])
-async def test_a_group_that_the_server_refuses_is_skipped_and_counted_and_its_permit_goes_back(why, building, caplog):
-    config: dict[str, Any] = {"group_size": 2, "max_concurrent_groups": 1, "building": building}
+async def test_a_group_that_the_server_refuses_is_skipped_and_counted_and_its_permit_goes_back(
+    why, partial_groups, caplog
+):
+    config: dict[str, Any] = {"group_size": 2, "max_concurrent_groups": 1, "partial_groups_table": partial_groups}
     config |= {"priority": priority} if why == "a priority" else {"tags": {"environment": "math"}}
     tables = [TableConfig(name="rollouts")]
-    if building is not None:
-        tables.append(TableConfig(name=building))
-    permits = AdmissionConfig(table="rollouts", groups_per_step=8, max_staleness=1, building=building)
+    if partial_groups is not None:
+        tables.append(TableConfig(name=partial_groups))
+    permits = AdmissionConfig(table="rollouts", fresh_groups_per_step=8, max_staleness=1, permit_tables=partial_groups)
     with ReplayServer(tables=tables, admission=permits, port=0) as server:
         async with AsyncReplayClient(server.address) as client:
             generator = RolloutGenerator(client, ScriptedEngine(), TAGGED, zero, GeneratorConfig(**config))
@@ -219,7 +221,7 @@ async def test_a_group_that_the_server_refuses_is_skipped_and_counted_and_its_pe
             info = await client.server_info()
     assert generator.stats["groups"] == 2
     assert generator.stats["groups_refused"] == 1
-    assert generator.stats["skipped"] == 1
+    assert generator.stats["groups_skipped"] == 1
     assert "prompt 'p1': its group is refused: " in caplog.text
     assert info.tables["rollouts"].size == 2
     assert info.admission is not None
@@ -238,7 +240,7 @@ async def test_a_scored_group_that_the_server_refuses_is_counted_and_the_scorer_
     tables = [TableConfig(name="unscored", max_times_sampled=1), TableConfig(name="rollouts")]
     with ReplayServer(tables=tables, port=0) as server:
         async with AsyncReplayClient(server.address) as client:
-            config = GeneratorConfig(group_size=2, unscored="unscored")
+            config = GeneratorConfig(group_size=2, unscored_table="unscored")
             await RolloutGenerator(client, ScriptedEngine(), make_prompts(3), None, config).run()
             scorer = GroupScorer(client, zero, ScorerConfig("unscored", priority=priority, max_items=3))
             await scorer.run()
@@ -250,14 +252,14 @@ async def test_a_scored_group_that_the_server_refuses_is_counted_and_the_scorer_
 
 
 async def test_a_scorers_reward_beyond_float32_leaves_its_group_out_and_the_scorer_goes_on(monkeypatch):
-    monkeypatch.setattr("replay_generator.scoring.scorer._PAUSE", 0.0)
+    monkeypatch.setattr("replay_generator.stages.scorer._PAUSE", 0.0)
     tables = [TableConfig(name="unscored", max_times_sampled=1), TableConfig(name="rollouts")]
     with ReplayServer(tables=tables, port=0) as server:
         async with AsyncReplayClient(server.address) as client:
-            config = GeneratorConfig(group_size=2, unscored="unscored")
+            config = GeneratorConfig(group_size=2, unscored_table="unscored")
             await RolloutGenerator(client, ScriptedEngine(), make_prompts(3), None, config).run()
             scorer = GroupScorer(client, sometimes(1e39), ScorerConfig("unscored", max_items=3))
             await scorer.run()
             info = await client.server_info()
     assert info.tables["rollouts"].size == 2
-    assert scorer.stats["skipped"] == 1
+    assert scorer.stats["groups_skipped"] == 1

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from replay_dashboard.diagnosis import diagnose
-from replay_generator import GeneratorConfig, RolloutGenerator, server
-from replay_generator.prompts import Prompt
-from replay_generator.rewards import load_reward
-from replay_generator.scoring import watch
-from replay_generator.scoring.watch import RewardWatch
+from replay_generator import GeneratorConfig, RolloutGenerator
+from replay_generator.groups import inserting
+from replay_generator.prompts.prompt import Prompt
+from replay_generator.rewards import reward_watch as watch
+from replay_generator.rewards.functions import load_reward
+from replay_generator.rewards.reward_watch import RewardWatch
 from tests.factories import PATIENCE
 from tests.generator.factories import ScriptedEngine
 from tests.generator.prompts.test_epoch import serving
@@ -22,8 +23,8 @@ ROW = {"question": "a", "answer": "so\\n#### 72"}
 def watched(*rewards, row=ROW, built_in=()):
     seen = RewardWatch([load_reward(name) for name in built_in])
     for each in rewards:
-        seen.see(np.array(each, np.float32), row, "It is \\\\boxed{72}")
-    return json.loads(seen.told.get("one_reward", "null"))
+        seen.record(np.array(each, np.float32), row, "It is \\\\boxed{72}")
+    return json.loads(seen.description.get("one_reward", "null"))
 
 
 NONE = [[0.0, 0.0]] * watch.LEAST_GROUPS
@@ -58,7 +59,7 @@ def test_the_pair_is_of_the_field_that_the_reward_reads():
 
 
 async def test_a_generator_tells_the_server_of_one_reward_and_then_the_doctor_says_so(monkeypatch):
-    monkeypatch.setattr(server, "SECONDS_PER_LOOK", 0.2)
+    monkeypatch.setattr(inserting, "SECONDS_PER_LOOK", 0.2)
     monkeypatch.setattr(watch, "LEAST_GROUPS", 3)
     found = []
 

@@ -13,7 +13,7 @@ import pytest
 
 from replay_client import AsyncReplayClient
 from replay_client.columns import RAGGED
-from replay_client.kept import KEPT, kept_column
+from replay_client.sampling_masks import SAMPLING_MASK, mask_column
 from replay_generator import (
     GeneratorConfig,
     PromptError,
@@ -26,8 +26,8 @@ from replay_generator import (
 )
 from replay_generator.engines import Completion, EngineError, SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
-from replay_generator.environments import load_environment
-from replay_generator.rewards import group_reward
+from replay_generator.rewards.functions import group_reward
+from replay_generator.rollouts.environments import load_environment
 from replay_server import ReplayServer, TableConfig
 from tests.factories import stopped_clock
 from tests.generator.factories import (
@@ -46,24 +46,24 @@ pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
 
 
 SPOKEN = RolloutSequence([1])
-SPOKEN.sampled(SAID)
+SPOKEN.append_completion(SAID)
 
 
 async def two_turns(task: Task, policy: RolloutPolicy) -> Rollout:
     """The policy writes, a tool answers with the tokens 9 and 5, and the policy writes again."""
     sequence = RolloutSequence(task.prompt_ids)
-    first = sequence.sampled(await policy.generate(sequence.token_ids))
-    sequence.given([9, 5], text=f"{first.text}?")
-    sequence.sampled(await policy.generate(sequence.token_ids))
+    first = sequence.append_completion(await policy.generate(sequence.token_ids))
+    sequence.append_observation([9, 5], text=f"{first.text}?")
+    sequence.append_completion(await policy.generate(sequence.token_ids))
     return Rollout([sequence], info={"index": task.index})
 
 
 async def with_sub_agent(task: Task, policy: RolloutPolicy) -> Rollout:
     """A second agent knows the tokens 20 and 21 from elsewhere."""
     main = RolloutSequence(task.prompt_ids)
-    main.sampled(await policy.generate(main.token_ids))
+    main.append_completion(await policy.generate(main.token_ids))
     helper = RolloutSequence([*task.prompt_ids, 20, 21])
-    helper.sampled(await policy.generate(helper.token_ids))
+    helper.append_completion(await policy.generate(helper.token_ids))
     return Rollout([main, helper], reward=float(task.index))
 
 
@@ -95,7 +95,7 @@ async def test_every_sampled_token_has_the_logprob_of_all_tokens_before_it_and_a
 async def test_a_single_turn_makes_the_group_that_it_made_without_a_hook():
     async def hook(task: Task, policy: RolloutPolicy) -> Rollout:
         sequence = RolloutSequence(task.prompt_ids)
-        sequence.sampled(await policy.generate(sequence.token_ids))
+        sequence.append_completion(await policy.generate(sequence.token_ids))
         return Rollout([sequence])
 
     client = RecordingClient()
@@ -160,8 +160,8 @@ async def test_sets_of_tokens_and_rows_of_what_the_engine_has_read_stand_at_thei
             return [
                 replace(
                     each,
-                    extras=kept_column([[7, 9], []]) | {"read": np.array([[*prompt_ids, *each.token_ids[:-1]]]).T},
-                    axes={KEPT: RAGGED, "read": "whole"},
+                    extras=mask_column([[7, 9], []]) | {"read": np.array([[*prompt_ids, *each.token_ids[:-1]]]).T},
+                    axes={SAMPLING_MASK: RAGGED, "read": "whole"},
                 )
                 for each in drawn
             ]
@@ -169,14 +169,14 @@ async def test_sets_of_tokens_and_rows_of_what_the_engine_has_read_stand_at_thei
     engine = Reader(completions=[Completion([7, 8], [-0.1, -0.2], "78", "stop", [])])
     for hook in (two_turns, with_sub_agent):
         group = await played(hook, engine, group_size=2, reward=None if hook is with_sub_agent else zero)
-        assert group.axes == {KEPT: RAGGED, "read": "whole"}
+        assert group.axes == {SAMPLING_MASK: RAGGED, "read": "whole"}
         read = group.extras["read"][:, 0]
         assert read[: group.prompt_ids.size].tolist() == group.prompt_ids.tolist()
         for sequence, (ids, sampled) in enumerate(zip(group.completions(), group.sampled_spans(), strict=True)):
             # The last token of a sequence is drawn, and not read.
             rows = group.extra_of("read", sequence)[group.prompt_ids.size :, 0]
             assert rows.tolist() == [*ids[:-1].tolist(), 0]
-            offsets, kept = group.offsets_of(KEPT, sequence), group.extra_of(KEPT, sequence)
+            offsets, kept = group.offsets_of(SAMPLING_MASK, sequence), group.extra_of(SAMPLING_MASK, sequence)
             drawn = [kept[a:b].tolist() for a, b in pairwise(offsets)][-sampled.stop + sampled.start :]
             trained = group.trained_mask[sampled].tolist()
             expected = iter([[7, 9], []] * sum(trained))
@@ -243,7 +243,7 @@ async def test_the_others_make_the_group_if_they_are_enough():
     group = client.inserts[0][0]
     assert group.rewards.tolist() == [0.0, 2.0]
     np.testing.assert_allclose(group.advantages, np.array([-1, 1]) / (np.sqrt(2) + 1e-4), rtol=1e-6)
-    assert (stats["groups"], stats["rollouts_failed"], stats["skipped"]) == (1, 2, 0)
+    assert (stats["groups"], stats["rollouts_failed"], stats["groups_skipped"]) == (1, 2, 0)
 
 
 async def test_a_group_with_too_few_is_left_out_and_its_permit_goes_back():
@@ -251,7 +251,7 @@ async def test_a_group_with_too_few_is_left_out_and_its_permit_goes_back():
     engine = ScriptedEngine(completions=[SAID])
     stats = await generate(client, engine, fails_at_odd, max_groups=3, on_prompt_error="skip", min_rollouts=3)
     assert (client.inserts, client.leases) == ([], [])
-    assert (stats["skipped"], stats["rollouts_failed"]) == (3, 6)
+    assert (stats["groups_skipped"], stats["rollouts_failed"]) == (3, 6)
 
 
 @pytest.mark.parametrize(
@@ -292,8 +292,8 @@ async def test_a_hook_that_is_not_async_fails_with_the_remedy():
 async def test_a_text_in_the_place_of_tokens_fails_the_rollout_that_gave_it():
     async def careless(task: Task, policy: RolloutPolicy) -> Rollout:
         sequence = RolloutSequence(task.prompt_ids)
-        sequence.given("no" if task.index == 0 else np.array([9, 5]))
-        sequence.sampled(await policy.generate(sequence.token_ids))
+        sequence.append_observation("no" if task.index == 0 else np.array([9, 5]))
+        sequence.append_completion(await policy.generate(sequence.token_ids))
         return Rollout([sequence])
 
     assert (await played(careless, min_rollouts=3)).group_size == 3
@@ -325,8 +325,8 @@ async def test_a_rollout_that_outgrows_the_engine_fails_alone():
     async def endless(task: Task, policy: RolloutPolicy) -> Rollout:
         sequence = RolloutSequence(task.prompt_ids)
         while task.index == 0:
-            sequence.sampled(await policy.generate(sequence.token_ids))
-        sequence.sampled(await policy.generate(sequence.token_ids))
+            sequence.append_completion(await policy.generate(sequence.token_ids))
+        sequence.append_completion(await policy.generate(sequence.token_ids))
         return Rollout([sequence])
 
     assert (await played(endless, min_rollouts=3)).group_size == 3
@@ -338,9 +338,9 @@ async def test_a_rollout_that_outgrows_the_engine_fails_alone():
 async def test_a_rollout_with_a_token_that_no_model_has_fails_alone(model, token):
     async def wrong_at_0(task: Task, policy: RolloutPolicy) -> Rollout:
         sequence = RolloutSequence(task.prompt_ids)
-        sequence.sampled(await policy.generate(sequence.token_ids))
-        sequence.given([5 if task.index else token])
-        sequence.sampled(await policy.generate(sequence.token_ids))
+        sequence.append_completion(await policy.generate(sequence.token_ids))
+        sequence.append_observation([5 if task.index else token])
+        sequence.append_completion(await policy.generate(sequence.token_ids))
         return Rollout([sequence])
 
     sampling = SamplingConfig(max_tokens=4)

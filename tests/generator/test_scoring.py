@@ -13,16 +13,16 @@ from replay_client import AsyncReplayClient
 from replay_client.errors import ReplayError
 from replay_client.records import read_described
 from replay_generator import GeneratorConfig, GroupScorer, PromptError, Rollout, ScorerConfig
-from replay_generator.rewards import group_reward
-from replay_generator.scoring import scorer as scorer_module
-from replay_generator.scoring import stage as stage_module
+from replay_generator.rewards.functions import group_reward
+from replay_generator.stages import scorer as scorer_module
+from replay_generator.stages import stage as stage_module
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_trainer.groups import why_unusable
 from tests.factories import async_until
-from tests.generator import test_building
-from tests.generator.test_building import SIZE, Hook, counts, inserted
+from tests.generator import test_partial_groups
+from tests.generator.test_partial_groups import SIZE, Hook, counts, inserted
 
-STAGES = ("building", "unscored")
+STAGES = ("partial_groups", "unscored")
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +31,10 @@ def no_pause(monkeypatch):
 
 
 @contextmanager
-def serving(groups: int = 4, building: Any = STAGES, max_staleness: int | None = None, **rollouts: Any) -> Any:
-    admission = AdmissionConfig(table="rollouts", groups_per_step=groups, max_staleness=0, building=building)
+def serving(groups: int = 4, partial_groups: Any = STAGES, max_staleness: int | None = None, **rollouts: Any) -> Any:
+    admission = AdmissionConfig(
+        table="rollouts", fresh_groups_per_step=groups, max_staleness=0, permit_tables=partial_groups
+    )
     tables = [TableConfig(name="rollouts", sampler="fifo", max_staleness=max_staleness, **rollouts)]
     with ReplayServer(tables=tables, port=0, admission=admission) as server:
         yield server.address
@@ -40,8 +42,11 @@ def serving(groups: int = 4, building: Any = STAGES, max_staleness: int | None =
 
 def generating(address: str, hook: Any = None, **config: Any) -> Any:
     hook = Hook(*range(SIZE)) if hook is None else hook
-    return test_building.generating(
-        address, hook, reward=None, **{"building": None, "unscored": "unscored", "max_groups": 1} | config
+    return test_partial_groups.generating(
+        address,
+        hook,
+        reward=None,
+        **{"partial_groups_table": None, "unscored_table": "unscored", "max_groups": 1} | config,
     )
 
 
@@ -56,9 +61,9 @@ async def scoring(
     address: str, reward: Any, **config: Any
 ) -> AsyncIterator[tuple[GroupScorer, AsyncReplayClient, Any]]:
     """A scorer that runs until the end of the block."""
-    keep = config.pop("keep", None)
+    group_filter = config.pop("group_filter", None)
     async with AsyncReplayClient(address, 10.0) as client:
-        scorer = GroupScorer(client, reward, ScorerConfig("unscored", **config), keep=keep)
+        scorer = GroupScorer(client, reward, ScorerConfig("unscored", **config), group_filter=group_filter)
         task = asyncio.create_task(scorer.run())
         try:
             yield scorer, client, task
@@ -72,10 +77,10 @@ async def by_row(row: Any, text: str, rollout: Rollout) -> float:
     return row["bonus"] + rollout.info["number"] + len(rollout.turns) / 10
 
 
-@pytest.mark.parametrize("building", [None, "building"])
-async def test_permits_and_versions_are_those_of_the_generation_from_the_rollouts_to_the_trainer(building):
+@pytest.mark.parametrize("partial_groups", [None, "partial_groups"])
+async def test_permits_and_versions_are_those_of_the_generation_from_the_rollouts_to_the_trainer(partial_groups):
     with serving() as address:
-        await play(address, building=building, max_groups=1, tags={"environment": "sums"})
+        await play(address, partial_groups_table=partial_groups, max_groups=1, tags={"environment": "sums"})
         async with AsyncReplayClient(address) as client:
             assert await counts(client) == (0, 1, 1)
             for version in (1, 2):
@@ -87,7 +92,7 @@ async def test_permits_and_versions_are_those_of_the_generation_from_the_rollout
             assert (sample.info.policy_version, sample.info.staleness) == (0, 2)
             assert sample.info.tags == {"environment": "sums"}
             info = await client.server_info()
-            assert info.tables["unscored"].size == info.tables["building"].size == 0
+            assert info.tables["unscored"].size == info.tables["partial_groups"].size == 0
             roles = [each.role for each in info.clients if read_described(each.settings).get("part") == "scorer"]
             assert roles == ["scorer"]
     group = sample.group
@@ -112,7 +117,7 @@ async def test_a_group_that_is_too_old_when_it_is_scored_gives_its_permit_back()
 
         async with scoring(address, slow) as (scorer, client, _):
             await began.wait()
-            await async_until(lambda: scorer.stats["stale_refused"] == 1)
+            await async_until(lambda: scorer.stats["groups_refused_stale"] == 1)
             assert await counts(client) == (0, 0, 0)
 
 
@@ -129,7 +134,7 @@ async def test_who_dies_leaves_its_groups_to_another_one_and_their_results_count
             held = await dead.sample("unscored", 3, lease=600.0)
             async with scoring(address, by_row) as (scorer, client, _):
                 await client.describe({"part": "here"})
-                await dead.acknowledge(held, give_back=True)  # as the end of its lease does
+                await dead.acknowledge(held, requeue=True)  # as the end of its lease does
                 await inserted(client, 3)
                 with pytest.raises(ReplayError):  # what the dead one would have said
                     await dead.insert(b"late", {"rollouts": 1.0}, closes=held[:1])
@@ -138,7 +143,7 @@ async def test_who_dies_leaves_its_groups_to_another_one_and_their_results_count
         async with scoring(address, hangs) as (scorer, client, _):
             await play(address, max_groups=1)
             await stuck.wait()
-        async with AsyncReplayClient(address) as client:  # who stops gives back
+        async with AsyncReplayClient(address) as client:  # who stops requeues it
             info = await client.server_info()
             assert (info.tables["unscored"].size, info.tables["unscored"].reserved) == (1, 0)
 
@@ -201,7 +206,7 @@ async def test_a_group_that_cannot_be_scored_is_dropped_with_its_permit_and_its_
     with serving() as address:
         await play(address)
         async with scoring(address, group_reward(fails) if whole else fails, attempts=2) as (scorer, client, _):
-            await async_until(lambda: scorer.stats["skipped"] == 3)
+            await async_until(lambda: scorer.stats["groups_skipped"] == 3)
             assert await counts(client) == (0, 0, 0)
             assert (await client.server_info()).tables["rollouts"].size == 0
     assert f"{SIZE} of {SIZE} rollouts failed" in caplog.text
@@ -225,17 +230,17 @@ async def test_a_reward_that_takes_too_long_has_failed_and_when_all_groups_fail_
             assert left.size == (await counts(client))[2]
 
 
-async def test_a_function_of_whole_groups_sees_all_rollouts_and_keep_sees_the_scored_group():
+async def test_a_function_of_whole_groups_sees_all_rollouts_and_the_group_filter_sees_the_scored_group():
     @group_reward
     def ranked(row: Any, texts: list[str], rollouts: list[Rollout]) -> list[float]:
         return [float(len(rollouts))] * len(texts)
 
     with serving() as address:
         await play(address, max_groups=2)
-        keep = lambda group: group.prompt_id == "p1"  # noqa: E731
-        async with scoring(address, ranked, keep=keep) as (scorer, client, _):
+        group_filter = lambda group: group.prompt_id == "p1"  # noqa: E731
+        async with scoring(address, ranked, group_filter=group_filter) as (scorer, client, _):
             await inserted(client)
-            await async_until(lambda: scorer.stats["filtered"] == 1)
+            await async_until(lambda: scorer.stats["groups_filtered"] == 1)
             (sample,) = await client.sample("rollouts")
             assert await counts(client) == (1, 0, 0)
     assert sample.group.extras["rewards/ranked"].tolist() == [SIZE] * SIZE
@@ -249,7 +254,7 @@ async def test_groups_that_teach_nothing_can_be_left_out_and_their_permits_go_ba
         await play(address)
         async with scoring(address, against_the_hook, drop_zero_variance=True) as (scorer, client, _):
             await inserted(client, 2)
-            await async_until(lambda: scorer.stats["filtered"] == 1)
+            await async_until(lambda: scorer.stats["groups_filtered"] == 1)
             assert await counts(client) == (2, 0, 0)
 
 
@@ -273,11 +278,14 @@ async def test_a_trainer_that_is_handed_a_group_without_rewards_says_so():
 
 
 @pytest.mark.parametrize(
-    ("building", "words"),
-    [((), "the server has no table 'unscored'"), (("building",), "has no table 'unscored'.*add it to building")],
+    ("partial_groups", "words"),
+    [
+        ((), "the server has no table 'unscored'"),
+        (("partial_groups",), "has no table 'unscored'.*add it to permit_tables"),
+    ],
 )
-async def test_a_server_that_does_not_know_the_table_is_named_by_generator_and_scorer(building, words):
-    with serving(building=building) as address:
+async def test_a_server_that_does_not_know_the_table_is_named_by_generator_and_scorer(partial_groups, words):
+    with serving(partial_groups=partial_groups) as address:
         async with generating(address) as (_, _client, task):
             with pytest.raises(ReplayError, match=words):
                 await task
@@ -287,7 +295,7 @@ async def test_a_server_that_does_not_know_the_table_is_named_by_generator_and_s
 
 
 async def test_permits_that_nobody_would_count_are_refused():
-    admission = AdmissionConfig(table="rollouts", groups_per_step=2, max_staleness=0)
+    admission = AdmissionConfig(table="rollouts", fresh_groups_per_step=2, max_staleness=0)
     tables = [TableConfig(name="rollouts"), TableConfig(name="unscored", sampler="fifo")]
     with ReplayServer(tables=tables, port=0, admission=admission) as server:
         async with generating(server.address) as (_, _client, task):
@@ -298,9 +306,9 @@ async def test_permits_that_nobody_would_count_are_refused():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"unscored": "rollouts"}, "unscored 'rollouts' is another table of this generator as well"),
-        ({"unscored": "x", "building": "x"}, "unscored 'x' is another table"),
-        ({"unscored": "x", "prompts_table": "p", "prompts_mode": "curriculum"}, "orders by rewards"),
+        ({"unscored_table": "rollouts"}, "unscored_table 'rollouts' is another table of this generator as well"),
+        ({"unscored_table": "x", "partial_groups_table": "x"}, "unscored_table 'x' is another table"),
+        ({"unscored_table": "x", "prompts_table": "p", "prompts_mode": "curriculum"}, "orders by rewards"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(settings, words):
@@ -313,25 +321,25 @@ def test_a_scorer_has_two_tables():
         ScorerConfig("rollouts")
 
 
-async def test_a_generator_of_unscored_groups_has_no_reward_function_and_no_keep():
+async def test_a_generator_of_unscored_groups_has_no_reward_function_and_no_group_filter():
     with serving() as address, pytest.raises(ValueError, match="belong to the scorer"):
-        async with test_building.generating(address, Hook(), unscored="unscored"):
+        async with test_partial_groups.generating(address, Hook(), unscored_table="unscored"):
             pass
 
 
 async def test_a_filter_of_the_caller_counts_beside_drop_zero_variance():
     seen: list[float] = []
 
-    def keep(group: Any) -> bool:
+    def group_filter(group: Any) -> bool:
         seen.append(float(group.rewards.sum()))
         return False
 
     with serving() as address:
         await play(address, max_groups=1)
-        config = {"drop_zero_variance": True, "max_items": 1, "keep": keep}
+        config = {"drop_zero_variance": True, "max_items": 1, "group_filter": group_filter}
         async with scoring(address, by_row_index, **config) as (scorer, client, task):
             await task
-            assert scorer.stats["filtered"] == 1
+            assert scorer.stats["groups_filtered"] == 1
             assert (await client.server_info()).tables["rollouts"].size == 0
     assert len(seen) == 1
 

@@ -8,8 +8,8 @@ import pytest
 
 from replay_client import AsyncReplayClient
 from replay_client.records import read_described
-from replay_generator import HandOn, StageConfig
-from replay_generator.scoring.stage import Stage
+from replay_generator import Handoff, StageConfig
+from replay_generator.stages.stage import Stage
 from replay_server import ReplayServer, TableConfig
 from tests.factories import async_until, make_group
 
@@ -48,7 +48,7 @@ async def test_a_function_rewrites_routes_filters_and_refuses_and_the_stage_coun
             case "p1":
                 raise ValueError("p1 has no answer")
             case "p2":
-                return HandOn(b"bytes", {"others": 2.0}, tags={"kind": "odd"})
+                return Handoff(b"bytes", {"others": 2.0}, tags={"kind": "odd"})
         sample.group.meta["seen"] = True
         return sample.group
 
@@ -58,7 +58,7 @@ async def test_a_function_rewrites_routes_filters_and_refuses_and_the_stage_coun
         (group,), (other,) = await client.sample("rollouts"), await client.sample("others")
         assert (group.group.meta["seen"], group.info.tags, group.info.staleness) == (True, {"number": 3}, 2)
         assert (bytes(other.payload), other.info.tags, other.info.staleness) == (b"bytes", {"kind": "odd"}, 3)
-        assert (stage.stats["groups"], stage.stats["skipped"]) == (1, 1)
+        assert (stage.stats["groups"], stage.stats["groups_skipped"]) == (1, 1)
         assert "p1 has no answer" in caplog.text
 
 
@@ -90,7 +90,7 @@ async def test_who_loses_its_lease_stops_at_once_and_who_scores_is_known_to_the_
         await begun.wait()
         (told,) = [each for each in (await client.server_info()).clients if read_described(each.settings)]
         assert told.role == "stage"
-        await client.acknowledge(held, give_back=True)  # as the end of its lease does
+        await client.acknowledge(held, requeue=True)  # as the end of its lease does
         await stopped.wait()
         await async_until(lambda: stage.stats["leases_lost"] == 1)
 

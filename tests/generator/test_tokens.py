@@ -19,13 +19,13 @@ from replay_generator import PromptError, WeightsMismatchError
 from replay_generator.engines import Completion, EngineError, SamplingConfig, text_of
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.vllm_server import VLLMServerEngine
-from replay_generator.openings import Opening, encode_rollout
-from replay_generator.prompts import Prompt
-from replay_generator.rollouts import Rollout, RolloutPolicy, RolloutSequence, Task, single_turn
-from replay_generator.sessions.parsers import Parsers
-from replay_generator.sessions.session import Session
-from replay_generator.sessions.turns import Ask, Refusal
-from replay_generator.tool_loop import ToolCall, tool_loop
+from replay_generator.groups.codec import PartialGroupSpec, encode_rollout
+from replay_generator.prompts.prompt import Prompt
+from replay_generator.rollouts.rollout import PlayedRollout, Rollout, RolloutPolicy, RolloutSequence, Task, single_turn
+from replay_generator.rollouts.sessions.parsers import Parsers
+from replay_generator.rollouts.sessions.session import Session
+from replay_generator.rollouts.sessions.turns import Ask, Refusal
+from replay_generator.rollouts.tool_loop import ToolCall, tool_loop
 from replay_server import TableConfig
 from tests.generator.engines.vllm_servers import answering, answers_for, choice
 from tests.generator.environments.test_tool_loop import chat_tokenizer
@@ -74,21 +74,21 @@ class Mortal(ScriptedEngine):
 
 async def asks(task: Task, policy: RolloutPolicy) -> Rollout:
     sequence = RolloutSequence([*task.prompt_ids, BAD])
-    sequence.sampled(await policy.generate(sequence.token_ids))
+    sequence.append_completion(await policy.generate(sequence.token_ids))
     return Rollout([sequence])
 
 
 async def asks_in_its_second_turn(task: Task, policy: RolloutPolicy) -> Rollout:
     sequence = RolloutSequence(task.prompt_ids)
-    sequence.sampled(await policy.generate(sequence.token_ids))
-    sequence.given([BAD])
-    sequence.sampled(await policy.generate(sequence.token_ids))
+    sequence.append_completion(await policy.generate(sequence.token_ids))
+    sequence.append_observation([BAD])
+    sequence.append_completion(await policy.generate(sequence.token_ids))
     return Rollout([sequence])
 
 
 async def is_given_it_at_the_end(task: Task, policy: RolloutPolicy) -> Rollout:
     rollout = await single_turn(task, policy)
-    rollout.sequences[0].given([BAD])
+    rollout.sequences[0].append_observation([BAD])
     return rollout
 
 
@@ -159,7 +159,7 @@ async def test_a_token_that_the_model_lacks_is_left_to_on_prompt_error_and_kills
     client = RecordingClient()
     stats = await generate(client, Mortal(), play, prompts=prompts, max_groups=None, on_prompt_error="skip")
     assert [group.prompt_id for group, _ in client.inserts] == ["fine"]
-    assert stats["skipped"] == 1
+    assert stats["groups_skipped"] == 1
     says = f"the token {BAD}, and the model has the tokens 0 to {BAD - 1}: its tokenizer was extended, so resize"
     with pytest.raises(PromptError, match=f"'snowy'.*{says}"):
         await generate(RecordingClient(), Mortal(), play, prompts=prompts, max_groups=None)
@@ -177,33 +177,36 @@ async def test_a_session_refuses_it_with_a_status_at_which_no_client_tries_again
     assert raised.value.status == 400
 
 
-@pytest.mark.parametrize("building", [None, "building"])
-async def test_a_prompt_of_a_table_that_the_model_lacks_a_token_for_is_set_aside_by_each_generator(building):
-    tables = (*TABLES, TableConfig(name="building", rate_limiter={"type": "queue", "max_size": 1000}))
+@pytest.mark.parametrize("partial_groups", [None, "partial_groups"])
+async def test_a_prompt_of_a_table_that_the_model_lacks_a_token_for_is_rejected_by_each_generator(partial_groups):
+    tables = (*TABLES, TableConfig(name="partial_groups", rate_limiter={"type": "queue", "max_size": 1000}))
     rows = [{"prompt": f"{number}+{SNOWMAN * (number == 3)}", "prompt_id": f"p{number}"} for number in range(6)]
     async with serving(*tables) as client:
         for epochs in (1, 2):  # the second generator draws it again, as one that starts after a death would
-            generator = make_generator(client, rows, engine=Mortal(), building=building, prompts_epochs=epochs)
+            generator = make_generator(
+                client, rows, engine=Mortal(), partial_groups_table=partial_groups, prompts_epochs=epochs
+            )
             await generator.run()
-            assert generator.stats["set_aside"] == 1
+            assert generator.stats["items_rejected"] == 1
         assert sorted(await made(client)) == sorted(["p0", "p1", "p2", "p4", "p5"] * 2)
 
 
 @pytest.mark.parametrize("where", ["its prompt", "a rollout"])
-async def test_a_group_that_a_generator_of_another_model_began_is_set_aside(where, caplog):
-    tables = (*TABLES, TableConfig(name="building", rate_limiter={"type": "queue", "max_size": 1000}))
+async def test_a_group_that_a_generator_of_another_model_began_is_rejected(where, caplog):
+    tables = (*TABLES, TableConfig(name="partial_groups", rate_limiter={"type": "queue", "max_size": 1000}))
     prompt = Prompt("other", "1+1=", {"prompt": "1+1="})
-    opening = Opening(1, prompt, [5, BAD] if where == "its prompt" else [5, 6], 0, 3, SamplingConfig())
-    sequence = RolloutSequence(opening.prompt_ids)
-    sequence.sampled(Completion([7, BAD], [-0.1, -0.2], "7", "stop", [0, 0]))
+    spec = PartialGroupSpec(1, prompt, [5, BAD] if where == "its prompt" else [5, 6], 0, 3, SamplingConfig())
+    sequence = RolloutSequence(spec.prompt_ids)
+    sequence.append_completion(Completion([7, BAD], [-0.1, -0.2], "7", "stop", [0, 0]))
     async with serving(*tables) as client:
-        key = await client.insert(opening.encode(), {"building": 1.0})
+        key = await client.insert(spec.encode(), {"partial_groups": 1.0})
         if where == "a rollout":
-            await client.extend(key, {"rollout/0": encode_rollout(Rollout([sequence]))}, axes={"rollout/0": "group"})
-        generator = make_generator(client, 2, engine=Mortal(), building="building")
+            column = encode_rollout(PlayedRollout.of(Rollout([sequence])))
+            await client.extend(key, {"rollout/0": column}, axes={"rollout/0": "group"})
+        generator = make_generator(client, 2, engine=Mortal(), partial_groups_table="partial_groups")
         await generator.run()
         assert sorted(await made(client)) == ["p0", "p1"]
-        assert generator.stats["set_aside"] == 1
+        assert generator.stats["items_rejected"] == 1
     assert f"has the token {BAD}, and the model has the tokens 0 to {BAD - 1}" in caplog.text
 
 
@@ -247,14 +250,14 @@ async def test_the_transformers_engine_lives_on_after_a_prompt_with_a_token_that
     options: dict[str, Any] = {"max_groups": None, "on_prompt_error": "skip", "sampling": TURNS}
     stats = await generate(client, engine, single_turn, prompts=prompts, **options)
     assert [group.prompt_id for group, _ in client.inserts] == ["fine"]
-    assert stats["skipped"] == 1
+    assert stats["groups_skipped"] == 1
 
 
 async def two_turns(task: Task, policy: RolloutPolicy) -> Rollout:
     sequence = RolloutSequence(task.prompt_ids)
-    sequence.sampled(await policy.generate(sequence.token_ids))
-    sequence.given(task.tokenizer.encode("+"))
-    sequence.sampled(await policy.generate(sequence.token_ids))
+    sequence.append_completion(await policy.generate(sequence.token_ids))
+    sequence.append_observation(task.tokenizer.encode("+"))
+    sequence.append_completion(await policy.generate(sequence.token_ids))
     return Rollout([sequence])
 
 
@@ -361,7 +364,7 @@ async def test_vllm_takes_what_its_model_has_and_is_not_asked_for_more(model, tm
     prompts = [{"prompt": "1+<59>=", "prompt_id": "snowy"}, {"prompt": "1+1=<30>", "prompt_id": "fine"}]
     options: dict[str, Any] = {"max_groups": None, "on_prompt_error": "skip", "sampling": TURNS}
     stats = await generate(client, engine, two_turns, prompts=prompts, **options)
-    assert stats["skipped"] == 1
+    assert stats["groups_skipped"] == 1
     (group,) = [group for group, _ in client.inserts]
     assert group.prompt_id == "fine"
     assert group.prompt_ids.max() == 57

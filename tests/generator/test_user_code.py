@@ -18,11 +18,12 @@ import torch
 from replay_client.errors import ReplayError
 from replay_client.settings import load_function
 from replay_client.waits import in_daemon_thread
-from replay_generator import GeneratorConfig, PromptError, RolloutGenerator, user_code
-from replay_generator.rewards import Reward, RewardError, Scorer, group_reward
-from replay_generator.rollouts import Rollout, single_turn
-from replay_generator.tool_loop import tool_loop
-from replay_generator.user_code import LoopWatch, UserCodeError, call, run
+from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
+from replay_generator.rewards.functions import Reward, RewardError, Scorer, group_reward
+from replay_generator.rollouts.rollout import Rollout, single_turn
+from replay_generator.rollouts.tool_loop import tool_loop
+from replay_generator.user_code import calls as user_code
+from replay_generator.user_code.calls import LoopWatch, UserCodeError, call, run
 from tests.factories import async_until, stopped_clock
 from tests.generator import user_functions
 from tests.generator.environments.test_tool_loop import CHAT, Talking
@@ -90,7 +91,7 @@ async def test_a_filter_of_groups_that_wants_to_end_the_process_ends_the_run_wit
         make_prompts(),
         lambda row, text: float(len(text)),
         GeneratorConfig(max_groups=1),
-        keep=getattr(user_functions, name),
+        group_filter=getattr(user_functions, name),
     )
     with pytest.raises(UserCodeError, match=f"function '{name}' raised {ENDINGS[name]} {PLACE}"):
         await generator.run()
@@ -380,7 +381,7 @@ async def test_a_group_that_lacks_a_reward_is_skipped_once_the_run_has_scored_an
 
     calls: list[str] = []
     stats = await generate(RecordingClient(), ScriptedEngine(), single_turn, reward=only_the_first, group_size=2)
-    assert stats["skipped"] == 1
+    assert stats["groups_skipped"] == 1
     assert any("it has no reward: 'only_the_first'" in line for line in caplog.messages)
 
 
@@ -456,7 +457,7 @@ def test_a_callback_that_wants_to_end_the_process_is_an_error_with_its_line():
 
 SCRIPT = """
 import asyncio
-from replay_generator.rewards import Scorer
+from replay_generator.rewards.functions import Scorer
 from tests.generator.user_functions import swallowing_grader
 
 def own(row, text):

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from replay_generator import GeneratorConfig, PromptError, Rollout, RolloutGenerator
-from replay_generator.rewards import Reward, RewardError, Scorer, group_reward, load_priority
-from replay_generator.rollouts import RolloutError, checked, single_turn
-from replay_generator.sessions.agents import result_of
-from replay_generator.user_code import UserCodeError
+from replay_generator.priorities import load_priority
+from replay_generator.rewards.functions import Reward, RewardError, Scorer, group_reward
+from replay_generator.rollouts.rollout import RolloutError, checked, single_turn
+from replay_generator.rollouts.sessions.agents import result_of
+from replay_generator.user_code.calls import UserCodeError
 from tests.factories import make_group
 from tests.generator import user_functions
 from tests.generator.factories import RecordingClient, ScriptedEngine, generate, make_prompts
@@ -55,7 +56,7 @@ async def test_rewards_of_a_group_are_any_list(values):
     ids=["None", "number", "array", "tensor", "text", "bytes", "dictionary", "ends the process"],
 )
 async def test_what_is_no_list_is_no_reward_of_a_group(values):
-    with pytest.raises(RewardError, match=r".*, not one reward for each of the 2 completions"):
+    with pytest.raises(RewardError, match=r".*, not one reward for each completion \(2\)"):
         await scored(group_reward(lambda row, texts: values))
 
 
@@ -164,7 +165,7 @@ async def test_rollouts_that_do_not_go_together_are_skipped_with_their_group():
 
     client = RecordingClient()
     stats = await generate(client, ScriptedEngine(), differs, on_prompt_error="skip")
-    assert stats["skipped"] == 1
+    assert stats["groups_skipped"] == 1
     assert client.inserts == []
 
 
@@ -182,9 +183,9 @@ def test_what_a_hook_returns_in_the_place_of_a_rollout_is_shown_whatever_its_cla
 
 @pytest.mark.parametrize("value", ["1.0", np.str_("1.0"), b"1.0", float("nan"), 1j, [1.0]], ids=str)
 def test_an_agent_that_ends_with_another_value_has_failed(value):
-    with pytest.raises(ValueError, match="reward: Input should be a"):
+    with pytest.raises(ValueError, match="reward must be a"):
         result_of(value, needs_reward=True)
-    with pytest.raises(ValueError, match=r"metrics.turns: Input should be a"):
+    with pytest.raises(ValueError, match=r"metrics.turns must be a"):
         result_of({"metrics": {"turns": value}}, needs_reward=False)
 
 
@@ -220,11 +221,13 @@ async def test_an_async_function_where_nobody_awaits_is_an_error_and_no_group_is
         load_priority(later)(make_group())
 
 
-async def filtered(keep: Any) -> list[Any]:
+async def filtered(group_filter: Any) -> list[Any]:
     """The groups that a generator inserts with this filter."""
     client = RecordingClient()
     config = GeneratorConfig(max_groups=1, group_size=2)
-    await RolloutGenerator(client, ScriptedEngine(), make_prompts(), lambda row, text: 1.0, config, keep=keep).run()
+    await RolloutGenerator(
+        client, ScriptedEngine(), make_prompts(), lambda row, text: 1.0, config, group_filter=group_filter
+    ).run()
     return client.inserts
 
 
@@ -235,7 +238,7 @@ async def filtered(keep: Any) -> list[Any]:
 )
 async def test_a_stage_that_returns_no_group_ends_with_a_sentence_and_gives_its_item_back(value):
     async with between(lambda sample: value, 1) as (client, _, running):
-        says = r"function '<lambda>' returned .*: return a RolloutGroup, a HandOn, or None \(.*test_user_values\.py"
+        says = r"function '<lambda>' returned .*: return a RolloutGroup, a Handoff, or None \(.*test_user_values\.py"
         with pytest.raises(UserCodeError, match=says):
             await running
         assert await sizes(client) == [1, 0, 0]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from signal import setitimer as imported_setitimer
 from typing import Any
 
-from replay_generator.rewards import group_reward
+from replay_generator.rewards.functions import group_reward
 
 
 def exits(*_: Any, **__: Any) -> float:

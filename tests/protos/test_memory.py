@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from replay_protos.memory import LARGE_PLACE, copied, give_back_idle, large_place
+from replay_protos.memory import LARGE_BUFFER, copied, give_back_idle, large_buffer
 
 _PROGRAM = """
 import resource
@@ -35,28 +35,28 @@ def test_blocks_that_are_freed_serve_the_next_ones(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="this system gives freed memory back at once")
 def test_a_large_place_serves_again_when_its_last_view_is_gone_and_not_before():
-    size = 5 * LARGE_PLACE  # of which few pages are touched
-    first = large_place(size)
+    size = 5 * LARGE_BUFFER  # of which few pages are touched
+    first = large_buffer(size)
     address = first.ctypes.data
     view = np.frombuffer(memoryview(first).toreadonly()[size // 2 :], np.uint8)
     first[-1] = 7
     del first
-    second = large_place(size)
+    second = large_buffer(size)
     second[-1] = 8
     assert second.ctypes.data != address
     assert view[-1] == 7
     del view
-    third = large_place(size - 1000)
+    third = large_buffer(size - 1000)
     assert third.ctypes.data == address
     assert second[-1] == 8
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="this system gives freed memory back at once")
 def test_a_much_smaller_place_leaves_a_freed_one_alone():
-    first = large_place(9 * LARGE_PLACE)
+    first = large_buffer(9 * LARGE_BUFFER)
     address = first.ctypes.data
     del first
-    assert large_place(3 * LARGE_PLACE).ctypes.data != address
+    assert large_buffer(3 * LARGE_BUFFER).ctypes.data != address
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="this system gives freed memory back at once")

@@ -16,7 +16,7 @@ from replay_client.records import read_described
 from replay_dashboard.diagnosis import Level, diagnose
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
-from replay_server import ReplayServer, SecuritySection, TableConfig
+from replay_server import ReplayServer, SecurityConfig, TableConfig
 from tests.commands import run_replay
 from tests.factories import make_group, sample_of, scrape, tokens_file, until
 
@@ -129,7 +129,7 @@ def test_a_name_that_cannot_travel_is_refused_at_once(name):
 
 def test_a_client_that_only_reads_leaves_no_trace_and_cannot_say_that_others_end(tmp_path):
     reader, writer = "r" * 32, "w" * 32
-    security = SecuritySection(tokens_file=tokens_file(tmp_path, f"read-only:{reader}", f"read-write:{writer}"))
+    security = SecurityConfig(tokens_file=tokens_file(tmp_path, f"read-only:{reader}", f"read-write:{writer}"))
     with (
         ReplayServer([TableConfig(name="pool")], port=0, security=security) as server,
         ReplayClient(server.address, token=writer, name="honest") as client,
@@ -184,7 +184,7 @@ def test_the_flow_of_a_queue_counts_what_is_drawn_by_version_and_how_old_it_is()
 
 def test_doctor_and_metrics_say_how_old_groups_are_when_they_are_drawn():
     with (
-        ReplayServer([QUEUE, POOL], port=0, metrics_address="127.0.0.1:0") as server,
+        ReplayServer([QUEUE, POOL], port=0, metrics_listen="127.0.0.1:0") as server,
         ReplayClient(server.address) as client,
     ):
         client.set_policy_version(0, rollback=True)

@@ -6,7 +6,7 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig
-from replay_server.config import CheckpointsSection
+from replay_server.config import CheckpointsConfig
 
 AGEING = {"type": "prioritized", "exponent": 0.5, "half_life": 4.0}
 
@@ -68,13 +68,13 @@ def test_a_half_life_can_be_set_changed_and_taken_away_while_the_server_runs():
 
 @pytest.mark.parametrize("durable", [True, False], ids=["a restart", "a checkpoint"])
 def test_the_age_of_every_item_is_kept_over(tmp_path, durable):
-    options = {"data_dir": tmp_path} if durable else {"checkpoints": CheckpointsSection(dir=tmp_path)}
+    options = {"data_dir": tmp_path} if durable else {"checkpoints": CheckpointsConfig(dir=tmp_path)}
     with serving(**options) as client:
         client.set_policy_version(3000)
         for lag in (0, 4, 40, 400):
             client.insert(b"x", {"pool": 1.0}, policy_version=3000 - lag)
         if not durable:
-            client.checkpoint("late")
+            client.create_checkpoint("late")
         before = effective(client)
     with serving(**options, restore=None if durable else "late") as client:
         assert client.policy().version == 3000

@@ -23,7 +23,7 @@ from tests.system.ledger import AHEAD_BATCH, PERMITS, PLAIN_BATCH, Ledger, paylo
 CONFIG = """
 server = { data_dir = "{folder}", fsync = "FSYNC" }
 # A run of hours must not outlive a permit.
-admission = { table = "work", groups_per_step = 1000, max_staleness = 1000, permit_ttl = 1e6 }
+admission = { table = "work", fresh_groups_per_step = 1000, max_staleness = 1000, permit_ttl = 1e6 }
 tables = [
     { name = "work", sampler = "fifo", max_times_sampled = 1 },
     { name = "queue", rate_limiter = { type = "queue", max_size = 200 }, forward_to = "pool" },
@@ -108,14 +108,14 @@ class Workload(Crew):
         samples = client.sample("work", 2, timeout=0.5, lease=30.0)
         keys = [sample.info.key for sample in samples]
         time.sleep(self.rng.random() * 0.02)
-        if give_back := self.rng.random() < 0.3:
-            client.acknowledge(samples, give_back=give_back)
+        if requeue := self.rng.random() < 0.3:
+            client.acknowledge(samples, requeue=requeue)
             return
         # The server may get to hear of it, and the answer be lost.
         with self.ledger.lock:
             self.ledger.tables["work"].maybe_gone.update(keys)
         missing = set(client.acknowledge(samples).missing)
-        self.ledger.consumed("work", [sample.info.key for sample in samples if sample.info.lease not in missing])
+        self.ledger.consumed("work", [sample.info.key for sample in samples if sample.info.lease_id not in missing])
 
     def sample_pool(self, client: ReplayClient) -> None:
         client.sample("pool", 4, min_samples=1, timeout=0.5, scope=f"step-{self.rng.randrange(5)}")

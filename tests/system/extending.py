@@ -113,11 +113,11 @@ class ColumnLedger(Books):
         for item in found:
             self.check_item(item)
         lacking = {item.key for item in waiting if "teacher" not in item.labels.columns}
-        if {item.key for item in waiting if item.waits_for} != lacking:
+        if {item.key for item in waiting if item.missing_columns} != lacking:
             self.violated("rollouts: the wrong rows wait")
-        if info.tables["rollouts"].waiting_rows != len(lacking):
+        if info.tables["rollouts"].incomplete_items != len(lacking):
             self.violated(
-                f"rollouts: {info.tables['rollouts'].waiting_rows} rows wait, and {len(lacking)} lack a column"
+                f"rollouts: {info.tables['rollouts'].incomplete_items} rows wait, and {len(lacking)} lack a column"
             )
         sizes = {item.key: len(item.payload) + item.labels.nbytes for item in found}
         if info.tables["keep"].bytes != sum(sizes[key] for key in kept):

@@ -37,7 +37,7 @@ def seeds(name: str) -> Iterator[bytes]:
     )
     waits = pb.InsertRequest(keys=[1, 2], targets=[pb.InsertTarget(table="wait")], payload_sizes=[1, 1], payloads=b"ab")
     sample = pb.SampleRequest(table="plain", num_samples=1, timeout=0.0, scope="s", lease=1.0, id=1 << 40)
-    stream = pb.DrawRequest(draw=sample, take=[1 << 40])
+    stream = pb.DrawRequest(draw=sample, acknowledge=[1 << 40])
     if name == "rollout":
         yield group
         later = encode_columns({"kept": [1], "kept/offsets": [0, 1, 1, 1, 1, 1, 1]}, {"kept": "ragged:token"})

@@ -240,7 +240,7 @@ def kill_and_finish(
 def finish(
     client: ReplayClient, trainer: Trainer, books: Any, finisher: Callable[[], BaseProcess], *stages: str
 ) -> None:
-    """Lets others finish what is left in the table "building", and whoever lives what is in later `stages`.
+    """Lets others finish what is left in the table "partial_groups", and whoever lives what is in later `stages`.
 
     Then no permit is out, nothing is left, and what was accepted is what the trainer got.
     """
@@ -250,20 +250,22 @@ def finish(
         return sum(tables[name].size + tables[name].reserved for name in names)
 
     deadline = time.monotonic() + BLOCKED
-    while left("building") and not books.violations and time.monotonic() < deadline:
+    while left("partial_groups") and not books.violations and time.monotonic() < deadline:
         process = finisher()
         process.join(BLOCKED)
         if process.exitcode != 0:
             books.violated(f"who was to finish what is left ended with {process.exitcode}")
         time.sleep(0.1)  # until the leases of the dead end
     until(lambda: not left(*stages, "rollouts") or books.violations, "groups stay", BLOCKED)
-    # A generator that is killed between its permit and the opening of its group leaves the permit for its lease.
+    # A generator that is killed between its permit and the spec of its group leaves the permit for its lease.
     until(lambda: not client.server_info().admission.running, "permits of the dead stay away", BLOCKED)  # type: ignore[union-attr]
     trainer.stop()
-    admission, held = client.server_info().admission, left("building", *stages)
+    admission, held = client.server_info().admission, left("partial_groups", *stages)
     assert admission is not None
-    if (admission.running, admission.building, held) != (0, 0, 0):
-        books.violated(f"{admission.running} permits running, {admission.building} building, {held} items left")
+    if (admission.running, admission.partial_groups, held) != (0, 0, 0):
+        books.violated(
+            f"{admission.running} permits running, {admission.partial_groups} partial_groups, {held} items left"
+        )
     if admission.accepted != len(books.groups):
         books.violated(f"{admission.accepted} groups accepted, and the trainer got {len(books.groups)}")
 

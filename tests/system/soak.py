@@ -37,7 +37,7 @@ from replay_client.errors import ReplayError
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server.tables.buffer import MAX_ANSWERS, MAX_KNOWN_KEYS
-from replay_server.tables.outstanding import MAX_TAKEN
+from replay_server.tables.outstanding import MAX_ACKNOWLEDGED
 from tests.factories import PATIENCE, until
 from tests.system.harness import Books, Crew
 
@@ -49,7 +49,7 @@ shared_memory = {shared_memory}
 max_bytes = "256MiB"
 
 [admission]
-groups_per_step = 64
+fresh_groups_per_step = 64
 max_staleness = 1000000
 permit_ttl = 2.0
 
@@ -148,7 +148,7 @@ class Workload(Crew):
         self.stopping.wait(0.05)
         samples = client.sample("replay", 2, min_samples=1, lease=self.rng.choice([0.2, 10.0]), timeout=5.0)
         if self.rng.random() < 0.7:
-            client.acknowledge(samples, give_back=self.rng.random() < 0.3)
+            client.acknowledge(samples, requeue=self.rng.random() < 0.3)
 
     def look(self, client: ReplayClient) -> None:
         self.stopping.wait(0.1)
@@ -278,7 +278,7 @@ def serve(config: str, notes: str) -> None:
             counting.cancel()
 
     ReplayServer.run = counted  # type: ignore[method-assign]
-    sys.argv = ["replay", "serve", "--config", config, "--address", "127.0.0.1:0", "--log-level", "error"]
+    sys.argv = ["replay", "serve", "--config", config, "--listen", "127.0.0.1:0", "--log-level", "error"]
     command.main()
 
 
@@ -309,7 +309,7 @@ async def fill_retries(address: str) -> None:
             for _ in range(count):
                 await client.delete("filling", [1])
 
-        await asyncio.gather(*(take(MAX_TAKEN // 8) for _ in range(8)))
+        await asyncio.gather(*(take(MAX_ACKNOWLEDGED // 8) for _ in range(8)))
         await asyncio.gather(*(delete(MAX_ANSWERS // 32) for _ in range(32)))
         await client.reset("filling")
 

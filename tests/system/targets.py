@@ -15,7 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 from replay_client.rollout import RolloutGroup
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import frame_reader, write_frame
-from replay_server.config import LimitsSection
+from replay_server.config import LimitsConfig
 from replay_server.rpc.service import ReplayService
 from replay_server.storage.memory import read_payloads
 from replay_server.tables.config import AdmissionConfig, TableConfig
@@ -119,9 +119,9 @@ class Service:
         self._set_up()
 
     def _set_up(self) -> None:
-        admission = AdmissionConfig(groups_per_step=4, max_staleness=1)
+        admission = AdmissionConfig(fresh_groups_per_step=4, max_staleness=1)
         self.buffer = replay_buffer(TABLES, self._loop.time, admission=admission, max_payload_bytes=1 << 16)
-        self._service = ReplayService(self.buffer, LimitsSection(max_waiting_bytes=1 << 18, stall_timeout=0.01))
+        self._service = ReplayService(self.buffer, LimitsConfig(max_waiting_bytes=1 << 18, stall_timeout=0.01))
 
     def __call__(self, data: bytes) -> None:
         """The first byte chooses the method and how long it may go on, each request begins with its length."""

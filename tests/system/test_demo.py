@@ -16,7 +16,7 @@ from examples.demo.compare import ARMS, compare, compared, curve
 from examples.demo.task import make_tokenizer, padded
 from replay_generator import RolloutPolicy, Task
 from replay_generator.engines import Completion, SamplingConfig
-from replay_generator.rewards import exact_match
+from replay_generator.rewards.functions import exact_match
 from replay_trainer.metrics import read_metrics
 from tests.factories import until
 
@@ -42,7 +42,7 @@ def wait_for_steps(out, demo: subprocess.Popen[str]) -> dict[str, psutil.Process
     """The demo's processes after a few steps, by the `replay` command that each runs."""
     metrics = out / "train" / "metrics.jsonl"
     steps = lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2  # noqa: E731
-    until(lambda: steps() or demo.poll() is not None, "no steps", pause=0.1)
+    until(lambda: steps() or demo.poll() is not None, "no steps", 600.0, pause=0.1)
     assert demo.poll() is None, demo.communicate()[0]
     children = psutil.Process(demo.pid).children(recursive=True)
     lines = {each: {*each.cmdline()} for each in children if each.status() != psutil.STATUS_ZOMBIE}
@@ -102,7 +102,7 @@ def test_a_calculator_that_is_asked_for_something_else_says_how_to_ask():
 )
 def test_the_demo_with_a_tool_trains_on_two_turns_and_counts_the_calls(tmp_path, variant, metric):
     out = tmp_path / "demo"
-    code = CODE.replace("DemoError, run", f"{variant}, DemoError, run").replace(
+    code = f"from examples.demo.variants import {variant}\n" + CODE.replace(
         "target_solve_rate=0.005", f"variant={variant}"
     )
     done = subprocess.run([sys.executable, "-c", code, str(out), "4"], capture_output=True, text=True, timeout=800)
@@ -111,7 +111,7 @@ def test_the_demo_with_a_tool_trains_on_two_turns_and_counts_the_calls(tmp_path,
     assert "calculator          called in" in said
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 4
-    lines = [json.loads(line) for line in (out / "generator.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "generator-1.jsonl").read_text().splitlines()]
     assert any(line.get(metric) for line in lines)
 
 
@@ -168,18 +168,16 @@ def test_a_comparison_trains_each_arm_from_one_start_on_as_many_groups_and_draws
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", ["generate", "serve"])
-def test_a_part_that_dies_stops_the_demo_which_says_which_and_why(tmp_path, victim):
+def test_a_part_of_the_demo_that_dies_is_started_again(tmp_path):
     out = tmp_path / "demo"
-    demo = start_demo(out, 1000)
+    demo = start_demo(out, 12)
     running = wait_for_steps(out, demo)
     assert {*running} == PARTS
-    running[victim].kill()
+    running["generate"].kill()
     said, _ = demo.communicate(timeout=800)
-    assert demo.returncode == 1
-    name = {"generate": "generator", "serve": "server"}[victim]
-    assert f"demo: the {name} was killed by SIGKILL" in said
-    assert not any(process.is_running() for process in running.values())
+    assert demo.returncode == 0, said
+    assert "the generator was ended by SIGKILL" in said
+    assert [line["step"] for line in read_metrics(out / "metrics.jsonl")] == list(range(1, 13))
 
 
 @pytest.mark.long

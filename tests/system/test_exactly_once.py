@@ -62,7 +62,7 @@ def test_a_batch_whose_answer_breaks_off_anywhere_comes_once(read):
             proxy.cut_after = cut
             [sample] = next(batches)
             assert bytes(sample.payload) == payload(number), cut
-            if sample.info.lease:
+            if sample.info.lease_id:
                 assert writer.acknowledge([sample]).applied == 1
         tables = writer.server_info().tables
         queue, pool = tables["queue"], tables["pool"]
@@ -112,7 +112,7 @@ async def take(client: AsyncReplayClient, batch: int) -> bool:
 
 def named(batch: int) -> Sample:
     """A sample that names its batch, and nothing else."""
-    return Sample(SampleInfo(0, 0.0, 0.0, 0.0, 0, 0, 0, 0, lease=batch), b"")
+    return Sample(SampleInfo(0, 0.0, 0.0, 0.0, 0, 0, 0, 0, lease_id=batch), b"")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["lease", "stream"])
@@ -124,11 +124,11 @@ async def test_a_batch_that_was_taken_before_a_kill_may_be_taken_again_after_the
             if stream:
                 draws = DrawStream(connection)
                 batch = (await draws.draw(draw_of())).head.batch
-                assert (await draws.end(pb.DrawRequest(take=[batch]))).done == [batch]
+                assert (await draws.end(pb.DrawRequest(acknowledge=[batch]))).done == [batch]
                 await draws.close()
             else:
                 [sample] = await client.sample("queue", 1, lease=60.0)
-                batch = sample.info.lease
+                batch = sample.info.lease_id
                 assert await take(client, batch)
         server.kill()
     with server_process(tmp_path, config) as server:
@@ -145,7 +145,7 @@ async def test_a_take_that_finds_its_stream_still_open_takes_the_batch_from_it()
             draws = DrawStream(connection)
             batch = (await draws.draw(draw_of())).head.batch
             assert await take(client, batch)
-            assert (await draws.end(pb.DrawRequest(take=[batch]))).done == [batch]
+            assert (await draws.end(pb.DrawRequest(acknowledge=[batch]))).done == [batch]
             await draws.close()
             info = await client.server_info()
             assert (info.tables["queue"].size, info.tables["pool"].size) == (0, 1)
@@ -162,7 +162,7 @@ async def test_a_draw_that_is_asked_for_again_gives_back_what_the_first_attempt_
             batches = [await stream.draw(request) for stream in (first, again)]
             assert [bytes(rows[0]) for _, rows in batches] == [payload(0), payload(0)]
             assert (await client.server_info()).tables["queue"].reserved == 1
-            assert (await again.end(pb.DrawRequest(take=[request.id]))).done == [request.id]
+            assert (await again.end(pb.DrawRequest(acknowledge=[request.id]))).done == [request.id]
             with pytest.raises(grpc.aio.AioRpcError, match="has ended: choose a new id"):
                 await again.draw(request)
             await first.close()

@@ -121,7 +121,7 @@ def test_without_file_descriptors_clients_that_are_there_go_on_and_others_come_i
                 stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
             for _ in range(20):
                 kept.append(client.insert(b"more", {"pool": 1.0}))
-            assert client.checkpoint("in-want")
+            assert client.create_checkpoint("in-want")
             assert client.server_info().commit_error == ""
         with ReplayClient(server.address, timeout=60) as other:
             kept.append(until(lambda: try_insert(other), "nobody gets in any more"))

@@ -147,8 +147,8 @@ SENSIBLE = {
     pb.DrawRequest: st.builds(
         pb.DrawRequest,
         draw=SAMPLE,
-        take=st.just([]) | DRAWS,
-        give_back=st.just([]) | DRAWS,
+        acknowledge=st.just([]) | DRAWS,
+        requeue=st.just([]) | DRAWS,
         renew=st.just([]) | DRAWS,
         seconds=st.just(60.0),
     ),
@@ -244,7 +244,7 @@ def as_frame(request: Message) -> Any:
 
 @pytest.fixture(scope="module", params=["grpc", "shared memory"])
 def server(request):
-    admission, rings = AdmissionConfig(groups_per_step=4, max_staleness=1), request.param == "shared memory"
+    admission, rings = AdmissionConfig(fresh_groups_per_step=4, max_staleness=1), request.param == "shared memory"
     folder = Path("/dev/shm") if rings else False
     with ReplayServer(tables=TABLES, port=0, admission=admission, shared_memory=folder) as server:
         yield server

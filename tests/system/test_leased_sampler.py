@@ -12,7 +12,7 @@ from tests.system.test_exactly_once import QUEUE, connected, draw_of, named, pay
 LONG, SHORT = 600.0, 0.5
 TABLES = [QUEUE, TableConfig(name="pool")]
 CONFIG = """
-admission = { groups_per_step = 2, max_staleness = 1 }
+admission = { fresh_groups_per_step = 2, max_staleness = 1 }
 tables = [
     { name = "queue", rate_limiter = { type = "queue", max_size = 1000 }, forward_to = "pool" },
     { name = "pool" },
@@ -59,8 +59,8 @@ def test_a_lease_that_ends_gives_the_batch_back_and_renewing_keeps_it():
 
             kept, lost = until(renewed), next(sampler)
             until(lambda: facts(client)[0] == 1)
-            assert client.renew(lost, LONG).missing == (lost[0].info.lease,)
-            assert client.acknowledge(lost).missing == (lost[0].info.lease,)
+            assert client.renew(lost, LONG).missing == (lost[0].info.lease_id,)
+            assert client.acknowledge(lost).missing == (lost[0].info.lease_id,)
         again = client.sample("queue", 1, timeout=60.0)
         assert keys_of(again) == [keys[1]] == keys_of(lost)
         assert client.acknowledge(kept).applied == 1
@@ -72,11 +72,11 @@ def test_items_of_a_lease_that_has_ended_can_be_taken_by_key_and_only_once():
         keys = insert(client, 3)
         with client.sampler("queue", batch_size=2, prefetch=0, lease=LONG) as sampler:
             batch = next(sampler)
-        assert client.take("queue", keys[:2]).missing == tuple(keys[:2])  # still in use
-        client.acknowledge(batch, give_back=True)
+        assert client.consume("queue", keys[:2]).missing == tuple(keys[:2])  # still in use
+        client.acknowledge(batch, requeue=True)
         assert facts(client) == (3, 0, 0, 0, 2, 2, 2)
-        assert client.take("queue", [*keys[:2], 99, 99]) == MutationResult(2, (99,))
-        assert client.take("queue", keys[:2]).applied == 0
+        assert client.consume("queue", [*keys[:2], 99, 99]) == MutationResult(2, (99,))
+        assert client.consume("queue", keys[:2]).applied == 0
         assert facts(client) == (1, 0, 2, 2, 2, 2, 2)
         assert keys_of(client.sample("queue", 1)) == keys[2:]
 
@@ -91,7 +91,7 @@ def test_a_leased_batch_is_still_in_use_after_a_kill_and_a_restart(tmp_path, kee
             used, half = next(sampler), next(sampler)
             before = facts(client)
         client.acknowledge(used)
-        name = client.checkpoint()
+        name = client.create_checkpoint()
         server.kill()
     extra = ["--restore", name, "--replace"] if keep == "checkpoint" else []
     with server_process(tmp_path, durable + CONFIG, options=extra) as server, ReplayClient(server.address) as client:

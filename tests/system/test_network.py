@@ -18,7 +18,7 @@ import pytest
 
 from replay_client import TLS, ReplayClient
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
-from replay_server import ReplayServer, SecuritySection, TableConfig
+from replay_server import ReplayServer, SecurityConfig, TableConfig
 from tests.certificates import make_certificate
 from tests.system.proxy import Faults, FaultyProxy
 
@@ -200,7 +200,7 @@ def test_tls_with_tokens_goes_on_through_a_network_that_breaks(tmp_path):
     ca = make_certificate(tmp_path, "ca")
     own = make_certificate(tmp_path, "server", ca)
     (tmp_path / "tokens").write_text("read-write:0123456789abcdef0123")
-    security = SecuritySection(tls_cert=own.cert, tls_key=own.key, tokens_file=tmp_path / "tokens")
+    security = SecurityConfig(tls_cert=own.cert, tls_key=own.key, tokens_file=tmp_path / "tokens")
     faults = Faults(reset=0.02, truncate=0.05, refuse=0.2)
     with ReplayServer(tables=TABLES, port=0, security=security) as server, proxied(server, 5, faults) as proxy:
         keys = set()

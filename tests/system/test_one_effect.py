@@ -26,14 +26,14 @@ QUIET = Faults(delay=0, reset=0, truncate=0, drop=0, refuse=0)
 TABLES = [TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000}), TableConfig(name="pool")]
 CONFIG = """
 server.data_dir = "{folder}/data"
-admission = {{ groups_per_step = 8, max_staleness = 0 }}
+admission = {{ fresh_groups_per_step = 8, max_staleness = 0 }}
 tables = [{{ name = "queue", rate_limiter = {{ type = "queue", max_size = 1000 }} }}, {{ name = "pool" }}]
 """
 
 
 @contextmanager
 def serving():
-    admission = AdmissionConfig(groups_per_step=PERMITS, max_staleness=0)
+    admission = AdmissionConfig(fresh_groups_per_step=PERMITS, max_staleness=0)
     with ReplayServer(tables=TABLES, port=0, admission=admission) as server, ReplayClient(server.address) as client:
         yield server, client
 
@@ -140,8 +140,8 @@ def test_a_reset_removes_what_was_there_when_it_was_asked_for():
     cut_anywhere(lambda client, _: client.reset("pool"), check, prepare=prepare)
 
 
-@pytest.mark.parametrize("give_back", [False, True])
-def test_samples_are_acknowledged_once_and_the_answer_says_so(give_back):
+@pytest.mark.parametrize("requeue", [False, True])
+def test_samples_are_acknowledged_once_and_the_answer_says_so(requeue):
     def prepare(direct):
         direct.reset("queue")
         direct.insert(b"x", {"queue": 1.0})
@@ -150,9 +150,9 @@ def test_samples_are_acknowledged_once_and_the_answer_says_so(give_back):
     def check(direct, samples, result):
         assert (result.applied, result.missing) == (1, ())
         queue = direct.server_info().tables["queue"]
-        assert (queue.consumed, queue.size) == (int(not give_back), int(give_back))
+        assert (queue.consumed, queue.size) == (int(not requeue), int(requeue))
 
-    cut_anywhere(lambda client, samples: client.acknowledge(samples, give_back=give_back), check, prepare=prepare)
+    cut_anywhere(lambda client, samples: client.acknowledge(samples, requeue=requeue), check, prepare=prepare)
 
 
 def test_a_table_is_updated_once_and_not_over_an_update_after_it():
@@ -178,9 +178,9 @@ def test_the_number_of_one_request_with_another_is_refused():
 
 def test_a_refused_request_is_no_answer_and_may_come_again():
     with serving() as (server, client), stub_of(server.address) as stub:
-        lease = client.acquire_permits(1)
-        request = pb.ReleasePermitsRequest(lease=lease.id, count=2, request=6)
-        with pytest.raises(grpc.RpcError, match="has 1 permits left"):
+        grant = client.acquire_permits(1)
+        request = pb.ReleasePermitsRequest(grant=grant.id, count=2, request=6)
+        with pytest.raises(grpc.RpcError, match="has 1 permit left"):
             stub.ReleasePermits(request)
         assert client.server_info().admission.running == 1
 
@@ -197,7 +197,7 @@ def test_permits_asked_for_again_while_the_first_attempt_waits_are_granted_once(
             assert first.code() is grpc.StatusCode.UNAVAILABLE  # nobody waits for it any more
             assert client.server_info().admission.acquiring.count == 1
             client.release_permits(all_of_them)
-            assert (second.result().lease, second.result().count) == (77, 2)
+            assert (second.result().grant, second.result().count) == (77, 2)
         finally:
             first.cancel()
         assert client.server_info().admission.running == 2
@@ -221,11 +221,11 @@ def test_what_was_settled_survives_a_kill_together_with_its_answer(tmp_path):
                 payloads=b"abc",
             ),
         }
-        ends = [pb.DrawRequest(take=[taken[0].info.lease]), pb.DrawRequest(give_back=[back[0].info.lease])]
+        ends = [pb.DrawRequest(acknowledge=[taken[0].info.lease_id]), pb.DrawRequest(requeue=[back[0].info.lease_id])]
         with stub_of(server.address) as stub:
             answers = {name: getattr(stub, name)(request) for name, request in calls.items()}
             answers["ends"] = list(stub.Draw(iter(ends)))
-            released = pb.ReleasePermitsRequest(lease=answers["AcquirePermits"].lease, count=2, request=26)
+            released = pb.ReleasePermitsRequest(grant=answers["AcquirePermits"].grant, count=2, request=26)
             answers["release"] = stub.ReleasePermits(released)
         server.process.kill()  # the client got none of these answers
         server.process.wait()
@@ -236,7 +236,7 @@ def test_what_was_settled_survives_a_kill_together_with_its_answer(tmp_path):
             again["ends"] = list(stub.Draw(iter(ends)))
             again["release"] = stub.ReleasePermits(released)
         assert [(len(answer.done), len(answer.missing)) for answer in again["ends"]] == [(1, 0), (1, 0)]
-        assert again["AcquirePermits"].lease == answers["AcquirePermits"].lease
+        assert again["AcquirePermits"].grant == answers["AcquirePermits"].grant
         for name in ("ends", "Delete", "UpdateTable", "release", "Insert"):
             assert again[name] == answers[name], name
         assert [bytes(item.payload) for item in client.get(keys[:1])] == [b"xabc"]

@@ -18,9 +18,9 @@ from replay_server.config import Config
 from tests.factories import free_port, make_group, server_process
 
 CONFIG = """
-admission = { groups_per_step = 2, max_staleness = 8, table = "rollouts" }
+admission = { fresh_groups_per_step = 2, max_staleness = 8, table = "rollouts" }
 tables = [
-    { name = "rollouts", rate_limiter = { type = "queue", max_size = 64 }, keep_consumed = 2, forward_to = "replay" },
+    { name = "rollouts", rate_limiter = { type = "queue", max_size = 64 }, retain_consumed = 2, forward_to = "replay" },
     { name = "replay", sampler = "prioritized", remover = "min_heap" },
 ]
 """
@@ -31,7 +31,7 @@ def played(folder: Path, kills: bool) -> Iterator[tuple[ReplayClient, Callable[[
     """A client of a server, and what is called after each line."""
     with ExitStack() as stack:
         if not kills:
-            (folder / "replay.toml").write_text(CONFIG + 'server.address = "127.0.0.1:0"')
+            (folder / "replay.toml").write_text(CONFIG + 'server.listen = "127.0.0.1:0"')
             server = stack.enter_context(ReplayServer.from_config(Config.load(folder / "replay.toml")))
             yield stack.enter_context(ReplayClient(server.address)), lambda: None
             return
@@ -108,7 +108,7 @@ def test_a_trainer_that_goes_back_finds_what_the_table_says(tmp_path, kills):
         deleted, waiting, undone_waiting = insert(2), insert(2), insert(3)
         client.delete("rollouts", [deleted])
         line()
-        assert client.server_info().tables["rollouts"].kept == 4
+        assert client.server_info().tables["rollouts"].retained == 4
 
         for _ in range(2):  # the second time nothing changes
             go_back(2)
@@ -117,7 +117,7 @@ def test_a_trainer_that_goes_back_finds_what_the_table_says(tmp_path, kills):
             info = client.server_info()
             assert (info.policy.version, info.policy.state) == (2, "state-2")
             table, pool = info.tables["rollouts"], info.tables["replay"]
-            assert (table.kept, table.restored, table.undone, pool.undone) == (1, 3, 2, 1)
+            assert (table.retained, table.restored, table.undone, pool.undone) == (1, 3, 2, 1)
             assert (info.items, info.bytes) == (5, 5 * size)  # with the leased one, and the one of before the state
             assert accepted() == 2 * 2 + 4
             (in_pool,) = client.list_items("replay")
@@ -125,7 +125,7 @@ def test_a_trainer_that_goes_back_finds_what_the_table_says(tmp_path, kills):
         with pytest.raises(StaleItemError, match="which a rollback to version 2 has undone"):
             client.insert(make_group(version=3), {"rollouts": 1.0})
 
-        client.acknowledge([held], give_back=True)
+        client.acknowledge([held], requeue=True)
         line()
         assert queue() == [informative, dull, leased, waiting]
         consume(informative, dull, leased, waiting)

@@ -18,10 +18,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from replay_client import MutationResult, Policy, RolloutGroup, Sample, SampleInfo
 from replay_client.columns import RAGGED
 from replay_client.errors import DeadlineExceededError
-from replay_client.kept import KEPT, kept_column
 from replay_client.records import AdmissionInfo
+from replay_client.sampling_masks import SAMPLING_MASK, mask_column
 from replay_client.scoring import is_zero_variance
-from replay_generator.weights import Probe
+from replay_generator.engines.weights import Probe
 from replay_trainer import Callback, GRPOConfig, GRPOTrainer, StepReport
 from tests.factories import make_group
 
@@ -164,10 +164,10 @@ class FakeClient:
         self.priorities: dict[int, float] = {}
         self.deleted: list[tuple[str, int]] = []
         self.admitted: int | None = None
-        """[admission] groups_per_step; None: there is no [admission]."""
+        """[admission] fresh_groups_per_step; None: there is no [admission]."""
 
     def server_info(self, **_: Any) -> Any:
-        admission = None if self.admitted is None else AdmissionInfo(groups_per_step=self.admitted)
+        admission = None if self.admitted is None else AdmissionInfo(fresh_groups_per_step=self.admitted)
         return SimpleNamespace(admission=admission, tables={}, clients=())
 
     def policy(self, **_: Any) -> Policy:
@@ -176,9 +176,9 @@ class FakeClient:
     def set_policy_version(self, version: int, weights: str = "", rollback: bool = False, **_: Any) -> None:
         self.version, self.weights = version, weights
 
-    def keep(self, *_: Any) -> Any:
+    def auto_renew(self, *_: Any) -> Any:
         """Nothing is leased here."""
-        return SimpleNamespace(add=lambda _: None, let_go=lambda _: None, close=lambda: None)
+        return SimpleNamespace(add=lambda _: None, forget=lambda _: None, close=lambda: None)
 
     def leave(self) -> None:
         """Nobody looks at this server."""
@@ -186,7 +186,7 @@ class FakeClient:
     def describe(self, settings: dict[str, str]) -> None:
         """Nobody compares anything here."""
 
-    def checkpoint(self, name: str = "", *, timeout: float | None = 30.0) -> str:
+    def create_checkpoint(self, name: str = "", *, timeout: float | None = 30.0) -> str:
         self.checkpoints.append(name or f"auto-{len(self.checkpoints)}")
         return self.checkpoints[-1]
 
@@ -304,8 +304,8 @@ def in_pieces(group: RolloutGroup, cuts: Sequence[Sequence[int]]) -> RolloutGrou
             masks += [np.zeros(start, np.bool_), group.trained_mask[known]]
             if group.token_advantages is not None:
                 advantages += [np.zeros(start, np.float32), group.token_advantages[known]]
-            if KEPT in group.extras:
-                offsets, values = group.offsets_of(KEPT, sequence), group.extra_of(KEPT, sequence)
+            if SAMPLING_MASK in group.extras:
+                offsets, values = group.offsets_of(SAMPLING_MASK, sequence), group.extra_of(SAMPLING_MASK, sequence)
                 sets += [[]] * start + [values[offsets[t] : offsets[t + 1]].tolist() for t in range(start, end)]
     return replace(
         group,
@@ -316,7 +316,7 @@ def in_pieces(group: RolloutGroup, cuts: Sequence[Sequence[int]]) -> RolloutGrou
         rollout_logprobs=np.concatenate(logprobs),
         loss_mask=np.concatenate(masks),
         token_advantages=np.concatenate(advantages) if advantages else None,
-        extras=kept_column(sets) if sets else {},
-        axes={KEPT: RAGGED} if sets else {},
+        extras=mask_column(sets) if sets else {},
+        axes={SAMPLING_MASK: RAGGED} if sets else {},
         validate=False,
     )

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from replay_client import RolloutGroup
 from replay_generator.engines import Completion, EngineError, SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
-from replay_generator.weights import Probe
+from replay_generator.engines.weights import Probe
 from replay_trainer.batching import Batch, bare_group, to_batch
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.weights import probe_tokens, publish_weights
@@ -79,7 +79,7 @@ def table() -> str:
     """The rows of docs/reference/models.md."""
     rows = ["| family | trainer | transformers engine |", "|---|---|---|"]
     for name, family in FAMILIES.items():
-        rows.append(f"| {name} | {ROUTES[family.route]} | {'right' if family.engine else 'refused'} |")
+        rows.append(f"| {name} | {ROUTES[family.route]} | {'correct' if family.engine else 'refused'} |")
     return "\n".join(rows)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from replay_client import ReplayClient
 from replay_generator.engines.transformers import TransformersEngine
-from replay_generator.weights import Probe
+from replay_generator.engines.weights import Probe
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from tests.commands import run_replay

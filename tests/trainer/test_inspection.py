@@ -128,9 +128,9 @@ def test_a_bad_fresh_group_leaves_the_step_and_the_server(tmp_path, caplog, name
     batches[1][1], words = BAD[name]
     client = FakeClient(batches, pool=[batches[1][1]])  # forward_to has put it into the pool
     make_trainer(client, tmp_path, groups_per_step=3).train()
-    assert [line["train/groups_skipped"] for line in lines_of(tmp_path)] == [0, 1, 0]
+    assert [line["train/groups_unusable"] for line in lines_of(tmp_path)] == [0, 1, 0]
     assert [line["train/groups"] for line in lines_of(tmp_path)] == [3, 2, 3]
-    (said,) = [message for message in caplog.messages if "put aside" in message]
+    (said,) = [message for message in caplog.messages if "rejected" in message]
     assert "key 77 of table 'rollouts'" in said
     assert words in said
     assert client.pool == []
@@ -140,12 +140,12 @@ def test_a_bad_group_of_the_pool_replaces_nothing_and_leaves_the_pool(tmp_path):
     good = make_sample(make_group(rewards=[0.0, 1.0]), key=78)
     client = FakeClient(make_batches(4, zero_variance=1), pool=[foreign(), good])
     make_trainer(client, tmp_path, max_steps=2, groups_per_step=6, replay_share=0.5).train()
-    assert [line["train/groups_skipped"] for line in lines_of(tmp_path)] == [1, 0]
+    assert [line["train/groups_unusable"] for line in lines_of(tmp_path)] == [1, 0]
     assert [line["replay/groups_replaced"] for line in lines_of(tmp_path)] == [1, 1]
     assert client.pool == [good]
     first, second = lines_of(tmp_path, "steps.jsonl")
-    assert first["put_aside"] == [{"key": 77, "table": "replay", "reason": why_unusable(foreign(), MODEL)}]
-    assert second["put_aside"] == []
+    assert first["unusable"] == [{"key": 77, "table": "replay", "reason": why_unusable(foreign(), MODEL)}]
+    assert second["unusable"] == []
     for line in (first, second):
         assert [group["key"] for group in line["trained"] if group["source"] == "replayed"] == [78]
         # The group that it replaced carried no gradient.
@@ -179,19 +179,21 @@ def test_a_run_without_a_pool_puts_bad_groups_aside_too(tmp_path):
     client = NoPool(batches)
     make_trainer(client, tmp_path, zero_variance="none", groups_per_step=3).train()
     assert client.deleted == [("rollouts", 77)]
-    assert [line["train/groups_skipped"] for line in lines_of(tmp_path)] == [0, 1, 0]
+    assert [line["train/groups_unusable"] for line in lines_of(tmp_path)] == [0, 1, 0]
 
 
 def test_too_many_bad_groups_stop_the_run_with_one_error_and_a_resume_goes_on(tmp_path):
     batches = make_batches(3)
     sound, batches[1][0] = batches[1][0], foreign()
     client = FakeClient(batches)
-    with pytest.raises(RuntimeError, match=r"1 of the last 6 groups .* max_bad_share=0\. .*key 77 of table 'rollouts'"):
-        make_trainer(client, tmp_path, max_bad_share=0.0, groups_per_step=3).train()
+    with pytest.raises(
+        RuntimeError, match=r"1 of the last 6 groups .* max_unusable_fraction=0\. .*key 77 of table 'rollouts'"
+    ):
+        make_trainer(client, tmp_path, max_unusable_fraction=0.0, groups_per_step=3).train()
     assert client.version == 1
     assert ("replay", 77) in client.deleted
     batches[1][0] = sound
-    make_trainer(client, tmp_path, max_bad_share=0.0, resume=True, groups_per_step=3).train()
+    make_trainer(client, tmp_path, max_unusable_fraction=0.0, resume=True, groups_per_step=3).train()
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
 
 

@@ -166,7 +166,7 @@ def test_an_interrupted_run_gives_its_groups_back_at_once_without_the_bad_ones(c
     ],
 )
 def test_a_trainer_that_resumes_from_an_older_state_trains_again_on_what_came_after_it(tmp_path, phase, lost, restored):
-    config = durable(tmp_path).replace("forward_to", "keep_consumed = 2, forward_to")
+    config = durable(tmp_path).replace("forward_to", "retain_consumed = 2, forward_to")
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:
         keys = insert(client)
         kill_in_a_process(server.address, tmp_path, phase, 3, publish_in_background=False)

@@ -78,7 +78,7 @@ def resume_ranks(address: str, folder: Path, **options: Any) -> None:
         # The other rank may still write the state of step 1.
         pytest.param(1, "backward", 2, {}, marks=pytest.mark.long),
         pytest.param(0, "updated", 2, {"fsdp": True}, marks=pytest.mark.long),
-        # The other rank gives back groups that the state contains.
+        # The other rank requeues groups that the state contains.
         pytest.param(0, "written", 2, {}, marks=pytest.mark.long),
         pytest.param(0, "announced", 3, {"save_every": 2, "fsdp": True}, marks=pytest.mark.long),
         pytest.param(1, "updated", 2, {"all_ranks": True}, marks=pytest.mark.long),
@@ -191,7 +191,7 @@ def test_a_shard_that_comes_back_while_the_resumed_trainer_runs_gives_no_group_t
         callbacks=[after_step(4, lambda: pair.restart(1))],
         resume=True,
         max_steps=5,
-        lease=lease,
+        lease=300.0,
     )
     assert sorted(trained(tmp_path) + pair.left()) == pair.keys
 

@@ -134,7 +134,7 @@ def test_loss_gradient_and_metrics_are_those_of_a_loop_over_the_tokens(batch, co
         mask,
         config,
         weights=weights,
-        keep=keep,
+        correction_mask=keep,
         normalizer=normalizer,
         correction=correction,
     )
@@ -260,12 +260,12 @@ def loss_of(loss_type: str = "dapo", **options: object) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss_type": "ppo"}, "loss_type: Input should be 'grpo', 'bnpo'"),
+        ({"loss_type": "ppo"}, "loss_type must be 'grpo', 'bnpo'"),
         ({"loss_type": "cispo"}, "needs epsilon_high"),
         ({"loss_type": "dr_grpo"}, "needs max_completion_length"),
         ({"normalizer": 0}, "normalizer must be positive"),
         ({"weights": torch.ones(2, 1)}, r"weights must have the shape of logprobs, \(2, 2\), not \(2, 1\)"),
-        ({"keep": torch.ones(2, 3)}, "keep must have the shape"),
+        ({"correction_mask": torch.ones(2, 3)}, "correction_mask must have the shape"),
         ({"advantages": torch.ones(2, 1)}, "advantages must have shape"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Groups that make a step fail are put aside, on all ranks alike; the weights change only by steps that are sound."""
+"""Groups that make a step fail are rejected, on all ranks alike; the weights change only by steps that are sound."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def test_a_group_that_makes_a_step_fail_is_put_aside_and_the_step_is_made_withou
     trainer = trainer_of(client, tmp_path / "poisoned", effect, **options)
     trainer.train()
     steps = lines_of(tmp_path / "poisoned")
-    assert [line["train/groups_skipped"] for line in steps] == [0, 1, 0]
+    assert [line["train/groups_unusable"] for line in steps] == [0, 1, 0]
     assert [line["train/groups"] for line in steps] == [3, 2, 3]
-    (said,) = [message for message in caplog.messages if "put aside" in message]
+    (said,) = [message for message in caplog.messages if "rejected" in message]
     assert "key 77 of table 'rollouts': step 2 failed: " in said
     assert EFFECTS[effect] in said
     assert client.pool == []
@@ -73,7 +73,7 @@ def test_a_group_of_the_pool_that_does_not_fit_into_memory_leaves_the_pool(tmp_p
     client = FakeClient(make_batches(2), pool=[poisoned_sample()])
     drift = {"groups_per_step": 4, "replay_share": 0.25, "replay_max_drift": 100.0}
     trainer_of(client, tmp_path, "memory", max_steps=2, **drift).train()
-    assert [line["train/groups_skipped"] for line in lines_of(tmp_path)] == [1, 0]
+    assert [line["train/groups_unusable"] for line in lines_of(tmp_path)] == [1, 0]
     assert client.pool == []
     assert client.deleted == [("replay", 77)]
 
@@ -90,7 +90,7 @@ def test_all_groups_of_a_step_are_put_aside_if_none_stands_out(tmp_path, caplog)
     weights = []
     trainer.callbacks.append(OnStep(lambda _: weights.append(trainer.model.lm_head.weight.detach().clone())))
     trainer.train()
-    assert [line["train/groups_skipped"] for line in lines_of(tmp_path)] == [0, 3, 0]
+    assert [line["train/groups_unusable"] for line in lines_of(tmp_path)] == [0, 3, 0]
     assert [line["train/groups"] for line in lines_of(tmp_path)] == [3, 0, 3]
     assert len([message for message in caplog.messages if "no group stands out" in message]) == 3
     assert torch.equal(weights[0], weights[1])  # the second step was not applied
@@ -124,13 +124,13 @@ def test_two_ranks_put_the_same_group_aside(tmp_path, effect, fsdp):
     }
     one, two = run(tmp_path / "one", 1, **options), run(tmp_path / "two", 2, **options)
     for folder in ("one", "two"):
-        assert [line["train/groups_skipped"] for line in lines_of(tmp_path / folder / "out")] == [0, 1, 0]
+        assert [line["train/groups_unusable"] for line in lines_of(tmp_path / folder / "out")] == [0, 1, 0]
         assert [line["train/groups"] for line in lines_of(tmp_path / folder / "out")] == [4, 3, 4]
     assert_same_weights(two, one, **NEAR)
 
 
 def test_ranks_of_partitioned_weights_that_run_out_of_memory_stop_and_name_the_group(tmp_path):
-    with pytest.raises(AssertionError, match=r"memory ran out .* The groups 77 are put aside and deleted"):
+    with pytest.raises(AssertionError, match=r"memory ran out .* The groups 77 are rejected and deleted"):
         run(tmp_path / "two", 2, poison="memory", max_tokens_per_micro_batch=1, fsdp=True)
 
 
@@ -140,4 +140,4 @@ def test_a_group_below_the_bounds_trains(tmp_path):
     group.sampling = {"temperature": 1e-3}
     client = FakeClient([[make_sample(group)]])
     trainer_of(client, tmp_path, max_steps=1, groups_per_step=1).train()
-    assert lines_of(tmp_path)[0]["train/groups_skipped"] == 0
+    assert lines_of(tmp_path)[0]["train/groups_unusable"] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -19,10 +20,11 @@ from transformers import AutoTokenizer, GenerationConfig, WatermarkingConfig
 from examples.demo.task import make_model, make_tokenizer
 from replay_client import AsyncReplayClient
 from replay_generator import GeneratorConfig
-from replay_generator.prompts import Prompt
-from replay_generator.rewards import exact_match
+from replay_generator.prompts.prompt import Prompt
+from replay_generator.rewards.functions import exact_match
 from replay_server import ReplayServer, TableConfig
 from replay_trainer import GRPOConfig
+from replay_trainer.correction import CorrectionConfig, correct
 from replay_trainer.evaluation import PromptEvaluation
 from replay_trainer.metrics import summary
 from replay_trainer.ranks import Ranks
@@ -289,9 +291,20 @@ def test_a_run_of_a_few_steps_is_summed_up():
         "evaluation reward   0.500 at step 2",
         "50% of the fresh groups, 0% of the groups trained on",
         "replaced groups     16 of 32",
+        "importance weights  mean ratio 1.0000, 0.00% of the tokens at a bound of the weights",
         "50 tokens/s trained, 2.00 s a step",
     ):
         assert words in said
+
+
+def test_weights_that_are_off_are_at_no_bound():
+    recipe = CorrectionConfig(objective="bypass_reinforce", clip_min=1.0, clip_max=1.0)
+    logprobs, mask = torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2)
+    metrics = correct(logprobs, logprobs - 0.1, mask, recipe).metrics
+    assert metrics["ratio_mean"] == pytest.approx(math.exp(0.1))
+    assert math.isnan(metrics["clipped_fraction"])
+    written = line(1, 0.5, **{"correction/clipped_fraction": None})
+    assert "importance weights  mean ratio 1.0000, weights off" in summary([written])
 
 
 class Chats:
@@ -319,7 +332,7 @@ def test_an_evaluation_tells_the_template_what_generators_and_rows_do():
         Prompt.of({"prompt": asked, "answer": "2"}),
         Prompt.of({"prompt": asked, "answer": "2", "chat_template_kwargs": {"tone": "2"}}),
     ]
-    evaluation = PromptEvaluation(prompts, exact_match, max_tokens=2, chat_template={"tone": "1"})
+    evaluation = PromptEvaluation(prompts, exact_match, max_tokens=2, chat_template_kwargs={"tone": "1"})
     evaluation(run_with(make_model(0), tokenizer))
     assert tokenizer.rendered == ["11+1=", "21+1="]
 
@@ -339,8 +352,8 @@ SAYS_ITS_TONE = "{{ raise_exception('asked in tone ' ~ tone) }}"
     ("generators", "section", "asked"),
     [
         ([{"tone": "x"}], {}, "x"),
-        ([{"tone": "x"}, {"tone": "y"}], {"chat_template": {"tone": "z"}}, "z"),
-        ([], {"chat_template": {"tone": "z"}}, "z"),
+        ([{"tone": "x"}, {"tone": "y"}], {"chat_template_kwargs": {"tone": "z"}}, "z"),
+        ([], {"chat_template_kwargs": {"tone": "z"}}, "z"),
     ],
     ids=["of a generator", "of the section", "without generators"],
 )
@@ -360,7 +373,7 @@ async def test_replay_train_asks_held_out_prompts_by_the_chat_template_settings_
         async with AsyncExitStack() as clients:
             for template in generators:
                 client = await clients.enter_async_context(AsyncReplayClient(server.address))
-                await client.describe(GeneratorConfig(chat_template=template).described())
+                await client.describe(GeneratorConfig(chat_template_kwargs=template).described())
             client = await clients.enter_async_context(AsyncReplayClient(server.address))
             await client.insert(make_group(rewards=[1.0, 0.0]), {"rollouts": 1.0})
             done = await asyncio.to_thread(run_replay, "train", *options, address=server.address)
@@ -371,11 +384,11 @@ async def test_replay_train_asks_held_out_prompts_by_the_chat_template_settings_
 def test_generators_that_differ_are_named_and_the_first_counts(caplog):
     client = SimpleNamespace()
     tokenizer = Chats()
-    said = [("a", {"part": "generator", "chat_template": {"tone": "1"}}), ("b", {"part": "generator"})]
-    client.server_info = lambda: SimpleNamespace(said=lambda part: iter(said))
+    said = [("a", {"part": "generator", "chat_template_kwargs": {"tone": "1"}}), ("b", {"part": "generator"})]
+    client.server_info = lambda: SimpleNamespace(settings_of=lambda part: iter(said))
     trainer = run_with(make_model(0), tokenizer)
     trainer.client = client
     prompts = [Prompt.of({"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"})]
-    PromptEvaluation(prompts, exact_match, max_tokens=2, chat_template=None)(trainer)
+    PromptEvaluation(prompts, exact_match, max_tokens=2, chat_template_kwargs=None)(trainer)
     assert tokenizer.rendered == ["11+1="]
-    assert "generators have different chat_template settings" in caplog.text
+    assert "generators have different chat_template_kwargs settings" in caplog.text

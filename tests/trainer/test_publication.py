@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from replay_client.folder_lock import FolderLock
 from replay_trainer import publication
 from replay_trainer.background import BackgroundTask, HostCopy
-from replay_trainer.weights import OutputLock, publish_weights, published, saved
+from replay_trainer.weights import publish_weights, published, saved
 from tests.factories import start
 from tests.trainer.factories import (
     FakeClient,
@@ -290,7 +291,7 @@ def test_a_model_that_computes_nan_from_the_start_is_not_published(tmp_path):
 
 
 def hold(folder: Path, answers: Connection) -> None:
-    lock = OutputLock(folder)
+    lock = FolderLock(folder)
     answers.send(lock.acquire() or "locked")
     signal.pause()
 
@@ -314,6 +315,6 @@ def test_a_trainer_is_refused_while_another_process_trains_in_the_folder_and_not
     assert (folder / ".lock").exists()
     trainer.train()
     assert client.version == 1
-    lock = OutputLock(folder)
+    lock = FolderLock(folder)
     assert lock.acquire() == ""
     lock.release()

@@ -65,7 +65,8 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
         {"loss_type": "gspo", "fsdp": True, "beta": 0.1, "pieces": True, "max_tokens_per_micro_batch": 6},
         # The first of two ranks is left without any group.
         pytest.param(
-            {"fsdp": True, "zero_variance_groups": 2, "pool_groups": 0, "on_empty": "drop"}, marks=pytest.mark.long
+            {"fsdp": True, "zero_variance_groups": 2, "pool_groups": 0, "replay_on_empty": "drop"},
+            marks=pytest.mark.long,
         ),
         {"fsdp": True, "groups_per_step": 8, "replay_share": 0.5, "replay_max_drift": 0.3, "zero_variance_groups": 1},
     ],

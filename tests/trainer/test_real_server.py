@@ -19,13 +19,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from examples.demo.task import make_tokenizer
 from replay_client import AsyncReplayClient, ReplayClient
+from replay_client.access import ListenAddress
 from replay_client.errors import DeadlineExceededError
 from replay_client.records import read_described
 from replay_client.scoring import group_priority
 from replay_generator import GeneratorConfig, GeneratorStats, RolloutGenerator
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
-from replay_generator.remote_weights import Door, WeightsServer
+from replay_generator.policy.remote import WeightsServer
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import Config
 from replay_trainer import TableEvaluation
@@ -46,7 +47,7 @@ def client() -> Iterator[ReplayClient]:
         TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 64}, forward_to="replay"),
         TableConfig(name="replay", sampler="prioritized", remover="min_heap", max_size=64, max_times_sampled=3),
     ]
-    admission = {"groups_per_step": FRESH, "max_staleness": 20}
+    admission = {"fresh_groups_per_step": FRESH, "max_staleness": 20}
     with ReplayServer(tables, 0, admission=admission) as server, ReplayClient(server.address) as connected:
         yield connected
 
@@ -84,10 +85,10 @@ def test_bad_groups_leave_a_real_server_and_are_never_drawn_again(client, tmp_pa
     keys = insert(client, STEPS * FRESH + FRESH, {0: b"foreign", 3: beyond.encode(), 4: broken.encode()})
     bad = {keys[0], keys[3], keys[4]}
     steps = train(client, tmp_path, groups_per_step=2 * FRESH, replay_share=0.5)
-    assert sum(line["train/groups_skipped"] for line in steps) == 3
+    assert sum(line["train/groups_unusable"] for line in steps) == 3
     assert sum(line["train/groups"] for line in steps) > STEPS * FRESH
     record = lines_of(tmp_path, "steps.jsonl")
-    assert {group["key"] for step in record for group in step["put_aside"]} == bad
+    assert {group["key"] for step in record for group in step["unusable"]} == bad
     trained = [group for step in record for group in step["trained"]]
     fresh = {group["key"] for group in trained if group["source"] == "fresh"}
     fresh |= {group["key"] for step in record for group in step["left_out"]}
@@ -219,14 +220,14 @@ def test_evaluation_from_a_table_takes_no_permits_out_of_trainings_budget(tmp_pa
             tmp_path / "run",
             model=make_model(vocabulary=128),
             evaluate=TableEvaluation(client),
-            groups_per_step=config.admission.groups_per_step,
+            groups_per_step=config.admission.fresh_groups_per_step,
             eval_every=1,
         )
         admission = client.server_info().admission
-    assert [line["fresh/groups"] for line in steps] == [config.admission.groups_per_step] * STEPS
+    assert [line["fresh/groups"] for line in steps] == [config.admission.fresh_groups_per_step] * STEPS
     assert sum(line.get("eval/groups") or 0 for line in steps) > 0
-    bound = (config.admission.max_staleness + STEPS + 1) * config.admission.groups_per_step
-    assert STEPS * config.admission.groups_per_step <= admission.accepted + admission.running <= bound
+    bound = (config.admission.max_staleness + STEPS + 1) * config.admission.fresh_groups_per_step
+    assert STEPS * config.admission.fresh_groups_per_step <= admission.accepted + admission.running <= bound
 
 
 def test_a_generator_without_the_trainers_disk_follows_it_by_deltas(client, tmp_path):
@@ -247,7 +248,7 @@ def test_a_generator_without_the_trainers_disk_follows_it_by_deltas(client, tmp_
     few = {"groups_per_step": FRESH, "learning_rate": 1e-5}
     trainer = make_trainer(client, tmp_path / "run", model=model, tokenizer=tokenizer, **few, **far)
     with (
-        WeightsServer(served, Door("weights", f"127.0.0.1:{port}")) as server,
+        WeightsServer(served, ListenAddress("weights", f"127.0.0.1:{port}")) as server,
         Generators(client.address, config, engine=TransformersEngine(base, seed=0)) as generators,
     ):
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()

@@ -16,6 +16,7 @@ from replay_trainer.batching import to_batch
 from replay_trainer.groups import GroupSource
 from replay_trainer.metrics import group_drifts
 from replay_trainer.ranks import Ranks
+from replay_trainer.stopping import Stopping
 from tests.factories import make_group
 from tests.trainer.factories import FakeClient, make_sample
 
@@ -37,7 +38,8 @@ def make_pool(count: int, *, first_key: int = 100) -> list:
 
 def make_source(batches, client=None, size=1, added=0, **options):
     config = GRPOConfig(output_dir="", groups_per_step=size + added, replay_share=added / (size + added), **options)
-    return GroupSource(batches, ZeroVarianceReplacer(client or FakeClient()), Ranks("cpu"), "run", config)
+    ranks = Ranks("cpu")
+    return GroupSource(batches, ZeroVarianceReplacer(client or FakeClient()), ranks, "run", config, Stopping(ranks))
 
 
 def test_groups_without_variance_give_their_place_to_groups_of_the_pool():

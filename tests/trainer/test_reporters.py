@@ -155,5 +155,7 @@ def test_reporters_are_a_list_or_a_text(tmp_path, given, reporters):
 
 
 def test_the_command_line_takes_the_name_of_a_reporter(tmp_path):
-    said = fails("train", "--model", str(tmp_path), "--output-dir", str(tmp_path / "run"), "--set", "report_to=wand")
-    assert "report_to.0: Input should be 'tensorboard' or 'wandb', not 'wand'" in said
+    said = fails(
+        "train", "--model", str(tmp_path), "--output-dir", str(tmp_path / "run"), "--set", "report_to=wand", status=2
+    )
+    assert "report_to.0 must be 'tensorboard' or 'wandb', not 'wand'" in said

@@ -291,7 +291,7 @@ def test_padded_rows_join_to_rollouts_for_losses_and_corrections(tmp_path):
         rows.mask_JT,
         config,
         weights=corrected.weights,
-        keep=corrected.mask,
+        correction_mask=corrected.mask,
     )
     assert loss.item() == pytest.approx(expected, abs=1e-6)
     assert padded.rollout_B is not None
@@ -342,7 +342,7 @@ def test_a_rollout_in_pieces_that_makes_a_step_fail_leaves_it_with_its_group(tmp
         trainer.train()
         models[name] = trainer.model
         assert [key for _, key in client.deleted if key == 77] == ([77, 77] if name == "with" else [])
-    assert lines_of(tmp_path / "with")[0]["train/groups_skipped"] == 1
+    assert lines_of(tmp_path / "with")[0]["train/groups_unusable"] == 1
     assert_same_weights(models["with"], models["without"], **NEAR)
 
 

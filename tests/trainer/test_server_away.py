@@ -25,6 +25,7 @@ from replay_trainer.background import ServerWaits
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.publication import Publication
 from replay_trainer.ranks import Ranks
+from replay_trainer.stopping import Stopping
 from replay_trainer.weights import published
 from tests.factories import ctrl_c_raises, free_port, make_group, run_ranks, until
 from tests.trainer.factories import lines_of, make_trainer
@@ -130,7 +131,7 @@ def test_a_run_that_is_stopped_while_the_server_is_away_ends_and_its_last_versio
 
 def test_a_server_that_lost_its_items_is_gone_on_with_and_no_resume_warns_of_them(tmp_path, caplog):
     queue, pool = DEFAULT_TABLES
-    tables, port = [queue.model_copy(update={"keep_consumed": 2}), pool], free_port()
+    tables, port = [queue.model_copy(update={"retain_consumed": 2}), pool], free_port()
     for max_steps in (2, 4, 4, 5):
         with ReplayServer(tables, port=port) as server, ReplayClient(server.address) as client:
             fill(client)
@@ -179,7 +180,7 @@ def resumed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Resumed]
         state = killed.trained(left=batch[request.param :])
         away.stop(grace=0.0)
         leases.acknowledge(state)
-        leases.give_back_of_dead(state)
+        leases.requeue_dead(state)
         yield Resumed(client, leases, batch, state, tmp_path)
 
 
@@ -223,7 +224,7 @@ def test_a_server_that_lost_its_items_does_not_make_the_state_grow_without_end(t
         for _ in keys:
             batch = client.sample("rollouts", 1, lease=60.0)
             held.hold(batch)
-            client.acknowledge(batch, give_back=True)
+            client.acknowledge(batch, requeue=True)
             client.delete("rollouts", [batch[0].info.key])
             held.acknowledge(held.trained())
             held.settled()
@@ -240,7 +241,7 @@ def draw_as_rank(address: str, folder: Path) -> None:
     with ReplayClient(address) as client:
         held = GroupLeases(client, "rollouts", 60.0, folder, ranks.index)
         none: Any = None  # nothing is published
-        published_by = Publication(none, none, none, client, config, ranks, False, held)
+        published_by = Publication(none, none, none, client, config, ranks, False, held, Stopping(ranks))
         if ranks.is_first:
             held.acknowledge(TrainedGroups({("away", 7): list(CAME_BACK)}))
         published_by.check()

@@ -13,7 +13,8 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
-from replay_server import CheckpointsSection, ReplayServer, TableConfig
+from replay_generator import ScorerConfig
+from replay_server import CheckpointsConfig, ReplayServer, TableConfig
 from replay_server.storage import checkpointer
 from replay_trainer import grpo, publication, suppliers
 from replay_trainer.background import ServerWaits
@@ -100,7 +101,8 @@ def test_a_trainer_waits_on_while_anything_may_come(address, tmp_path, caplog, c
     if case == "another is there":
         others.append(come(address, "generator", "gen-2"))
     if case == "unscored groups are there":
-        others.append(come(address, "scorer", "scorer-1", source="unscored"))
+        others.append(come(address, "scorer", "scorer-1"))
+        others[0].describe(ScorerConfig("unscored").described())
         insert(client, "unscored")
         others[0].leave()
     if case != "killed":
@@ -145,8 +147,8 @@ def test_the_wait_for_the_pool_has_a_limit_of_its_own_that_names_itself(address,
     with ReplayClient(address) as client:
         group = make_group(rewards=[1.0, 1.0], completions=[[5, 6], [7]], logprobs=-2.7)
         client.insert(group, {"rollouts": 0.0})
-    options = {"zero_variance": "replace", "on_empty": "wait", "pool_timeout": 0.5}
-    with pytest.raises(DeadlineExceededError, match=r"replay: .*; pool_timeout = 0\.5 s is over: raise it"):
+    options = {"zero_variance": "replace", "replay_on_empty": "wait", "replay_timeout": 0.5}
+    with pytest.raises(DeadlineExceededError, match=r"replay: .*; replay_timeout = 0\.5 s is over: raise it"):
         train(address, tmp_path / "run", 1, **options)
 
 
@@ -162,7 +164,7 @@ def test_a_checkpoint_of_the_server_that_is_late_is_one_warning_and_the_training
 
     monkeypatch.setattr(checkpointer, "seal", slowly)
     monkeypatch.setattr(publication, "CHECKPOINT_SECONDS", 0.5)
-    checkpoints = CheckpointsSection(dir=tmp_path / "checkpoints")
+    checkpoints = CheckpointsConfig(dir=tmp_path / "checkpoints")
     with ReplayServer([TableConfig(name="rollouts"), TableConfig(name="replay")], 0, checkpoints=checkpoints) as server:
         come(server.address, "generator", "gen-1").close()
         made = train(server.address, tmp_path / "run", 1, checkpoint_server=True)

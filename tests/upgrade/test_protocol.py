@@ -6,7 +6,7 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import UnsupportedError
-from replay_server import ReplayServer, SecuritySection, TableConfig
+from replay_server import ReplayServer, SecurityConfig, TableConfig
 from replay_server.rpc import auth, service
 from tests.commands import fails
 from tests.factories import tokens_file
@@ -25,9 +25,9 @@ CALLS = {
 def another(request, tmp_path_factory):
     """The address of a server of another version of the protocol, and a token of a run."""
     token = "0123456789abcdef" if request.param == "tokens" else None
-    security = SecuritySection()
+    security = SecurityConfig()
     if token is not None:
-        security = SecuritySection(tokens_file=tokens_file(tmp_path_factory.mktemp("other"), f"read-write:{token}"))
+        security = SecurityConfig(tokens_file=tokens_file(tmp_path_factory.mktemp("other"), f"read-write:{token}"))
     with pytest.MonkeyPatch.context() as patch:
         for module in (auth, service):
             patch.setattr(module, "SERVICE", "replay.v2.Replay")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from replay_client import PermitLease
+from replay_client import PermitGrant
 from tests.factories import keys_in, make_group
 from tests.upgrade.written import CHECKPOINT, HERE, SCOPE, STATE, read, said, write
 
@@ -44,7 +44,7 @@ def test_a_run_goes_on_where_it_was(left):
         assert {sample.info.key for sample in further} == {row[0] for row in pool["rows"]} - drawn
         client.insert(make_group(), {"replay": 1.0}, key=7)
         assert client.server_info().tables["replay"].duplicates == pool["duplicates"] + 1
-        assert client.release_permits(PermitLease(told["permits"], 1, 0.0)) == 1
+        assert client.release_permits(PermitGrant(told["permits"], 1, 0.0)) == 1
         client.set_policy_version(1, "weights/step-1", rollback=True, state=STATE)
         assert sorted(keys_in(client, "rollouts")) == [1, 3, 4]
         assert client.server_info().tables["rollouts"].reserved == 1  # the second is in its reader's hands

@@ -27,11 +27,11 @@ from tests.factories import every_item, make_group
 HERE = Path(__file__).parent
 CHECKPOINT, STATE, SCOPE = "before-the-kill", "state-1", "step-1"
 TABLES = (
-    TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}, forward_to="replay", keep_consumed=2),
+    TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}, forward_to="replay", retain_consumed=2),
     TableConfig(name="replay", sampler="prioritized", remover="min_heap", max_size=16),
     TableConfig(name="scored", sampler="fifo", requires=("values",)),
 )
-ADMISSION = AdmissionConfig(groups_per_step=4, max_staleness=2, permit_ttl=1e9, building="building")
+ADMISSION = AdmissionConfig(fresh_groups_per_step=4, max_staleness=2, permit_ttl=1e9, permit_tables="partial_groups")
 """The permits of a fixture last for thirty years."""
 COUNTERS = ("size", "reserved", "inserts", "samples", "consumed", "deleted", "forwarded", "duplicates")
 
@@ -55,7 +55,7 @@ def said(client: ReplayClient) -> dict[str, Any]:
         items[str(item.key)] = [dict(item.tags), columns, item.group.rewards.tolist(), digest.hexdigest()]
     return {
         "policy": [info.policy.version, info.policy.weights],
-        "permits": [admission.accepted, admission.running, admission.building],
+        "permits": [admission.accepted, admission.running, admission.partial_groups],
         "tables": tables,
         "items": items,
     }
@@ -72,7 +72,7 @@ def fill(client: ReplayClient) -> int:
         tags = {"environment": "math" if key % 2 else "code", "level": key}
         group = make_group(seed=key, version=key % 2)
         client.insert(group, {"rollouts": 1.0}, key=key, permits=permits, tags=tags)
-    client.insert(make_group(seed=5, version=1), {"building": 1.0}, key=5, permits=permits)
+    client.insert(make_group(seed=5, version=1), {"partial_groups": 1.0}, key=5, permits=permits)
     for key in (6, 7):
         client.insert(make_group(seed=key), {"scored": 1.0, "replay": 0.25 * key}, key=key)
     client.extend(6, {"values": [0.5, 1.0, 2.0]})
@@ -87,7 +87,7 @@ def write(folder: Path) -> None:
     """Writes `data` and `said.json`: what servers say that start with the directory, and with its checkpoint."""
     with serving(folder / "live") as server, ReplayClient(server.address) as client:
         told: dict[str, Any] = {"permits": fill(client)}
-        client.checkpoint(CHECKPOINT)
+        client.create_checkpoint(CHECKPOINT)
         client.delete("replay", [6])  # so that the directory and its checkpoint differ
         shutil.copytree(folder / "live", folder / "data")
     with read(folder) as of_data:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from replay_adapters.hooks import hooks_of
-from replay_adapters.leased import LeasedTable
+from replay_adapters.leased_table import LeasedTable
 from replay_adapters.samples import SampleStore, samples_of
 from replay_client import RolloutGroup, Sample
 from replay_client.errors import ReplayError, StaleItemError
@@ -106,8 +106,8 @@ class Drains:
         self._behind = 1 if getattr(args, "train_backend", None) == "fsdp" else 0  # what FSDP writes is one more
         self._folder = folder
         begun = self._saved_in(getattr(args, "load", None))
-        given = getattr(args, "start_rollout_id", None)
-        self.number = given if given is not None else begun + 1
+        start_rollout_id = getattr(args, "start_rollout_id", None)
+        self.number = start_rollout_id if start_rollout_id is not None else begun + 1
         """Of the drain under way."""
         self._open: deque[tuple[int, TrainedGroups]] = deque()
 
@@ -174,8 +174,8 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         self._dynamic_filter = load_function(args.dynamic_sampling_filter_path)
         self._store = SampleStore(MilesSample, getattr(args, "reward_key", None))
         save = getattr(args, "save", None)
-        given = settings.folder or (save and str(Path(save, "replay")))
-        folder = Path(given or tempfile.mkdtemp(prefix="replay-miles-")).resolve()
+        configured_folder = settings.folder or (save and str(Path(save, "replay")))
+        folder = Path(configured_folder or tempfile.mkdtemp(prefix="replay-miles-")).resolve()
         self._name = f"miles:{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:6]}"
         self._queue = queue = LeasedTable(
             "Miles' buffer",
@@ -197,8 +197,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
             raise
         self._drains = Drains(args, folder)
         before = self._drains.before()
-        self._leases.acknowledge(before)
-        self._leases.give_back_of_dead(before)
+        queue.protocol.resume(before, None)
         self._leases.start()
         self._drawing = threading.Lock()
         self._ready: deque[tuple[Sample, bool]] = deque()
@@ -338,7 +337,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
     def get_metrics(self) -> dict[str, float]:
         """Ends a drain. The metrics of Miles' own buffer by their names, and of this one:
 
-        `replayed_groups` of this drain came from the pool. `groups_put_aside` could not be trained on. `held_groups`:
+        `replayed_groups` of this drain came from the pool. `groups_unusable` could not be trained on. `held_groups`:
         those that no checkpoint contains. `server_away` is 1 if the server did not answer at this moment; the metrics
         of the queue are missing then.
         """
@@ -346,7 +345,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         self._keys = [sample.info.key for sample, _ in self._ready]
         metrics = {PREFIX + name: float(count) for name, count in self._counts.items()}
         metrics |= self._metric_gatherer.collect()
-        metrics[f"{PREFIX}groups_put_aside"] = float(self._pool.take_put_aside())
+        metrics[f"{PREFIX}groups_unusable"] = float(self._pool.take_unusable())
         if consumed := self._consumed_staleness:
             metrics |= {
                 f"{PREFIX}avg_staleness": sum(consumed) / len(consumed),
@@ -377,7 +376,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
     # ----------------------------------------------------------------------------------------- the server, the end
 
     def close(self) -> None:
-        """Gives back the groups that no checkpoint contains, and closes the connection. Miles does not call it: when
+        """Requeues the groups that no checkpoint contains, and closes the connection. Miles does not call it: when
         its process ends, the server takes them back with the end of their leases, or at the next start of the run."""
         if not self._queue.closed:
             self._settle()

@@ -278,11 +278,11 @@ class _Row:
                 logprobs = narrow
                 exact |= {"rollout_log_probs"} if (narrow == known).all() and type(known) is np.ndarray else set()
         mask = np.ones(completion.size, np.bool_)
-        given = _numbers(sample.loss_mask, "iu")
-        if given is not None and given.shape == mask.shape:
-            mask = given != 0
+        loss_mask = _numbers(sample.loss_mask, "iu")
+        if loss_mask is not None and loss_mask.shape == mask.shape:
+            mask = loss_mask != 0
             # A removed sample is masked in the group, and has its own mask back.
-            if not sample.remove_sample and ((given == 0) | (given == 1)).all():
+            if not sample.remove_sample and ((loss_mask == 0) | (loss_mask == 1)).all():
                 exact.add("loss_mask")
         if sample.remove_sample:
             mask = np.zeros_like(mask)

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from replay_adapters.finished import FinishedGroups, Place
+from replay_adapters.finished_groups import FinishedGroups, Place
+from replay_adapters.group_pool import GroupPool, OnUnavailable
 from replay_adapters.hooks import hooks_of
-from replay_adapters.pool import GroupPool, OnUnavailable
 from replay_client import ReplayClient, RolloutGroup, Sample
 from replay_client.waits import in_daemon_thread
 

@@ -13,8 +13,8 @@ from functools import cache
 from math import isfinite
 from typing import Any
 
+from replay_adapters.group_pool import GroupPool, OnUnavailable
 from replay_adapters.hooks import hooks_of
-from replay_adapters.pool import GroupPool, OnUnavailable
 from replay_adapters.samples import SampleStore, samples_of
 from replay_client import ReplayClient, RolloutGroup
 

@@ -29,8 +29,8 @@ from accelerate.utils import broadcast_object_list, gather, gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
+from replay_adapters.group_pool import GroupPool, OnUnavailable
 from replay_adapters.hooks import hooks_of, mismatch
-from replay_adapters.pool import GroupPool, OnUnavailable
 from replay_adapters.trl_rows import FreshRow, GeneratedRows, GenerationStep, fingerprint
 from replay_client import ReplayClient, RolloutGroup, Sample, group_from_completions, group_from_rows
 from replay_client.errors import ServerUnavailableError
@@ -433,7 +433,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         sums = {
             "groups_replaced": len(staleness),
             "groups_missing": step.missing,
-            "groups_put_aside": self.pool.take_put_aside(),
+            "groups_unusable": self.pool.take_unusable(),
             "other_rewards": step.other_rewards,
             "unavailable": float(away),
         }
@@ -455,6 +455,11 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             values[name] = total / count if count else np.nan
         for name, value in values.items():
             self._metrics["train"][f"replay/{name}"].append(value)
+
+
+# The names that TRL's documentation gives to its buffer, which TRL has removed.
+GRPOWithReplayBufferConfig = ReplayGRPOConfig
+GRPOWithReplayBufferTrainer = ReplayGRPOTrainer
 
 
 class _Leave(TrainerCallback):  # type: ignore[misc]  # transformers has no types

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,16 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from replay_adapters.hooks import hooks_of
-from replay_adapters.leased import LeasedTable
+from replay_adapters.leased_table import LeasedTable
 from replay_client import Policy, RolloutGroup, Sample
-from replay_client.errors import GONE, InvalidRequestError
-from replay_client.kept import other_sampling
+from replay_client.errors import GONE
+from replay_client.sampling_masks import other_sampling
 from replay_client.scoring import carries_gradient
+from replay_client.words import counted
 from replay_generator.engines import text_of
-from replay_generator.weights import model_facts, why_other_model
+from replay_generator.engines.weights import model_facts, why_other_model
 from replay_trainer.leases import TrainedGroups
+from replay_trainer.resume import SavedState
 from replay_trainer.weights import (
     WholeModel,
     publish_weights,
@@ -135,7 +137,7 @@ class Progress:
 logger = logging.getLogger(__name__)
 
 _STATE = "replay_state.json"
-"""File of a checkpoint: the id under which the server knows it, its policy version, and the id of the one before."""
+"""File of a checkpoint: its `SavedState`."""
 _LONG_WAIT = 30.0
 """Seconds without a group after which the trainer says so."""
 
@@ -146,7 +148,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
     * The groups that the trainer takes stay leased until a checkpoint of TRL contains the steps that used them.
     * TRL counts its versions from 1 whenever it starts. The server's versions go on from where they were.
     * A server that is away pauses the trainer.
-    * A rollout may have several sequences. Advantages of tokens have no place in TRL: a group with them is put aside.
+    * A rollout may have several sequences. Advantages of tokens have no place in TRL: a group with them is rejected.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             "the trainer", table, self._output_dir, lease, pool=pool, max_staleness=max_staleness, address=address
         )
         self.client, self._pool, self._leases, self._reach = queue_.client, queue_.pool, queue_.leases, queue_.reach
-        self._keeps = bool(json.loads(queue_.config)["keep_consumed"])
+        self._protocol = queue_.protocol
         self.rollout_buffer = _ServerQueue(self._draw)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self._replaces = pool is not None
@@ -193,11 +195,9 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._weights: dict[str, Tensor] = {}
         self._policy: Policy | None = None
         """The version that this trainer found, or announced last."""
-        self._state_id = ""
-        """What the server calls the newest checkpoint."""
         self._hungry_since: float | None = None
         self._ended = False
-        self._put_aside = 0
+        self._unusable = 0
 
     # ------------------------------------------------------------------------------------------------- the callback
 
@@ -234,19 +234,17 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
                 "train all weights, or an adapter"
             )
         self._progress.watch(train_dataloader.collate_fn)
-        self._policy = self._reach(self.client.policy)
-        self._state_id = self._policy.state
         self._reach(partial(self._pool.version_of, 0, max(map(version_of, published(self._output_dir)), default=0)))
         saved = state.stateful_callbacks.get(type(self).__name__)
         groups = TrainedGroups.from_state_dict(saved["groups"]) if saved else TrainedGroups()
         self._progress.skip(dict(saved["begun"]) if saved else {})
-        self._reach(partial(self._leases.acknowledge, groups))
-        self._go_back(_checkpoint_of(args, state))
-        self._reach(partial(self._leases.give_back_of_dead, groups, rolled_back=self._keeps))
+        checkpoint = _checkpoint_of(args, state)
+        # No weights: TRL sends those of the checkpoint, which is the next that it does.
+        self._policy = self._protocol.resume(groups, _state_of(checkpoint), where=checkpoint)
         if held := self._reach(self.client.server_info).tables[self._table].reserved:
             logger.warning(
-                "another reader holds %d groups of table %r that this one misses; those of a dead one come back",
-                held,
+                "another reader holds %s of table %r that this one misses; those of a dead one come back",
+                counted(held, "group"),
                 self._table,
             )
         self._leases.start()
@@ -270,50 +268,22 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A checkpoint is written: its groups are used up."""
-        if state.is_world_process_zero:
-            folder, id = _checkpoint_of(args, state), ""
-            if self._keeps:
-                id = uuid.uuid4().hex
-                named = {"id": id, "version": self._current.version, "before": self._state_id}
-                (folder / _STATE).write_text(json.dumps(named))
-            for path in [*folder.rglob("*"), folder, folder.parent]:
-                to_disk(path)
-            self._acknowledge(id)
+        if not state.is_world_process_zero:
+            return
+        folder = _checkpoint_of(args, state)
+        saved = self._protocol.new_state(self._current.version)
+        (folder / _STATE).write_text(json.dumps(asdict(saved)))
+        for path in [*folder.rglob("*"), folder, folder.parent]:
+            to_disk(path)
+        if self._queue.acknowledge(self._trained) and self._protocol.retains:
+            self._check_alone(self._reach(self.client.policy))
+            self._protocol.name(saved, self._current.weights)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The run has reached its end: the groups of all its steps are used up, and nobody has to miss the trainer."""
         if state.is_world_process_zero:
-            self._acknowledge()
+            self._queue.acknowledge(self._trained)
             self._ended = True
-
-    def _acknowledge(self, state_id: str = "") -> None:
-        """`state_id`: of the checkpoint that is written now, which contains all groups that are trained on."""
-        if self._queue.acknowledge(self._trained) and state_id:
-            # Last: what the server hears of later comes back when a trainer goes back to this state.
-            self._check_alone(self._reach(self.client.policy))
-            ours = self._current
-            name = partial(self.client.set_policy_version, ours.version, weights=ours.weights, state=state_id)
-            self._policy, self._state_id = self._reach(name), state_id
-
-    def _go_back(self, checkpoint: Path) -> None:
-        """Takes the server back to this checkpoint, if others were written after it: their groups come again.
-
-        The version goes back as well, until TRL sends the weights of the checkpoint, which is the next that it does.
-        """
-        try:
-            named = json.loads((checkpoint / _STATE).read_text())
-        except (OSError, ValueError):
-            # This run begins, or the trainer was killed before it wrote all of this file: the server does not know it.
-            return
-        # Otherwise the trainer was killed before it named this checkpoint, or the server has started again without its
-        # items and knows no state: then it has nothing that was consumed since.
-        if self._keeps and self._current.state not in (named["id"], named["before"], ""):
-            back = partial(self.client.set_policy_version, named["version"], rollback=True, state=named["id"])
-            try:
-                self._policy = self._reach(back)
-            except InvalidRequestError as error:
-                logger.warning("groups that were consumed after %s do not come back: %s", checkpoint, error)
-        self._state_id = named["id"]
 
     # ------------------------------------------------------------------------------------------- the rollout worker
 
@@ -321,7 +291,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         """Nothing: generators run elsewhere. Each pauses when it loads a version, and `stop` closes the connection."""
 
     def stop(self) -> None:
-        """Give back the groups that no checkpoint contains, and close the connection. Generators and server go on."""
+        """Requeue the groups that no checkpoint contains, and close the connection. Generators and server go on."""
         self._queue.close(leave=self._ended)
 
     def check_health(self, stale_after_s: float) -> None:
@@ -337,7 +307,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._queue.waiting.wait(f"the server is away, and the trainer waits for it: {error}")
             self._hungry_since = time.monotonic()
             return
-        reason = f"{info.inserts} groups were inserted into {self._table}, and it holds {info.size}"
+        reason = f"{self._table} has been given {counted(info.inserts, 'group')}, and holds {info.size}"
         if waited > stale_after_s:
             raise RuntimeError(
                 f"no rollout came for {waited:.0f} s: {reason}. Are generators running? `replay doctor` says more"
@@ -371,12 +341,12 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         return self._policy
 
     def _check_alone(self, found: Policy) -> None:
-        ours = self._current
+        policy = self._current
         # A lower version is that of a server that was started again without its data.
-        if found.version >= ours.version and (found.version, found.weights) != (ours.version, ours.weights):
+        if found.version >= policy.version and (found.version, found.weights) != (policy.version, policy.weights):
             raise RuntimeError(
                 f"the server is at policy version {found.version} with the weights {found.weights or 'of nobody'}, and "
-                f"this trainer left it at {ours.version} with {ours.weights or 'none'}: stop another trainer of it"
+                f"this trainer left it at {policy.version} with {policy.weights or 'none'}: stop another trainer of it"
             )
 
     # ------------------------------------------------------------------------------------------ the weight transfer
@@ -405,8 +375,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         [sample] = drawn
         if self._pool.puts_aside(sample, self._table):
             # It is done: its lease ends with those of the groups of this step.
-            self._put_aside += 1
-            self.metrics_queue.put({"replay/groups_put_aside_total": float(self._put_aside)})
+            self._unusable += 1
+            self.metrics_queue.put({"replay/groups_unusable_total": float(self._unusable)})
             return []
         if not self._compared:
             self._compared = True
@@ -507,6 +477,14 @@ class _ServerQueue:
 def _checkpoint_of(args: Any, state: TrainerState) -> Path:
     """Where TRL writes the checkpoint of this step."""
     return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+
+def _state_of(checkpoint: Path) -> SavedState | None:
+    """The state of a checkpoint; None: the run begins, or the trainer was killed before it wrote all of the file."""
+    try:
+        return SavedState(**json.loads((checkpoint / _STATE).read_text()))
+    except (OSError, ValueError):
+        return None
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:

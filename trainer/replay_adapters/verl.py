@@ -25,8 +25,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from replay_adapters.group_pool import GroupPool
 from replay_adapters.hooks import hooks_of
-from replay_adapters.pool import GroupPool
 from replay_adapters.samples import narrowest
 from replay_client import ReplayClient, RolloutGroup, group_from_rows, row_of
 from replay_client.scoring import group_advantages
@@ -85,10 +85,10 @@ class _WithPool:
         self._check_columns(batch)
         version = self.pool.advance(global_steps)
         keys, groups = self._read(batch, version)
-        replaced, ours = self.pool.replace(groups, f"{self._run}/{global_steps}", self._fits)
+        replaced, pool_metrics = self.pool.replace(groups, f"{self._run}/{global_steps}", self._fits)
         for name, sample in replaced.items():
             batch = self._overwrite(batch, keys[name], sample.group, global_steps - sample.info.staleness)
-        return batch, metrics | ours
+        return batch, metrics | pool_metrics
 
     def _check_columns(self, batch: Any) -> None:
         """Raises ValueError if a row lacks what a group is made of."""
@@ -281,10 +281,10 @@ def _filtering(sampler_kwargs: Any, alone: bool) -> dict[str, Any]:
         raise ValueError("algorithm.filter_groups is on and names no metric: set algorithm.filter_groups.metric=reward")
     if metric is None and not refill:
         return {}
-    told = {"filter_groups_metric": metric, "sync_refill_failed_groups": refill}
+    filter_settings = {"filter_groups_metric": metric, "sync_refill_failed_groups": refill}
     if alone:
-        return told
-    return told | {
+        return filter_settings
+    return filter_settings | {
         "train_batch_size": OmegaConf.select(whole, "data.train_batch_size"),
         "gen_batch_size": 1,  # verl's trainer then fetches one prompt at a time
         "max_inflight_gen_batches": groups.get("max_inflight_gen_batches", 1),

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
-from replay_client.waits import LOG_SECONDS, WaitLog
+from replay_client.waits import LOG_SECONDS, WaitLog, looking
+from replay_client.words import counted
 from replay_trainer.suppliers import Suppliers
 
 T = TypeVar("T")
@@ -171,15 +172,18 @@ class ServerWaits:
         quiet: bool = False,
         suppliers: Suppliers | None = None,
         limit: str = "the timeout",
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         """`table`: the one that groups come from, if the waits are for groups. `quiet`: log nothing. `suppliers`: ends
         a wait for groups of which no more will come; None: the deadline of a batch ends it. `limit`: the setting that
-        gives this deadline, with its value, for the error."""
+        gives this deadline, with its value, for the error. `look` ends a wait for groups by what it raises; it is
+        called every second."""
         self._client = client
         self._table = table
         self._quiet = quiet
         self._suppliers = suppliers
         self._limit = limit
+        self._look_up = look
         self._deserted = ""
         """Why no groups will come, in words; "": some may."""
         self._lock = threading.Lock()
@@ -201,7 +205,7 @@ class ServerWaits:
         """
         while True:
             self._deserted = ""
-            with self.waiting("for groups"):
+            with self.waiting("for groups"), looking(self._look_up):
                 batch = self._next(batches)
             if batch is None:
                 return
@@ -277,7 +281,7 @@ class ServerWaits:
                 reason = f"{reason}; {self._deserted}"
         was_restarted = self._server_id not in (None, info.server_id)
         if was_restarted:
-            reason = f"the server was restarted, and holds {info.items} items now; {reason}"
+            reason = f"the server was restarted, and holds {counted(info.items, 'item')} now; {reason}"
         elif self._gone:
             reason = f"the server answers again; {reason}"
         is_news = was_restarted or self._gone

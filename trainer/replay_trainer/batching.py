@@ -5,8 +5,8 @@
                            c c . .         every tensor named _BT lines up with the tokens of the sequences
 
 A batch is padded on the right for the arithmetic of the loss. The model does not see this padding: it gets packed rows
-(see logprobs.py), or rows of similar length if it cannot take packed ones. A packed row has each common beginning of
-its sequences once (packing/beginnings.py): the prompt of a group, and whatever else they share.
+(see logprobs.py), or rows of similar length if it cannot take packed ones. A packed row has each shared prefix of its
+sequences once (packing/shared_prefixes.py): the prompt of a group, and whatever else they share.
 
 The model reads sequences, and the loss counts rollouts. A rollout is one sequence, or several with contexts of their
 own (`RolloutGroup.sequence_counts`). So a batch has a row for each sequence, and `Rollouts` joins the rows of a rollout
@@ -29,8 +29,8 @@ from replay_client import group_from_completions, group_from_rows
 from replay_client.rollout import MAX_LOGPROB, MAX_VALUE, RolloutGroup
 from replay_trainer.config import Teacher
 from replay_trainer.losses import distillation_advantages
-from replay_trainer.packing.beginnings import Beginnings, Ints, Layout
-from replay_trainer.packing.kept_sets import KeptSets
+from replay_trainer.packing.sampling_masks import SamplingMasks
+from replay_trainer.packing.shared_prefixes import Ints, Layout, SharedPrefixes
 
 
 class Rollouts:
@@ -99,13 +99,13 @@ class Batch:
     """Index of the group that the row belongs to, ascending."""
     rollout_B: Ints
     """Index of the rollout that the row belongs to, over all groups of the batch, ascending."""
-    beginnings: Beginnings
+    shared_prefixes: SharedPrefixes
     """Which rows begin alike, as the model reads them: their prompt, and all of their completion but its last token."""
     teacher_logprobs_BT: Tensor | None = None
     """float32, of a teacher in nats, finite inside the mask. None: the batch distils from none."""
     teacher_weight: float = 0.0
     """Of the teacher in the advantages."""
-    kept: KeptSets | None = None
+    sampling_masks: SamplingMasks | None = None
     """The tokens that top_p, top_k or min_p kept for each token; None: all tokens of the batch were drawn from all."""
 
     @property
@@ -159,8 +159,8 @@ class Batch:
         for name in values:
             if name.endswith("_B"):
                 chosen[name] = values[name][index if isinstance(values[name], Tensor) else rows]
-        kept = None if self.kept is None else self.kept.select(rows, longest)
-        return replace(self, **chosen, beginnings=self.beginnings.select(rows), kept=kept)
+        sampling_masks = None if self.sampling_masks is None else self.sampling_masks.select(rows, longest)
+        return replace(self, **chosen, shared_prefixes=self.shared_prefixes.select(rows), sampling_masks=sampling_masks)
 
 
 @dataclass(frozen=True)
@@ -253,10 +253,12 @@ def to_batch(
         completion_lengths_B=completion_lengths_B,
         group_B=group_B,
         rollout_B=rollout_B,
-        beginnings=Beginnings.of([np.append(g.prompt_ids, ids[:-1]) for g in groups for ids in g.completions()]),
+        shared_prefixes=SharedPrefixes.of(
+            [np.append(g.prompt_ids, ids[:-1]) for g in groups for ids in g.completions()]
+        ),
         teacher_logprobs_BT=in_rows([each.extras[teacher.column] for each in groups], np.float32) if teacher else None,
         teacher_weight=teacher.weight if teacher else 0.0,
-        kept=KeptSets.of(groups, shape[1]),
+        sampling_masks=SamplingMasks.of(groups, shape[1]),
     )
 
 
@@ -284,10 +286,10 @@ def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterato
     """Yield (indices, rows): every row once, at most `max_tokens` tokens of model input together.
 
     A row with more tokens than that comes alone. Packed, rows that begin alike come together as far as they fit: they
-    share one copy of their beginning. Otherwise rows of similar length come together, longest first; padding counts.
+    share one copy of their prefix. Otherwise rows of similar length come together, longest first; padding counts.
     """
     lengths_B = batch.input_lengths_B if packed else batch.completion_lengths_B + batch.prompt_lengths_U[batch.group_B]
-    order_B, shared_B = batch.beginnings.order_B, batch.beginnings.shared_B
+    order_B, shared_B = batch.shared_prefixes.order_B, batch.shared_prefixes.shared_B
     if not packed:
         order_B = np.argsort(-lengths_B, kind="stable")
     rows: list[int] = []
@@ -308,15 +310,15 @@ def micro_batches(batch: Batch, max_tokens: int, packed: bool = True) -> Iterato
 
 
 def packed_input(batch: Batch) -> ModelInput:
-    """All rows in one, each common beginning once. The last token of a row is left out: it predicts nothing there."""
+    """All rows in one, each shared prefix once. The last token of a row is left out: it predicts nothing there."""
     completions, prompts = batch.completion_ids_BT.cpu().numpy(), batch.prompt_ids_UP.cpu().numpy()
-    lengths_B, beginnings = batch.input_lengths_B, batch.beginnings
+    lengths_B, shared_prefixes = batch.input_lengths_B, batch.shared_prefixes
     tokens: list[npt.NDArray[np.int64]] = []
     positions: list[npt.NDArray[np.int64]] = []
     predicts_BT = np.zeros(completions.shape, np.int64)
     places_S = np.zeros(int(lengths_B.max(initial=0)), np.int64)  # in the packed row, of the tokens of the row at hand
     end = 0
-    for row, shared in zip(beginnings.order_B.tolist(), beginnings.shared_B.tolist(), strict=True):
+    for row, shared in zip(shared_prefixes.order_B.tolist(), shared_prefixes.shared_B.tolist(), strict=True):
         group, inputs, length = batch.group_B[row], int(lengths_B[row]), int(batch.completion_lengths_B[row])
         prompt = int(batch.prompt_lengths_U[group])
         ids = np.concatenate((prompts[group, :prompt], completions[row, : inputs - prompt]))
@@ -335,7 +337,7 @@ def packed_input(batch: Batch) -> ModelInput:
         input_ids_RS=row_of(tokens),
         position_ids_RS=row_of(positions),
         attention_mask_RS=None,
-        layout=beginnings.layout(lengths_B),
+        layout=shared_prefixes.layout(lengths_B),
         predicts_N=torch.from_numpy(predicts_BT).to(batch.device)[batch.mask_BT],
     )
 

@@ -100,7 +100,7 @@ class StepsFile(StepMetricsFile):
 
     step. trained: key, prompt_id, policy_version, source ("fresh" or "replayed") and rank of each group that the step
     trained on. left_out: key, prompt_id and policy_version of fresh groups that it did not, because they carry no
-    gradient or were replaced. put_aside: key, table and reason of groups that nobody can train on.
+    gradient or were replaced. unusable: key, table and reason of groups that nobody can train on.
     """
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
@@ -240,7 +240,7 @@ class Forgiving(Callback):
         self._seconds = seconds
         self._thread = DaemonThread(f"replay-{name}")
         self._started = False
-        self._said = False
+        self._warned = False
 
     def on_start(self, trainer: Run, version: int) -> None:
         with self._forgiving():
@@ -273,7 +273,7 @@ class Forgiving(Callback):
         try:
             yield
         except Exception as error:
-            if not self._said:
+            if not self._warned:
                 logger.warning(
                     "%s fails, and training goes on without it: %s: %s (said once). metrics.jsonl in output_dir has "
                     "all numbers",
@@ -281,7 +281,7 @@ class Forgiving(Callback):
                     type(error).__name__,
                     error,
                 )
-            self._said = True
+            self._warned = True
 
 
 class StepSpans(Callback):
@@ -320,13 +320,13 @@ def reporters(config: GRPOConfig) -> list[Callback]:
     """The callbacks that a configuration asks for. Raises ImportError if a named one is not installed."""
     folder = Path(config.output_dir)
     console = Console(stderr=True)
-    asked = config.report_to
-    if asked is None:
+    report_to = config.report_to
+    if report_to is None:
         has_wandb = bool(os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"))
         wanted = {"tensorboard": True, "wandb": has_wandb}
         chosen = [name for name, want in wanted.items() if want and importlib.util.find_spec(name)]
     else:
-        chosen = list(asked)
+        chosen = list(report_to)
         for name in chosen:
             if importlib.util.find_spec(name) is None:
                 raise ImportError(f"report_to names {name}, which is not installed: pip install {name}")

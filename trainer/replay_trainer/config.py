@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from replay_client.scoring import Scale
 from replay_client.settings import Count, Finite, FixedPath, Share, Whole, described, settings
+from replay_client.words import counted
 from replay_trainer.correction import PRESETS, CorrectionConfig
 
 ZeroVariance = Literal["replace", "none", "dynamic"]
@@ -71,20 +72,20 @@ class Teacher:
     """Of log teacher - log policy in the advantage of a token; above 0."""
 
 
-def _correction_of(given: Any) -> Any:
+def _correction_of(value: Any) -> Any:
     """The preset of a name, or a table of a file, as a CorrectionConfig."""
-    if isinstance(given, str):
-        if given not in PRESETS:
-            raise ValueError(f"there is no preset {given!r} of correction; there are {', '.join(PRESETS)}")
-        return PRESETS[given]()
-    return CorrectionConfig(**given) if isinstance(given, Mapping) else given
+    if isinstance(value, str):
+        if value not in PRESETS:
+            raise ValueError(f"there is no preset {value!r} of correction; there are {', '.join(PRESETS)}")
+        return PRESETS[value]()
+    return CorrectionConfig(**value) if isinstance(value, Mapping) else value
 
 
-def _reporters_of(given: Any) -> Any:
+def _reporters_of(value: Any) -> Any:
     """The names of a text, as the command line and TRL have it."""
-    if not isinstance(given, str):
-        return given
-    return () if given == "none" else tuple(name.strip() for name in given.split(","))
+    if not isinstance(value, str):
+        return value
+    return () if value == "none" else tuple(name.strip() for name in value.split(","))
 
 
 @settings(kw_only=True)
@@ -107,26 +108,26 @@ class GRPOConfig(LossConfig):
     prefetch: Whole = 1
     """Batches of groups to draw ahead while a step computes."""
     lease: Annotated[float, Field(ge=1)] = 300.0
-    """Seconds after which the server takes back the groups of a trainer that has died, where no resume gives them back
+    """Seconds after which the server takes back the groups of a trainer that has died, where no resume requeues them
     before. The trainer renews the leases while it runs, and ends them when a training checkpoint contains its steps."""
     sample_timeout: Annotated[float, Field(ge=0)] | None = None
     """Seconds to wait for a batch of fresh groups; then the run ends. None: wait without end, and say every half minute
     for what. It then ends only when every generator and scorer that was connected has left for ten minutes, and nothing
     is to come."""
-    pool_timeout: Annotated[float, Field(ge=0)] | None = 300.0
-    """With on_empty="wait": seconds to wait for the pool; then the run ends. None: without limit."""
+    replay_timeout: Annotated[float, Field(ge=0)] | None = 300.0
+    """With replay_on_empty="wait": seconds to wait for the pool; then the run ends. None: without limit."""
     zero_variance: ZeroVariance = "replace"
     """What happens to groups without variance: see ZeroVariance."""
-    on_empty: OnEmpty = "keep"
+    replay_on_empty: OnEmpty = "keep"
     """With "replace": what happens to such a group if the pool has no replacement. See OnEmpty."""
-    max_replay_staleness: Whole | None = None
+    replay_max_staleness: Whole | None = None
     """The most policy versions that a group from the pool may lag; None: as many as the table allows."""
     max_dynamic_batches: Count = 10
     """With "dynamic": the most fresh batches that one step may take; after that it trains on the groups it has. The
-    [admission] groups_per_step of the server must then be larger than the groups_per_step here."""
-    max_bad_share: Share = 0.1
+    [admission] fresh_groups_per_step of the server must then be larger than the fresh groups of a step."""
+    max_unusable_fraction: Share = 0.1
     """Groups that cannot be trained on (token ids beyond the vocabulary, bytes that do not decode, a loss that is not
-    finite, too little memory) are left out, deleted and counted (train/groups_skipped). The run stops if they are more
+    finite, too little memory) are left out, deleted and counted (train/groups_unusable). The run stops if they are more
     than this share of the last 100 groups; 0: at the first one."""
     max_group_tokens: Count | None = None
     """The most tokens of a group, prompt and sequences together; a larger one cannot be trained on. None: no limit
@@ -139,7 +140,7 @@ class GRPOConfig(LossConfig):
     replay_share: Annotated[float, Field(ge=0, le=0.9)] = 0.0
     """The share of groups_per_step that comes from the pool, from 0 to 0.9, rounded to whole groups. The other groups
     are fresh; zero_variance treats those of them without variance. If the pool has fewer groups, the step is smaller.
-    [admission] groups_per_step of the server counts the fresh groups alone: fresh_groups_per_step."""
+    [admission] fresh_groups_per_step of the server counts the fresh groups alone."""
     replay_rollouts: ReplayRollouts = "all"
     """Which rollouts of the groups of the pool are trained on: see ReplayRollouts."""
     replay_start_step: Whole = 0
@@ -218,11 +219,11 @@ class GRPOConfig(LossConfig):
     """Write and announce a version while the next step runs. False: the next step waits. Either way the trainer keeps a
     copy of the weights in host memory, and one of the optimizer state after the first training checkpoint."""
     publish_every: Count = 1
-    """Steps between publications of weights; the last step always publishes."""
+    """Steps between publications of weights; the last step always publishes, and so does one that a stop ends."""
     save_every: Count = 1
     """Least number of steps between training checkpoints (weights, optimizer, random state). One is part of a
-    publication: at 1, of every one; always of the first and the last. A resume starts at the last one, so the server
-    keeps the fresh groups of all steps since then."""
+    publication: at 1, of every one; always of the first and the last, and where a stop ends the run. A resume starts
+    at the last one, so the server keeps the fresh groups of all steps since then."""
     keep_weights: Annotated[int, Field(ge=2)] = 3
     """Published versions to keep. A generator may still be reading the one before the newest."""
     checkpoint_server: bool = False
@@ -281,20 +282,20 @@ class GRPOConfig(LossConfig):
         """What to distil from; None: nothing."""
         return Teacher(self.teacher_column, self.teacher_weight) if self.teacher_weight else None
 
-    def check_admission(self, groups_per_step: int) -> None:
-        """Raises ValueError if the server's [admission] groups_per_step is below the fresh groups that a step takes.
+    def check_admission(self, admitted: int) -> None:
+        """Raises ValueError if `admitted`, fresh_groups_per_step of [admission], is less than a step here takes.
 
         Its generators would run out of permits, and the trainer would wait for groups that no generator may make.
         """
         fresh, dynamic = self.fresh_groups_per_step, self.zero_variance == "dynamic"
-        if groups_per_step < fresh + dynamic:
+        if admitted < fresh + dynamic:
             enough = (
                 f" divided by the share of groups with variance; {fresh * self.max_dynamic_batches} is always enough"
             )
             raise ValueError(
-                f"the server's [admission] lets {groups_per_step} fresh groups a step be generated, and this trainer "
-                f"takes {fresh + dynamic} or more (zero_variance={self.zero_variance!r}): it would wait for ever. "
-                f"Raise groups_per_step there to {fresh}{enough if dynamic else ''}"
+                f"the server's [admission] lets {counted(admitted, 'fresh group')} a step be generated, and this "
+                f"trainer takes {fresh + dynamic} or more (zero_variance={self.zero_variance!r}): it would wait for "
+                f"ever. Raise fresh_groups_per_step there to {fresh}{enough if dynamic else ''}"
             )
 
     def learning_rate_at(self, step: int) -> float:

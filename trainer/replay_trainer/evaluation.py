@@ -17,11 +17,11 @@ from transformers import GenerationConfig
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError
 from replay_client.waits import beat
-from replay_generator import user_code
 from replay_generator.engines import text_of
-from replay_generator.prompts import Prompt
-from replay_generator.rewards import Rewards, Scorer
-from replay_generator.weights import end_ids
+from replay_generator.engines.weights import end_ids
+from replay_generator.prompts.prompt import Prompt
+from replay_generator.rewards.functions import Rewards, Scorer
+from replay_generator.user_code import calls as user_code
 from replay_trainer.background import through_restarts
 from replay_trainer.callbacks import Run
 from replay_trainer.metrics import GroupFacts, Metrics, describe_groups
@@ -75,8 +75,8 @@ class PromptEvaluation:
     """The longest completion."""
     batch_size: int = 16
     """Prompts that are completed at the same time."""
-    chat_template: Mapping[str, Any] | None = field(default_factory=dict)
-    """Arguments of the chat template, as `GeneratorConfig.chat_template` has them.
+    chat_template_kwargs: Mapping[str, Any] | None = field(default_factory=dict)
+    """Arguments of the chat template, as `GeneratorConfig.chat_template_kwargs` has them.
 
     None: those of the generators that are at work, so that both ask the same."""
 
@@ -91,12 +91,14 @@ class PromptEvaluation:
             raise ValueError("an evaluation of prompts needs a tokenizer: pass one to GRPOTrainer")
         if trainer.config.fsdp and ranks.size > 1:
             raise ValueError("an evaluation of prompts needs whole weights: leave out fsdp, or use a table")
-        mine = self.prompts[ranks.index :: ranks.size]
-        completed = self._complete(trainer, mine)
-        scored = user_code.run(self._score(mine, [text for text, _, _ in completed]))
+        own_prompts = self.prompts[ranks.index :: ranks.size]
+        completed = self._complete(trainer, own_prompts)
+        scored = user_code.run(self._score(own_prompts, [text for text, _, _ in completed]))
         rewards = [reward for reward in scored if not math.isnan(reward)]
         lengths, truncated = sum(length for _, length, _ in completed), sum(cut for _, _, cut in completed)
-        reward, tokens, cut, count, with_reward = ranks.sum([sum(rewards), lengths, truncated, len(mine), len(rewards)])
+        reward, tokens, cut, count, with_reward = ranks.sum(
+            [sum(rewards), lengths, truncated, len(own_prompts), len(rewards)]
+        )
         return {
             "reward_mean": reward / with_reward if with_reward else math.nan,
             "completion_length_mean": tokens / count,
@@ -118,7 +120,7 @@ class PromptEvaluation:
         modes = {module: module.training for module in model.modules()}
         model.eval()
         ends = end_ids(model, tokenizer)
-        template = self.chat_template
+        template = self.chat_template_kwargs
         if template is None:
             template = _template_of_generators(trainer.client)
         try:
@@ -174,16 +176,16 @@ def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 def _template_of_generators(client: ReplayClient) -> Mapping[str, Any]:
     """Arguments of the chat template that generators say they use; those of the first if they differ."""
-    said = through_restarts(client, client.server_info).said("generator")
+    client_settings = through_restarts(client, client.server_info).settings_of("generator")
     templates = []
-    for _, settings in said:
-        template = settings.get("chat_template", {})
+    for _, settings in client_settings:
+        template = settings.get("chat_template_kwargs", {})
         if isinstance(template, dict) and template not in templates:  # a client may say anything
             templates.append(template)
     if len(templates) > 1:
         logger.warning(
-            "generators have different chat_template settings, %s: held-out prompts are asked by the first; write "
-            "[evaluation] chat_template",
+            "generators have different chat_template_kwargs settings, %s: held-out prompts are asked by the first; "
+            "write [evaluation] chat_template_kwargs",
             templates,
         )
     return templates[0] if templates else {}

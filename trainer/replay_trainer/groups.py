@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
@@ -15,15 +16,17 @@ from torch import nn
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import DeadlineExceededError, ReplayError, TableNotFoundError
-from replay_client.kept import why_no_sets
 from replay_client.rollout import MAX_LOGPROB, MAX_TEMPERATURE, MAX_VALUE, MIN_TEMPERATURE, RolloutGroup
+from replay_client.sampling_masks import why_no_masks
 from replay_client.scoring import Scale, carries_gradient, trained_priority
 from replay_client.settings import check_choice
+from replay_client.words import counted
 from replay_trainer.background import through_restarts
 from replay_trainer.batching import why_no_teacher
 from replay_trainer.config import GRPOConfig, OnEmpty
 from replay_trainer.metrics import GroupFacts, describe_replayed
 from replay_trainer.ranks import Ranks
+from replay_trainer.stopping import Stopped, Stopping
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ class Inspector:
     pool.
 
     * A bad group is counted, named in a warning, and deleted from its table and the pool; no step draws it again.
-    * A group that makes a step fail is bad as well: `put_aside`.
+    * A group that makes a step fail is bad as well: `reject`.
     * If too many of the recent groups are bad, every rank stops at the same step with the same error.
     """
 
@@ -101,7 +104,7 @@ class Inspector:
     def __post_init__(self) -> None:
         self._undeleted: dict[int, str] = {}
         self._drawn = 0
-        self._put_aside: list[BadGroup] = []
+        self._unusable: list[BadGroup] = []
         self._recent: deque[tuple[int, int]] = deque()
         self._ignored: set[str] = set()
         """Extras that a warning has named."""
@@ -112,20 +115,20 @@ class Inspector:
         self._drawn += len(samples)
         for sample in samples:
             if reason := why_unusable(sample, self.limits):
-                self.put_aside(sample.info.key, table, reason)
+                self.reject(sample.info.key, table, reason)
             else:
                 self._warn_of_ignored(sample.group)
                 good.append(sample)
         return good
 
-    def put_aside(self, key: int, table: str, reason: str) -> None:
+    def reject(self, key: int, table: str, reason: str) -> None:
         """The group with this key, drawn from `table`, is bad. The next `end_draws` counts and deletes it."""
         self.bad_keys.add(key)
         self._undeleted[key] = table
-        self._put_aside.append(BadGroup(key, table, reason))
-        logger.warning("group put aside, it cannot be trained on: key %d of table %r: %s", key, table, reason)
+        self._unusable.append(BadGroup(key, table, reason))
+        logger.warning("group rejected, it cannot be trained on: key %d of table %r: %s", key, table, reason)
 
-    def returned(self, keys: Iterable[int], table: str) -> None:
+    def requeued(self, keys: Iterable[int], table: str) -> None:
         """These groups have gone back to `table`. Deletes the bad ones among them, so that no later run draws them."""
         if bad := sorted(self.bad_keys.intersection(keys)):
             try:
@@ -139,21 +142,21 @@ class Inspector:
         Raises RuntimeError on every rank if the share of bad groups among the recent ones is too high.
         """
         self.delete()
-        parts = self.ranks.all((self._drawn, self._put_aside))
-        self._drawn, self._put_aside = 0, []
-        put_aside = [group for _, groups in parts for group in groups]
-        self._recent.append((sum(drawn for drawn, _ in parts), len(put_aside)))
+        parts = self.ranks.all((self._drawn, self._unusable))
+        self._drawn, self._unusable = 0, []
+        unusable = [group for _, groups in parts for group in groups]
+        self._recent.append((sum(drawn for drawn, _ in parts), len(unusable)))
         while sum(drawn for drawn, _ in self._recent) - self._recent[0][0] >= RECENT_GROUPS:
             self._recent.popleft()
         drawn, bad = (sum(counts) for counts in zip(*self._recent, strict=True))
         # At the start of a run a single bad group would be a large share of the few groups so far.
         if bad > self.max_share * max(drawn, RECENT_GROUPS):
             raise RuntimeError(
-                f"{bad} of the last {drawn} groups could not be trained on, more than max_bad_share="
-                f"{self.max_share:g}. The last: key {put_aside[-1].key} of table {put_aside[-1].table!r}: "
-                f"{put_aside[-1].reason}. They are deleted: mend what generates them, and resume with resume=True"
+                f"{bad} of the last {counted(drawn, 'group')} could not be trained on, more than max_unusable_fraction="
+                f"{self.max_share:g}. The last: key {unusable[-1].key} of table {unusable[-1].table!r}: "
+                f"{unusable[-1].reason}. They are deleted: mend what generates them, and resume with resume=True"
             )
-        return put_aside
+        return unusable
 
     def _warn_of_ignored(self, group: RolloutGroup) -> None:
         if new := sorted(self.limits.inputs.intersection(group.extras) - self._ignored):
@@ -179,7 +182,7 @@ class Inspector:
 
 
 UNSCORED = "it is a group without rewards: `replay score` is to draw from this table"
-"""Of what replay_generator's openings.py has written."""
+"""Of what replay_generator's groups/codec.py has written."""
 
 
 def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  # noqa: B008, it is frozen
@@ -200,14 +203,15 @@ def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  #
             return f"{name} holds the token {most}, and the model has the tokens 0 to {limits.vocabulary - 1}"
     longest = group.prompt_ids.size + int(group.completion_lengths.max())
     if limits.positions is not None and longest > limits.positions:
-        return f"prompt and completion have {longest} tokens, and the model has {limits.positions} positions"
+        positions = counted(limits.positions, "position")
+        return f"prompt and completion have {counted(longest, 'token')}, and the model has {positions}"
     if limits.length is not None and longest > limits.length:
         return (
-            f"prompt and completion have {longest} tokens, and the trainer's max_length is {limits.length}: give "
-            "trainer and engines the same one"
+            f"prompt and completion have {counted(longest, 'token')}, and the trainer's max_length is {limits.length}: "
+            "give trainer and engines the same one"
         )
     if limits.group_tokens is not None and (tokens := group.prompt_ids.size + group.num_tokens) > limits.group_tokens:
-        return f"it has {tokens} tokens, more than max_group_tokens={limits.group_tokens}"
+        return f"it has {counted(tokens, 'token')}, more than max_group_tokens={limits.group_tokens}"
     for name in ("rewards", "advantages", "token_advantages"):
         # NaN is not at most anything.
         values = getattr(group, name)
@@ -219,7 +223,7 @@ def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  #
     temperature = group.sampling.get("temperature", 1.0)
     if not isinstance(temperature, int | float) or not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         return f"it was sampled at temperature {temperature!r}, not from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-    return why_no_sets(group, limits.vocabulary) or (limits.teacher and why_no_teacher(group, limits.teacher))
+    return why_no_masks(group, limits.vocabulary) or (limits.teacher and why_no_teacher(group, limits.teacher))
 
 
 COUNTS = ("zero_variance", "replaced", "missing", "dropped", "added", "too_stale", "uninformative", "drifted")
@@ -362,10 +366,10 @@ class ZeroVarianceReplacer:
         if self.inspector is not None:
             exclude = exclude | self.inspector.bad_keys
         while (missing := count - len(chosen)) > 0:
-            asked: dict[str, Any] = {"min_samples": missing, "timeout": self.timeout}
+            bounds: dict[str, Any] = {"min_samples": missing, "timeout": self.timeout}
             if not wait:
-                asked = {"min_samples": 1, "timeout": 0.0}
-            draw = partial(self.client.sample, self.table, missing, scope=scope, exclude=sorted(exclude), **asked)
+                bounds = {"min_samples": 1, "timeout": 0.0}
+            draw = partial(self.client.sample, self.table, missing, scope=scope, exclude=sorted(exclude), **bounds)
             try:
                 # "keep" and "drop" do not wait for groups, but they do wait for a server that restarts.
                 drawn = through_restarts(self.client, draw)
@@ -404,28 +408,57 @@ class GroupSource:
     run: str
     """A name of this run, the same on every rank, that no earlier run had."""
     config: GRPOConfig
+    stopping: Stopping
     left: list[Sample] = field(default_factory=list, init=False)
     """Fresh groups that are drawn, and that no step has trained on yet."""
+    _drawn: list[Sample] = field(default_factory=list, init=False)
+    """What was left for the step under way, and what it drew."""
 
     def collect(self) -> Replacement:
-        """The fresh groups of a step. Raises what the fresh batches raise, such as DeadlineExceededError."""
+        """The fresh groups of a step. All ranks call it together.
+
+        Raises what the fresh batches raise, such as DeadlineExceededError, and Stopped if a stop ends the wait of any
+        rank: then what this rank drew is left.
+        """
+        self._drawn = list(self.left)
+        with self._unless_stopped():
+            return self.stopping.together(self._collect)
+
+    def _collect(self) -> Replacement:
         if self.config.zero_variance == "dynamic":
             return self._dynamic()
-        fresh = next(self.batches)
+        fresh = self._draw()
         count = self._without_gradient(fresh)
         return Replacement(fresh, [], fresh, new_counts(zero_variance=count, missing=count))
 
     def replace(self, step: int, taken: Replacement) -> Replacement:
-        """The groups of `collect`, with those of the pool that this step takes."""
+        """The groups of `collect`, with those of the pool that this step takes. Raises Stopped as `collect` does."""
         if step <= self.config.replay_start_step:
             return taken
         # One scope for all draws of a step: no two ranks get the same group.
         scope = f"{self.run}/step-{step}"
-        if self.config.zero_variance == "replace":
-            taken = self.replacer.replace(taken.fresh, scope, self._keys(taken))
-        if added := self.config.replayed_groups_per_step // self.ranks.size:
-            taken = self.replacer.add(taken, added, scope, self._keys(taken))
+        with self._unless_stopped():
+            if self.config.zero_variance == "replace":
+                keys = self._keys(taken)
+                taken = self.stopping.wait(partial(self.replacer.replace, taken.fresh, scope, keys))
+            added = self.config.replayed_groups_per_step // self.ranks.size
+            if added:
+                keys = self._keys(taken)
+                taken = self.stopping.wait(partial(self.replacer.add, taken, added, scope, keys))
         return taken
+
+    def _draw(self) -> list[Sample]:
+        batch = next(self.batches)
+        self._drawn += batch
+        return batch
+
+    @contextmanager
+    def _unless_stopped(self) -> Iterator[None]:
+        try:
+            yield
+        except Stopped:
+            self.left = self._drawn
+            raise
 
     def _dynamic(self) -> Replacement:
         """As many groups with variance as fit, from as few fresh batches as possible."""
@@ -434,7 +467,8 @@ class GroupSource:
         for _ in range(self.config.max_dynamic_batches):
             if len(chosen) >= size:
                 break
-            fresh += (batch := next(self.batches))
+            batch = self._draw()
+            fresh += batch
             chosen = chosen + [sample for sample in batch if self.replacer.informs(sample)]
         # The next step begins with the groups that are too many for this one.
         chosen, self.left = chosen[:size], chosen[size:]
@@ -446,5 +480,5 @@ class GroupSource:
 
     def _keys(self, taken: Replacement) -> list[int]:
         """The keys of the groups of every rank. The pool may hold them already."""
-        mine = [sample.info.key for sample in (*taken.samples, *taken.fresh)]
-        return [key for keys in self.ranks.all(mine) for key in keys]
+        own_keys = [sample.info.key for sample in (*taken.samples, *taken.fresh)]
+        return [key for keys in self.ranks.all(own_keys) for key in keys]

@@ -32,6 +32,7 @@ from torch import Tensor
 from replay_client import ReplayClient, RolloutGroup, Sample
 from replay_client.errors import DeadlineExceededError
 from replay_client.scoring import group_advantages
+from replay_client.settings import SETTINGS_FILE, as_json
 from replay_generator.engines import text_of
 from replay_trainer import suppliers
 from replay_trainer.background import ServerWaits, over
@@ -52,8 +53,8 @@ from replay_trainer.logprobs import LogprobModel
 from replay_trainer.metrics import (
     Alarms,
     GroupFacts,
-    Laps,
     Metrics,
+    StepTimers,
     describe_groups,
     describe_replayed,
     group_drifts,
@@ -62,7 +63,8 @@ from replay_trainer.metrics import (
 from replay_trainer.passes import Passes, StepFailure, correct_batch
 from replay_trainer.publication import Publication
 from replay_trainer.ranks import Ranks, partition
-from replay_trainer.weights import Adapter
+from replay_trainer.stopping import Stopped, Stopping
+from replay_trainer.weights import Adapter, write_whole
 
 T = TypeVar("T")
 
@@ -128,33 +130,39 @@ class GRPOTrainer:
         teacher = config.teacher.column if config.teacher else ""
         length = config.max_length if self.policy.max_length is None else self.policy.max_length
         limits = ModelLimits.of(self.policy.model, config.max_group_tokens, teacher, length)
-        self.inspector = Inspector(client, self.ranks, limits, config.replay_table, config.max_bad_share)
+        self.inspector = Inspector(client, self.ranks, limits, config.replay_table, config.max_unusable_fraction)
         self.replacer = ZeroVarianceReplacer(
             client,
             config.replay_table,
-            config.on_empty,
-            config.pool_timeout,
-            config.max_replay_staleness,
+            config.replay_on_empty,
+            config.replay_timeout,
+            config.replay_max_staleness,
             inspector=self.inspector,
             scale=config.scale_rewards,
             teacher=teacher,
         )
         self.alarms = Alarms()
+        self.stopped = False
+        """Whether `train` ended before max_steps, because of `stop`."""
+        self.last_step: int | None = None
+        """The last step of the run that is finished, 0 before the first; None: `train` does not know it yet."""
+        self._stopping = Stopping(self.ranks)
         self.publication: Publication
         self._source: GroupSource
-        self._laps: Laps
+        self._timers: StepTimers
         self._waits: ServerWaits
         self._is_first_step = True
         self._bad: list[BadGroup] = []
         """The groups of this step, over all ranks, that could not be trained on."""
 
     def train(self) -> int:
-        """Train up to `max_steps`. Returns the number of steps it made: 0 if a resumed run had them all.
+        """Train up to `max_steps`, or until `stop`. Returns the number of steps it made: 0 if a resumed run had them
+        all.
 
         Raises DeadlineExceededError if no groups come in time, or all who bring them have left (it says why),
         FloatingPointError before a version is published that computes no finite numbers, RuntimeError if more groups
-        than max_bad_share cannot be trained on or a version cannot be published, and the errors of `Publication.start`
-        if output_dir or the server belong to another run.
+        than max_unusable_fraction cannot be trained on or a version cannot be published, and the errors of
+        `Publication.start` if output_dir or the server belong to another run.
         """
         config = self.config
         leases = GroupLeases(self.client, config.rollouts_table, config.lease, self.output_dir, self.ranks.index)
@@ -167,17 +175,30 @@ class GRPOTrainer:
             self.ranks,
             self.partitioned,
             leases,
+            self._stopping,
             self.adapter,
         )
-        version = self.publication.start()
+        try:
+            version = self.publication.start()
+        except Stopped:
+            self.stopped = True
+            return 0
+        self.last_step = version
+        if self.ranks.index == 0:
+            write_whole(self.output_dir / SETTINGS_FILE, as_json(config))
         leases.start()
         on_purpose = False
         try:
             for callback in self.callbacks:
                 callback.on_start(self, version)
             with self._groups(leases) as self._source:
-                for step in range(version + 1, config.max_steps + 1):
-                    self.step(step)
+                try:
+                    for step in range(version + 1, config.max_steps + 1):
+                        self.step(step)
+                        self.last_step = step
+                except Stopped:
+                    self.stopped = True
+                    self.publication.complete(self.last_step, self._source.left)
                 self.publication.finish()
             on_purpose = True
         except KeyboardInterrupt:
@@ -185,16 +206,31 @@ class GRPOTrainer:
             raise
         finally:
             self.publication.close()
-            self.inspector.returned(leases.give_back(), config.rollouts_table)
+            self.inspector.requeued(leases.requeue(), config.rollouts_table)
             for callback in self.callbacks:
                 callback.on_end(self)
             if on_purpose:  # last: any other call would be a sign of life
                 self.client.leave()
-        return max(0, config.max_steps - version)
+        return self.last_step - version
+
+    def stop(self) -> None:
+        """Ask all ranks to stop: `train` finishes the step under way, publishes it with a training checkpoint, and
+        returns. A resume goes on with the next step.
+
+        A wait for groups ends within about a second, and that step is given up: its groups go back. A signal handler
+        may call it, a callback, or any thread; one rank is enough. While the ranks exchange something, a rank hears
+        signals only afterwards. `stopped` says whether steps were left.
+        """
+        self._stopping.ask()
 
     def step(self, step: int) -> None:
-        """Make one step: from groups to a version of the weights. `train` calls it; all ranks make it together."""
+        """Make one step: from groups to a version of the weights. `train` calls it; all ranks make it together.
+
+        Raises Stopped, which is no Exception, after `stop`: the step is not made.
+        """
         self.publication.check()
+        if self._stopping.agreed:
+            raise Stopped
         with self._waits.waiting("for groups"):
             taken = self._source.collect()  # fresh groups, leased until a training checkpoint contains this step
         if self._is_first_step:  # whoever made them is connected by now
@@ -202,14 +238,14 @@ class GRPOTrainer:
             self._is_first_step = False
         taken = self._replace(step, taken)  # groups of the pool, where fresh ones teach nothing
         taken = self._without_failing(step, taken, self._without_drifted)  # scored by the current weights
-        self._laps.lap("replace")
+        self._timers.lap("replace")
         trained = self._without_failing(step, taken, partial(self._train_on, step))  # passes and optimizer steps
-        self._laps.lap("update")
+        self._timers.lap("update")
         self._report(step, trained)
-        self._laps.lap("report")
+        self._timers.lap("report")
         if step % self.config.publish_every == 0 or step == self.config.max_steps:
             self.publication.publish(step, self._source.left)  # its thread writes, announces and acknowledges
-        self._laps.lap("publish")
+        self._timers.lap("publish")
 
     def decode(self, token_ids: Any) -> str:
         """The text of tokens; their numbers if there is no tokenizer."""
@@ -224,13 +260,14 @@ class GRPOTrainer:
         config, table = self.config, self.config.rollouts_table
         # A name of its own for each start: a step that is repeated after a resume may get the same groups again.
         run = self.ranks.from_first(secrets.token_hex(8))
-        self._laps = Laps()
+        self._timers = StepTimers()
         # Without a limit of its own, the wait for a batch is cut into parts, to see between them who may bring groups.
         watched = suppliers.Suppliers(self.client) if config.sample_timeout is None else None
         seconds = suppliers.LOOK_SECONDS if config.sample_timeout is None else config.sample_timeout
         limit = f"sample_timeout = {seconds:g} s"
         quiet = not self.ranks.is_first
-        self._waits = ServerWaits(self.client, table, quiet=quiet, suppliers=watched, limit=limit)
+        look = self._stopping.look
+        self._waits = ServerWaits(self.client, table, quiet=quiet, suppliers=watched, limit=limit, look=look)
         with self.client.sampler(
             table,
             batch_size=self.fresh_per_rank,
@@ -243,10 +280,10 @@ class GRPOTrainer:
             def fresh() -> Iterator[list[Sample]]:
                 for batch in self._waits.watch(stream):
                     if new := leases.hold(batch):
-                        self._laps.lap("sample")
+                        self._timers.lap("sample")
                         yield self.inspector.usable(new, table)
 
-            yield GroupSource(fresh(), self.replacer, self.ranks, run, config)
+            yield GroupSource(fresh(), self.replacer, self.ranks, run, config, self._stopping)
 
     def _replace(self, step: int, taken: Replacement) -> Replacement:
         """The groups of the step, with those of the pool that replace some of the fresh ones or join them."""
@@ -254,7 +291,7 @@ class GRPOTrainer:
             try:
                 taken = self._source.replace(step, taken)
             except DeadlineExceededError as error:
-                raise over(f"pool_timeout = {self.config.pool_timeout} s", error) from None
+                raise over(f"replay_timeout = {self.config.replay_timeout} s", error) from None
             self._bad = self.inspector.end_draws()
         return taken
 
@@ -305,7 +342,7 @@ class GRPOTrainer:
         return TrainedStep(taken, batch, old_BT, {"loss": loss, "grad_norm": grad_norm, **metrics})
 
     def _without_failing(self, step: int, taken: Replacement, action: Callable[[Replacement], T]) -> T:
-        """The result of `action` with as many of the groups as it can be done with; the others are put aside.
+        """The result of `action` with as many of the groups as it can be done with; the others are rejected.
 
         All updates of a step are made again then. Those before the failure stay: each was sound by itself.
         """
@@ -313,9 +350,9 @@ class GRPOTrainer:
             try:
                 return action(taken)
             except StepFailure as failure:
-                taken = self._put_aside(step, taken, failure)
+                taken = self._without_unusable(step, taken, failure)
 
-    def _put_aside(self, step: int, taken: Replacement, failure: StepFailure) -> Replacement:
+    def _without_unusable(self, step: int, taken: Replacement, failure: StepFailure) -> Replacement:
         """The groups without those that stand out in the failure, or without any if none does on any rank.
 
         Raises FloatingPointError if the weights are at fault and not the groups, and RuntimeError if too many groups
@@ -330,7 +367,7 @@ class GRPOTrainer:
             keys = ", ".join(str(taken.samples[i].info.key) for i in bad)
             raise RuntimeError(
                 f"{reason}. A rank with partitioned weights cannot leave a step alone, so the run stops here. The "
-                f"groups {keys} are put aside and deleted: continue with resume=True"
+                f"groups {keys} are rejected and deleted: continue with resume=True"
             ) from failure
         self.publication.probe()
         if not any(self.ranks.all(bool(bad))):
@@ -345,7 +382,7 @@ class GRPOTrainer:
     def _note_bad(self, taken: Replacement, bad: Sequence[int], reason: str) -> None:
         for i in bad:
             table = self.config.replay_table if i in taken.replaced else self.config.rollouts_table
-            self.inspector.put_aside(taken.samples[i].info.key, table, reason)
+            self.inspector.reject(taken.samples[i].info.key, table, reason)
 
     def _report(self, step: int, trained: TrainedStep) -> None:
         """Tell callbacks, and the priorities of the pool, what came of the step."""
@@ -354,11 +391,11 @@ class GRPOTrainer:
         metrics = self._describe(step, trained, parts)
         if self.evaluate is not None and config.eval_every and step % config.eval_every == 0:
             metrics |= _prefixed("eval", self.evaluate(self))
-            self._laps.lap("evaluate")
+            self._timers.lap("evaluate")
         if config.update_priorities:
             with self._waits.waiting("to update priorities"):
                 metrics["replay/priorities_updated"] = self._update_priorities(trained)
-        metrics |= _prefixed("time", self._laps.take())
+        metrics |= _prefixed("time", self._timers.collect())
         metrics["train/tokens_per_second"] = metrics["train/tokens"] / metrics["time/step"]
         for callback in self.callbacks:
             callback.on_step(self, StepReport(metrics, taken.samples, taken.replaced, self._record(step, parts)))
@@ -378,7 +415,7 @@ class GRPOTrainer:
                 "train/rows": len(batch.rollouts.first_J),
                 "train/sequences": batch.num_rows,
                 "train/tokens": int(batch.mask_BT.sum()),
-                "unknown sets": 0 if batch.kept is None else batch.kept.unknown(batch.mask_BT),
+                "unknown masks": 0 if batch.sampling_masks is None else batch.sampling_masks.unknown(batch.mask_BT),
             },
         )
 
@@ -394,14 +431,14 @@ class GRPOTrainer:
             "step": step,
             "trained": trained,
             "left_out": [_named(facts) for part in parts for facts in part.fresh if facts.key not in used],
-            "put_aside": [asdict(group) for group in self._bad],
+            "unusable": [asdict(group) for group in self._bad],
         }
 
     def _describe(self, step: int, trained: TrainedStep, parts: Sequence[RankPart]) -> Metrics:
         """Metrics of the step over all ranks, the same on each of them."""
         correction = Moments.of_parts([part.moments for part in parts]).metrics()
         sums = {name: sum(part.sums[name] for part in parts) for name in parts[0].sums}
-        correction["unknown_sets_fraction"] = sums.pop("unknown sets") / max(sums["train/tokens"], 1)
+        correction["unknown_masks_fraction"] = sums.pop("unknown masks") / max(sums["train/tokens"], 1)
         if self.ranks.is_first:
             self.alarms.check(correction)
         return {
@@ -416,7 +453,7 @@ class GRPOTrainer:
             "train/packed": int(self.policy.route == "packed"),
             **_prefixed("correction", correction),
             **_prefixed("train", trained.metrics),
-            "train/groups_skipped": len(self._bad),
+            "train/groups_unusable": len(self._bad),
         }
 
     def _update_priorities(self, trained: TrainedStep) -> int:

@@ -1,23 +1,23 @@
 """GroupLeases: fresh groups stay leased from the server until a training checkpoint contains the step that used them.
 
 sampler ──lease──▶ held ──training checkpoint written and announced──▶ acknowledged
-                    └──────the run ends, or dies───────────────────▶ given back: a resume trains on them
+                    └──────the run ends, or dies───────────────────▶ requeued: a resume trains on them
 
 A group that was drawn is gone from the queue, and the result of training on it is on the disk only steps later. If the
 trainer dies in between, the group must come back; if it dies after, the group must not. So the server holds the group
 under the lease of its batch, and this file knows, of each lease, whether a training checkpoint contains its groups.
 
-* `client.keep` renews the leases while steps run: a step may take longer than a lease. A dead trainer renews none, so
-  its groups go back by themselves.
-* Each training checkpoint names its groups. A resume takes those that went back although it contains them: the trainer
-  may have died between checkpoint and acknowledgement.
-* Each rank also writes its leases to `leases-RANK.json` in output_dir before they begin. With this list a resume gives
-  back at once what a killed rank had, instead of waiting for the end of its leases.
-* A batch ends as a whole. Of a batch that a training checkpoint contains in part, it names the keys, and the server
-  takes them out when the lease goes back.
+* `client.auto_renew` renews the leases while steps run: a step may take longer than a lease. A dead trainer renews
+  none, so its groups go back by themselves.
+* Each training checkpoint names its groups. A resume consumes those that went back although it contains them: the
+  trainer may have died between checkpoint and acknowledgement.
+* Each rank also writes its leases to `leases-RANK.json` in output_dir before they begin. With this list a resume
+  requeues at once what a killed rank had, instead of waiting for the end of its leases.
+* A batch ends as a whole. Of a batch that a training checkpoint contains in part, it names the keys, and they are
+  consumed when the lease goes back.
 * A lease may have ended before it is acknowledged, or its shard may be away. Its groups may then come in a draw again,
-  perhaps much later. So they stay `unconfirmed` until a server has taken them: each training checkpoint names them, no
-  rank trains on them again, and each acknowledgement also tries to settle them, by lease and by key.
+  perhaps much later. So they stay `unconfirmed` until a server has consumed them: each training checkpoint names them,
+  no rank trains on them again, and each acknowledgement also tries to settle them, by lease and by key.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from replay_client import Keeper, ReplayClient, Sample, SampleInfo
+from replay_client import LeaseRenewer, ReplayClient, Sample, SampleInfo
 from replay_client.errors import ReplayError
+from replay_client.words import counted
 from replay_trainer.weights import write_whole
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ _FILES = "leases-{}.json"
 MOST_UNCONFIRMED = 4096
 """Batches, and single groups, that stay unconfirmed. The oldest are forgotten first: a server that lost its items in a
 restart never confirms them."""
-_GIVE_BACK_SECONDS = 10.0
+_REQUEUE_SECONDS = 10.0
 """An end does not wait longer for a server that is away: it takes the groups back by itself."""
 
 
@@ -93,14 +94,14 @@ class TrainedGroups:
 
 
 class GroupLeases:
-    """The leases of one rank. `acknowledge` and `give_back_of_dead` also take those of other ranks."""
+    """The leases of one rank. `acknowledge` and `requeue_dead` also take those of other ranks."""
 
     def __init__(self, client: ReplayClient, table: str, seconds: float, output_dir: Path, rank: int) -> None:
         """`table`: where the fresh groups come from. `seconds`: what a lease lasts unless it is renewed."""
         self.table = table
         self.seconds = seconds
         self.unconfirmed = TrainedGroups()
-        """Groups that a training checkpoint contains, and no server confirmed as taken. The first rank finds out."""
+        """Groups that a training checkpoint contains, and no server confirmed as consumed. The first rank finds out."""
         self._client = client
         self._output_dir = output_dir
         self._path = output_dir / _FILES.format(rank)
@@ -114,38 +115,39 @@ class GroupLeases:
         self._listed: set[Lease] = set()
         """The leases that the list file of this rank names."""
         self._lock = threading.Lock()
-        self._keeper: Keeper | None = None
+        self._renewer: LeaseRenewer | None = None
         """From `start` on."""
 
     def start(self) -> None:
-        """Renew the leases from now on, until `give_back`."""
-        self._keeper = self._client.keep(map(_stub, self._held), self.seconds, self._lost)
+        """Renew the leases from now on, until `requeue`."""
+        self._renewer = self._client.auto_renew(map(_stub, self._held), self.seconds, self._lost)
 
     def hold(self, batch: Sequence[Sample]) -> list[Sample]:
-        """Hold the lease that a batch came under, from now until it is settled or given back.
+        """Hold the lease that a batch came under, from now until it is settled or requeued.
 
         Returns the samples without those that a training checkpoint contains already. They end with their batch.
         """
         with self._lock:
             for info in (sample.info for sample in batch):
-                if info.lease:
-                    self._held.setdefault((info.shard, info.lease), []).append(info.key)
+                if info.lease_id:
+                    self._held.setdefault((info.shard, info.lease_id), []).append(info.key)
             # What was expected before this batch, and has not come, was revoked.
             self._coming.clear()
             self._list()
         # Outside of the lock: the client's thread does it, and may be in `expect`, which waits for the lock.
-        if self._keeper is not None:
-            self._keeper.add(batch)
+        if self._renewer is not None:
+            self._renewer.add(batch)
         known = self.unconfirmed.keys
         new = [sample for sample in batch if sample.info.key not in known]
         if len(new) < len(batch):
-            logger.warning("%d groups that the trainer has trained on came again: left out", len(batch) - len(new))
+            again = counted(len(batch) - len(new), "group")
+            logger.warning("%s that the trainer has trained on came again: left out", again)
         return new
 
     def expect(self, samples: Sequence[Sample]) -> None:
         """Records the lease of a batch in the list of this rank before the lease begins, so that a resume finds it."""
         with self._lock:
-            self._coming.update((sample.info.shard, sample.info.lease) for sample in samples)
+            self._coming.update((sample.info.shard, sample.info.lease_id) for sample in samples)
             self._list()
 
     def trained(self, left: Sequence[Sample] = ()) -> TrainedGroups:
@@ -176,11 +178,12 @@ class GroupLeases:
             if settled is self._settling:
                 self._settling = None
             self._list()
-        if self._keeper is not None:
-            self._keeper.let_go(map(_stub, settled.whole))
+        if self._renewer is not None:
+            self._renewer.forget(map(_stub, settled.whole))
 
     def acknowledge(self, groups: TrainedGroups) -> None:
-        """Takes the groups of a training checkpoint for good: by their leases, or by their keys where that fails.
+        """Acknowledges the groups of a training checkpoint: by their leases, or consumes them by their keys where that
+        fails.
 
         What no server confirms is `unconfirmed` from now on.
         """
@@ -192,52 +195,54 @@ class GroupLeases:
         # A group may have come again, and be confirmed by a later lease.
         confirmed = {key for lease, keys in groups.whole.items() if lease[1] not in missing for key in keys}
         if wanted := late.keys - confirmed:
-            confirmed |= wanted.difference(self._client.take(self.table, sorted(wanted)).missing)
+            confirmed |= wanted.difference(self._client.consume(self.table, sorted(wanted)).missing)
         self.unconfirmed = late.without(confirmed).newest(MOST_UNCONFIRMED)
         if new := late.keys - before.keys:
             # Of a state that was loaded, a server that has lost its items since knows nothing: no reason to worry.
             logger.log(
                 logging.INFO if self._settling is None else logging.WARNING,
-                "%d groups could not be acknowledged: their leases had ended, or their server is away. The trainer "
-                "took %d of them out of table %r by their keys, and neither draws nor forgets the others",
-                len(new),
+                "%s could not be acknowledged: the leases had ended, or the server is away. The trainer took %d of "
+                "these out of table %r by their keys, and neither draws nor forgets the others",
+                counted(len(new), "group"),
                 len(new & confirmed),
                 self.table,
             )
 
-    def give_back_of_dead(self, groups: TrainedGroups, rolled_back: bool = False) -> bool:
-        """Gives back what ranks of a killed run had, apart from the groups that its training checkpoint contains.
+    def requeue_dead(self, groups: TrainedGroups, rolled_back: bool = False) -> bool:
+        """Requeues what ranks of a killed run had, apart from the groups that its training checkpoint contains.
 
         `rolled_back`: what was consumed after the state is in its table again, perhaps with groups of the state that
-        were taken late. One rank calls it. Returns whether there was anything to do.
+        were acknowledged late. One rank calls it. Returns whether there was anything to do.
         """
         leases: list[Lease] = []
         paths = sorted(self._output_dir.glob(_FILES.format("*")))
         for path in paths:
             leases += _read(path)
         if leases:
-            self._client.acknowledge(map(_stub, leases), give_back=True)
+            self._client.acknowledge(map(_stub, leases), requeue=True)
         if contained := sorted(groups.keys) if rolled_back else groups.part:
-            missing = set(self._client.take(self.table, contained).missing)
+            missing = set(self._client.consume(self.table, contained).missing)
             self.unconfirmed = TrainedGroups(self.unconfirmed.whole, [key for key in groups.part if key in missing])
         for path in paths:
             path.unlink(missing_ok=True)
         return bool(leases or contained)
 
-    def give_back(self) -> list[int]:
-        """Gives back all groups that no training checkpoint contains. Returns the keys of the returned groups."""
-        if self._keeper is not None:
-            self._keeper.close()
+    def requeue(self) -> list[int]:
+        """Requeues all groups that no training checkpoint contains. Returns the keys of the requeued groups."""
+        if self._renewer is not None:
+            self._renewer.close()
         with self._lock:
-            held = dict(self._held)
+            # The wait for a batch may have been ended when its lease had begun already.
+            held: dict[Lease, list[int]] = {lease: [] for lease in self._coming} | self._held
         if not held:
             return []
         try:
-            self._client.acknowledge(map(_stub, held), give_back=True, timeout=_GIVE_BACK_SECONDS)
+            self._client.acknowledge(map(_stub, held), requeue=True, timeout=_REQUEUE_SECONDS)
             if self._settled_part:
-                self._client.take(self.table, self._settled_part, timeout=_GIVE_BACK_SECONDS)
+                self._client.consume(self.table, self._settled_part, timeout=_REQUEUE_SECONDS)
         except ReplayError as error:
-            logger.warning("the server takes %d batches back within %g s: %s", len(held), self.seconds, error)
+            batches = counted(len(held), "batch")
+            logger.warning("the server takes %s back within %g s: %s", batches, self.seconds, error)
             return []
         with self._lock:
             self._held.clear()
@@ -257,9 +262,9 @@ class GroupLeases:
     def _lost(self, lost: list[SampleInfo]) -> None:
         """On the thread of the client."""
         logger.warning(
-            "the leases of %d batches could not be renewed: the server was out of reach for %g s, or was restarted "
-            "without a data_dir. The trainer keeps their groups, and another reader may get them as well",
-            len({info.lease for info in lost}),
+            "could not renew the leases of %s: the server was out of reach for %g s, or was restarted without a "
+            "data_dir. The trainer keeps the groups, and another reader may get them as well",
+            counted(len({info.lease_id for info in lost}), "batch"),
             self.seconds,
         )
 
@@ -267,7 +272,7 @@ class GroupLeases:
 def _stub(lease: Lease) -> Sample:
     """A sample that names its lease, and nothing else."""
     shard, number = lease
-    info = SampleInfo(0, 0.0, 0.0, 0.0, 0, 0, 0, 0, lease=number, shard=shard)
+    info = SampleInfo(0, 0.0, 0.0, 0.0, 0, 0, 0, 0, lease_id=number, shard=shard)
     return Sample(info, b"")
 
 

@@ -5,8 +5,8 @@
 The (B, T, V) logits are never in memory as a whole: each chunk is computed for the forward pass, and again for the
 backward pass. Axes here: N tokens of the mask, C tokens of a chunk, H hidden size, V vocabulary.
 
-Where the model can take it, the sequences of a micro-batch are packed: one row, without padding, in which each common
-beginning stands once.
+Where the model can take it, the sequences of a micro-batch are packed: one row, without padding, in which each shared
+prefix stands once.
 
     p p p a a b b b d q q c c      prompt p with completions a, b and b d; prompt q with c
     0 1 2 3 4 3 4 5 6 0 1 2 3      positions
@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from replay_generator.frequencies import fix_frequencies
-from replay_generator.model_checks import check_model, choose_attention, name_of, tolerance_of
+from replay_generator.engines.model_checks import check_model, choose_attention, name_of, tolerance_of
+from replay_generator.engines.rotary_frequencies import fix_frequencies
 from replay_trainer.batching import Batch, ModelInput, bare_group, packed_input, padded_input, to_batch
 from replay_trainer.packing.attention import enable_packing, packed_forward
-from replay_trainer.packing.kept_sets import ChunkSets, TokenSets
+from replay_trainer.packing.sampling_masks import ChunkMasks, TokenMasks
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,8 @@ class LogprobModel(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(B, T) log-probabilities of the tokens of `batch.mask_BT`, and (B, T) entropies without gradient.
 
-        Both float32, in nats, 0 outside the mask, at the temperature the tokens were sampled at:
-        log softmax(logits / temperature)[token], over the tokens that were kept (`batch.kept`), else over all.
+        Both float32, in nats, 0 outside the mask, at the temperature the tokens were sampled at: log softmax(logits /
+        temperature)[token], over the tokens that were kept (`batch.sampling_masks`), else over all.
         """
         return self._run(batch, self.route)
 
@@ -91,14 +91,14 @@ class LogprobModel(nn.Module):
         inputs = packed_input(batch) if route == "packed" else padded_input(batch)
         ids_N = batch.completion_ids_BT[batch.mask_BT]
         temperature_N = batch.temperature_B[:, None].expand_as(batch.mask_BT)[batch.mask_BT]
-        sets = None if batch.kept is None else batch.kept.over(batch.mask_BT)
+        masks = None if batch.sampling_masks is None else batch.sampling_masks.over(batch.mask_BT)
         if route == "logits":
             logits_NV = self._call(self.model, inputs).logits.flatten(0, 1)[inputs.predicts_N]
-            logprobs_N, entropy_N = _of_logits(logits_NV, ids_N, temperature_N, sets)
+            logprobs_N, entropy_N = _of_logits(logits_NV, ids_N, temperature_N, masks)
         else:
             hidden_NH = self._call(self._base(), inputs).last_hidden_state.flatten(0, 1)[inputs.predicts_N]
             head = self.model.get_output_embeddings()
-            logprobs_N, entropy_N = chosen_logprobs(hidden_NH, head.weight, head.bias, ids_N, temperature_N, sets)
+            logprobs_N, entropy_N = chosen_logprobs(hidden_NH, head.weight, head.bias, ids_N, temperature_N, masks)
         zeros_BT = torch.zeros_like(batch.rollout_logprobs_BT)
         return (
             zeros_BT.masked_scatter(batch.mask_BT, logprobs_N),
@@ -177,37 +177,37 @@ def chosen_logprobs(
     bias_V: Tensor | None,
     ids_N: Tensor,
     temperature_N: Tensor,
-    sets: TokenSets | None = None,
+    masks: TokenMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax((hidden @ weight.T + bias) / temperature)[id] and the entropy: (N,) float32, in nats.
 
-    `sets`: the tokens that the softmax of each token goes over; None, or a token without a set: all.
+    `masks`: the tokens that the softmax of each token goes over; None, or a token without a set: all.
 
     Logits are computed in the dtype of the weight (under autocast, in that of autocast), all later values in float32.
     Memory: CHUNK_LOGITS logits. The gradient flows into hidden, weight and bias, but not through the entropy.
     """
     # `apply` has no type in torch.
-    logprobs_N, entropy_N = _ChosenLogprobs.apply(hidden_NH, weight_VH, bias_V, ids_N, temperature_N, sets)  # type: ignore[no-untyped-call]
+    logprobs_N, entropy_N = _ChosenLogprobs.apply(hidden_NH, weight_VH, bias_V, ids_N, temperature_N, masks)  # type: ignore[no-untyped-call]
     return logprobs_N, entropy_N
 
 
 def _of_logits(
-    logits_NV: Tensor, ids_N: Tensor, temperature_N: Tensor, sets: TokenSets | None
+    logits_NV: Tensor, ids_N: Tensor, temperature_N: Tensor, masks: TokenMasks | None
 ) -> tuple[Tensor, Tensor]:
     logits_NV = logits_NV.float() / temperature_N[:, None]
-    logsum_N, entropy_N = _logsum_and_entropy(logits_NV, None if sets is None else sets.of_chunk(slice(None)))
+    logsum_N, entropy_N = _logsum_and_entropy(logits_NV, None if masks is None else masks.of_chunk(slice(None)))
     return logits_NV.gather(-1, ids_N[:, None]).squeeze(-1) - logsum_N, entropy_N.detach()
 
 
-def _logsum_and_entropy(logits_CV: Tensor, sets: ChunkSets | None) -> tuple[Tensor, Tensor]:
-    """(C,) logsumexp of the logits and the entropy of their softmax; over the sets of the tokens that have one."""
-    if sets is None:
+def _logsum_and_entropy(logits_CV: Tensor, masks: ChunkMasks | None) -> tuple[Tensor, Tensor]:
+    """(C,) logsumexp of the logits and the entropy of their softmax; over the masks of the tokens that have one."""
+    if masks is None:
         return _logsum_and_entropy_of(logits_CV)
-    kept = _logsum_and_entropy_of(sets.kept(logits_CV))
-    if sets.all_known:
-        return kept
+    masked = _logsum_and_entropy_of(masks.logits_of(logits_CV))
+    if masks.all_known:
+        return masked
     logsum_C, entropy_C = (
-        torch.where(sets.known_C, *pair) for pair in zip(kept, _logsum_and_entropy_of(logits_CV), strict=True)
+        torch.where(masks.known_C, *pair) for pair in zip(masked, _logsum_and_entropy_of(logits_CV), strict=True)
     )
     return logsum_C, entropy_C
 
@@ -231,7 +231,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         bias_V: Tensor | None,
         ids_N: Tensor,
         temperature_N: Tensor,
-        sets: TokenSets | None,
+        masks: TokenMasks | None,
     ) -> tuple[Tensor, Tensor]:
         device = hidden_NH.device.type
         ctx.compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
@@ -241,12 +241,12 @@ class _ChosenLogprobs(torch.autograd.Function):
         weight = weight_VH.to(ctx.compute)
         for chunk in _chunks(N, V):
             logits_CV = _logits(hidden_NH[chunk], weight, bias_V, temperature_N[chunk], ctx.compute)
-            logsum_C, entropy_C = _logsum_and_entropy(logits_CV, None if sets is None else sets.of_chunk(chunk))
+            logsum_C, entropy_C = _logsum_and_entropy(logits_CV, None if masks is None else masks.of_chunk(chunk))
             logprobs_N[chunk] = logits_CV.gather(-1, ids_N[chunk, None]).squeeze(-1) - logsum_C
             entropy_N[chunk] = entropy_C
             logsum_N[chunk] = logsum_C
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N, temperature_N, logsum_N)
-        ctx.sets = sets
+        ctx.masks = masks
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
@@ -263,8 +263,8 @@ class _ChosenLogprobs(torch.autograd.Function):
             # d log p[id] / d logit = (onehot - p) / temperature; of a logit that was not kept it is 0.
             scale_C1 = (gradient_N[chunk] / temperature_N[chunk])[:, None]
             grad_CV = grad_CV.sub_(logsum_N[chunk, None]).exp_().mul_(-scale_C1)
-            if ctx.sets is not None:
-                grad_CV = ctx.sets.of_chunk(chunk).within(grad_CV)
+            if ctx.masks is not None:
+                grad_CV = ctx.masks.of_chunk(chunk).within(grad_CV)
             grad_CV.scatter_add_(-1, ids_N[chunk, None], scale_C1)
             if bias_grad_V is not None:
                 bias_grad_V += grad_CV.sum(dim=0)

@@ -74,7 +74,7 @@ def policy_loss(
     config: LossConfig | None = None,
     *,
     weights: Tensor | None = None,
-    keep: Tensor | None = None,
+    correction_mask: Tensor | None = None,
     normalizer: float | None = None,
     correction: CorrectionConfig | None = None,
     tokens: Tensor | None = None,
@@ -84,8 +84,8 @@ def policy_loss(
     logprobs, old_logprobs: (B, T) nats; log-ratios are clamped to ±20. advantages: (B,), or (B, T) one per token.
     mask: (B, T) response mask before any rejection; every denominator counts it.
     config: LossConfig() unless given. weights: (B, T) `Correction.weights`. normalizer: see the module.
-    keep: (B, T) `Correction.mask`. Tokens of `mask` outside `keep` add no loss. The denominators still count them, so
-    that rejecting some tokens does not inflate the others.
+    correction_mask: (B, T) `Correction.mask`. Tokens of `mask` outside `correction_mask` add no loss. The denominators
+    still count them, so that rejecting some tokens does not inflate the others.
     correction: its dual clip `clip_ratio_c` c (arXiv 1912.09729; TRL's `delta`): where A < 0, the loss is at most -c A,
     and has no gradient above it; not for cispo. With its objective bypass_reinforce the loss of a token is -A w log θ,
     without c and without clipping; the loss type only aggregates. None: neither.
@@ -99,7 +99,11 @@ def policy_loss(
     Raises ValueError for shapes that do not fit.
     """
     config, correction = config or LossConfig(), correction or CorrectionConfig()
-    _check_shapes(logprobs, {"old_logprobs": old_logprobs, "mask": mask, "weights": weights, "keep": keep}, advantages)
+    _check_shapes(
+        logprobs,
+        {"old_logprobs": old_logprobs, "mask": mask, "weights": weights, "correction_mask": correction_mask},
+        advantages,
+    )
     mask_BT = mask.bool()
     # `where` instead of a product with the mask: padding may hold anything, and 0 * inf is NaN in the gradient.
     logprobs_BT = torch.where(mask_BT, at_least_float32(logprobs), 0.0)
@@ -130,8 +134,8 @@ def policy_loss(
             loss_BT = torch.where(dual_BT, -correction.clip_ratio_c * advantages_BT, loss_BT)
     if weights is not None:
         loss_BT = loss_BT * torch.where(mask_BT, weights.detach().to(loss_BT.dtype), 0.0)
-    if keep is not None:
-        loss_BT = torch.where(keep.bool(), loss_BT, 0.0)
+    if correction_mask is not None:
+        loss_BT = torch.where(correction_mask.bool(), loss_BT, 0.0)
 
     loss = aggregate_loss(loss_BT, mask_BT, config, normalizer, tokens)
     with torch.no_grad():
@@ -186,7 +190,7 @@ def corrected_policy_loss(
         mask,
         config,
         weights=None if bypass else corrected.weights,
-        keep=corrected.mask,
+        correction_mask=corrected.mask,
         normalizer=normalizer,
         correction=correction,
         tokens=tokens,

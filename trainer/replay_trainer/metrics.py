@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from replay_client import Sample
+from replay_client.run_metrics import CORRECTION, watched
 from replay_client.scoring import Scale, carries_gradient
+from replay_client.words import counted
 from replay_trainer.batching import Batch
 
 logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
-"""The metrics of one step: docs/metrics.md explains each."""
+"""The metrics of one step. `replay_client.run_metrics` declares each."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def _spread(rewards: Sequence[float]) -> float:
     return float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0
 
 
-class Laps:
+class StepTimers:
     """Seconds spent in each part of a step, by name."""
 
     def __init__(self) -> None:
@@ -135,35 +137,10 @@ class Laps:
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
         self._last = now
 
-    def take(self) -> dict[str, float]:
-        """All laps and their sum, "step"; then start again at zero."""
+    def collect(self) -> dict[str, float]:
+        """All timers and their sum, "step"; then start again at zero."""
         seconds, self._seconds = self._seconds, {}
         return {**seconds, "step": sum(seconds.values())}
-
-
-# The limits come from verl's guide to rollout correction.
-ALARMS: dict[str, tuple[float, float, str]] = {
-    "ratio_mean": (
-        0.5,
-        2.0,
-        "the sampler and the trainer compute different things: compare temperature, top_p and logprobs mode of the "
-        "sampler, and its weights with the published ones",
-    ),
-    "ess": (
-        0.3,
-        math.inf,
-        "a few tokens carry the gradient: lower clip_max, take level='token', or allow less staleness",
-    ),
-    "kl": (-0.1, 0.1, "the data is far from the policy: lower max_staleness of the tables or the learning rate"),
-    "chi2": (-math.inf, 1.0, "single tokens have huge ratios: take action='mask', a rejection by k3 or a veto"),
-    "unknown_sets_fraction": (
-        -math.inf,
-        0.01,
-        "the sampler drew with top_p, top_k or min_p and did not say what they kept, so each ratio is too small by "
-        "what was cut off: let it store sampling masks (sampling_masks of the generator), or leave all three off",
-    ),
-}
-"""Metrics of `correct`: the least and the highest value that is safe, and the remedy for others."""
 
 
 class Alarms:
@@ -173,15 +150,15 @@ class Alarms:
         self._triggered: set[str] = set()
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
-        """Log and return the warnings that these metrics trigger for the first time. NaN triggers none."""
+        """Log and return the warnings that these metrics of `correct` trigger for the first time. NaN triggers none."""
         warnings = []
-        for name, (least, most, remedy) in ALARMS.items():
+        for full_name, healthy, remedy in watched(CORRECTION):
+            name = full_name.removeprefix("correction/")
             value = metrics.get(name, math.nan)
-            # NaN is neither below nor above.
-            if name not in self._triggered and (value < least or value > most):
+            if name not in self._triggered and healthy.excludes(value):
                 self._triggered.add(name)
                 warnings.append(
-                    f"correction/{name} is {value:.3g}, safe is {least:g} to {most:g}: {remedy} (said once)"
+                    f"{full_name} is {value:.3g}, safe is {healthy.least:g} to {healthy.most:g}: {remedy} (said once)"
                 )
                 logger.warning("%s", warnings[-1])
         return warnings
@@ -222,9 +199,10 @@ def summary(lines: Sequence[Line]) -> Iterator[str]:
         f"staleness           {_versions('fresh/staleness_mean', lines)} (fresh groups), "
         f"{_versions('replay/staleness_mean', lines)} (replayed groups)"
     )
+    clipped = _mean_of("correction/clipped_fraction", lines)
     yield (
         f"importance weights  mean ratio {_mean_of('correction/ratio_mean', lines):.4f}, "
-        f"{_mean_of('correction/clipped_fraction', lines):.2%} of the tokens at a bound of the weights"
+        f"{'weights off' if math.isnan(clipped) else f'{clipped:.2%} of the tokens at a bound of the weights'}"
     )
     yield (
         f"speed               {sum(line['train/tokens'] for line in lines) / seconds:.0f} tokens/s trained, "
@@ -243,4 +221,4 @@ def _mean_of(name: str, lines: Sequence[Line]) -> float:
 
 
 def _steps(count: int) -> str:
-    return "step" if count == 1 else f"{count} steps"
+    return "step" if count == 1 else counted(count, "step")

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from replay_generator.remote_weights import checksum_of
+from replay_generator.policy.remote import checksum_of
 from replay_trainer.ranks import Ranks
 from replay_trainer.weights import RANKS_FOLDER, to_disk, writing
 
@@ -48,13 +48,13 @@ class RankFiles:
         if self._ranks.is_first:
             path.touch()
         self._ranks.wait()
-        seen = self._ranks.all((path.exists(), str(self._output_dir)))
+        views = self._ranks.all((path.exists(), str(self._output_dir)))
         if self._ranks.is_first:
             path.unlink()
-        for rank, (sees, folder) in enumerate(seen):
-            if not sees:
+        for rank, (exists, folder) in enumerate(views):
+            if not exists:
                 return (
-                    f"rank {rank} does not see in {folder} what the first rank writes to {seen[0][1]}: with fsdp each "
+                    f"rank {rank} does not see in {folder} what the first rank writes to {views[0][1]}: with fsdp each "
                     f"rank writes a part of a training checkpoint, so output_dir must be a folder that all ranks share"
                 )
         return ""
@@ -146,9 +146,9 @@ def read_rows(stored: Any, like: Tensor) -> Tensor:
     mesh = like.device_mesh
     rows = math.ceil(like.shape[0] / mesh.size())
     start = min(mesh.get_local_rank() * rows, like.shape[0])
-    mine: Tensor = stored[start : start + local.shape[0]]
-    assert mine.shape == local.shape, (mine.shape, local.shape)
-    return mine
+    own_rows: Tensor = stored[start : start + local.shape[0]]
+    assert own_rows.shape == local.shape, (own_rows.shape, local.shape)
+    return own_rows
 
 
 def load_weights_of_rank(folder: Path, model: nn.Module) -> None:

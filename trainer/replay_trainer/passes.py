@@ -26,7 +26,7 @@ from replay_trainer.correction import Correction, CorrectionConfig, correct
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalizer
 from replay_trainer.metrics import Metrics
-from replay_trainer.packing.beginnings import Ints
+from replay_trainer.packing.shared_prefixes import Ints
 from replay_trainer.ranks import Ranks, gather_full
 from replay_trainer.weights import Adapter
 

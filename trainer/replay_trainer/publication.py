@@ -7,12 +7,14 @@ of other ranks                             | write their rows of its checkpoint 
 The loop waits only for the copy to host memory. A thread writes the copy while the next step changes the weights.
 There is one copy, so one version is written at a time: a version that is due waits for the one before.
 
-The order of the thread is what keeps a killed trainer from losing or repeating groups. It writes the folder under
-another name, flushes it, and renames it: a folder with its name is whole. A training checkpoint names the groups that
-it contains. Then the thread announces the version, and last it acknowledges those groups. So after a kill, either the
-state is not there, and the server gives the groups out again; or the state is there, and the resume acknowledges what
-it names, in case that the killed trainer did not. Where `weights_dir` is not `output_dir`, the version is announced
-before the state is on the disk. A kill in between leaves a version that no state contains: the resume withdraws it.
+The order of the thread is what keeps a killed trainer from losing or repeating groups (resume.py). It writes the folder
+under another name, flushes it, and renames it: a folder with its name is whole. Then the thread announces the version,
+acknowledges the groups that a training checkpoint names, and names its state. Where `weights_dir` is not `output_dir`,
+the version is announced before the state is on the disk. A kill in between leaves a version that no state contains: the
+resume withdraws it.
+
+A run that stops after a step whose weights are published already adds the training checkpoint to that folder, by
+`add_state`: a manifest that names it takes the place of the one before.
 
 With fsdp the first rank writes the manifest when every rank has told it that its own file is on the disk. A state
 without the file of some rank therefore has no manifest, and does not count.
@@ -20,16 +22,14 @@ without the file of some rank therefore has no manifest, and does not count.
 
 from __future__ import annotations
 
-import json
 import logging
-import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -43,9 +43,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from replay_client import ReplayClient, Sample
-from replay_client.errors import DeadlineExceededError, InvalidRequestError, ReplayError, ServerUnavailableError
-from replay_generator.frequencies import frequency_facts, why_other_frequencies
-from replay_generator.weights import differing_facts, folder_facts, model_facts, told_facts, why_other_model
+from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
+from replay_client.folder_lock import FolderLock
+from replay_client.waits import Deadline, looking
+from replay_generator.engines.rotary_frequencies import frequency_facts, why_other_frequencies
+from replay_generator.engines.weights import differing_facts, folder_facts, model_facts, told_facts, why_other_model
 from replay_trainer.background import BackgroundTask, HostCopy, ServerWaits
 from replay_trainer.batching import bare_group, to_batch
 from replay_trainer.config import GRPOConfig
@@ -59,11 +61,13 @@ from replay_trainer.partitions import (
     take_rows,
 )
 from replay_trainer.ranks import Ranks
+from replay_trainer.resume import ResumeProtocol, SavedState
+from replay_trainer.stopping import Stopped, Stopping
 from replay_trainer.weights import (
     Adapter,
-    OutputLock,
     WholeModel,
     WithDelta,
+    add_state,
     damaged,
     frequencies_of,
     load_state,
@@ -90,9 +94,22 @@ FIRST_TRY = 5.0
 CHECKPOINT_SECONDS = 600.0
 """For the server's checkpoint that belongs to a training checkpoint; it may write hundreds of gigabytes."""
 LAST_TRY = 10.0
-"""Seconds that the end of a run waits for an announcement, as for a server that takes groups back."""
+"""Seconds that the end of a run, or a stop, waits for an announcement, as for a server that takes groups back."""
+_NOT_TOLD = "the server does not answer, so nobody has told it of %s"
 _SAME_MODEL = "resume with the model, the tokenizer and the adapter of that run, or choose another output_dir"
 """The remedy where a training checkpoint is not of the model that is to be trained."""
+
+
+class _Report(NamedTuple):
+    """What a rank tells the others in `Publication.check`."""
+
+    error: str
+    """Why its write has failed; "": it has not."""
+    unconfirmed: TrainedGroups
+    asked: bool
+    """Whether it was asked to stop."""
+    untold: bool
+    """Whether it has given up to tell the server of its last version."""
 
 
 @dataclass
@@ -109,6 +126,7 @@ class Publication:
     """Whether each rank has a part of the weights."""
     leases: GroupLeases
     """Of the fresh groups."""
+    stopping: Stopping
     adapter: Adapter | None = None
     """What is published in the place of the weights."""
 
@@ -116,17 +134,18 @@ class Publication:
         config = self.config
         self.output_dir = Path(config.output_dir).resolve()
         self.weights_dir = Path(config.weights_dir or config.output_dir).resolve()
-        self.lock = OutputLock(self.output_dir)
+        self.lock = FolderLock(self.output_dir)
         self._last_saved = -config.save_every
+        self._last_published = -1
         self._weights_copy, self._state_copy = HostCopy(), HostCopy()
         self._task = BackgroundTask("replay-publication")
         self._waits = ServerWaits(self.client, quiet=not self.ranks.is_first)
         self._announcing = ""
         """What waits for the server now, if all its files are written."""
-        self._keeps = False
-        """Whether the server keeps consumed groups, so that a resume can go back to an older state."""
-        self._state_id = ""
-        """Of the last training checkpoint of this run; on the first rank."""
+        self._untold = False
+        """Whether a stop has ended the announcement of the last version, for the server was away."""
+        self._protocol: ResumeProtocol
+        """From `start` on."""
         self._facts: dict[str, Any] = {}
         self._writer: Adapter | WholeModel
         """Saves versions. It knows their generation_config.json from the start on."""
@@ -138,7 +157,7 @@ class Publication:
         Raises FileExistsError if output_dir holds the results of another run, RuntimeError if another process trains in
         it, if the server follows another run, or if a rank does not see the output_dir of the first, ValueError if the
         server admits fewer groups a step than this run takes, or if the training checkpoint is damaged or of another
-        model, tokenizer or adapter.
+        model, tokenizer or adapter, and Stopped if a stop ends its wait for the server.
         """
         if why := self.ranks.from_first(self.lock.acquire() if self.ranks.is_first else ""):
             raise RuntimeError(why)
@@ -156,11 +175,12 @@ class Publication:
             self._facts |= self.adapter.facts
         self._writer = self.adapter or WholeModel(self.policy.model)
         with self._waits.waiting("for the server"):
-            info = self.client.server_info()
+            info = self.stopping.wait(self.client.server_info)
         admission, table = info.admission, info.tables.get(self.config.rollouts_table)
-        self._keeps = table is not None and bool(json.loads(table.config)["keep_consumed"])
+        table_config = None if table is None else table.config
+        self._protocol = ResumeProtocol(self.client, self.leases, table_config, renumbers=True)
         if admission is not None:
-            self.config.check_admission(admission.groups_per_step)
+            self.config.check_admission(admission.fresh_groups_per_step)
         metrics_path = self.output_dir / "metrics.jsonl"
         folders = saved(self.output_dir) if self.config.resume else []
         others = [*([metrics_path] if metrics_path.exists() else []), *self._published()]
@@ -178,9 +198,9 @@ class Publication:
         newest = max(map(version_of, self._published())) if folders else 0
         policy = self.client.policy()
         place = policy.weights.rpartition("/")[0]
-        ours = bool(folders) and place in (str(self.output_dir), str(self.weights_dir), self.config.weights_url)
-        another = (place or policy.weights) if policy.weights and not ours else None
-        if another is not None or (policy.version > newest and not ours):
+        is_own = bool(folders) and place in (str(self.output_dir), str(self.weights_dir), self.config.weights_url)
+        another = (place or policy.weights) if policy.weights and not is_own else None
+        if another is not None or (policy.version > newest and not is_own):
             raise RuntimeError(
                 f"the server is at policy version {policy.version}"
                 + (f" of the run in {another}" if another is not None else "")
@@ -258,11 +278,8 @@ class Publication:
         location = self._restored(version, folder)
         if self.ranks.is_first:
             groups = TrainedGroups.from_state_dict(state["groups"])
-            self.leases.acknowledge(groups)
-            # Before groups go back: the server measures their staleness against the version that trains on them.
-            self._go_back(version, location, **state["history"])
-            if self.leases.give_back_of_dead(groups, rolled_back=self._keeps):
-                self.client.set_policy_version(version, weights=location, rollback=True)  # counts permits anew
+            saved_state = SavedState(version=version, **state["history"])
+            self._protocol.resume(groups, saved_state, location, f"step {version}")
             self._describe()
             for later in self._published():
                 if version_of(later) > version:
@@ -282,25 +299,16 @@ class Publication:
             self._write_to(self.weights_dir, version, probe, weights)
         return self._location(folder)
 
-    def _go_back(self, version: int, location: str, id: str, before: str) -> None:
-        """Takes the server back to a training checkpoint, which comes after the state `before`. Both are ids."""
-        self._state_id = id
-        # Otherwise the trainer was killed before it named the state, or the server has started again without its items
-        # and knows no state: then it has nothing that was consumed since.
-        if self._keeps and self.client.policy().state not in (before, ""):
-            try:
-                self.client.set_policy_version(version, weights=location, rollback=True, state=id)
-                return
-            except InvalidRequestError as error:
-                logger.warning("groups that were consumed after step %d do not come back: %s", version, error)
-        self.client.set_policy_version(version, weights=location, rollback=True)
-        if self._keeps:
-            self.client.set_policy_version(version, weights=location, state=id)
+    def complete(self, version: int, left: Sequence[Sample] = ()) -> None:
+        """Publish the version with its training checkpoint, unless it has one. The run stops after this version."""
+        if self._last_saved != version:
+            self.publish(version, left)
 
     def publish(self, version: int, left: Sequence[Sample] = ()) -> None:
         """Copy the weights to the host, with the training checkpoint if one is due; then write and announce them.
 
-        A training checkpoint contains the groups of all steps so far, and not those that are `left` for later steps.
+        One is due after `save_every` steps, after the last one, and where the run stops. A training checkpoint contains
+        the groups of all steps so far, and not those that are `left` for later steps.
 
         Writing and announcing happen while the next steps run, one version at a time. This call therefore waits for
         the version before. Raises RuntimeError on every rank if that one failed, and FloatingPointError if the weights
@@ -309,26 +317,31 @@ class Publication:
         config = self.config
         self.finish()
         probe = self.probe()
-        full = version == config.max_steps or version - self._last_saved >= config.save_every
+        full = version == config.max_steps or version - self._last_saved >= config.save_every or self.stopping.agreed
+        again = version == self._last_published
+        self._last_published = version
+        self._untold = False
         weights = self._weights()
         state, rows = self._state() if full else (None, None)
         groups = TrainedGroups.of_ranks(self.ranks.all(self.leases.trained(left))) if full else TrainedGroups()
+        saved_state = None
         if state is not None:
+            saved_state = self._protocol.new_state(version)
             state["groups"] = groups.state_dict()
-            before, self._state_id = self._state_id, f"step-{version}-{secrets.token_hex(8)}"
-            state["history"] = {"id": self._state_id, "before": before}
+            state["history"] = {"id": saved_state.id, "before": saved_state.before}
         if self.ranks.is_first:
             checkpoint = ""
             if full and config.checkpoint_server:
                 # Not in the background: it belongs to this version. The server chooses the name: it then removes this
                 # checkpoint itself when it has enough newer ones.
                 try:
-                    checkpoint = self.client.checkpoint(timeout=CHECKPOINT_SECONDS)
+                    checkpoint = self.client.create_checkpoint(timeout=CHECKPOINT_SECONDS)
                 except DeadlineExceededError as error:
                     logger.warning(
                         "the training checkpoint of step %d names no checkpoint of the server: %s", version, error
                     )
-            self._task.start(partial(self._write, version, probe, weights, state, rows, checkpoint, groups))
+            write = partial(self._write, version, probe, weights, state, rows, checkpoint, groups, saved_state, again)
+            self._task.start(write)
         elif rows is not None:
             self._task.start(partial(self._write_rows, version, rows))
         if full:
@@ -348,15 +361,17 @@ class Publication:
     def check(self) -> None:
         """Raises RuntimeError on every rank if a write has failed. Does not wait for one.
 
-        Also tells every rank which groups the first one could not acknowledge, before a step draws groups.
+        Also tells every rank which groups the first one could not acknowledge, before a step draws groups, and whether
+        any rank was asked to stop.
         """
         error = self._task.take_error()
-        told = self.ranks.all(
-            (f"{type(error).__name__}: {error}" if error is not None else "", self.leases.unconfirmed)
-        )
-        reasons = [reason for reason, _ in told]
+        why = "" if error is None else f"{type(error).__name__}: {error}"
+        reports = self.ranks.all(_Report(why, self.leases.unconfirmed, self.stopping.is_asked(), self._untold))
+        reasons = [report.error for report in reports]
         if not self.ranks.is_first:  # its thread may find out more meanwhile
-            _, self.leases.unconfirmed = told[0]
+            self.leases.unconfirmed = reports[0].unconfirmed
+            self._untold = reports[0].untold
+        self.stopping.agree(any(report.asked for report in reports))
         if reason := next(filter(None, reasons), ""):
             raise RuntimeError(
                 f"a version could not be published: {reason}. The run stops here, because its generators would stay at "
@@ -364,10 +379,14 @@ class Publication:
             ) from error
 
     def finish(self) -> None:
-        """Wait until every version is written and announced. Raises RuntimeError on every rank if one failed."""
+        """Wait until every version is written and announced. Raises RuntimeError on every rank if one failed.
+
+        After a stop an announcement gets only some seconds more: a resume makes it.
+        """
         self._task.wait()
         self.check()
-        self.leases.settled()
+        if not self._untold:
+            self.leases.settled()
 
     def close(self) -> None:
         """Wait for the last write and release the folder. An error of that write is logged.
@@ -376,7 +395,7 @@ class Publication:
         """
         end = time.monotonic() + LAST_TRY
         if not self._task.wait(lambda: not self._announcing or time.monotonic() < end):
-            logger.error("the server does not answer, so nobody has told it of %s", self._announcing)
+            logger.error(_NOT_TOLD, self._announcing)
         if (error := self._task.take_error()) is not None:
             logger.error("the last version could not be published either: %s: %s", type(error).__name__, error)
         self.lock.release()
@@ -390,14 +409,19 @@ class Publication:
         rows: dict[str, Tensor] | None,
         checkpoint: str,
         groups: TrainedGroups,
+        saved_state: SavedState | None,
+        again: bool,
     ) -> None:
-        """Write one version and announce it; on a thread, so without any collective operation of the loop's group."""
+        """Write one version and announce it; on a thread, so without any collective operation of the loop's group.
 
+        `again`: its weights are published, and it gets its training checkpoint now.
+        """
+        folder = self.weights_dir / f"step-{version}"
         apart, announced = self.weights_dir != self.output_dir, False
         try:
             self._weights_copy.wait()
-            if apart:
-                folder = self._write_to(self.weights_dir, version, probe, weights)
+            if apart and not again:
+                self._write_to(self.weights_dir, version, probe, weights)
                 # Before the state: the generators need not wait for the disk. Nor does the disk wait for the server.
                 with suppress(ServerUnavailableError, DeadlineExceededError):
                     self.client.set_policy_version(version, weights=self._location(folder), timeout=FIRST_TRY)
@@ -405,32 +429,50 @@ class Publication:
         finally:
             # After an error too: the other ranks wait for this one.
             parts = self._write_rows(version, rows)
-        if state is not None or not apart:
-            full_state: dict[str, Any] = {"state": state, "server_checkpoint": checkpoint, "parts": parts}
-            saved_in = self._write_to(self.output_dir, version, probe, weights, **full_state)
-            folder = folder if apart else saved_in
+        full_state: dict[str, Any] = {"state": state, "server_checkpoint": checkpoint, "parts": parts}
+        if again and not apart:
+            with writing(folder, RuntimeError):
+                add_state(folder, **full_state)
+        elif state is not None or not apart:
+            self._write_to(self.output_dir, version, probe, weights, **full_state)
         self._announcing = f"version {version} in {folder}"
-        with self._waits.waiting(f"to announce version {version}, which is in {folder},"):
-            if not announced:
-                self.client.set_policy_version(version, weights=self._location(folder))
-            # Last: a trainer that is killed before this resumes from the state, which names its groups.
-            self.leases.acknowledge(groups)
-            if state is not None and self._keeps:
-                # After the groups that it contains: what the server hears of later comes back with a rollback to it.
-                self.client.set_policy_version(version, weights=self._location(folder), state=state["history"]["id"])
-        self._describe()  # each time, for the server may have started again
+        waiting = self._waits.waiting(f"to announce version {version}, which is in {folder},")
+        try:
+            with waiting, looking(self._look_for_a_stop()):
+                if not announced:
+                    self.client.set_policy_version(version, weights=self._location(folder))
+                self.leases.acknowledge(groups)
+                if saved_state is not None:
+                    self._protocol.name(saved_state, self._location(folder))
+                self._describe()  # each time, for the server may have started again
+        except Stopped:
+            self._untold = True
+            logger.error(_NOT_TOLD, self._announcing)
         self._announcing = ""
+
+    def _look_for_a_stop(self) -> Callable[[], None]:
+        """Raises Stopped when a stop has waited LAST_TRY seconds for the server."""
+        deadline: Deadline | None = None
+
+        def look() -> None:
+            nonlocal deadline
+            if deadline is None and self.stopping.is_asked():
+                deadline = Deadline(LAST_TRY)
+            if deadline is not None and deadline.passed:
+                raise Stopped
+
+        return look
 
     def _write_to(
         self, directory: Path, version: int, probe: dict[str, list[Any]], weights: dict[str, Tensor], **full_state: Any
-    ) -> Path:
+    ) -> None:
         """Writes one version to one of the directories."""
         model: Any = self._writer
         if self.config.publish == "delta" and directory == self.weights_dir:
             model = WithDelta(model, directory, self.config.weights_dtype)
         # safetensors and torch have errors of their own for a full disk.
         with writing(directory / f"step-{version}", RuntimeError, SafetensorError):
-            return publish_weights(
+            publish_weights(
                 model,
                 self.tokenizer,
                 directory,

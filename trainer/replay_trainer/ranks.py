@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import copy
 import os
+import secrets
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -94,6 +95,30 @@ class Ranks:
                 pending.append(distributed.all_reduce(parameter.grad, group=self._group, async_op=True))
         for work in pending:
             work.wait()
+
+
+class RankFlag:
+    """A flag that any rank sets and every rank sees, without waiting for another one. All ranks make it together.
+
+    It lies in the store by which the ranks found each other.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._is_set = False
+        self._name = ranks.from_first(f"replay-flag-{secrets.token_hex(8)}")
+        self._store = distributed.distributed_c10d._get_default_store() if ranks.size > 1 else None
+
+    def set(self) -> None:
+        """Any thread may call it."""
+        if not self._is_set and self._store is not None:
+            self._store.set(self._name, "1")
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        """Whether any rank has set it. Any thread may call it."""
+        if not self._is_set and self._store is not None:
+            self._is_set = bool(self._store.check([self._name]))
+        return self._is_set
 
 
 def partition(module: nn.Module, layer_names: Iterable[str], device: torch.device, bf16: bool) -> None:

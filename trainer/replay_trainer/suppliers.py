@@ -4,7 +4,7 @@ A trainer waits without end: a generator may load a large model, be restarted, o
 this holds for DESERTED_SECONDS:
 
 * generators or scorers were connected, and each of them has said that it ends (`leave`). One that was killed has not.
-* No table of groups under construction, and none that a stage draws from, holds anything.
+* No table of partial groups, and none that a stage draws from, holds anything.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Suppliers:
         except ReplayError:  # whoever waits for groups waits for the server too
             self._since = None
             return ""
-        why = _why_deserted(info)
+        why = why_deserted(info)
         if not why:
             self._since = None
             return ""
@@ -56,14 +56,14 @@ class Suppliers:
         return f"{why}: unless a generator comes, the trainer ends in {self._seconds - waited:.0f} s"
 
 
-def _why_deserted(info: ServerInfo) -> str:
+def why_deserted(info: ServerInfo) -> str:
     """Why nothing is to come, in words; "": somebody may bring groups, or nobody has come yet."""
     suppliers = [client for client in info.clients if _is_supplier(client)]
     if not suppliers or not all(client.ended for client in suppliers):
         return ""
-    sources = set(info.admission.building_tables) if info.admission is not None else set()
+    sources = set(info.admission.permit_tables) if info.admission is not None else set()
     for client in suppliers:
-        source = read_described(client.settings).get("source")
+        source = read_described(client.settings).get("source_table")
         if isinstance(source, str):
             sources.add(source)
     for name in sources & info.tables.keys():
@@ -82,4 +82,4 @@ def _is_supplier(client: ClientInfo) -> bool:
     return "generator" in roles or "teacher" in roles
 
 
-__all__ = ["DESERTED_SECONDS", "LOOK_SECONDS", "Suppliers"]
+__all__ = ["DESERTED_SECONDS", "LOOK_SECONDS", "Suppliers", "why_deserted"]

@@ -11,24 +11,22 @@
                                wrote it
 
 * A folder gets its name when it is complete; one with a training checkpoint is on disk before that.
-* Only files that a manifest names are removed.
+* Only files that a manifest names are removed, and what a killed trainer left that was adding a training checkpoint.
 * A resume skips a state that lost a file or a part of one, and refuses one with other bytes than were written.
 """
 
 from __future__ import annotations
 
 import copy
-import fcntl
 import json
 import os
 import random
 import re
 import shutil
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +34,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from replay_generator.remote_weights import checksum_of, write_deltas
-from replay_generator.weights import MANIFEST, model_facts, no_progress_bars
+from replay_generator.engines.weights import MANIFEST, model_facts, no_progress_bars
+from replay_generator.policy.remote import checksum_of, write_deltas
 from replay_trainer.ranks import gather_full
 
 
@@ -66,46 +64,13 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(unfinished, path)
 
 
-NAME = ".lock"
-
-
-class OutputLock:
-    """Holds a folder for this process, until `release` or the end of the process, however it ends."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._file: IO[str] | None = None
-
-    def acquire(self) -> str:
-        """Locks the folder, and makes it if it is missing. Returns why it is not free; empty: it is locked now."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        file = (self.folder / NAME).open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            file.close()
-            return f"{self.folder} is in use by another training run ({holder}): stop it, or choose another folder"
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        self._file = file
-        return ""
-
-    def release(self) -> None:
-        """Free the folder, if it is held. The file stays: who finds it there locks it."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
 PROBE_LENGTH = 16
 """Tokens in the probe sequence."""
 RANKS_FOLDER = "optimizer"
 """A folder of its own: engines load every safetensors file beside the config as weights."""
 _FOLDER = re.compile(r"step-(\d+)")
 _STATE = "trainer.pt"
+_UNFINISHED = ".tmp"
 
 
 def publish_weights(
@@ -135,7 +100,7 @@ def publish_weights(
     folder = directory.resolve() / f"step-{version}"
     if folder.exists():
         raise FileExistsError(f"{folder} exists: choose another output_dir, or continue that run with resume=True")
-    unfinished = folder.with_name(folder.name + ".tmp")
+    unfinished = folder.with_name(folder.name + _UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)  # what a killed run left
     unfinished.mkdir(parents=True)
     with no_progress_bars():
@@ -173,6 +138,37 @@ def publish_weights(
         if old not in kept:
             remove(old)
     return folder
+
+
+def add_state(
+    folder: Path,
+    state: dict[str, Any],
+    server_checkpoint: str = "",
+    parts: Mapping[str, tuple[Path, str]] | None = None,
+) -> None:
+    """Make a published folder a training checkpoint, as `publish_weights` does with these arguments.
+
+    Others may read the folder meanwhile: what is in it stays. The manifest comes last, in the place of the one before;
+    until then the new files count for nothing.
+    """
+    aside = folder.with_name(folder.name + _UNFINISHED)
+    shutil.rmtree(aside, ignore_errors=True)  # what a killed run left
+    aside.mkdir()
+    torch.save(state, aside / _STATE)
+    added = {_STATE: (aside / _STATE, checksum_of(aside / _STATE)), **(parts or {})}
+    manifest = _manifest(folder) | {"server_checkpoint": server_checkpoint}
+    for name, (path, checksum) in added.items():
+        manifest["files"][name] = path.stat().st_size
+        manifest["checksums"][name] = checksum
+        (folder / name).parent.mkdir(exist_ok=True)
+        path.rename(folder / name)
+    for path in [*folder.rglob("*"), folder, folder.parent]:
+        to_disk(path)
+    (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    to_disk(aside / MANIFEST)
+    os.replace(aside / MANIFEST, folder / MANIFEST)
+    to_disk(folder)
+    aside.rmdir()
 
 
 def published(directory: Path) -> list[Path]:
@@ -251,9 +247,11 @@ def probe_tokens(model: Any, tokenizer: Any = None) -> list[int]:
 
 
 def remove(folder: Path) -> None:
-    """Remove the files of the manifest, and the folder unless it holds other files."""
-    for name in _files(folder):
-        (folder / name).unlink(missing_ok=True)
+    """Remove the files of the manifest, what `add_state` leaves if it is killed, and the folder unless it holds other
+    files."""
+    shutil.rmtree(folder.with_name(folder.name + _UNFINISHED), ignore_errors=True)
+    for path in [*(folder / name for name in _files(folder)), folder / _STATE, *(folder / RANKS_FOLDER).glob("*")]:
+        path.unlink(missing_ok=True)
     # Last: if this process is killed here, the next one still finds the folder and finishes the removal.
     (folder / MANIFEST).unlink()
     for path in [*sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True), folder]:

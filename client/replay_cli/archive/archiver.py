@@ -22,10 +22,11 @@ from pathlib import Path
 
 from replay_cli.archive.rows import Row
 from replay_cli.archive.segments import GROUP_ROWS, SegmentWriter, remove_unfinished
-from replay_client import Keeper, ReplayClient
+from replay_client import LeaseRenewer, ReplayClient
 from replay_client.errors import GONE, DeadlineExceededError, ReplayError
 from replay_client.records import Sample
 from replay_client.waits import WaitLog
+from replay_protos.words import counted
 
 log = logging.getLogger("replay_cli.archive")
 
@@ -93,7 +94,8 @@ class Archiver:
         self._rows = 1
         """The number of rows that the next draw asks for."""
         if removed := remove_unfinished(folder):
-            log.warning("removed %d segments that a killed archiver left unfinished; their items come again", removed)
+            segments = counted(removed, "segment")
+            log.warning("removed %s that a killed archiver left unfinished; the items come again", segments)
 
     def run(self, ends: Callable[[], bool]) -> None:
         """Archives until `ends`. Then what still waits gets LAST_SECONDS, and the open segment is finished.
@@ -102,12 +104,12 @@ class Archiver:
         TableNotFoundError if there are no copies any more.
         """
         waits, answered = WaitLog("the archiver"), time.monotonic()
-        with self._client.keep([], self._lease, lambda lost: None) as keeper:
+        with self._client.auto_renew([], self._lease, lambda lost: None) as renewer:
             try:
                 while not ends():
                     try:
                         begun = time.monotonic()
-                        came = self._step(keeper, DRAW_SECONDS)
+                        came = self._step(renewer, DRAW_SECONDS)
                         waits.go_on()
                         answered = time.monotonic()
                         if came:
@@ -118,13 +120,13 @@ class Archiver:
                         waits.wait(f"waiting for {self._client.address}: {error}")
                         time.sleep(DRAW_SECONDS)
                 last = time.monotonic() + LAST_SECONDS
-                while self._step(keeper, 0.0) and time.monotonic() < last:
+                while self._step(renewer, 0.0) and time.monotonic() < last:
                     pass
-                self._finish(keeper)
+                self._finish(renewer)
             finally:
                 self._give_up()
 
-    def _step(self, keeper: Keeper, seconds: float) -> int:
+    def _step(self, renewer: LeaseRenewer, seconds: float) -> int:
         """Draws items, for at most `seconds`, and writes them; finishes the open segment if its time has come.
 
         Returns the number of items.
@@ -133,12 +135,12 @@ class Archiver:
         with suppress(DeadlineExceededError):
             samples = self._client.sample(self._table, self._rows, min_samples=1, timeout=seconds, lease=self._lease)
         if samples:
-            keeper.add(samples)
+            renewer.add(samples)
             self._write(samples)
         if (segment := self._open) is not None and (
             segment.nbytes >= self._most_bytes or time.monotonic() - segment.begun >= self._segment_seconds
         ):
-            self._finish(keeper)
+            self._finish(renewer)
         return len(samples)
 
     def _write(self, samples: list[Sample]) -> None:
@@ -165,28 +167,28 @@ class Archiver:
         }
         return [row | {"inserted_at": time.time() - info.age} for row in GROUP_ROWS.rows(facts, sample.payload)]
 
-    def _finish(self, keeper: Keeper) -> None:
+    def _finish(self, renewer: LeaseRenewer) -> None:
         """Finishes the open segment, and lets the server forget what is in it."""
         if (segment := self._open) is None:
             return
         path = segment.writer.finish()
         self._open = None
-        keeper.let_go(segment.samples)
+        renewer.forget(segment.samples)
         if missing := self._client.acknowledge(segment.samples).missing:  # their leases ended, so they may be back
-            keys = [sample.info.key for sample in segment.samples if sample.info.lease in missing]
-            self._client.take(self._table, keys)
-        self._say(f"{path.name}: {segment.writer.rows} items, {segment.nbytes} bytes")
+            keys = [sample.info.key for sample in segment.samples if sample.info.lease_id in missing]
+            self._client.consume(self._table, keys)
+        self._say(f"{path.name}: {counted(segment.writer.rows, 'item')}, {counted(segment.nbytes, 'byte')}")
         if lacking := segment.writer.lacking:
-            said = "%s: %d items lack columns that could not be written, and have their payload; the first is %s"
-            log.warning(said, path.name, len(lacking), lacking[0])
+            message = "%s: %s without columns that could not be written, but with the payload; the first is %s"
+            log.warning(message, path.name, counted(len(lacking), "item"), lacking[0])
 
     def _give_up(self) -> None:
-        """Gives back what is in the open segment, as far as the server answers."""
+        """Requeues what is in the open segment, as far as the server answers."""
         if (segment := self._open) is None:
             return
         self._open = None
         segment.writer.discard()
         try:
-            self._client.acknowledge(segment.samples, give_back=True, timeout=1.0)
+            self._client.acknowledge(segment.samples, requeue=True, timeout=1.0)
         except ReplayError:
             log.info("the server does not answer: the items come back when their lease ends")

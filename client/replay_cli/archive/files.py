@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from replay_cli.archive.rows import Row
-from replay_generator.row_files import json_lines
+from replay_generator.prompts.files import json_lines
 from replay_protos.state import plain
 
 _ROWS_PER_BATCH = 256

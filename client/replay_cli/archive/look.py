@@ -18,22 +18,22 @@ from replay_cli.options import option, taking
 from replay_cli.output import AsJson, console, fail, misuse, need, plain_table, print_json, say
 
 if TYPE_CHECKING:
-    from replay_cli.archive.fates import Use
+    from replay_cli.archive.outcomes import Outcome
     from replay_cli.archive.rows import Row
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the archive: --dir of `replay archive run`.")]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the archive, as of `replay archive run`.")]
 _STEPS = "steps.jsonl of the trainer: says what it trained on."
 _WHICH = (
-    option("steps", _STEPS, Path),
-    option("key", "Only this item. May be repeated.", list[int], parser=parse_key, metavar="KEY"),
-    option("prompt", "Only groups with this prompt_id."),
-    option("version", "Only groups of this policy version, or of a range such as 40..50."),
-    option("tag", "NAME=VALUE: only items with this tag. May be repeated.", list[str]),
-    option("fate", "Only groups that ended so.", Literal["trained", "left-out", "put-aside", "unknown"]),
+    option("steps_path", _STEPS, Path, metavar="FILE"),
+    option("key", "Only this item; repeatable.", list[int], parser=parse_key, metavar="KEY"),
+    option("prompt_id", "Only groups with this prompt_id."),
+    option("policy_version", "Only groups of this policy version, or of a range such as 40..50."),
+    option("tag", "Only items with this tag; repeatable.", list[str], metavar="NAME=VALUE"),
+    option("outcome", "Only groups that ended so.", Literal["trained", "left-out", "unusable", "unknown"]),
 )
 """Which groups, by what they are and by what became of them."""
 _SHOWN = ("key", "prompt_id", "policy_version", "group_size", "reward_mean", "reward_std", "bytes", "tags", "table")
-"""Columns of a list, beside the fate."""
+"""Columns of a list, beside the outcome."""
 
 
 @taking(_WHICH)
@@ -43,7 +43,10 @@ def list_groups(
     limit: Annotated[int, typer.Option(min=1, help="The most groups to print, the oldest first.")] = 100,
     as_json: AsJson = False,
 ) -> None:
-    """List the groups of an archive, and what became of each."""
+    """List the groups of an archive, and what became of each.
+
+    Example: replay archive list runs/archive --steps-path runs/mine/steps.jsonl --outcome trained
+    """
     found = _groups(folder, which, [*_SHOWN, "inserted_at"])
     (print_json if as_json else _print_groups)(ask(lambda: list(islice(found, limit))))
 
@@ -51,22 +54,25 @@ def list_groups(
 def show_step(
     folder: Folder,
     number: Annotated[int, typer.Argument(metavar="STEP", help="Number of a step of the trainer.")],
-    steps: Annotated[Path, typer.Option("--steps", help=_STEPS)],
+    steps: Annotated[Path, typer.Option("--steps-path", metavar="FILE", help=_STEPS)],
     as_json: AsJson = False,
 ) -> None:
-    """Show which groups a step of the trainer took, and what is archived of each."""
-    from replay_cli.archive.fates import read_steps
+    """Show which groups a step of the trainer took, and what is archived of each.
+
+    Example: replay archive step runs/archive 120 --steps-path runs/mine/steps.jsonl
+    """
+    from replay_cli.archive.outcomes import read_steps
     from replay_dashboard.units import counted
 
-    uses = ask(lambda: next((uses for step, uses in read_steps(steps) if step == number), None))
-    if uses is None:
+    outcomes = ask(lambda: next((made for step, made in read_steps(steps) if step == number), None))
+    if outcomes is None:
         fail(f"{steps} has no step {number}")
-    keys = [use.key for use in uses]
-    groups_of_step = _groups(folder, {"steps": steps, "key": keys}, _SHOWN) if keys else iter(())
+    keys = [each.key for each in outcomes]
+    groups_of_step = _groups(folder, {"steps_path": steps, "key": keys}, _SHOWN) if keys else iter(())
     found = ask(lambda: {row["key"]: row for row in groups_of_step})
-    document: dict[str, list[Row]] = {"trained": [], "left_out": [], "put_aside": []}
-    for use in uses:
-        document[use.fate.replace("-", "_")].append(_used(use, found))
+    document: dict[str, list[Row]] = {"trained": [], "left_out": [], "unusable": []}
+    for each in outcomes:
+        document[each.outcome.replace("-", "_")].append(_used(each, found))
     if as_json:
         print_json({"step": number} | document)
         return
@@ -83,13 +89,16 @@ def show_step(
 def export_archive(
     which: dict[str, Any],
     folder: Folder,
-    file: Annotated[Path, typer.Option("--out", help="Its name ends with .jsonl or .parquet.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Its name ends with .jsonl or .parquet.")],
     rows: WhichRows = "groups",
     tokenizer: TokenizerFolder = None,
     payloads: WithPayloads = True,
     as_json: AsJson = False,
 ) -> None:
-    """Write groups of an archive into a file, in the rows of `replay table export`."""
+    """Write groups of an archive into a file, in the rows of `replay table export`.
+
+    Example: replay archive export runs/archive groups.parquet --policy-version 40..50
+    """
     from replay_cli.archive.rows import ITEM_COLUMNS, Form
 
     form = Form(rows == "sequences", load_tokenizer(tokenizer), payloads)
@@ -99,17 +108,17 @@ def export_archive(
 
 
 def _groups(folder: Path, which: Mapping[str, Any], columns: Iterable[str]) -> Iterator[Row]:
-    """The groups that `which` names, with their `fate`, and in `said` all that is known of it."""
+    """The groups that `which` names, with their `outcome`, and in `said` all that is known of it."""
     need("an archive", "parquet", "pyarrow")
-    from replay_cli.archive.fates import Fates
+    from replay_cli.archive.outcomes import Outcomes
     from replay_cli.archive.reading import read_groups
 
     where, tags = _where(which), parse_tags(which.get("tag"))
-    fates = ask(lambda: Fates(which.get("steps")))
+    outcomes = ask(lambda: Outcomes(which.get("steps_path")))
     for row in read_groups(folder, columns, where, tags):
-        became = fates.of(row["key"])
-        if which.get("fate") in (None, became):
-            yield row | {"fate": became, "said": fates.words(row["key"])}
+        became = outcomes.of(row["key"])
+        if which.get("outcome") in (None, became):
+            yield row | {"outcome": became, "said": outcomes.words(row["key"])}
 
 
 def _where(which: Mapping[str, Any]) -> Any:
@@ -119,9 +128,9 @@ def _where(which: Mapping[str, Any]) -> Any:
     conditions = []
     if keys := which.get("key"):
         conditions.append(field("key").isin(list(map(str, keys))))
-    if (prompt := which.get("prompt")) is not None:
+    if (prompt := which.get("prompt_id")) is not None:
         conditions.append(field("prompt_id") == prompt)
-    if version := which.get("version"):
+    if version := which.get("policy_version"):
         least, dots, most = version.partition("..")
         if not all(end == "" or (end.isascii() and end.isdecimal()) for end in (least, most)):
             misuse(f"--version {version!r} is not a policy version, nor a range such as 40..50")
@@ -132,11 +141,11 @@ def _where(which: Mapping[str, Any]) -> Any:
     return reduce(and_, conditions) if conditions else None
 
 
-def _used(use: Use, found: dict[str, Row]) -> Row:
+def _used(each: Outcome, found: dict[str, Row]) -> Row:
     """A group of a step: what the trainer said of it, and what the archive has."""
-    row = found.get(use.key, {})
-    said = {name: value for name, value in use.facts.items() if name not in ("key", "table")}
-    return row | said | {"key": use.key, "archived": bool(row)}
+    row = found.get(each.key, {})
+    facts = {name: value for name, value in each.facts.items() if name not in ("key", "table")}
+    return row | facts | {"key": each.key, "archived": bool(row)}
 
 
 def _print_groups(rows: list[Row]) -> None:
@@ -149,13 +158,13 @@ def _print_groups(rows: list[Row]) -> None:
             _number(row.get("reward_std")),
             str(row.get("bytes", "-")),
             ", ".join(f"{name}={value}" for name, value in row.get("tags", {}).items()) or "-",
-            str(row.get("fate", "in no finished file")),
+            str(row.get("outcome", "in no finished file")),
             str(row.get("said") or row.get("reason") or "-"),
         )
         for row in rows
     ]
-    columns = ("key", "prompt", "version", "reward mean", "std", "bytes", "tags", "fate", "what is known")
-    console().print(plain_table(columns, cells, left=("key", "prompt", "tags", "fate", "what is known")))
+    columns = ("key", "prompt", "version", "reward mean", "std", "bytes", "tags", "outcome", "what is known")
+    console().print(plain_table(columns, cells, left=("key", "prompt", "tags", "outcome", "what is known")))
 
 
 def _number(value: float | None) -> str:

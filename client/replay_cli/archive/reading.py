@@ -34,12 +34,13 @@ def read_groups(
     that an item has, and their values as text. A file that is damaged is left out, from where the damage begins, and
     named in the log. Raises ValueError if there is no such folder.
     """
-    chosen, seen = list(columns), set[str]()
+    chosen = list(columns)
+    known_keys = set[str]()
     for row in _rows(folder, list(dict.fromkeys([*chosen, "key", "tags"])), where):
         row["tags"] = json.loads(row["tags"] or "{}")
         having = all(str(row["tags"].get(name, "")) == value for name, value in (tags or {}).items())
-        if having and row["key"] not in seen:
-            seen.add(row["key"])
+        if having and row["key"] not in known_keys:
+            known_keys.add(row["key"])
             yield {name: row[name] for name in chosen}
 
 
@@ -54,5 +55,5 @@ def _rows(folder: Path, columns: list[str], where: Any) -> Iterator[Row]:
             for batch in found.to_batches(columns=columns, filter=where, batch_size=_ROWS_PER_READ):
                 yield from batch.to_pylist()
         except (ArrowException, OSError) as error:
-            said = "replay: %s is damaged, and what cannot be read of it is left out: %s"
-            log.warning(said, path, " ".join(str(error).split()))
+            message = "replay: %s is damaged, and what cannot be read of it is left out: %s"
+            log.warning(message, path, " ".join(str(error).split()))

@@ -27,13 +27,15 @@ _HOW = (
 def run_archiver(
     how: dict[str, Any],
     context: typer.Context,
-    folder: Annotated[Path, typer.Option("--dir", help="Folder of the files. It is made if need be.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the files. It is made if need be.")],
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
 ) -> None:
     """Write what a table copies (copy_to) into Parquet files, until SIGTERM or Ctrl-C.
 
     It has a low priority among the processes of its machine. Several may run.
+
+    Example: replay archive run runs/archive --table archive
     """
     need("an archive", "parquet", "pyarrow")
     from replay_cli.archive.archiver import Archiver

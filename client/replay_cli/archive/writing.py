@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from replay_cli.connection import ask
-from replay_cli.output import misuse, need, tell
+from replay_cli.output import misuse, need, print_result
 
 if TYPE_CHECKING:
     from replay_cli.archive.rows import Form, Row
@@ -19,7 +19,8 @@ WhichRows = Annotated[
     typer.Option(help="A row for each item, or one for each sequence of its group, with the tokens."),
 ]
 TokenizerFolder = Annotated[
-    Path | None, typer.Option(help="Folder with a tokenizer.json: adds prompt and completions as text.")
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Folder with a tokenizer.json: adds prompt and completions as text."),
 ]
 WithPayloads = Annotated[
     bool,
@@ -39,7 +40,7 @@ def write(file: Path, form: Form, rows: Iterator[Row], origin: dict[str, str], a
     count = ask(lambda: write_rows(file, form.columns(), rows))
     more = f", in {counted(count, 'row')}" if form.sequences else ""
     words = f"{counted(form.items, 'item')} of {', '.join(origin.values())} written to {file}{more}"
-    tell(as_json, origin | {"file": str(file), "items": form.items, "rows": count}, words)
+    print_result(as_json, origin | {"file": str(file), "items": form.items, "rows": count}, words)
 
 
 def check_name(path: Path) -> None:

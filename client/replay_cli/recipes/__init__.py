@@ -38,7 +38,7 @@ def show_recipe(name: str, command: str, actual: Settings) -> None:
         lines.append(line if found == wanted else f"{line}  (yours; the recipe has {json.dumps(wanted)})")
     log = logging.getLogger("replay_server.recipe")
     log.setLevel(logging.INFO)  # a command whose log begins at warnings says this all the same
-    log.info("\n".join(lines))
+    log.info("\n".join(lines), extra={"has_lines": True})  # JSON, with all control characters written out
 
 
 def _pairs(wanted: Settings, actual: Settings, place: str = "") -> Iterator[tuple[str, Any, Any]]:

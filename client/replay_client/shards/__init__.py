@@ -24,7 +24,7 @@ by the address.
 * set_policy_version, policy, watch_policy [policy]: to all; the lowest version counts. No generator may run ahead of a
   shard.
 * acquire_permits [policy]: from the next shard in turn that has some, else from the first that gets some. Each shard
-  has its share of `groups_per_step`. release_permits: to the shard that granted them.
+  has its share of `fresh_groups_per_step`. release_permits: to the shard that granted them.
 * server_info, list_items, checkpoints [fleet, merging]: of all that answer, merged. ShardedInfo also has each shard.
   Checkpoints are named SHARD/NAME.
 * reset, update_table, checkpoint [fleet]: all shards, or an error that names those that are away. Half of it would be

@@ -154,28 +154,28 @@ class Shard(Connection):
                 await self._find(self._names)
             if not self.has_address:
                 await asyncio.sleep(_LOOK_AGAIN)
-                self._tell(False)
+                self._report(False)
                 continue
             transport = self.transport
             state = transport.state()
             if state is ChannelConnectivity.READY:
-                self._tell(True)
+                self._report(True)
                 await transport.changed(state)
                 continue
             if state is ChannelConnectivity.TRANSIENT_FAILURE:
-                self._tell(False)
+                self._report(False)
             try:
                 async with asyncio.timeout(_LOOK_AGAIN):
                     await transport.changed(state)
             except TimeoutError:  # one that is neither made nor refused counts as broken after some time
                 if first_look.passed or self.decided.is_set():
-                    self._tell(False)
+                    self._report(False)
 
     async def _doubt(self) -> None:
         for _ in range(_SIGNS):
             if not await self._is_silent():
                 return
-        self._tell(False)
+        self._report(False)
         if self._waking is None or self._waking.done():
             self._waking = asyncio.create_task(self._until_it_answers())
 
@@ -183,7 +183,7 @@ class Shard(Connection):
         while await self._is_silent():
             pass
         if self.transport.state() is ChannelConnectivity.READY:  # else the watcher tells when it is there
-            self._tell(True)
+            self._report(True)
 
     async def _is_silent(self) -> bool:
         try:
@@ -198,7 +198,7 @@ class Shard(Connection):
             self.move(address)
             self.has_address = True
 
-    def _tell(self, is_up: bool) -> None:
+    def _report(self, is_up: bool) -> None:
         changed = is_up != self.is_up or not self.decided.is_set()
         self.is_up = is_up
         self.decided.set()
@@ -231,9 +231,9 @@ class Fleet:
         self._closed = False
         self._background: set[asyncio.Task[None]] = set()
         self._names = RayNames.of(access.address)
-        given = split_addresses(access.address)
-        names = list(given) if self._names is None else self._names.find()
-        self.shards = [self._make_shard(name, given.get(name, access.address)) for name in names]
+        addresses = split_addresses(access.address)
+        names = list(addresses) if self._names is None else self._names.find()
+        self.shards = [self._make_shard(name, addresses.get(name, access.address)) for name in names]
 
     def _make_shard(self, name: str, address: str) -> Shard:
         shard = Shard(name, replace(self._access, address=address), self.timeout, self._names)
@@ -346,9 +346,9 @@ class Fleet:
         """
 
         async def attempt(deadline: Deadline) -> dict[Shard, Any]:
-            asked = self.up() if shards is None else [shard for shard in shards if shard.is_up]
-            answers = await self.try_to_ask(method, request, deadline.seconds, asked)
-            if asked and not answers:
+            reachable = self.up() if shards is None else [shard for shard in shards if shard.is_up]
+            answers = await self.try_to_ask(method, request, deadline.seconds, reachable)
+            if reachable and not answers:
                 raise self.unavailable()
             return answers
 
@@ -365,8 +365,8 @@ class Fleet:
         """The answers of those that answer. Raises DeadlineExceededError if none does, and one did not in time."""
 
         requests = [request(shard) if callable(request) else request for shard in shards]
-        asked = (shard.ask(method, its_own, timeout) for shard, its_own in zip(shards, requests, strict=True))
-        results = await asyncio.gather(*asked, return_exceptions=True)
+        calls = (shard.ask(method, its_own, timeout) for shard, its_own in zip(shards, requests, strict=True))
+        results = await asyncio.gather(*calls, return_exceptions=True)
         answers: dict[Shard, Any] = {}
         late = None
         for shard, result in zip(shards, results, strict=True):

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from replay_client.errors import InvalidRequestError
-from replay_client.records import CheckpointInfo, ItemPage, Policy, ServerInfo, ShardedInfo, Silence
+from replay_client.records import CheckpointInfo, ItemPage, OverdueClient, Policy, ServerInfo, ShardedInfo
 from replay_protos import replay_pb2 as pb
 from replay_protos.state import declared
 
@@ -89,11 +89,11 @@ def _by_name(values: Sequence[Mapping[str, Any] | Sequence[Any]]) -> dict[str, A
     return {name: merge_messages(of_one) for name, of_one in parts.items()}
 
 
-def _agreed(values: Sequence[Sequence[Silence]]) -> tuple[Silence, ...]:
-    """Returns the silences that all shards report, each with the shortest age. A side that one shard hears is there."""
-    parts: dict[tuple[str, str], list[Silence]] = defaultdict(list)
-    for silence in chain.from_iterable(values):
-        parts[silence.side, silence.table].append(silence)
+def _agreed(values: Sequence[Sequence[OverdueClient]]) -> tuple[OverdueClient, ...]:
+    """Returns who is overdue at all shards, each with the shortest age. Whom one shard hears is there."""
+    parts: dict[tuple[str, str], list[OverdueClient]] = defaultdict(list)
+    for overdue in chain.from_iterable(values):
+        parts[overdue.role, overdue.table].append(overdue)
     return tuple(min(of_one, key=lambda part: part.age) for of_one in parts.values() if len(of_one) == len(values))
 
 
@@ -143,7 +143,7 @@ MERGES: Mapping[str, Callable[[Mapping[str, Any], Sequence[str]], Any]] = {
     "GetServerInfo": merge_infos,
     "UpdateTable": lambda named, gone: merge_messages(list(named.values())),
     "Reset": lambda named, gone: sum(named.values()),
-    "Checkpoint": lambda named, gone: ",".join(f"{shard}/{name}" for shard, name in named.items()),
+    "CreateCheckpoint": lambda named, gone: ",".join(f"{shard}/{name}" for shard, name in named.items()),
     "ListCheckpoints": lambda named, gone: _checkpoints(named),
 }
 """By method: one record of those of the shards that answered, by name, and the names of those that did not.

@@ -176,7 +176,7 @@ class Placement:
         If that shard is gone by now, the permit ends by itself, and is granted once more.
         """
         if item.moved and (granted := self._fleet.named(item.granted_by)) is not None:
-            request = once(pb.ReleasePermitsRequest(lease=item.permits, count=1, moved=True))
+            request = once(pb.ReleasePermitsRequest(grant=item.permits, count=1, moved=True))
             with suppress(ReplayError):
                 await self._fleet.answers("ReleasePermits", request, self._fleet.timeout, [granted])
 
@@ -224,7 +224,7 @@ class Placement:
     async def change(self, method: str, request: Message, timeout: float | None) -> MutationResult:
         """Changes the items that `request` names by their keys. A key is missing if no shard that is up has it.
 
-        `method` is UpdatePriorities, Delete or TakeItems. An error of one shard leaves the other shards changed.
+        `method` is UpdatePriorities, Delete or ConsumeItems. An error of one shard leaves the other shards changed.
         """
         deadline = Deadline(timeout)
         up = await self._fleet.reachable(deadline)

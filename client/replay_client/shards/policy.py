@@ -5,8 +5,8 @@ does not have yet: that shard would take its groups for newer than the policy. A
 version does not take the others back with it: the client that published a version brings such a shard up to date. It
 also names the state to it that the shard has missed, and takes it back where the trainer went back meanwhile.
 
-All shards have the run's `groups_per_step`, and each grants its share of it, by its place among those that grant. So
-the shares sum to it exactly. A shard that stays away, or drains, has no place: the others grant its share.
+All shards have the run's `fresh_groups_per_step`, and each grants its share of it, by its index among those that grant.
+So the shares sum to it exactly. A shard that stays away, or drains, has no index: the others grant its share.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import aclosing, suppress
 
 from replay_client.connection import watch_policy
 from replay_client.errors import GONE, DeadlineExceededError, InvalidRequestError, ReplayError
-from replay_client.records import PermitLease, Policy, lease_of
+from replay_client.records import PermitGrant, Policy, grant_of
 from replay_client.requests import once
 from replay_client.shards.fleet import Fleet, Shard
 from replay_client.shards.merging import lowest
@@ -31,10 +31,10 @@ _SECONDS_PER_ROUND = 2.0
 """Seconds for which all shards are asked for permits at once. What more than one of them grants then goes back."""
 
 
-def place_of(shard: Shard, granting: Sequence[Shard]) -> pb.Place:
-    """The place of the shard among those that grant permits. Every client orders them in the same way: by name."""
+def shard_index_of(shard: Shard, granting: Sequence[Shard]) -> pb.ShardIndex:
+    """The index of the shard among those that grant permits. Every client orders them in the same way: by name."""
     names = sorted(each.name for each in granting)
-    return pb.Place(number=names.index(shard.name), servers=len(names)) if shard in granting else pb.Place()
+    return pb.ShardIndex(index=names.index(shard.name), shards=len(names)) if shard in granting else pb.ShardIndex()
 
 
 class PolicyBoard:
@@ -51,7 +51,7 @@ class PolicyBoard:
         self._owed: dict[Shard, pb.SetPolicyVersionRequest] = {}
         """The last version of which a share was for a shard that could not be told, with its place. Only this shard can
         make up for it: the others have granted theirs."""
-        self._told: set[Shard] = set()
+        self._informed_shards: set[Shard] = set()
         """Shards that have heard of what was published last, and have not been gone since. If another client has taken
         them back meanwhile, they stay there."""
         self._away: set[Shard] = set()
@@ -71,8 +71,9 @@ class PolicyBoard:
                 with suppress(ReplayError):  # it is gone again
                     await self._bring_up_to_date(shard)
             self._divided = self._granting
-            answers = await self._fleet.answers("SetPolicyVersion", lambda it: self._placed(request, it), timeout)
-            self._published, self._told = _repeated(request), set(answers)
+            answers = await self._fleet.answers("SetPolicyVersion", lambda shard: self._placed(request, shard), timeout)
+            self._published = _repeated(request)
+            self._informed_shards = set(answers)
             self._owed |= {shard: self._placed(request, shard) for shard in self._divided if shard not in answers}
             if request.rollback:
                 self._owed = {}
@@ -80,7 +81,7 @@ class PolicyBoard:
                 self._named = None
             elif request.state:
                 self._named = request
-            self._see(answers)
+            self._record_draining(answers)
         for shard in self._fleet.shards:
             if not shard.is_up or shard not in answers:
                 self._came_or_went(shard)
@@ -135,7 +136,7 @@ class PolicyBoard:
 
     def _came_or_went(self, shard: Shard) -> None:
         if not shard.is_up:
-            self._told.discard(shard)
+            self._informed_shards.discard(shard)
         if self._published is not None:
             self._fleet.spawn(self._came_back(shard) if shard.is_up else self._stays_away(shard))
 
@@ -146,13 +147,13 @@ class PolicyBoard:
             await self._divide()
 
     async def _came_back(self, shard: Shard) -> None:
-        async def tell(_: Deadline) -> None:
+        async def attempt(_: Deadline) -> None:
             async with self._one_at_a_time:
-                if shard.is_up and shard not in self._told:
+                if shard.is_up and shard not in self._informed_shards:
                     await self._bring_up_to_date(shard)
 
         with suppress(ReplayError):  # this client is closed
-            await self._fleet.insist(tell, None, ReplayError)
+            await self._fleet.insist(attempt, None, ReplayError)
         await self._divide()
 
     async def _bring_up_to_date(self, shard: Shard) -> None:
@@ -173,7 +174,7 @@ class PolicyBoard:
         if current.version <= self._published.version:
             await shard.ask("SetPolicyVersion", self._placed(self._published, shard), 5.0)
         self._away.discard(shard)
-        self._told.add(shard)
+        self._informed_shards.add(shard)
 
     async def _roll_back(self, shard: Shard, request: pb.SetPolicyVersionRequest) -> None:
         """Takes a shard back that was away when the trainer went back."""
@@ -193,13 +194,14 @@ class PolicyBoard:
             if published is None or granting == self._divided:
                 return
             with suppress(ReplayError):  # the next version comes with the places, too
-                told = [shard for shard in self._fleet.up() if shard in self._told]
-                self._see(
-                    await self._fleet.try_to_ask("SetPolicyVersion", lambda it: self._placed(published, it), 5.0, told)
+                informed = [shard for shard in self._fleet.up() if shard in self._informed_shards]
+                answers = await self._fleet.try_to_ask(
+                    "SetPolicyVersion", lambda shard: self._placed(published, shard), 5.0, informed
                 )
+                self._record_draining(answers)
                 self._divided = granting
 
-    def _see(self, answers: Mapping[Shard, pb.SetPolicyVersionResponse]) -> None:
+    def _record_draining(self, answers: Mapping[Shard, pb.SetPolicyVersionResponse]) -> None:
         self._draining = self._draining - answers.keys() | {
             shard for shard, answer in answers.items() if answer.draining
         }
@@ -209,7 +211,7 @@ class PolicyBoard:
         return [shard for shard in self._fleet.shards if shard not in self._away | self._draining]
 
     def _placed(self, request: pb.SetPolicyVersionRequest, shard: Shard) -> pb.SetPolicyVersionRequest:
-        placed = pb.SetPolicyVersionRequest(place=place_of(shard, self._granting))
+        placed = pb.SetPolicyVersionRequest(shard_index=shard_index_of(shard, self._granting))
         placed.MergeFrom(request)
         return placed
 
@@ -227,10 +229,10 @@ class PermitOffice:
         self._fleet = fleet
         self._turn = itertools.count()
 
-    async def acquire(self, request: pb.AcquirePermitsRequest, seconds: float | None) -> PermitLease:
+    async def acquire(self, request: pb.AcquirePermitsRequest, seconds: float | None) -> PermitGrant:
         """Permits of one shard: of the next in turn that has them, or of the first that gets them."""
 
-        async def attempt(deadline: Deadline) -> PermitLease:
+        async def attempt(deadline: Deadline) -> PermitGrant:
             up = self._fleet.up()
             begin = next(self._turn) % len(up)
             for shard in up[begin:] + up[:begin]:
@@ -240,35 +242,35 @@ class PermitOffice:
 
         return await self._fleet.insist(attempt, seconds, DeadlineExceededError)
 
-    async def release(self, lease: PermitLease, request: pb.ReleasePermitsRequest, timeout: float | None) -> int:
-        """Gives permits back to the shard that granted them; 0 where that shard is gone, and they end by themselves."""
-        granted = [shard for shard in self._fleet.shards if lease.shard in (shard.name, "")]
+    async def release(self, grant: PermitGrant, request: pb.ReleasePermitsRequest, timeout: float | None) -> int:
+        """Releases permits at the shard that granted them; 0 where that shard is gone, and they end by themselves."""
+        granted = [shard for shard in self._fleet.shards if grant.shard in (shard.name, "")]
         answers = await self._fleet.answers("ReleasePermits", once(request), timeout, granted)
         return sum(answer.released for answer in answers.values())
 
-    async def _ask(self, shard: Shard, request: pb.AcquirePermitsRequest, timeout: float) -> PermitLease:
-        place = place_of(shard, self._fleet.shards)
-        asked = once(pb.AcquirePermitsRequest(count=request.count, timeout=timeout, place=place))
-        return lease_of(await shard.ask("AcquirePermits", asked, timeout), shard.name)
+    async def _ask(self, shard: Shard, request: pb.AcquirePermitsRequest, timeout: float) -> PermitGrant:
+        shard_index = shard_index_of(shard, self._fleet.shards)
+        shard_request = once(pb.AcquirePermitsRequest(count=request.count, timeout=timeout, shard_index=shard_index))
+        return grant_of(await shard.ask("AcquirePermits", shard_request, timeout), shard.name)
 
-    async def _race(self, shards: list[Shard], request: pb.AcquirePermitsRequest, seconds: float) -> PermitLease:
+    async def _race(self, shards: list[Shard], request: pb.AcquirePermitsRequest, seconds: float) -> PermitGrant:
         """The first grant. Later ones go back. Raises the error of one shard if there is none."""
         asking = [asyncio.create_task(self._ask(shard, request, seconds)) for shard in shards]
         error: ReplayError = self._fleet.unavailable()
         first = None
         try:
-            for asked in asyncio.as_completed(asking):
+            for next_grant in asyncio.as_completed(asking):
                 try:
-                    first = await asked
+                    first = await next_grant
                     return first
                 except (DeadlineExceededError, *GONE) as failure:
                     error = failure
             raise error
         finally:
             for task in asking:
-                self._fleet.spawn(self._give_back(task, first))
+                self._fleet.spawn(self._release_other(task, first))
 
-    async def _give_back(self, asking: asyncio.Task[PermitLease], first: PermitLease | None) -> None:
+    async def _release_other(self, asking: asyncio.Task[PermitGrant], first: PermitGrant | None) -> None:
         with suppress(ReplayError):
-            if (lease := await asking) is not first:
-                await self.release(lease, pb.ReleasePermitsRequest(lease=lease.id), self._fleet.timeout)
+            if (grant := await asking) is not first:
+                await self.release(grant, pb.ReleasePermitsRequest(grant=grant.id), self._fleet.timeout)

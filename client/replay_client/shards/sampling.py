@@ -1,9 +1,9 @@
-"""Sampling from several shards: a batch is filled from shard after shard, and taken only when all of it is here.
+"""Sampling from several shards: a batch is filled from shard after shard, and acknowledged only when all of it is here.
 
 the shards' last answers ──▶ share the rows out ──▶ draw from each ──▶ all rows: take them
    ▲                                ▲                    │
    │                                └── less: the rest ──┤
-   └──── weigh all shards, while they have too little ◀──┴── too few: give them back
+   └──── weigh all shards, while they have too little ◀──┴── too few: requeue them
 
 `sharing.py` says how many rows each shard gives. It goes by what the shards answered last. An answer that is older than
 WEIGHTS_AGE, or that said 0, is asked for again. So a pool of any number of shards gives most batches with one message
@@ -12,8 +12,8 @@ two readers that each hold a half of what is there would wait for each other.
 
 There is one draw stream to each shard. A client that goes away takes nothing with it: its streams end, and the shards
 take their rows back. A shard that goes away takes its rows with it, and the others make up for it. If it may have heard
-that they were taken, it is asked again when it comes back. They then begin the next batch that is drawn in the same
-way.
+that they were acknowledged, it is asked again when it comes back. They then begin the next batch that is drawn in the
+same way.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from replay_client.shards.sharing import Weight, most_rows, share_out, share_val
 from replay_client.waits import Deadline
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
+from replay_protos.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +68,10 @@ MOST_UNSURE = 256
 
 
 class Drawer:
-    """Draws batches over a stream to each shard. Until they are taken, `lease` of their samples names the part.
+    """Draws batches over a stream to each shard. Until they are acknowledged, `lease` of their samples names the part.
 
-    What is drawn and neither taken nor leased goes back when `close` ends the streams. A request is that of the whole
-    batch; its own timeout does not count.
+    What is drawn and neither acknowledged nor leased goes back when `close` ends the streams. A request is that of the
+    whole batch; its own timeout does not count.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -82,7 +83,8 @@ class Drawer:
         self._weights: dict[str, dict[Shard, tuple[float, Weight]]] = {}
         """By table: what each shard answered last, and when."""
         self._unsure: deque[tuple[bytes, list[Sample]]] = deque(maxlen=MOST_UNSURE)
-        """Parts of batches, by the request, whose shards went away before they confirmed that this client took them."""
+        """Parts of batches, by the request, whose shards went away before they confirmed that this client acknowledged
+        them."""
 
     def stream(self, shard: Shard) -> DrawStream:
         """The draws of this reader to one shard. The first request opens it."""
@@ -127,7 +129,7 @@ class Drawer:
             stream.drop_soon()
 
     async def close(self) -> None:
-        """Ends the streams in good order. What is neither taken nor leased goes back."""
+        """Ends the streams in good order. What is neither acknowledged nor leased goes back."""
         await asyncio.gather(*(stream.close() for stream in self._streams.values()))
 
     async def sample(self, request: pb.SampleRequest, seconds: float | None) -> list[Sample]:
@@ -138,23 +140,23 @@ class Drawer:
         """
         _check_rows(request)
         deadline = Deadline(seconds)
-        taken: list[Sample] = []
-        while (missing := request.num_samples - len(taken)) > 0:
+        acknowledged: list[Sample] = []
+        while (missing := request.num_samples - len(acknowledged)) > 0:
             if not request.lease and (settled := await self.settled(request, missing)):
-                taken += settled
+                acknowledged += settled
                 continue
             try:
-                parts = await self.draw(rest_of(request, taken), deadline, request.lease)
+                parts = await self.draw(rest_of(request, acknowledged), deadline, request.lease)
             except DeadlineExceededError:
-                if taken:  # they cannot go back, and must not be lost
+                if acknowledged:  # they cannot go back, and must not be lost
                     break
                 raise
             if request.lease:
                 return parts
-            taken += await self.take(request, parts)
-            if deadline.passed and len(taken) >= _least(request):
+            acknowledged += await self.acknowledge(request, parts)
+            if deadline.passed and len(acknowledged) >= _least(request):
                 break
-        return taken
+        return acknowledged
 
     async def draw(self, request: pb.SampleRequest, deadline: Deadline, lease: float = 0.0) -> list[Sample]:
         """A batch in parts. Raises DeadlineExceededError with the reason, and then keeps nothing."""
@@ -172,24 +174,24 @@ class Drawer:
             await asyncio.sleep(deadline.within(pause))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def take(self, request: pb.SampleRequest, samples: list[Sample], lease: float = 0.0) -> list[Sample]:
-        """Takes samples from their shards, and returns those that the shards confirm.
+    async def acknowledge(self, request: pb.SampleRequest, samples: list[Sample], lease: float = 0.0) -> list[Sample]:
+        """Acknowledges samples at their shards, and returns those that the shards confirm.
 
         A shard that goes away confirms nothing: `settled` asks it again later, also for a caller that is interrupted.
         With `lease` the caller gets the samples under a lease of that many seconds.
         """
         parts = {_part_of(sample) for sample in samples}
-        taken, unsure = set[Part](), parts
+        acknowledged, unsure = set[Part](), parts
         try:
-            taken, unsure = await self._take_parts(parts, lease)
+            acknowledged, unsure = await self._acknowledge_parts(parts, lease)
         finally:
             same_call = request.SerializeToString(deterministic=True)
             for part in () if lease else unsure:
                 rows = [sample for sample in samples if _part_of(sample) == part]
                 self._unsure.append((same_call, rows))
-        confirmed = [sample for sample in samples if _part_of(sample) in taken]
+        confirmed = [sample for sample in samples if _part_of(sample) in acknowledged]
         for sample in () if lease else confirmed:
-            sample.info.lease = 0
+            sample.info.lease_id = 0
         return confirmed
 
     async def settled(self, request: pb.SampleRequest, rows: int) -> list[Sample]:
@@ -206,10 +208,10 @@ class Drawer:
             if shard is None or not shard.is_up or too_many or entry not in self._unsure:
                 continue
             self._unsure.remove(entry)  # another call of this client must not ask for it as well
-            settled += await self.take(request, samples)
+            settled += await self.acknowledge(request, samples)
         return settled
 
-    def give_back(self, samples: Iterable[Sample]) -> None:
+    def requeue(self, samples: Iterable[Sample]) -> None:
         """As far as their shards can be reached; the others take them back by themselves."""
         for name, part in {_part_of(sample) for sample in samples}:
             if (shard := self._fleet.named(name)) is not None:
@@ -267,22 +269,24 @@ class Drawer:
                     if len(samples) < count:  # somebody else was faster, or it is gone
                         weights = {other: weight for other, weight in weights.items() if other is not shard}
         except BaseException:
-            self.give_back(drawn)
+            self.requeue(drawn)
             raise
         if len(drawn) < least:
-            self.give_back(drawn)
+            self.requeue(drawn)
             return []
         if not ordered:
             self._rng.shuffle(drawn)
         return drawn
 
     def _plan(self, weights: Mapping[Shard, Weight], rows: int, distinct: bool) -> Plan:
-        given = list(weights.values())
-        if any(weight.values for weight in given):
-            values: Sequence[Sequence[pb.ValueRows]] = share_values(given, rows, distinct=distinct, rng=self._rng)
+        shard_weights = list(weights.values())
+        if any(weight.values for weight in shard_weights):
+            values: Sequence[Sequence[pb.ValueRows]] = share_values(
+                shard_weights, rows, distinct=distinct, rng=self._rng
+            )
             counts = [sum(each.rows for each in part) for part in values]
         else:
-            counts = share_out(given, rows, distinct=distinct, rng=self._rng)
+            counts = share_out(shard_weights, rows, distinct=distinct, rng=self._rng)
             values = [()] * len(counts)
         return {shard: (count, part) for shard, count, part in zip(weights, counts, values, strict=True) if count}
 
@@ -300,10 +304,10 @@ class Drawer:
                 use_up(weight, count, part)
             requests[shard] = _part(request, count, lease, weigh=weigh, values=part)
         answers = await self._ask(requests, _ANSWER_SECONDS)
-        for shard, asked in requests.items():
-            if shard not in answers or len(answers[shard].head.keys) < asked.num_samples:
+        for shard, shard_request in requests.items():
+            if shard not in answers or len(answers[shard].head.keys) < shard_request.num_samples:
                 known.pop(shard, None)
-            elif asked.weigh:
+            elif shard_request.weigh:
                 known[shard] = time.monotonic(), answers[shard].head.weight
         return {shard: samples_of(*answer, leased=True) for shard, answer in answers.items()}
 
@@ -314,11 +318,11 @@ class Drawer:
 
         Raises the error of a shard that refuses, and then keeps no rows. So does a caller that is cancelled.
         """
-        asked = {shard: self.stream(shard).draw(request) for shard, request in requests.items()}
+        futures = {shard: self.stream(shard).draw(request) for shard, request in requests.items()}
         answers: dict[Shard, Frame[pb.SampleResponse]] = {}
         try:
-            await self._answered(asked, seconds)
-            for shard, future in asked.items():
+            await self._answered(futures, seconds)
+            for shard, future in futures.items():
                 if not future.done():
                     self.stream(shard).give_up(requests[shard].id)
                 elif (error := future.exception()) is None:
@@ -335,31 +339,31 @@ class Drawer:
             raise
         return answers
 
-    async def _answered(self, asked: Mapping[Shard, asyncio.Future[Any]], seconds: float) -> None:
+    async def _answered(self, futures: Mapping[Shard, asyncio.Future[Any]], seconds: float) -> None:
         """Returns when all shards have answered, apart from those that hang or need more than `seconds`."""
-        if asked:
-            await asyncio.wait(asked.values(), timeout=LATE_SECONDS)
-        late = [shard for shard, future in asked.items() if not future.done()]
+        if futures:
+            await asyncio.wait(futures.values(), timeout=LATE_SECONDS)
+        late = [shard for shard, future in futures.items() if not future.done()]
         alive = await asyncio.gather(*(shard.answers() for shard in late))
-        if waited_for := [asked[shard] for shard, is_alive in zip(late, alive, strict=True) if is_alive]:
+        if waited_for := [futures[shard] for shard, is_alive in zip(late, alive, strict=True) if is_alive]:
             await asyncio.wait(waited_for, timeout=seconds)
 
-    async def _take_parts(self, parts: set[Part], lease: float) -> tuple[set[Part], set[Part]]:
-        """Returns the parts that were taken, or leased, and those whose shards did not answer."""
-        asked: dict[Shard, asyncio.Future[pb.SampleResponse]] = {}
+    async def _acknowledge_parts(self, parts: set[Part], lease: float) -> tuple[set[Part], set[Part]]:
+        """Returns the parts that were acknowledged, or leased, and those whose shards did not answer."""
+        futures: dict[Shard, asyncio.Future[pb.SampleResponse]] = {}
         for name in {name for name, _ in parts}:
             ids = sorted(draw_id for owner, draw_id in parts if owner == name)
-            request = pb.DrawRequest(renew=ids, seconds=lease) if lease else pb.DrawRequest(take=ids)
+            request = pb.DrawRequest(renew=ids, seconds=lease) if lease else pb.DrawRequest(acknowledge=ids)
             if (shard := self._fleet.named(name)) is not None:
-                asked[shard] = self.stream(shard).end(request)
-        await self._answered(asked, _ANSWER_SECONDS)
+                futures[shard] = self.stream(shard).end(request)
+        await self._answered(futures, _ANSWER_SECONDS)
         answers = {
             shard.name: future.result()
-            for shard, future in asked.items()
+            for shard, future in futures.items()
             if future.done() and future.exception() is None
         }
-        taken = {(name, draw_id) for name, answer in answers.items() for draw_id in answer.done}
-        return taken, {(name, draw_id) for name, draw_id in parts if name not in answers}
+        acknowledged = {(name, draw_id) for name, answer in answers.items() for draw_id in answer.done}
+        return acknowledged, {(name, draw_id) for name, draw_id in parts if name not in answers}
 
 
 class ShardedSampler(AsyncSampler):
@@ -370,8 +374,8 @@ class ShardedSampler(AsyncSampler):
         _check_rows(series.request)
         self._request, self._lease = series.request, series.request.lease
         self._drawing: deque[asyncio.Task[list[Sample]]] = deque()
-        self._taken: list[Sample] = []
-        """The taken rows of a batch that lost other rows with a shard. The next batch begins with them."""
+        self._acknowledged: list[Sample] = []
+        """The acknowledged rows of a batch that lost other rows with a shard. The next batch begins with them."""
         self._closed = False
 
     async def __anext__(self) -> list[Sample]:
@@ -379,19 +383,19 @@ class ShardedSampler(AsyncSampler):
         if self._closed:
             raise StopAsyncIteration
         deadline = Deadline(self._series.timeout)
-        while (missing := self._request.num_samples - len(self._taken)) > 0:
+        while (missing := self._request.num_samples - len(self._acknowledged)) > 0:
             if settled := await self._drawer.settled(self._request, missing):
-                self._taken += settled
+                self._acknowledged += settled
                 continue
-            if self._taken:  # rows are missing: draw exactly these
-                drawn = await self._drawer.draw(rest_of(self._request, self._taken), deadline)
+            if self._acknowledged:  # rows are missing: draw exactly these
+                drawn = await self._drawer.draw(rest_of(self._request, self._acknowledged), deadline)
             else:
                 drawn = await self._drawn_ahead(deadline)
-                self._draw_ahead(self._series.prefetch)  # the takes below ride on these draws
+                self._draw_ahead(self._series.prefetch)  # the acknowledgements below ride on these draws
             if self._lease:
                 self._series.on_lease(drawn)
-            self._taken += await self._drawer.take(self._request, drawn, self._lease)
-        batch, self._taken = self._taken, []
+            self._acknowledged += await self._drawer.acknowledge(self._request, drawn, self._lease)
+        batch, self._acknowledged = self._acknowledged, []
         return batch
 
     async def _drawn_ahead(self, deadline: Deadline) -> list[Sample]:
@@ -413,14 +417,14 @@ class ShardedSampler(AsyncSampler):
             self._drawing.append(task)
 
     async def close(self) -> None:
-        """Gives back what was drawn ahead."""
+        """Requeues what was drawn ahead."""
         self._closed = True
         drawing, self._drawing = self._drawing, deque()
         for task in drawing:
             task.cancel()
         await asyncio.gather(*drawing, return_exceptions=True)
         if self._lease:
-            self._drawer.give_back(self._taken)
+            self._drawer.requeue(self._acknowledged)
         await self._drawer.close()
 
     def __del__(self) -> None:
@@ -456,19 +460,19 @@ def _is_plain(request: pb.SampleRequest) -> bool:
 
 
 def _part_of(sample: Sample) -> Part:
-    return sample.info.shard, sample.info.lease
+    return sample.info.shard, sample.info.lease_id
 
 
-def rest_of(request: pb.SampleRequest, taken: list[Sample]) -> pb.SampleRequest:
-    """What is missing when `taken` is here already."""
-    if not taken:
+def rest_of(request: pb.SampleRequest, acknowledged: list[Sample]) -> pb.SampleRequest:
+    """The request for the samples that are missing beside those `acknowledged`."""
+    if not acknowledged:
         return request
     rest = pb.SampleRequest()
     rest.CopyFrom(request)
-    rest.num_samples = request.num_samples - len(taken)
-    rest.min_samples = max(0, _least(request) - len(taken))
+    rest.num_samples = request.num_samples - len(acknowledged)
+    rest.min_samples = max(0, _least(request) - len(acknowledged))
     if not request.allow_repeats:
-        rest.exclude.extend({sample.info.key for sample in taken} - set(request.exclude))
+        rest.exclude.extend({sample.info.key for sample in acknowledged} - set(request.exclude))
     return rest
 
 
@@ -482,5 +486,5 @@ def _reason(request: pb.SampleRequest, weights: Mapping[Shard, Weight]) -> str:
         return f"{request.table}: no shard answered"
     reasons = [f"{shard.name}: {weight.reason}" for shard, weight in weights.items() if weight.reason]
     possible = _possible(weights, not request.allow_repeats)
-    wanted = f"{possible} of {request.num_samples} samples available on {len(weights)} shards"
+    wanted = f"{possible} of {request.num_samples} samples available on {counted(len(weights), 'shard')}"
     return f"{request.table}: {wanted}; " + "; ".join(reasons)

@@ -135,6 +135,6 @@ def use_up(weight: Weight, count: int, values: Sequence[pb.ValueRows]) -> None:
     weight.total, weight.squares = weight.total * stay, weight.squares * stay
     weight.items = max(0, weight.items - count)
     weight.samples = max(0, weight.samples - count)
-    given = {each.value: each.rows for each in values}
+    rows_by_value = {each.value: each.rows for each in values}
     for each in weight.values:
-        each.items = max(0, each.items - given.get(each.value, 0))
+        each.items = max(0, each.items - rows_by_value.get(each.value, 0))

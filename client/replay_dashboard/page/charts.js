@@ -1,6 +1,7 @@
 // Charts: lines by uPlot; histograms and sparklines as small SVG.
 import uPlot from "./uplot/uPlot.js";
-import { h, number, s } from "./dom.js";
+import { columnsOf, csvButton } from "./csv.js";
+import { h, number, plural, s } from "./dom.js";
 
 const charts = new Map();
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -95,9 +96,10 @@ export function histogram({ edges, all, matching }, { label, chosen = null, pick
   const whole = edges.length === all.length + 1 && edges.every((edge) => Math.abs(edge % 1) === 0.5);
   const ends = whole ? [edges[0] + 0.5, edges[edges.length - 1] - 0.5] : [edges[0], edges[edges.length - 1]];
   return h("figure", { class: "histogram" },
-    h("figcaption", null, label),
+    h("figcaption", null, label, csvButton(label, () => [["from", "to", "groups", matching && "matching"],
+      ...all.map((count, i) => [edges[i], edges[i + 1], count, matching && matching[i]])].map((row) => (matching ? row : row.slice(0, 3))))),
     s("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img",
-      "aria-label": `${label}: ${all.reduce((a, b) => a + b, 0)} groups from ${number(ends[0])} to ${number(ends[1])}` }, bars),
+      "aria-label": `${label}: ${plural(all.reduce((a, b) => a + b, 0), "group")} from ${number(ends[0])} to ${number(ends[1])}` }, bars),
     h("div", { class: "ends" }, h("span", null, number(ends[0])), h("span", null, ends[1] === ends[0] ? "" : number(ends[1]))));
 }
 
@@ -113,6 +115,7 @@ export function sparkline(values, { label, width = 150, height = 32, text = numb
   const points = known.map(([i, value]) => `${((i / Math.max(1, values.length - 1)) * width).toFixed(1)},${(height - 2 - ((value - low) / (high - low)) * (height - 4)).toFixed(1)}`);
   return h("div", { class: `spark ${tone}` },
     h("span", { class: "label" }, label), h("b", null, text(ys[ys.length - 1])),
+    csvButton(label, () => columnsOf(["number", label], [values.map((_, i) => i + 1), values])),
     s("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img",
       "aria-label": `${label}, now ${text(ys[ys.length - 1])}` },
       s("polyline", { points: points.join(" ") })));

@@ -1,5 +1,6 @@
 // Overview: whether it learns; the picture of the run, alive; each table; what `replay doctor` would say.
 import { bar, drop, histogram, lines, sparkline } from "./charts.js";
+import { columnsOf, csvButton } from "./csv.js";
 import { bytes, duration, fill, h, number, percent, plural, rate, s, visible, why } from "./dom.js";
 
 const LEAVING = [
@@ -26,10 +27,10 @@ export function update(main, { look, history }) {
   if (!look.server) return fill(host, verdictOf(look));
   long = look.server.long_wait;
   fill(host, verdictOf(look), learning(look), picture(look, history), h("div", { class: "cards" },
-    look.tables.map((table) => tableCard(table, look)), serverCard(look),
+    look.tables.map((table) => tableCard(table, look, history)), serverCard(look),
       look.problem ? null : doctorCard(look), // that it does not answer stands above
       look.shards?.length ? shardsCard(look) : null, look.admission && permitsCard(look),
-      look.clients.length ? clientsCard(look) : null));
+      sessionsCard(look), look.clients.length ? clientsCard(look) : null));
   for (const table of look.tables) chartOf(host, table, history);
 }
 
@@ -63,10 +64,10 @@ function since(tables, verb) {
   const least = Math.min(...tables.map((each) => each[verb].age));
   return least < 3 ? `${verb} just now` : `${verb} ${duration(least)} ago`;
 }
-function picture({ tables, policy, server, admission, clients, silences }, history) {
+function picture({ tables, policy, server, admission, clients, overdue }, history) {
   const names = (role) => clients.filter((each) => each.role.includes(role) && !each.ended).slice(0, 4)
     .map((each) => h("small", { class: each.open ? null : "warn" }, visible(each.name), each.open ? "" : `, seen ${duration(each.age)} ago`));
-  const gone = (side) => (silences.some((each) => each.side === side) ? "gone" : "");
+  const gone = (role) => (overdue.some((each) => each.role === role) ? "gone" : "");
   const feeders = (name) => tables.filter((table) => table.config.forward_to === name);
   const rows = tables.map((table) => {
     const [into, out] = ratesOf(history, table.name), from = feeders(table.name);
@@ -85,7 +86,7 @@ function picture({ tables, policy, server, admission, clients, silences }, histo
   });
   const acquiring = admission?.acquiring;
   return h("section", { class: "picture", "aria-label": "The run" },
-    h("div", { class: `node end generators ${gone("generators")}` }, h("b", null, "generators"), names("generator"),
+    h("div", { class: `node end generators ${gone("generator")}` }, h("b", null, "generators"), names("generator"),
       h("small", null, since(tables, "inserted")), h("small", null, plural(server.insert_streams, "insert stream")),
         admission && h("small", null, `${plural(admission.running, "permit")} in use`),
       acquiring?.count > 0 && acquiring.seconds > 1 && h("span", { class: `wait ${acquiring.seconds >= long ? "long" : ""}` },
@@ -94,17 +95,20 @@ function picture({ tables, policy, server, admission, clients, silences }, histo
     h("div", { class: `node end trainer ${gone("trainer")}` }, h("b", null, "trainer"), names("trainer"), h("small", null, since(tables, "sampled")),
       server.sample_streams > 0 && h("small", null, plural(server.sample_streams, "sample stream"))),
     h("div", { class: "back" }, h("span", null, "policy ", h("b", null, `version ${policy.version}`), `, ${duration(policy.age)} ago`,
-      policy.usual > 0 && `; usual: ${duration(policy.usual)}`)));
+      policy.interval > 0 && `; usually every ${duration(policy.interval)}`)));
 }
 
 const capacity = (table) => Math.min(table.config.max_size, table.config.rate_limiter.max_size ?? Infinity);
 
 // ------------------------------------------------------------------------------------------------ a table
 
-function tableCard(table, look) {
+// The points of a chart of a table, as rows with times.
+const pointsOf = (table, history, names, places) => columnsOf(["time", ...names], [history.map((point) => new Date(1000 * point.t).toISOString()),
+  ...places.map((i) => history.map((point) => point.tables[table.name]?.[i] ?? null))]);
+function tableCard(table, look, history) {
   const { config } = table, list = look.lists[table.name];
   const facts = [config.rate_limiter.type.replaceAll("_", " "), `${config.sampler.type} sampling`,
-    config.max_times_sampled ? `used ${config.max_times_sampled === 1 ? "once" : `at most ${config.max_times_sampled} times`}`
+    config.max_times_sampled ? `used ${config.max_times_sampled === 1 ? "once" : `at most ${plural(config.max_times_sampled, "time")}`}`
     : "used without limit",
     config.max_staleness !== null && `stale after ${config.max_staleness}`, config.forward_to && `feeds ${config.forward_to}`,
       config.rate_limiter.max_size === null && (config.when_full === "evict" ? `evicts by ${config.remover.type}`
@@ -116,12 +120,14 @@ function tableCard(table, look) {
     h("div", { class: "columns" },
       h("div", null,
         h("div", { class: "legend" }, h("span", { class: "series1" }, `in ${rate(table.inserts_per_second)}/s`),
-          h("span", { class: "series2" }, `out ${rate(table.samples_per_second)}/s`), h("small", null, "mean of the last minute")),
+          h("span", { class: "series2" }, `out ${rate(table.samples_per_second)}/s`), h("small", null, "mean of the last minute"),
+          csvButton(`inserts and samples a second of ${table.name}`, () => pointsOf(table, history, ["in", "out"], [0, 1]))),
         h("div", { class: "chart", "data-keep": `rates-${table.name}`, role: "img",
           "aria-label": `Inserts and samples a second of ${table.name}` }),
         h("div", { class: "legend" }, h("span", { class: "series3" }, plural(table.size, "group")),
+          csvButton(`size of ${table.name}`, () => pointsOf(table, history, ["groups"], [2])),
           table.reserved > 0 && h("small", null, `${table.reserved} handed out, not acknowledged`),
-          table.waiting_rows > 0 && h("small", null, `waits for ${table.lacking.map((column) =>
+          table.incomplete_items > 0 && h("small", null, `waits for ${table.missing_columns.map((column) =>
             `${visible(column.name)}: ${plural(column.items, "group")}`).join(", ")}`),
           table.values.length > 0 && h("small", null, `draws balanced over ${visible(config.balance?.tag ?? "")}: ${sharesOf(table.values)}`)),
         h("div", { class: "chart low", "data-keep": `size-${table.name}`, role: "img", "aria-label": `Size of ${table.name}` })),
@@ -137,7 +143,7 @@ function tableCard(table, look) {
         : h("figure", { class: "histogram empty" }, h("figcaption", null, label),
         h("p", { class: "quiet" }, table.size ? "reading …" : "no groups")))),
     list && list.read < list.items && h("p", { class: "quiet" },
-      `${list.read.toLocaleString("en")} of ${list.items.toLocaleString("en")} groups read`));
+      `${list.read.toLocaleString("en")} of ${plural(list.items, "group")} read`));
 }
 
 const waitTone = ({ seconds }) => (seconds >= long ? "long" : seconds >= long / 4 ? "warm" : "");
@@ -156,9 +162,9 @@ function sharesOf(values) {
   return named.slice(0, most).map((value) => `${visible(value.name || "without the tag").slice(0, 60)} ${percent(value.weight / total)} (${
     plural(value.items, "group")})`).join(", ") + (named.length > most ? ` and ${named.length - most} more` : "");
 }
-function limiterOf({ limiter, size, waiting_rows, inserting, sampling }) {
+function limiterOf({ limiter, size, incomplete_items, inserting, sampling }) {
   if (limiter.max_diff === null && limiter.min_diff === null) {
-    const ready = size - waiting_rows, enough = ready >= limiter.min_size, what = waiting_rows ? "size without those that wait" : "size";
+    const ready = size - incomplete_items, enough = ready >= limiter.min_size, what = incomplete_items ? "size without those that wait" : "size";
     return h("div", { class: "limiter" }, h("b", null, "Limiter "), enough ? "open" : "samples wait for groups",
       why(h("p", null, enough ? `open: ${what} ${ready} ≥ min_size ${limiter.min_size}; inserts never wait for it.`
       : `samples wait: ${what} ${ready} < min_size ${limiter.min_size}`)));
@@ -190,38 +196,38 @@ function chartOf(host, table, history) {
 // ------------------------------------------------------------------------------------------------ the rest
 
 // The trainer's curves or, without them, means over the groups that the page read.
-function learning({ versions, signals, policy, curves, answers: newest }) {
+function learning({ versions, signals, policy, curves, learning: said, answers: newest }) {
   const read = Date.now() - shownAt > 1000 * ANSWER_SECONDS && !document.querySelector(".answers:hover");
   if (!answers || read) [answers, shownAt] = [newest, Date.now()];
   const known = (name) => curves[name]?.some((value) => value !== null);
   const spark = (name, label, of = null, text = number) => (known(name) ? sparkline(curves[name], { label, text })
     : of && sparkline(versions.map(of), { label: `${label}, as read`, text }));
-  const warned = signals.some((each) => each.level !== "ok");
-  return h("section", { class: `card learning ${warned ? "warned" : ""}`, "aria-label": "Learning" },
+  return h("section", { class: `card learning ${said.level}`, "aria-label": "Learning" },
     h("h2", null, "Is it learning?", h("small", null, `version ${policy.version}, set ${duration(policy.age)} ago`)),
-    signals.length ? h("ul", { class: "signals" }, signals.map((each) => h("li", { class: each.level === "ok" && "fine" }, each.message)))
-      : h("p", { class: "fine" }, versions.length || known("entropy") ? "No sign of collapse, and nothing far off-policy." : "Nothing is known yet."),
+    h("p", { class: "trend" }, visible(said.sentence)),
+    signals.length > 0 && h("ul", { class: "signals" }, signals.map((each) => h("li", { class: each.level === "ok" && "fine" }, each.message))),
     h("div", { class: "sparks" }, spark("reward", "fresh reward", (each) => each.reward),
       spark("entropy", "entropy (nats)", (each) => each.logprob && -each.logprob), spark("kl", "kl (nats)"),
       spark("length", "completion (tokens)", (each) => each.length), spark("tokens_per_second", "tokens a second"),
       spark("no_variance", "without variance", (each) => each.no_variance, percent), spark("ess", "sample size (ess)")),
     answers && h("div", { class: "answers" }, ["best", "worst"].map((name) => answerOf(name, answers))),
-    why(h("p", null, "Curves are of the trainer's newest metrics.jsonl (--runs). ", h("i", null, "As read"),
+    why(h("p", null, "The trend compares the mean reward of the first ten steps with that of the last ten; it is flat if they differ by less than the noise explains."),
+      h("p", null, "Curves are of the trainer's newest metrics.jsonl (--runs). ", h("i", null, "As read"),
       ": of the groups that this page has read", versions.length > 0 && `, of versions ${versions[0].version} to ${versions.at(-1).version}`,
       "; surprise, the mean negative log-probability, stands for entropy."),
       policy.weights && h("p", null, "Weights: ", h("code", null, visible(policy.weights)))));
 }
-const answerOf = (name, { key, version, prompt, [name]: { reward, tokens, text } }) => h("article", { class: name, "aria-label": `The ${name} answer` },
-  h("h3", null, `The newest ${name} answer `, h("a", { href: `#/group/${key}` }, `reward ${number(reward)}`),
-    h("small", null, ` ${plural(tokens, "token")}, version ${version}`)),
+const answerOf = (name, { version, [name]: { key, prompt, reward, tokens, text } }) => h("article", { class: name, "aria-label": `The ${name} answer` },
+  h("h3", null, `The ${name} answer `, h("a", { href: `#/group/${key}` }, `reward ${number(reward)}`),
+    h("small", null, ` ${plural(tokens, "token")}, of version ${version}, the newest`)),
   h("p", { class: "quiet cut" }, visible(prompt)), h("div", { class: "text", tabindex: 0 }, visible(text)));
 
 function permitsCard({ admission }) {
-  const { groups_per_step: step, max_staleness: stale, accepted, running, capacity, acquiring, expired, building } = admission;
+  const { fresh_groups_per_step: step, max_staleness: stale, accepted, running, capacity, acquiring, expired, partial_groups: partial } = admission;
   return h("section", { class: "card permits", "aria-label": "Permits" },
-    h("h2", null, "Permits", h("small", null, `${step} groups a step, at most ${stale} versions ahead`)),
+    h("h2", null, "Permits", h("small", null, `${plural(step, "group")} a step, at most ${plural(stale, "version")} ahead`)),
     facts([["available now", capacity], ["running", running],
-      ...(admission.building_tables.length ? [["of these under construction", building]] : []), ["groups accepted", accepted],
+      ...(admission.permit_tables.length ? [["of these partial groups", partial]] : []), ["groups accepted", accepted],
       ["expired unused", expired, expired > 0]]),
     waitOf("get permits", acquiring));
 }
@@ -261,6 +267,35 @@ function clientsCard({ clients }) {
       h("thead", null, h("tr", null, ["client", "does", "last seen", "now"].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", null, clients.slice(0, SHOWN).map(row)))),
     clients.length > SHOWN && h("p", { class: "quiet" }, `and ${plural(clients.length - SHOWN, "more client")}, seen longer ago`));
+}
+
+// Of generators whose rollouts are played by agents: for whom the sessions wait, and what was refused.
+// A client may say anything.
+function sessionsOf({ settings }) {
+  try {
+    const found = JSON.parse(settings.sessions), refused = Object.entries(found.refused ?? {});
+    if (!Number.isFinite(found.open)) return null;
+    return { ...found, silent: Number.isFinite(found.silent) ? found.silent : 0, refused: refused.filter(([, n]) => Number.isFinite(n)),
+      reason: typeof found.reason === "string" ? found.reason : "" };
+  } catch {
+    return null;
+  }
+}
+function sessionsCard({ clients }) {
+  const told = clients.filter((each) => !each.ended).map((each) => ({ ...each, sessions: sessionsOf(each) })).filter((each) => each.sessions);
+  if (!told.length) return null;
+  const count = (each, name) => h("td", null, Number.isFinite(each.sessions[name]) ? each.sessions[name].toLocaleString("en") : "–");
+  const refused = ({ refused }) => refused.map(([status, n]) => `${n} × ${status}`).join(", ") || "none";
+  const row = (each) => h("tr", { class: each.open ? null : "gone" }, h("th", { scope: "row" }, visible(each.name)),
+    ["open", "nobody", "policy", "agent"].map((name) => count(each, name)),
+    h("td", null, each.sessions.silent > 0 ? duration(each.sessions.silent) : "–"),
+    h("td", { class: each.sessions.refused.length ? "warn" : null, title: each.sessions.reason && visible(each.sessions.reason) }, visible(refused(each.sessions))));
+  const heads = ["generator", "open", "no agent yet", "wait for the policy", "wait for the agent", "longest silence", "refused (10 min)"];
+  return h("section", { class: "card sessions wide", "aria-label": "Sessions of agents" },
+    h("h2", null, "Sessions of agents", h("small", null, "rollouts that agents play, as the generators tell it")),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Rows of the generators" }, h("table", null,
+      h("thead", null, h("tr", null, heads.map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", null, told.slice(0, SHOWN).map(row)))));
 }
 
 const facts = (rows) => h("dl", { class: "facts" },

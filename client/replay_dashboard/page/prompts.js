@@ -1,4 +1,5 @@
 // Prompts: how often each is solved, over policy versions, as far as the page has read groups of it.
+import { csvButton } from "./csv.js";
 import { ask, fill, h, number, percent, plural, promptParts, s, visible, why } from "./dom.js";
 
 const ORDERS = [["", "1", "last seen"], ["solved", "", "hardest"], ["solved", "1", "easiest"], ["change", "1", "most improved"],
@@ -50,7 +51,7 @@ function draw() {
         h("span", { role: "cell" }, row.groups ? percent(row.solved) : "–"), h("span",
           { role: "cell", class: row.change > 0.02 ? "plus" : row.change < -0.02 ? "minus" : "" },
           row.versions.length < 2 ? "–" : `${row.change > 0 ? "+" : ""}${(100 * row.change).toFixed(0)}`),
-        h("span", { role: "cell", title: row.held ? `priority ${number(row.held.priority)}, drawn ${row.held.drawn} times` : "" },
+        h("span", { role: "cell", title: row.held ? `priority ${number(row.held.priority)}, drawn ${plural(row.held.drawn, "time")}` : "" },
           row.held?.drawn ? `${row.groups} of ${row.held.drawn}` : row.groups), h("span", { role: "cell", class: "heat" },
           h("span", { role: "img", "aria-label": `Solve rate by version: ${row.versions.map(([version, rate]) => `${version}: ${percent(rate)}`).slice(-12).join(", ")}` }, heat(row.versions, first, last)))))),
     data.rows.length < data.matching && h("button", { type: "button", class: "more", onclick: () => ((limit += 200), load()) },
@@ -68,7 +69,9 @@ function picture() {
         height: (100 * share(each, rate)).toFixed(2) })));
   };
   return h("figure", { class: "rates" }, h("figcaption", null, h("b", null, `${percent(solved)} solved`), ` at version ${version}`,
-    h("span", { class: "scale" }, "by no answer", versions[0].rates.map((_, rate) => h("i", { class: `s${rate}` })), "by all")),
+    h("span", { class: "scale" }, "by no answer", versions[0].rates.map((_, rate) => h("i", { class: `s${rate}` })), "by all"),
+    csvButton("solve rates", () => [["version", "groups", "solved", ...versions[0].rates.map((_, rate) => `groups in eighth ${rate + 1} of answers`)],
+      ...versions.map((each) => [each.version, each.groups, each.solved, ...each.rates])])),
     s("svg", { viewBox: `0 0 ${versions.length} 100`, preserveAspectRatio: "none", role: "img",
       "aria-label": `Solve rates of groups from version ${versions[0].version} to ${version}` }, versions.map(column)),
     h("div", { class: "ends" }, h("span", null, `version ${versions[0].version}`), h("span", null, version)));

@@ -1,5 +1,6 @@
 // Training: the curves of metrics.jsonl, several runs over each other, while they grow.
 import { drop, lines, seriesClass } from "./charts.js";
+import { columnsOf, csvButton } from "./csv.js";
 import uPlot from "./uplot/uPlot.js";
 import { ask, fill, h, plural, visible } from "./dom.js";
 
@@ -9,7 +10,7 @@ const SMOOTHING = { none: 0, light: 0.6, strong: 0.9, "very strong": 0.98 };
 const SECTIONS = { fresh: "What was generated now", replay: "What was put in its place", train: "The update",
   correction: "How far off-policy", time: "Where the time goes", eval: "Evaluation" };
 let chosen = new Set(), data = null, problem = "", version = -1, asking = false, here = null, watcher = null, visibleCharts = new Set();
-let search = "", smoothing = "none", log = false;
+let onlyDifferent = true, search = "", smoothing = "none", log = false;
 
 export function open(main) {
   here = main;
@@ -68,16 +69,41 @@ function draw() {
       h("label", null, h("input", { type: "checkbox", checked: log, onchange: ({ target }) => ((log = target.checked), draw()) }), "Log scale"),
       search && h("span", { class: "count", role: "status" }, plural(wanted.length, "metric"))),
     search ? section("Found", wanted, "found") : [section("At a glance", FIRST.filter((name) => names.includes(name)), "first"),
-      sections.map((each) => folded(each, names.filter((name) => name.startsWith(`${each}/`) && !FIRST.includes(name)).sort()))]));
+      sections.map((each) => folded(each, names.filter((name) => name.startsWith(`${each}/`) && !FIRST.includes(name)).sort()))],
+    configuration()));
   here.querySelectorAll(".chart").forEach((chart) => watcher.observe(chart));
   paint();
+}
+// The settings of the chosen runs, a column for each. Of several runs, those that differ, or all.
+function configuration() {
+  const all = data.configurations, known = [...new Set(all.flatMap((each) => Object.keys(each)))].sort();
+  if (!known.length) return null;
+  const told = all.filter((each) => Object.keys(each).length), several = told.length > 1; // of an older run nothing may be known
+  const differs = (name) => told.some((each) => each[name] !== told[0][name]);
+  const names = several && onlyDifferent ? known.filter(differs) : known, cells = (name) => all.map((each) => each[name] ?? "–");
+  const rows = () => [["setting", ...data.curves.map((curve) => curve.run)], ...names.map((name) => [name, ...cells(name)])];
+  return h("section", { class: "card configuration", "aria-label": "Configuration" },
+    h("h2", null, "Configuration", h("small", null, several ? `${plural(known.filter(differs).length, "difference")} of ${plural(known.length, "setting")}`
+      : `${plural(known.length, "setting")}; choose another run to see what differs`), csvButton("the configuration", rows)),
+    several && h("label", null, h("input", { type: "checkbox", checked: onlyDifferent,
+      onchange: ({ target }) => ((onlyDifferent = target.checked), draw()) }), "Only what differs"),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Settings of the runs" }, h("table", null,
+      h("thead", null, h("tr", null, ["setting", ...data.curves.map((curve) => visible(curve.run))].map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", null, names.map((name) => h("tr", { class: several && differs(name) ? "differs" : null }, h("th", { scope: "row" }, visible(name)),
+        cells(name).map((value) => h("td", null, visible(value)))))))));
 }
 const section = (title, names, prefix) => h("section", { "aria-label": title }, h("h2", null, title), curves(names, prefix));
 const folded = (prefix, names) => names.length > 0 && h("details", null, h("summary", null, h("h2", null, SECTIONS[prefix] ?? prefix,
   h("small", null, `${prefix}/`, " ", plural(names.length, "metric")))), curves(names, prefix));
-const curves = (names, prefix) => h("div", { class: "curves" }, names.map((name) => h("article", { class: "card curve" }, h("h3", null, name),
+const curves = (names, prefix) => h("div", { class: "curves" }, names.map((name) => h("article", { class: "card curve" },
+  h("div", { class: "title" }, h("h3", null, name), csvButton(name, () => numbersOf(name))),
   h("p", { class: "quiet", title: data.meanings[name] }, data.meanings[name] ?? "docs/metrics.md does not say what this is."),
   h("div", { class: "chart", "data-keep": `${prefix}:${name}`, role: "img", "aria-label": `Curve of ${name}` }))));
+// What a chart shows of a metric, without smoothing: the steps, and a column for each run.
+function numbersOf(name) {
+  const shown = data.curves.filter((curve) => curve.columns[name]);
+  return columnsOf(["step", ...shown.map((curve) => curve.run)], uPlot.join(shown.map((curve) => [curve.steps, curve.columns[name]])));
+}
 // An exponential mean, whose beginning counts no value before the first.
 function smooth(ys) {
   const keep = SMOOTHING[smoothing];

@@ -12,9 +12,10 @@ from pydantic import Field
 
 from replay_client.columns import OFFSETS, RAGGED
 from replay_client.errors import ReplayError
-from replay_client.kept import CUT_OFF, truncates
 from replay_client.rollout import MAX_LOGPROB
+from replay_client.sampling_masks import CUT_OFF, truncates
 from replay_client.settings import Count, Share, settings
+from replay_protos.words import counted
 
 LOGPROBS_MODE = "processed_logprobs"
 """`Completion.logprobs` are of the distribution that tokens are drawn from: after temperature, min_p, top_k, top_p."""
@@ -55,8 +56,8 @@ class SamplingConfig:
     """Makes the completions of a request repeatable; None draws from the engine's own stream."""
 
     @property
-    def most_kept(self) -> int:
-        """The largest set that is stored for a token; 0: none, because none is wanted or every token is kept."""
+    def largest_mask(self) -> int:
+        """The most ids of a mask that is stored for a token; 0: none, because none is wanted or every token is kept."""
         return self.sampling_masks if truncates(vars(self)) else 0
 
     def describe(self) -> dict[str, Any]:
@@ -132,10 +133,11 @@ def fault_of(completion: Completion | None, sampling: SamplingConfig, vocabulary
         return "has the finish_reason 'error': the log of the engine says why"
     tokens_T, logprobs_T = np.asarray(completion.token_ids), np.asarray(completion.logprobs, np.float64)
     versions = len(completion.policy_versions)
+    tokens = counted(tokens_T.size, "token")
     if not tokens_T.size == logprobs_T.size == versions:
-        return f"has {tokens_T.size} tokens, {logprobs_T.size} logprobs, {versions} policy_versions: it needs as many"
+        return f"has {tokens}, {logprobs_T.size} logprobs, {versions} policy_versions: it needs as many"
     if tokens_T.size > sampling.max_tokens and completion.loss_mask is None:  # else it has several turns
-        return f"has {tokens_T.size} tokens, and max_tokens is {sampling.max_tokens}: does the engine know that?"
+        return f"has {tokens}, and max_tokens is {sampling.max_tokens}: does the engine know that?"
     limit = vocabulary or _MOST_TOKENS
     if (wrong := tokens_T[(tokens_T < 0) | (tokens_T >= limit)]).size:
         return f"has the token {wrong[0]}, and the model those from 0 to {limit - 1}: give the engine the same model"

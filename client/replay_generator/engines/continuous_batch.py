@@ -39,7 +39,7 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
-    kept: list[list[int]] = field(default_factory=list)
+    sampling_masks: list[list[int]] = field(default_factory=list)
     """For each token, the tokens that it was drawn from; empty: too many. No sets if its sampling wants none."""
     routed: list[torch.Tensor] = field(default_factory=list)
     """The experts (tokens, layers, K) of all tokens that the model has read, piece by piece; empty if nobody asks."""
@@ -290,14 +290,14 @@ def routers_of(model: Any) -> list[Any]:
 
 def _note_kept(rows: list[Row], logprobs_RV: torch.Tensor) -> None:
     """Gives each row that wants it the set that its next token is drawn from, unless that has too many tokens."""
-    wanting = [index for index, row in enumerate(rows) if row.sampling.most_kept]
+    wanting = [index for index, row in enumerate(rows) if row.sampling.largest_mask]
     if not wanting:
         return
     kept_WV = logprobs_RV[wanting].isfinite()
     counts: list[int] = kept_WV.sum(-1).tolist()
     for index, count, kept_V in zip(wanting, counts, kept_WV, strict=True):
-        small = count <= rows[index].sampling.most_kept
-        rows[index].kept.append(kept_V.nonzero()[:, 0].tolist() if small else [])
+        small = count <= rows[index].sampling.largest_mask
+        rows[index].sampling_masks.append(kept_V.nonzero()[:, 0].tolist() if small else [])
 
 
 def _choose(logprobs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:

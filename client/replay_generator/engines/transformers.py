@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from replay_client.kept import kept_fields
+from replay_client.sampling_masks import mask_fields
 from replay_client.waits import ENGINE_STOP
 from replay_generator.engines import Completion, EngineError, OnFinished, SamplingConfig, text_of
 from replay_generator.engines.continuous_batch import ContinuousBatch, Row, routers_of
-from replay_generator.frequencies import default_length, fix_frequencies
-from replay_generator.model_checks import check_model, choose_attention, name_of, tolerance_of, tries_of
-from replay_generator.weights import check_base, end_ids, holds_adapter, load_causal_model, read_adapter
+from replay_generator.engines.model_checks import check_model, choose_attention, name_of, tolerance_of, tries_of
+from replay_generator.engines.rotary_frequencies import default_length, fix_frequencies
+from replay_generator.engines.weights import check_base, end_ids, holds_adapter, load_causal_model, read_adapter
 
 _T = TypeVar("_T")
 
@@ -106,12 +106,12 @@ class TransformersEngine:
         ids, loop = [int(token) for token in prompt_ids], asyncio.get_running_loop()
         ended: list[asyncio.Future[Completion]] = [loop.create_future() for _ in range(n)]
 
-        def tell(number: int, future: asyncio.Future[Completion]) -> None:
+        def report(number: int, future: asyncio.Future[Completion]) -> None:
             if finished is not None and not future.cancelled() and future.exception() is None:
                 finished(number, future.result())
 
         for number, future in enumerate(ended):
-            future.add_done_callback(partial(tell, number))
+            future.add_done_callback(partial(report, number))
         self._order(lambda: self._batch.add(ids, sampling, ended))
         return await asyncio.gather(*ended)
 
@@ -164,9 +164,9 @@ class TransformersEngine:
 
         def order() -> None:
             try:
-                _tell(result, result.set_result, work())
+                _call_on_loop(result, result.set_result, work())
             except Exception as error:
-                _tell(result, result.set_exception, error)
+                _call_on_loop(result, result.set_exception, error)
 
         self._order(order)
         return await result
@@ -182,7 +182,7 @@ class TransformersEngine:
             try:
                 rows = self._batch.step()
                 for row in rows:
-                    _tell(row.ended, row.ended.set_result, self._completion(row))
+                    _call_on_loop(row.ended, row.ended.set_result, self._completion(row))
             except Exception as error:
                 failure = (
                     f"the transformers engine failed: {type(error).__name__}: {error}. What was inserted is safe: "
@@ -190,10 +190,10 @@ class TransformersEngine:
                     "max_length (--engine-arg)"
                 )
                 for row in [*rows, *self._batch.clear()]:
-                    _tell(row.ended, row.ended.set_exception, EngineError(failure))
+                    _call_on_loop(row.ended, row.ended.set_exception, EngineError(failure))
 
     def _completion(self, row: Row) -> Completion:
-        columns = kept_fields(row.kept)
+        columns = mask_fields(row.sampling_masks)
         if row.routed:
             extras, axes = columns.get("extras", {}), columns.get("axes", {})
             columns["extras"] = extras | {ROUTED: torch.cat(row.routed).numpy()}
@@ -317,7 +317,7 @@ def score_alone(model: Any, token_ids: list[int]) -> list[float]:
     return scores
 
 
-def _tell(future: asyncio.Future[Any], call: Callable[..., None], *arguments: Any) -> None:
+def _call_on_loop(future: asyncio.Future[Any], call: Callable[..., None], *arguments: Any) -> None:
     """Make a call on the event loop of a future, unless its caller no longer waits."""
     with suppress(RuntimeError):  # the loop has been closed
         future.get_loop().call_soon_threadsafe(lambda: None if future.done() else call(*arguments))

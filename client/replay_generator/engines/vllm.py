@@ -23,10 +23,10 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from replay_client.kept import kept_among, kept_fields, most_logprobs
+from replay_client.sampling_masks import mask_fields, mask_of_logprobs, most_logprobs
 from replay_client.waits import ENGINE_STOP
 from replay_generator.engines import LOGPROBS_MODE, Completion, EngineError, OnFinished, SamplingConfig, text_of
-from replay_generator.weights import check_base, holds_adapter
+from replay_generator.engines.weights import check_base, holds_adapter
 
 _CPU_ARGS = {
     "enforce_eager": True,
@@ -140,12 +140,12 @@ class VLLMEngine:
                     whole.add(output, aggregate=True)
                 for item in whole.outputs:
                     if item.finish_reason is not None and item.index not in completions:
-                        completions[item.index] = self._completion(item, width, sampling.most_kept)
+                        completions[item.index] = self._completion(item, width, sampling.largest_mask)
                         if finished is not None:
                             finished(item.index, completions[item.index])
         return [completions[index] for index in range(n)]
 
-    def _completion(self, output: Any, width: int, most_kept: int) -> Completion:
+    def _completion(self, output: Any, width: int, largest_mask: int) -> Completion:
         token_ids = list(output.token_ids)
         logprobs = [
             step[token].logprob if token in step else math.nan
@@ -154,7 +154,7 @@ class VLLMEngine:
         text = text_of(self.tokenizer, token_ids, skip_special_tokens=True)
         spans = output.weight_versions or ()
         versions = [_version(span.version) for span in spans for _ in range(span.start, span.end)]
-        kept = kept_fields(sets_of(output, width, most_kept))
+        kept = mask_fields(masks_of(output, width, largest_mask))
         return Completion(token_ids, logprobs, text, output.finish_reason or "unknown", versions, **kept)
 
     async def load_weights(self, path: str, version: int) -> None:
@@ -254,20 +254,22 @@ def sampling_fields(sampling: SamplingConfig, n: int, most_logprobs: int) -> dic
         "max_tokens": sampling.max_tokens,
         "seed": sampling.seed,
         # One more than a set may have: if that is kept too, the set is larger.
-        "logprobs": min(sampling.most_kept + 1, most_logprobs) if sampling.most_kept else 0,
+        "logprobs": min(sampling.largest_mask + 1, most_logprobs) if sampling.largest_mask else 0,
     }
 
 
-def sets_of(output: Any, width: int, most_kept: int) -> list[list[int]]:
-    """What was kept for each token of vLLM's CompletionOutput, up to `most_kept` tokens; larger sets are empty.
+def masks_of(output: Any, width: int, largest_mask: int) -> list[list[int]]:
+    """What was kept for each token of vLLM's CompletionOutput, up to `largest_mask` tokens; larger sets are empty.
 
     `width`: of the most likely tokens, how many log-probabilities were asked for. 0: vLLM itself tells the sets.
     """
-    if not most_kept:
+    if not largest_mask:
         return []
     if width:
-        return [kept_among({token: each.logprob for token, each in step.items()}, width) for step in output.logprobs]
-    return [list(ids) if len(ids) <= most_kept else [] for ids in output.sampling_mask.token_ids]
+        return [
+            mask_of_logprobs({token: each.logprob for token, each in step.items()}, width) for step in output.logprobs
+        ]
+    return [list(ids) if len(ids) <= largest_mask else [] for ids in output.sampling_mask.token_ids]
 
 
 def _died(error: BaseException) -> bool:
@@ -417,7 +419,7 @@ _log: VLLMLog | None = None
 def vllm_log() -> VLLMLog | None:
     """The log of this process; None if the environment says where vLLM shall log to."""
     global _log
-    given = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_LEVEL")
-    if _log is None and not any(name in os.environ for name in given):
+    variables = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_LEVEL")
+    if _log is None and not any(name in os.environ for name in variables):
         _log = VLLMLog()
     return _log

@@ -20,7 +20,7 @@ import aiohttp
 
 from replay_client.errors import ReplayError
 from replay_generator.engines import LOGPROBS_MODE
-from replay_generator.weights import holds_adapter
+from replay_generator.engines.weights import holds_adapter
 
 FIRST = "default"
 """vLLM's label of the weights that a server was started with."""
@@ -209,11 +209,11 @@ class VLLMServer:
         """Raises VLLMServerError if the server divides a text into other tokens."""
         text = "1 + 2 = 3, The quick brown fox?"
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        theirs = await self.call("POST", "/tokenize", body, at=["tokens"])
-        if theirs != (ours := tokenizer.encode(text, add_special_tokens=False)):
+        server_tokens = await self.call("POST", "/tokenize", body, at=["tokens"])
+        if server_tokens != (own_tokens := tokenizer.encode(text, add_special_tokens=False)):
             raise VLLMServerError(
-                f"{self.url} has the tokens {theirs[:8]} for {text!r}, and the model given here has {ours[:8]}: give "
-                "the same model to both"
+                f"{self.url} has the tokens {server_tokens[:8]} for {text!r}, and the model given here has "
+                f"{own_tokens[:8]}: give the same model to both"
             )
 
     async def check(self, model: str, served_model: str | None, max_length: int | None) -> None:

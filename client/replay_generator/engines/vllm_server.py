@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from replay_client.kept import kept_among, kept_fields, most_logprobs
+from replay_client.sampling_masks import mask_fields, mask_of_logprobs, most_logprobs
 from replay_client.waits import Patience, WaitLog
 from replay_generator.engines import Completion, CompletionError, OnFinished, SamplingConfig
 from replay_generator.engines.vllm import sampling_fields
@@ -34,7 +34,7 @@ from replay_generator.engines.vllm_http import (
     Weights,
     version_of,
 )
-from replay_generator.weights import model_facts
+from replay_generator.engines.weights import model_facts
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class VLLMServerEngine:
         self._changed = asyncio.Condition()
         self._recoveries: dict[VLLMServer, asyncio.Task[None]] = {}
         self._failures: dict[VLLMServer, Exception] = {}  # of servers that have used up their patience
-        self.servers_lost = 0
+        self.engines_lost = 0
         """How often a server went away, or lost the weights that were loaded into it."""
         self.model: str = os.fspath(model)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
@@ -287,7 +287,7 @@ class VLLMServerEngine:
         return min(usable, key=lambda server: server.running)
 
     @property
-    def servers_away(self) -> int:
+    def engines_away(self) -> int:
         """Servers that are asked until they are back."""
         return sum(map(self._is_away, self._servers))
 
@@ -298,7 +298,7 @@ class VLLMServerEngine:
         """Use a server no more until it answers and has the newest weights."""
         server.usable = False
         if not self._is_away(server):
-            self.servers_lost += 1
+            self.engines_lost += 1
             self._recoveries[server] = asyncio.create_task(self._wait_for(server, error))
 
     async def _wait_for(self, server: VLLMServer, error: VLLMServerGoneError) -> None:
@@ -313,7 +313,7 @@ class VLLMServerEngine:
                 raise VLLMServerGoneError(f"{server.url}: {gone}") from gone  # a newer version is on its way
 
         async def failed(error: Exception, _: bool = False) -> None:
-            log.wait(f"{error}; it is asked again, {self.servers_away} of {len(self._servers)} servers are away")
+            log.wait(f"{error}; it is asked again, {self.engines_away} of {len(self._servers)} servers are away")
             if not isinstance(error, VLLMServerGoneError) or time.monotonic() - since > self._patience:
                 async with self._changed:
                     self._failures[server] = error
@@ -351,7 +351,7 @@ def completion_of(choice: dict[str, Any], before: str, after: str, width: int = 
     if width:
         # {"token_id:17": -0.3}
         steps = [(step or {}).items() for step in choice["logprobs"]["top_logprobs"]]
-        sets = [kept_among({int(name.rpartition(":")[2]): each for name, each in step}, width) for step in steps]
+        sets = [mask_of_logprobs({int(name.rpartition(":")[2]): each for name, each in step}, width) for step in steps]
     return Completion(
-        tokens, logprobs, choice["text"], choice["finish_reason"] or "unknown", versions, **kept_fields(sets)
+        tokens, logprobs, choice["text"], choice["finish_reason"] or "unknown", versions, **mask_fields(sets)
     )

@@ -13,21 +13,21 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from examples.demo.compare import RECIPE, Curve, curve, draw_comparison
+from examples.demo.compare import FRESH, RECIPE, Curve, curve, draw_comparison
 from examples.demo.run import DemoError, check_folder, run
+from examples.demo.variants import Variant, changed
 from experiments.learning import statistics as s
 from experiments.learning.real.gym import GYM_TASKS, GymProblems, gym_problems
 from experiments.learning.real.smollm2 import smollm2
+from experiments.learning.records import read_records
 from experiments.learning.report import NAMES, by_setting
-from experiments.learning.run import read_records, usual_rate
-from experiments.learning.tuned import PRETRAINED
+from experiments.learning.tuned import PRETRAINED, usual_rate
 from replay_trainer.metrics import read_metrics
 
 ROOT = Path(__file__).parents[3]
@@ -39,19 +39,23 @@ SMOOTHED = 16
 """Fresh groups in each mean of this run; as many as a point of the published curves has."""
 EACH = 1000
 """Generated tokens between two lines of the table."""
-REAL = replace(
-    RECIPE,
-    # A full state is 1.6 GB, and nobody resumes a demo; bfloat16 halves a step, where the CPU knows it.
-    replay=f"{RECIPE.replay}\nsave_every = 1_000_000\nmax_tokens_per_micro_batch = 1024\nbf16 = true",
-    learning_rate=usual_rate(TASK.name, PRETRAINED),
-    task=TASK.name,
-    max_tokens=TASK.max_tokens,
-    reward="experiments.learning.real.demo:right",
-    sample_timeout=600.0,
-    # The model's own limit, 8,192 tokens, would not fit the memory for keys and values.
-    generate=("--chat", "--max-length", "256"),
-    steps=40,
-)
+_REAL = {
+    "generate": {
+        "reward": "experiments.learning.real.demo:right",
+        "max_tokens": TASK.max_tokens,
+        "chat": True,
+        # The model's own limit, 8,192 tokens, would not fit the memory for keys and values.
+        "max_length": 256,
+    },
+    "train": {
+        "learning_rate": usual_rate(TASK.name, PRETRAINED),
+        # A full state is 1.6 GB, and nobody resumes a demo; bfloat16 halves a step, where the CPU knows it.
+        "save_every": 1_000_000,
+        "max_tokens_per_micro_batch": 1024,
+        "bf16": True,
+    },
+}
+REAL = Variant(changed(RECIPE.sections, _REAL), task=TASK.name, steps=40)
 
 
 @cache
@@ -66,12 +70,11 @@ def right(row: Mapping[str, Any], text: str) -> float:
 
 
 def make_start(folder: Path, models: Path, seed: int) -> Path:
-    """A folder that `run` starts from: the model, twice, and the prompts of this seed. `models` keeps the model."""
+    """A folder that `run` starts from: the model, and the prompts of this seed. `models` keeps the model."""
     path = smollm2(models).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("model", "warm"):
-        if not (folder / name).exists():
-            (folder / name).symlink_to(path)
+    if not (folder / "warm").exists():
+        (folder / "warm").symlink_to(path)
     rows = [{"prompt": entry["question"], "entry": entry} for entry in gym_problems(TASK, seed).train]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -118,7 +121,7 @@ def main() -> None:
         check_folder(out)
         start = make_start(out / "start", arguments.models, arguments.seed)
         run(out, arguments.steps, arguments.seed, arguments.engine, variant=REAL, warm=start)
-        curves = {"this run": curve(read_metrics(out / "metrics.jsonl"), REAL.fresh, SMOOTHED)} | published()
+        curves = {"this run": curve(read_metrics(out / "metrics.jsonl"), FRESH["recipe"], SMOOTHED)} | published()
         draw_comparison({name: [each] for name, each in curves.items()}, out / "compare.png")
     except (DemoError, RuntimeError) as error:
         sys.exit(f"demo-real: {error}")

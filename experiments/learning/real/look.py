@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.learning.records import read_records
 from experiments.learning.report import NAMES, rounded, setting_of
-from experiments.learning.run import read_records
 from experiments.learning.tuned import TUNING_SEEDS
 
 COLUMNS = {

@@ -1,20 +1,20 @@
 """Admission: permits for generating groups, so that work which would be too stale is never started.
 
-Permits are granted while accepted + running + n <= (max_staleness + version + 1) * groups_per_step, the rule of AReaL
-(arXiv 2505.24298). `running` are granted permits, `accepted` the groups that were inserted with one. A permit ends by
-the insert (running -> accepted), by release, or by expiry of its grant (both lower running only).
+Permits are granted while accepted + running + n <= (max_staleness + version + 1) * fresh_groups_per_step, the rule of
+AReaL (arXiv 2505.24298). `running` are granted permits, `accepted` the groups that were inserted with one. A permit
+ends by the insert (running -> accepted), by release, or by expiry of its grant (both lower running only).
 
 Only inserts into one table need permits: the table whose groups are trained on. A permit that comes with an insert into
 other tables goes back, because no step will ever use that group.
 
-Groups under construction have permits too (`construction.py`): `running` are granted permits and such groups together.
+Partial groups have permits too (`permit_tables.py`): `running` are granted permits and such groups together.
 The permit is accepted if an insert into the admitted table closes the group, or goes back if it ends in any other way.
 
-Of several servers each grants its share of groups_per_step, by its place among them, which the clients tell it:
+Of several servers each grants its share of fresh_groups_per_step, by its shard index, which the clients tell it:
 
     accepted + running + n <= earlier + (max_staleness + 1) * share
 
-`earlier` is the sum of the shares over all finished versions; of the only server, version * groups_per_step.
+`earlier` is the sum of the shares over all finished versions; of the only server, version * fresh_groups_per_step.
 
 A server that drains takes no groups, so a group with a permit of it goes to another server. That one accepts the group,
 and its `earlier` grows by 1. Then the client tells the one that drains, whose `earlier` and `running` shrink by 1. All
@@ -28,10 +28,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from replay_protos.words import counted
 from replay_server.errors import Refused, deadline, invalid, try_again
 from replay_server.tables.config import AdmissionConfig, TableConfig
-from replay_server.tables.extensions.construction import closes
-from replay_server.tables.extensions.extension import Extension, Place, PolicyChange
+from replay_server.tables.extensions.extension import Extension, PolicyChange, ShardIndex
+from replay_server.tables.extensions.permit_tables import closes
 from replay_server.tables.table import InsertBatch, SampleBatch, Table
 from replay_server.tables.waiting import Line, Pending
 
@@ -49,9 +50,9 @@ class Grant:
     """The request that it was given to; a retry, if there was one."""
 
 
-def share_of(groups: int, place: Place) -> int:
-    """The part of `groups` that the server at this place grants. The parts of all servers sum to `groups` exactly."""
-    number, servers = place
+def share_of(groups: int, shard_index: ShardIndex) -> int:
+    """The part of `groups` that the server with this index grants. The parts of all servers sum to `groups` exactly."""
+    number, servers = shard_index
     return (number + 1) * groups // servers - number * groups // servers if servers else 0
 
 
@@ -71,18 +72,18 @@ class Admission(Extension):
         config: AdmissionConfig,
         table: str,
         clock: Callable[[], float],
-        building: Collection[int] = (),
+        partial_groups: Collection[int] = (),
     ) -> None:
-        """`table`: the one whose inserts need permits. `building`: the keys of groups under construction, as of now."""
+        """`table`: the one whose inserts need permits. `partial_groups`: the keys of partial groups, as of now."""
         self.config = config
         self.table = table
         self.marked = set()
         """Accepted groups that nobody has sampled yet."""
-        self.building = building
+        self.partial_groups = partial_groups
         self._clock = clock
         self._version: int | None = None
         """None: none was ever set. The first one is where the count of accepted groups begins."""
-        self._place: Place | None = None
+        self._shard_index: ShardIndex | None = None
         """None: nobody has told it."""
         self._earlier = 0
         """Groups of all finished versions that were this server's to grant."""
@@ -97,8 +98,8 @@ class Admission(Extension):
 
     @property
     def running(self) -> int:
-        """Permits that are granted and not used, and groups under construction."""
-        return sum(grant.count for grant in self._grants.values()) + len(self.building)
+        """Permits that are granted and not used, and partial groups."""
+        return sum(grant.count for grant in self._grants.values()) + len(self.partial_groups)
 
     @property
     def capacity(self) -> int:
@@ -108,7 +109,7 @@ class Admission(Extension):
     @property
     def _share(self) -> int:
         """Groups of a step that are this server's to grant."""
-        return share_of(self.config.groups_per_step, self._place or Place())
+        return share_of(self.config.fresh_groups_per_step, self._shard_index or ShardIndex())
 
     def why_no_permits(self, count: int) -> str:
         """Why `count` permits cannot be granted now: words first, then the inequality."""
@@ -125,7 +126,9 @@ class Admission(Extension):
         """How many permits are free once all accepted groups are trained on."""
         return (self.config.max_staleness + 1) * self._share
 
-    def acquire(self, count: int, deadline_at: float, request: int = 0, place: Place | None = None) -> PendingPermits:
+    def acquire(
+        self, count: int, deadline_at: float, request: int = 0, shard_index: ShardIndex | None = None
+    ) -> PendingPermits:
         """Asks for `count` permits at once; the result is done when they are granted.
 
         `request` becomes the id of the grant, so that a retry finds the grant even after a restart. `place`: where a
@@ -133,7 +136,7 @@ class Admission(Extension):
         """
         if count < 1:
             raise invalid(f"count must be at least 1, not {count}")
-        self._place = self._place or place
+        self._shard_index = self._shard_index or shard_index
         pending = PendingPermits(count, self._clock(), deadline_at, request)
         for before in self.line:
             if request and before.request == request:
@@ -146,7 +149,7 @@ class Admission(Extension):
         return pending
 
     def release(self, grant_id: int, count: int = 0, moved: bool = False) -> int:
-        """Gives permits back (0: all that are left). Returns how many.
+        """Releases permits (0: all that are left). Returns how many.
 
         `moved`: another server has accepted `count` groups with permits of this one, perhaps after their grant expired.
         """
@@ -155,7 +158,7 @@ class Admission(Extension):
         if (grant := self._grants.get(grant_id)) is None:
             return 0
         if count > grant.count and not moved:
-            raise invalid(f"permit lease {grant_id:#x} has {grant.count} permits left, not {count}")
+            raise invalid(f"permit lease {grant_id:#x} has {counted(grant.count, 'permit')} left, not {count}")
         released = count or grant.count
         self._use(grant, released)
         self.progress()
@@ -164,7 +167,7 @@ class Admission(Extension):
     # ------------------------------------------------------------------------------------------------ what happens
 
     def why_no_policy(self, change: PolicyChange) -> Refused | None:
-        most = _MOST_GROUPS // self.config.groups_per_step  # permits of the run can be counted until then
+        most = _MOST_GROUPS // self.config.fresh_groups_per_step  # permits of the run can be counted until then
         return invalid(f"policy version {change.version}: must be from 0 to {most}") if change.version > most else None
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
@@ -173,12 +176,12 @@ class Admission(Extension):
             self._earlier += len(insert)
         elif (grant := self._grants.get(insert.permits)) is not None:
             self._use(grant, len(insert))
-        if self.table in insert.priorities and (insert.permits or closes(insert, self.building, self.kernel)):
+        if self.table in insert.priorities and (insert.permits or closes(insert, self.partial_groups, self.kernel)):
             self.accepted += len(insert)
             self.marked.update(insert.keys)
         return ()
 
-    def on_take(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
+    def on_acknowledge(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
         self.marked.difference_update(batch.keys.tolist())
         return ()
 
@@ -197,7 +200,7 @@ class Admission(Extension):
         A server that starts empty in the middle of a run knows nothing of the groups that were used before. Without
         them in `accepted`, the first version would admit a group for every one of them again.
         """
-        self._place = change.place or self._place
+        self._shard_index = change.shard_index or self._shard_index
         used = change.version * self._share
         # Version 1 after permits were granted is the end of the first step of a run that began here, unannounced.
         begins = self._version is None and (change.version > 1 or not (self.accepted or self.running))
@@ -268,14 +271,14 @@ class Admission(Extension):
     # ------------------------------------------------------------------------------------------------ state
 
     def state_dict(self, offset: float) -> dict[str, Any]:
-        # Items that only batches hold are not recorded, so nothing would give their permits back after a restart.
+        # Items that only batches hold are not recorded, so nothing would release their permits after a restart.
         held = {key for _, batch in self.kernel.batches.values() for key in batch.keys.tolist()} & self.marked
         unused = sum(not any(table.has_or_may_return(key) for table in self.kernel.trained) for key in held)
         return {
             "accepted": self.accepted - unused,
             "expired": self.expired,
             "began": self._version is not None,
-            "place": self._place,
+            "shard_index": self._shard_index,
             "earlier": self._earlier,
             "leases": [(grant.id, grant.count, grant.expires + offset) for grant in self._grants.values()],
         }
@@ -287,7 +290,7 @@ class Admission(Extension):
             return
         self.accepted, self.expired = state["accepted"], state["expired"]
         self._version = version if state["began"] else None
-        self._place, self._earlier = state["place"] and Place(*state["place"]), state["earlier"]
+        self._shard_index, self._earlier = state["shard_index"] and ShardIndex(*state["shard_index"]), state["earlier"]
         latest = self._clock() + self.config.permit_ttl  # the wall clock may have been set back
         self._grants = {
             grant: Grant(grant, count, min(expires - offset, latest)) for grant, count, expires in state["leases"]

@@ -23,11 +23,12 @@ from replay_server.tables.table import InsertBatch, SampleBatch, Table
 from replay_server.tables.waiting import Line
 
 
-class Place(NamedTuple):
-    """The place of a server among those of a run, which share the permits of a step."""
+class ShardIndex(NamedTuple):
+    """Which of the shards of a run this server is. They share the permits of a step."""
 
     number: int = 0
-    servers: int = 1
+    """From 0."""
+    shards: int = 1
     """0: others grant the share of this one."""
 
 
@@ -38,7 +39,7 @@ class PolicyChange:
     before: int
     version: int
     rollback: bool
-    place: Place | None = None
+    shard_index: ShardIndex | None = None
     """None: as before."""
     state: str = ""
 
@@ -91,9 +92,9 @@ class Extension:
         """The items are there, and enter their tables next. Returns other tables that changed."""
         return ()
 
-    def on_take(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
-        """A reader takes a batch of the table. Rows that it used up leave next, unless they are retained. Returns other
-        tables that changed."""
+    def on_acknowledge(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
+        """A reader acknowledges a batch of the table. Rows that it used up leave next, unless they are retained.
+        Returns other tables that changed."""
         return ()
 
     def on_lease(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
@@ -116,11 +117,11 @@ class Extension:
     # ------------------------------------------------------------------------------------------------ room
 
     def spares(self, key: int) -> int:
-        """How many of the rows that hold an item `free` would let go."""
+        """How many of the rows that hold an item `free` would discard."""
         return 0
 
     def spare_keys(self) -> Iterable[int]:
-        """The items of which it would let rows go."""
+        """The items of which it would discard rows."""
         return ()
 
     def free(self, needed: float) -> bool:

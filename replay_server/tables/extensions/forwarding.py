@@ -3,7 +3,7 @@
 * A table forwards an item that a reader uses for the first time. The limiter of the target counts the item, and only
   what would refuse an insert there can refuse it: that is counted at the table that forwards.
 * A table copies an item that enters it. The copy waits for no place, and is refused none. What is over the bounds of
-  the copies is evicted, and counted. What only copies hold is gone for everything else: its permit is given back, and
+  the copies is evicted, and counted. What only copies hold is gone for everything else: its permit is released, and
   its bytes are the first to go.
 """
 
@@ -22,14 +22,14 @@ from replay_server.tables.table import InsertBatch, SampleBatch, Table
 
 
 class Forwarding(Extension):
-    def __init__(self, let_go: Callable[[Table, Sequence[int]], None]) -> None:
-        """`let_go` ends rows that are retained in the target: it has one row of an item at most."""
-        self._let_go = let_go
+    def __init__(self, discard: Callable[[Table, Sequence[int]], None]) -> None:
+        """`discard` ends rows that are retained in the target: it has one row of an item at most."""
+        self._discard = discard
 
     def concerns(self, table: TableConfig) -> bool:
         return table.forward_to is not None
 
-    def on_take(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
+    def on_acknowledge(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
         assert table.config.forward_to is not None
         if batch.epoch != table.epoch:
             return ()
@@ -43,7 +43,7 @@ class Forwarding(Extension):
                 table.counters.forward_refused += not joined
         return (target,)
 
-    on_lease = on_take
+    on_lease = on_acknowledge
 
     def _join(self, target: Table, key: int, item: Item, priority: float) -> bool:
         if (outdated := why_outdated(target, item.policy_version)) is not None:
@@ -56,7 +56,7 @@ class Forwarding(Extension):
         ):
             return False
         if key in target.columns.retained:
-            self._let_go(target, [key])
+            self._discard(target, [key])
         items = self.kernel.items
         items.hold([key])
         versions, sizes = np.array([item.policy_version]), np.array([item.nbytes])

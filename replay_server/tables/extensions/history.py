@@ -1,21 +1,22 @@
 """History: the states that a trainer can go back to, and what tables have consumed since.
 
 A trainer that goes back to an older state has to train again on what it consumed after that state. But a consumed row
-is gone. So a table with `keep_consumed = n` keeps its consumed rows for a while. The trainer names each of its full
+is gone. So a table with `retain_consumed = n` retains its consumed rows for a while. The trainer names each of its full
 states to the server, when everything that the state contains is consumed. What was consumed since the n-th last named
-state is kept; what is older is let go. Going back to a state returns the rows that were consumed after it.
+state is retained; what is older is discarded. Going back to a state returns the rows that were consumed after it.
 
-        state 1 ──consumes a, b──▶ state 2 ──consumes c──▶ now                      kept with n = 2: a, b, c
-                                      ◀──── back to 2: c returns ────┘              kept then: a, b; states 1, 2
+        state 1 ──consumes a, b──▶ state 2 ──consumes c──▶ now                  retained with n = 2: a, b, c
+                                      ◀──── back to 2: c returns ────┘            retained then: a, b; states 1, 2
 
-A kept row is a reserved row whose batch was taken, and which the history retains (columns.py). It keeps its slot, its
-facts and its item, so returning it changes its state alone, as giving a batch back does. A selector that follows the
-order of insertion then gives it before all newer rows. Moments are numbers: each consumed row gets the next one, and a
-state has that of the last row before it. So "after the state" is one comparison, the same after a restart.
+A retained row is a reserved row whose batch was acknowledged; the history is its owner now (columns.py). It keeps its
+slot, its facts and its item, so returning it changes its state alone, as requeueing a batch does. A selector that
+follows the order of insertion then gives it before all newer rows. Moments are numbers: each consumed row gets the next
+one, and a state has that of the last row before it. So "after the state" is one comparison, the same after a restart.
 
-* Where no table keeps, and before the first state is named, nothing is kept and nothing is remembered.
+* Where no table retains, and before the first state is named, nothing is retained and nothing is remembered.
 * A row returns once. A state stays known when the trainer has gone back to it; the later ones are forgotten.
-* The bytes of kept rows count for the server. Kept rows are insurance and not data: what needs room gets theirs.
+* The bytes of retained rows count for the server. Retained rows are insurance and not data: what needs room gets
+  theirs.
 * Going back undoes versions. What they generated leaves all tables, and is refused until the trainer comes to them
   again: then nobody can tell both apart. Nothing else is rolled back: neither priorities, nor what left in other ways.
 """
@@ -43,7 +44,7 @@ class SavedState:
 
 
 class Consumed(NamedTuple):
-    """When a row that is kept was consumed."""
+    """When a retained row was consumed."""
 
     number: int
     permit: bool
@@ -63,21 +64,21 @@ class History(Extension):
         self._consumed = 0
         """The number of the row that was consumed last."""
         self.rows: dict[tuple[str, int], Consumed] = {}
-        """The kept rows by table and key, in the order of their consumption."""
+        """The retained rows by table and key, in the order of their consumption."""
         self.undone = 0
         """The newest policy version that was undone. Those from the current one to here do not exist any more."""
 
     def concerns(self, table: TableConfig) -> bool:
-        return bool(table.keep_consumed)
+        return bool(table.retain_consumed)
 
     @property
     def last_state(self) -> str:
         """The id of the state that was named last, or gone back to; "": there is none."""
         return self.states[-1].id if self.states else ""
 
-    # ------------------------------------------------------------------------------------------------ keeping
+    # ------------------------------------------------------------------------------------------------ retaining
 
-    def on_take(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
+    def on_acknowledge(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
         if not self.states or batch.epoch != table.epoch:
             return ()
         consumed: list[int] = batch.keys[batch.consumed].tolist()
@@ -89,25 +90,25 @@ class History(Extension):
         self.kernel.items.freed = True  # for whoever needs it
         return ()
 
-    def let_go(self, table: Table, keys: Iterable[int]) -> None:
-        """Those of these rows that are kept leave for good."""
-        kept = [key for key in keys if key in table.columns.retained]
-        for key in kept:
+    def discard(self, table: Table, keys: Iterable[int]) -> None:
+        """The retained rows among these leave for good."""
+        retained = [key for key in keys if key in table.columns.retained]
+        for key in retained:
             del self.rows[table.name, key]
-        table.let_go(kept)
+        table.discard(retained)
 
     def on_reset(self, table: Table) -> None:
-        self.let_go(table, list(table.columns.retained))
+        self.discard(table, list(table.columns.retained))
 
     def _trim(self) -> None:
-        """Lets go what no known state could bring back."""
+        """Discards what no known state could bring back."""
         self.states = self.states[-self._most :] if self._most else []
         for table in self.kernel.tables.values():
             if table.columns.retained:
-                known = self.states[-table.config.keep_consumed :] if table.config.keep_consumed else []
+                known = self.states[-table.config.retain_consumed :] if table.config.retain_consumed else []
                 first = known[0].moment if known else self._consumed
                 retained = table.columns.retained
-                self.let_go(table, [key for key in retained if self.rows[table.name, key].number <= first])
+                self.discard(table, [key for key in retained if self.rows[table.name, key].number <= first])
 
     # ------------------------------------------------------------------------------------------------ room
 
@@ -118,9 +119,9 @@ class History(Extension):
         return (key for _, key in self.rows)
 
     def free(self, needed: float) -> bool:
-        """Lets kept rows go, the oldest first.
+        """Discards retained rows, the oldest first.
 
-        Rows whose item is in a table too, or in a batch, are passed over: they cost nothing. O(kept rows).
+        Rows whose item is in a table too, or in a batch, are passed over: they cost nothing. O(retained rows).
         """
         items, chosen = self.kernel.items, set[int]()
         for _, key in self.rows:
@@ -131,8 +132,8 @@ class History(Extension):
                     break
         for table in self.kernel.tables.values() if chosen else ():
             keys = [key for key in table.columns.retained if key in chosen]
-            table.counters.kept_dropped += len(keys)
-            self.let_go(table, keys)
+            table.counters.retained_discarded += len(keys)
+            self.discard(table, keys)
         return bool(chosen)
 
     # ------------------------------------------------------------------------------------------------ states
@@ -147,7 +148,7 @@ class History(Extension):
         known = ", ".join(f"{state.id!r} (version {state.version})" for state in self.states)
         if (found := self._state(id)) is None:
             why = f"this server knows {known}" if known else "none was named since this server has its tables"
-            why = why if self._most else "no table of this server has keep_consumed"
+            why = why if self._most else "no table of this server has retain_consumed"
             return invalid(f"there is no state {id!r} to go back to: {why}; without a state only the version goes back")
         if found.version != change.version:
             return invalid(f"state {id!r} is of version {found.version}, and not of {change.version}")
@@ -216,8 +217,8 @@ class History(Extension):
             self._consumed = state["consumed"]
             self._undo(state["undone"])
 
-    def keep_again(self, table: Table, keys: Sequence[int], numbers: Sequence[int], permits: Sequence[bool]) -> None:
-        """These rows, which `table` has just got, were consumed and kept before the restart."""
+    def retain_again(self, table: Table, keys: Sequence[int], numbers: Sequence[int], permits: Sequence[bool]) -> None:
+        """These rows, which `table` has just got, were consumed and retained before the restart."""
         for key, number, permit in zip(keys, numbers, permits, strict=True):
             self.rows[table.name, key] = Consumed(number, permit)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from replay_adapters.pool import GroupPool
+from replay_adapters.group_pool import GroupPool
 from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig
 from tests.adapters.conformance.adapters import COLUMNS, TABLE, Shown, clones, markdown
@@ -342,4 +342,4 @@ def test_the_page_repeats_the_table():
     found = re.search(r"<!-- table -->\n(.*?)<!-- /table -->", page, re.DOTALL)
     assert found is not None
     assert found[1].strip() == markdown().strip(), "python -m tests.adapters.conformance.adapters prints it"
-    assert f"```console\n{clones()}" in page
+    assert f"```shell\n{clones()}" in page

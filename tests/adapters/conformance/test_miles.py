@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from replay_client import ReplayClient
+from replay_client.folder_lock import FolderLock
 from replay_server import ReplayServer, TableConfig
-from replay_trainer.weights import OutputLock
 from tests.adapters.conformance.sample_factories import as_agents, equal, with_columns
 from tests.adapters.conformance.sources import missing
 from tests.docs.blocks import ROOT, blocks
@@ -194,8 +194,8 @@ async def test_a_group_of_another_writer_or_size_is_put_aside_and_counted(make, 
     await buffer.put(make_input(0, rewards=(0.0, 1.0, 1.0)))
     await buffer.put(make_input(1))
     assert numbers([await buffer.get(current_version=0)]) == [1]
-    assert buffer.get_metrics()[f"{PREFIX}groups_put_aside"] == 2
-    assert len([line for line in caplog.messages if "is put aside" in line]) == 2
+    assert buffer.get_metrics()[f"{PREFIX}groups_unusable"] == 2
+    assert len([line for line in caplog.messages if "is rejected" in line]) == 2
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ async def test_a_second_trainer_is_refused_while_the_first_lives(server, make, t
         make(save=str(second))
     with pytest.raises(RuntimeError, match="is in use by another training run"):
         make(save=str(first))
-    assert not OutputLock(second / "replay").acquire(), "the refused one holds nothing"
+    assert not FolderLock(second / "replay").acquire(), "the refused one holds nothing"
     living.kill()
     living.join()
     with ReplayClient(server.address) as client:

@@ -52,7 +52,7 @@ def config(archive: str = "", server: str = "") -> str:
 
 def archiver(address: str, folder: Path, *options: str) -> subprocess.Popen[str]:
     """`replay archive run`, when it archives."""
-    command = [*COMMAND, "--address", address, "archive", "run", "--dir", str(folder), *options]
+    command = [*COMMAND, "--address", address, "archive", "run", str(folder), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     STARTED.append(process)
     assert process.stdout is not None
@@ -189,12 +189,12 @@ def stored(tmp_path_factory):
         assert end(process) == 0
         steps = place / "steps.jsonl"
         lines = [
-            {"step": 1, "trained": [used(keys[0], "fresh"), used(keys[1], "fresh")], "left_out": [], "put_aside": []},
+            {"step": 1, "trained": [used(keys[0], "fresh"), used(keys[1], "fresh")], "left_out": [], "unusable": []},
             {
                 "step": 2,
                 "trained": [used(keys[0], "replayed")],
                 "left_out": [used(keys[2])],
-                "put_aside": [{"key": keys[3], "table": "rollouts", "reason": "no tokens"}, used(77)],
+                "unusable": [{"key": keys[3], "table": "rollouts", "reason": "no tokens"}, used(77)],
             },
         ]
         steps.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -214,7 +214,7 @@ def used(key: int, source: str = "") -> dict:
 
 def listed(stored, *options: str) -> list[int]:
     folder, steps, keys, _ = stored
-    done = run_replay("archive", "list", str(folder), "--steps", str(steps), *options, "--json")
+    done = run_replay("archive", "list", str(folder), "--steps-path", str(steps), *options, "--json")
     assert done.returncode == 0, done.stderr
     return [keys.index(int(row["key"])) for row in json.loads(done.stdout)]
 
@@ -223,15 +223,15 @@ def listed(stored, *options: str) -> list[int]:
     ("options", "found"),
     [
         ((), [0, 1, 2, 3, 4, 5, 6]),
-        (("--prompt", "p1"), [1]),
-        (("--version", "2"), [0, 1, 2, 3]),
-        (("--version", "3.."), [5, 6]),
-        (("--version", "..2", "--tag", "environment=code"), [0, 2]),
+        (("--prompt-id", "p1"), [1]),
+        (("--policy-version", "2"), [0, 1, 2, 3]),
+        (("--policy-version", "3.."), [5, 6]),
+        (("--policy-version", "..2", "--tag", "environment=code"), [0, 2]),
         (("--limit", "2"), [0, 1]),
-        (("--fate", "trained"), [0, 1]),
-        (("--fate", "left-out"), [2]),
-        (("--fate", "put-aside"), [3]),
-        (("--fate", "unknown"), [4, 5, 6]),
+        (("--outcome", "trained"), [0, 1]),
+        (("--outcome", "left-out"), [2]),
+        (("--outcome", "unusable"), [3]),
+        (("--outcome", "unknown"), [4, 5, 6]),
     ],
     ids=lambda value: " ".join(map(str, value)) or "all",
 )
@@ -241,24 +241,24 @@ def test_list_finds_groups_by_what_they_are_and_by_what_became_of_them(stored, o
 
 def test_a_list_says_what_is_known_of_a_group(stored):
     folder, steps, keys, _ = stored
-    said = run_replay("archive", "list", str(folder), "--steps", str(steps), "--key", str(keys[0])).stdout
+    said = run_replay("archive", "list", str(folder), "--steps-path", str(steps), "--key", str(keys[0])).stdout
     assert "step 1 (fresh); step 2 (replayed)" in said
     assert "environment=code" in said
 
 
 def test_a_step_shows_what_the_steps_of_the_trainer_say(stored):
     folder, steps, keys, _ = stored
-    done = run_replay("archive", "step", str(folder), "2", "--steps", str(steps), "--json")
+    done = run_replay("archive", "step", str(folder), "2", "--steps-path", str(steps), "--json")
     document = json.loads(done.stdout)
     assert [int(each["key"]) for each in document["trained"]] == [keys[0]]
     assert [int(each["key"]) for each in document["left_out"]] == [keys[2]]
-    assert [(int(each["key"]), each["archived"]) for each in document["put_aside"]] == [(keys[3], True), (77, False)]
+    assert [(int(each["key"]), each["archived"]) for each in document["unusable"]] == [(keys[3], True), (77, False)]
     assert document["trained"][0]["source"] == "replayed"
-    shown = run_replay("archive", "step", str(folder), "2", "--steps", str(steps)).stdout
+    shown = run_replay("archive", "step", str(folder), "2", "--steps-path", str(steps)).stdout
     assert shown.splitlines()[0] == "trained: 1"
     assert shown.splitlines()[-1] == "in no finished file: 1"
     (being_written := folder / "groups-9.parquet.tmp").touch()
-    shown = run_replay("archive", "step", str(folder), "2", "--steps", str(steps)).stdout
+    shown = run_replay("archive", "step", str(folder), "2", "--steps-path", str(steps)).stdout
     being_written.unlink()
     assert shown.splitlines()[-1] == "in no finished file: 1; 1 file not finished yet"
 
@@ -267,7 +267,7 @@ def test_a_step_shows_what_the_steps_of_the_trainer_say(stored):
 def test_what_an_archive_exports_is_imported_bit_by_bit(stored, tmp_path, ending):
     folder, _, keys, payloads = stored
     file = tmp_path / f"out.{ending}"
-    done = run_replay("archive", "export", str(folder), "--out", str(file))
+    done = run_replay("archive", "export", str(folder), str(file))
     assert (done.returncode, done.stdout[:8]) == (0, "7 items "), done.stderr
     with server_process(tmp_path) as server, ReplayClient(server.address) as client:
         done = run_replay("table", "import", str(file), address=server.address)
@@ -297,14 +297,14 @@ def test_one_damaged_file_is_named_and_hides_no_other_file(stored, tmp_path, dam
     ("words", "said"),
     [
         (("list", "{folder}/none"), "is no folder"),
-        (("list", "{folder}", "--fate", "eaten"), "'eaten' is not one of 'trained'"),
-        (("list", "{folder}", "--version", "new"), "'new' is not a policy version"),
+        (("list", "{folder}", "--outcome", "eaten"), "'eaten' is not one of 'trained'"),
+        (("list", "{folder}", "--policy-version", "new"), "'new' is not a policy version"),
         (("list", "{folder}", "--key", "k"), "'k' is not a key"),
-        (("step", "{folder}", "9", "--steps", "{steps}"), "has no step 9"),
-        (("step", "{folder}", "9", "--steps", "{folder}/none"), "none: No such file"),
-        (("export", "{folder}", "--out", "groups.csv"), "must end with .jsonl or .parquet"),
+        (("step", "{folder}", "9", "--steps-path", "{steps}"), "has no step 9"),
+        (("step", "{folder}", "9", "--steps-path", "{folder}/none"), "none: No such file"),
+        (("export", "{folder}", "groups.csv"), "must end with .jsonl or .parquet"),
     ],
-    ids=["folder", "fate", "version", "key", "step", "steps", "format"],
+    ids=["folder", "outcome", "version", "key", "step", "steps", "format"],
 )
 def test_a_mistake_is_answered_with_one_line(stored, words, said):
     folder, steps, *_ = stored
@@ -366,7 +366,7 @@ def test_an_archiver_says_which_copies_there_are(tmp_path):
         (two, ("--table", "a"), "b, d"),
     ):
         with server_process(tmp_path, text) as server:
-            options = ("--dir", str(tmp_path / "archive"), *options)
+            options = (str(tmp_path / "archive"), *options)
             assert said in fails("archive", "run", *options, address=server.address)
 
 
@@ -418,5 +418,5 @@ def test_a_group_is_archived_without_the_columns_that_cannot_be_written(tmp_path
     )
     assert RolloutGroup.decode(odd["payload"]).prompt_id == "p1"
     [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "2 items lack columns that could not be written" in said
+    assert "2 items without columns that could not be written" in said
     assert f"the first is {keys[1]} without group_size, finish_reasons, reward_mean: " in said

@@ -92,6 +92,6 @@ async def test_what_another_reader_was_faster_to_take_comes_from_the_other_shard
         assert {sample.info.key for sample in batch} == set(range(100, everything + 1))
         with pytest.raises(DeadlineExceededError, match=f"{everything - 99} of {everything} samples available"):
             await client.sample("pool", everything, exclude=excluded, timeout=0.0)
-        given_back = sum(len(request.give_back) for server in servers for request in server.requests)
-        assert given_back  # nothing stays drawn
+        requeued = sum(len(request.requeue) for server in servers for request in server.requests)
+        assert requeued  # nothing stays drawn
         assert priorities

@@ -16,8 +16,8 @@ def merged(**shards):
     return merge_infos({name: server_info_of(pb.ServerInfo(**fields)) for name, fields in shards.items()}, ())
 
 
-def silence(side, age=90.0, table=""):
-    return pb.Silence(side=side, table=table, age=age)
+def overdue(role, age=90.0, table=""):
+    return pb.OverdueClient(role=role, table=table, age=age)
 
 
 def client(name, age=1.0, **fields):
@@ -76,9 +76,9 @@ def test_a_number_of_several_shards(field, first, second, together):
             id="quantiles: an empty shard does not count",
         ),
         pytest.param(
-            lambda t: (t.sampled.age, t.sampled.usual),
-            {"sampled": pb.Rhythm(age=9, usual=2)},
-            {"sampled": pb.Rhythm(age=4, usual=3)},
+            lambda t: (t.sampled.age, t.sampled.interval),
+            {"sampled": pb.ArrivalTimes(age=9, interval=2)},
+            {"sampled": pb.ArrivalTimes(age=4, interval=3)},
             (4, 3),
             id="rhythms: the last time, and the slowest beat",
         ),
@@ -108,10 +108,10 @@ def test_permits_of_several_shards_add_up_and_the_table_that_needs_them_stays():
 
 def test_a_side_is_gone_only_if_no_shard_hears_of_it():
     info = merged(
-        a={"silences": [silence("trainer", 90.0), silence("generators", 95.0, "rollouts")]},
-        b={"silences": [silence("generators", 70.0, "rollouts"), silence("generators", 80.0, "eval")]},
+        a={"overdue": [overdue("trainer", 90.0), overdue("generator", 95.0, "rollouts")]},
+        b={"overdue": [overdue("generator", 70.0, "rollouts"), overdue("generator", 80.0, "eval")]},
     )
-    assert [(each.side, each.table, each.age) for each in info.silences] == [("generators", "rollouts", 70.0)]
+    assert [(each.role, each.table, each.age) for each in info.overdue] == [("generator", "rollouts", 70.0)]
 
 
 def test_a_client_of_several_shards_is_one_as_the_shard_knows_it_that_heard_of_it_last():

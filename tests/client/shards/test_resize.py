@@ -55,7 +55,7 @@ class Names:
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_run_goes_on_after_shards_came_or_went_and_their_permits_keep_their_sum(monkeypatch, max_staleness):
-    names = Names(AdmissionConfig(table="queue", groups_per_step=GROUPS, max_staleness=max_staleness))
+    names = Names(AdmissionConfig(table="queue", fresh_groups_per_step=GROUPS, max_staleness=max_staleness))
     names.add(1)
     monkeypatch.setattr(replay_client.shards.fleet.RayNames, "of", lambda _: names)
     monkeypatch.setattr(replay_client.shards.fleet, "SECONDS_PER_LOOK", 0.05)
@@ -122,11 +122,11 @@ class Run:
 
 
 def test_three_servers_with_one_file_grant_the_groups_of_a_step_before_any_trainer_is_there(make_service):
-    service = make_service(admission=AdmissionConfig(table="queue", groups_per_step=GROUPS, max_staleness=0))
+    service = make_service(admission=AdmissionConfig(table="queue", fresh_groups_per_step=GROUPS, max_staleness=0))
     with connected(service.addresses) as one, connected(list(reversed(service.addresses))) as other:
         leases = [client.acquire_permits(1, timeout=5.0) for _ in range(GROUPS // 2) for client in (one, other)]
         with pytest.raises(DeadlineExceededError):
             one.acquire_permits(1, timeout=0.5)
         assert {lease.shard for lease in leases} == set(service.addresses)
         info = one.server_info().admission
-        assert (info.groups_per_step, info.running, info.capacity) == (GROUPS, GROUPS, 0)
+        assert (info.fresh_groups_per_step, info.running, info.capacity) == (GROUPS, GROUPS, 0)

@@ -8,7 +8,7 @@ from replay_client import ReplayClient, ServerInfo, ShardedInfo
 from replay_server import ReplayServer, TableConfig
 from tests.factories import free_port, until
 
-QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}, keep_consumed=2)
+QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}, retain_consumed=2)
 
 
 def test_a_shard_hears_of_states_and_rollbacks_that_it_missed_when_it_comes_back(tmp_path):

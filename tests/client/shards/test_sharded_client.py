@@ -101,7 +101,7 @@ def test_keys_follow_the_names_of_shards_and_not_their_addresses(make_service):
 def test_batches_of_a_shard_that_a_client_does_not_have_count_as_missing(service, client, caplog):
     insert_many(client, "queue", MANY)
     samples = client.sample("queue", MANY, lease=60.0)
-    removed = {sample.info.lease for sample in samples if sample.info.shard == service.addresses[0]}
+    removed = {sample.info.lease_id for sample in samples if sample.info.shard == service.addresses[0]}
     with connected(service.addresses[1:], timeout=20.0) as smaller:
         result = smaller.acknowledge(samples)
     assert (set(result.missing), result.applied) == (removed, 2)
@@ -149,9 +149,9 @@ def test_a_scope_and_excluded_keys_hold_across_shards(client):
 def test_a_lease_is_acknowledged_on_the_shards_that_gave_the_samples(client):
     insert_many(client, "queue", 12)
     samples = client.sample("queue", 6, lease=60.0)
-    assert client.acknowledge(samples).applied == len({sample.info.lease for sample in samples})
+    assert client.acknowledge(samples).applied == len({sample.info.lease_id for sample in samples})
     back = client.sample("queue", 6, lease=60.0)
-    client.acknowledge(back, give_back=True)
+    client.acknowledge(back, requeue=True)
     assert client.server_info().tables["queue"].size == 6
     assert client.acknowledge(back).applied == 0
 
@@ -236,7 +236,7 @@ async def test_a_draw_that_is_given_up_gives_back_what_the_shards_gave_it(servic
                 with suppress(asyncio.CancelledError):
                     await draw
             if not draw.cancelled():
-                await client.acknowledge(draw.result(), give_back=True)
+                await client.acknowledge(draw.result(), requeue=True)
             while (await tables()).reserved:
                 await asyncio.sleep(0.01)
             queue = await tables()
@@ -326,7 +326,7 @@ async def test_a_watch_yields_a_version_when_all_shards_have_it(service):
 
 
 def test_permits_come_from_all_shares_and_their_groups_go_to_the_shard_that_granted_them(make_service):
-    service = make_service(admission=AdmissionConfig(table="queue", groups_per_step=5, max_staleness=0))
+    service = make_service(admission=AdmissionConfig(table="queue", fresh_groups_per_step=5, max_staleness=0))
     with connected(service.addresses) as client:
         leases = [client.acquire_permits(1) for _ in range(5)]
         with pytest.raises(DeadlineExceededError, match="permits"):
@@ -335,7 +335,12 @@ def test_permits_come_from_all_shares_and_their_groups_go_to_the_shard_that_gran
             client.insert(b"", {"queue": 1.0}, permits=lease)
         assert client.release_permits(leases[4]) == 1
         admission = client.server_info().admission
-        assert (admission.groups_per_step, admission.accepted, admission.running, admission.capacity) == (5, 4, 0, 1)
+        assert (admission.fresh_groups_per_step, admission.accepted, admission.running, admission.capacity) == (
+            5,
+            4,
+            0,
+            1,
+        )
         for name, info in client.server_info().shards.items():
             mine = [lease for lease in leases[:4] if lease.shard == name]
             assert info.admission.accepted == info.tables["queue"].size == len(mine)
@@ -361,7 +366,7 @@ def test_all_goes_on_without_a_shard_and_with_it_when_it_comes_back(service, cli
     assert len(client.sample("queue", 20)) == 20
     assert len(client.sample("pool", 10)) == 10
     assert client.set_policy_version(2, "w").version == 2
-    for refused in (lambda: client.reset("queue", timeout=0.1), lambda: client.checkpoint(timeout=0.1)):
+    for refused in (lambda: client.reset("queue", timeout=0.1), lambda: client.create_checkpoint(timeout=0.1)):
         with pytest.raises(ServerUnavailableError, match=service.addresses[1]):
             refused()
     service.start_again(1)
@@ -405,7 +410,7 @@ def test_a_shard_that_drains_from_its_start_gets_no_new_key_until_the_drain_is_t
 
 PERMITS = """
 server.data_dir = "{folder}"
-admission = { groups_per_step = 8, max_staleness = 0 }
+admission = { fresh_groups_per_step = 8, max_staleness = 0 }
 tables = [{ name = "queue", rate_limiter = { type = "queue", max_size = 100 } }]
 """
 
@@ -442,7 +447,7 @@ def test_a_group_without_the_shard_of_its_permit_counts_where_it_goes_and_the_pe
 
 def test_the_others_grant_the_permits_of_a_shard_that_stays_away(make_service, monkeypatch):
     monkeypatch.setattr(replay_client.shards.policy, "_AWAY_SECONDS", 0.1)
-    service = make_service(admission=AdmissionConfig(table="queue", groups_per_step=7, max_staleness=1))
+    service = make_service(admission=AdmissionConfig(table="queue", fresh_groups_per_step=7, max_staleness=1))
 
     def capacities():
         info = client.server_info()
@@ -475,7 +480,7 @@ def test_the_others_grant_the_permits_of_a_shard_that_stays_away(make_service, m
 @pytest.mark.parametrize("granted_meanwhile", [2, 3], ids=["all", "but the first"])
 async def test_the_share_of_a_shard_in_versions_that_it_missed_is_granted_once(make_service, granted_meanwhile):
     """By the others since they make up for it, and by itself, when it is back, of a version before that."""
-    service = make_service(admission=AdmissionConfig(table="queue", groups_per_step=7, max_staleness=1))
+    service = make_service(admission=AdmissionConfig(table="queue", fresh_groups_per_step=7, max_staleness=1))
     async with AsyncReplayClient(service.addresses, timeout=30.0) as client:
 
         async def capacity():
@@ -518,7 +523,7 @@ async def test_a_part_whose_take_was_not_answered_reaches_the_reader_once(servic
         broken = client._fleet.shards[0]
 
         def cut(stream, request):
-            if stream._connection is not broken or not request.take or len(cuts) == 2:
+            if stream._connection is not broken or not request.acknowledge or len(cuts) == 2:
                 return end(stream, request)
             cuts.append(end(stream, request) if committed else None)
             answer = asyncio.get_running_loop().create_future()

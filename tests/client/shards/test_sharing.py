@@ -59,7 +59,7 @@ class Merged:
             if count:
                 of_value = tuple(ValueRows(each.value, each.rows, each.share) for each in part)
                 batch = table.draw(SampleRequest(count, count, self.distinct, values=of_value), count)
-                table.take(batch)
+                table.acknowledge(batch)
                 keys += batch.keys.tolist()
                 self.probabilities |= zip(batch.keys.tolist(), batch.probabilities.tolist(), strict=True)
                 self.asked += 1

@@ -14,7 +14,7 @@ def test_three_shards_with_20_groups_each_give_48_at_once_and_64_as_soon_as_four
         fill(index, 20)
     batch = client.sample("queue", 48, lease=60.0, timeout=0.0)
     assert len({sample.info.key for sample in batch}) == 48
-    client.acknowledge(batch, give_back=True)
+    client.acknowledge(batch, requeue=True)
     waiting = in_a_thread(client.sample, "queue", 64, timeout=None)
     until(lambda: client.server_info().tables["queue"].reserved == 0)  # nobody holds what is not enough
     fill(1, 4)

@@ -16,7 +16,7 @@ from replay_generator.engines import Completion, CompletionError, SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.vllm_http import VLLMServerError, VLLMServerGoneError
 from replay_generator.engines.vllm_server import VLLMServerEngine
-from replay_generator.rollouts import Rollout, RolloutPolicy, RolloutSequence, Task, single_turn
+from replay_generator.rollouts.rollout import Rollout, RolloutPolicy, RolloutSequence, Task, single_turn
 from tests.factories import async_until, stopped_clock, turns
 from tests.generator.engines.vllm_servers import answering, answers_for, choice, post
 from tests.generator.factories import SAID, RecordingClient, ScriptedEngine, generate, loaded
@@ -55,7 +55,7 @@ class Answers(ScriptedEngine):
 
 async def hook(task: Task, policy: RolloutPolicy) -> Rollout:
     sequence = RolloutSequence(task.prompt_ids)
-    sequence.sampled(await policy.generate(sequence.token_ids))
+    sequence.append_completion(await policy.generate(sequence.token_ids))
     return Rollout([sequence])
 
 
@@ -81,7 +81,7 @@ async def test_what_no_policy_has_drawn_costs_its_rollout_and_the_run_if_it_come
     unknown = replace(SAID, logprobs=[NAN, -0.2])
     engine = Answers(completions=[SAID, unknown, SAID, replace(SAID, **changes or {})], few=changes is None)
     stats = await generate(RecordingClient(), engine, play, min_rollouts=3, sampling=MOST)
-    assert (stats["groups"], stats["rollouts_failed"], stats["skipped"]) == (1, 1, 0)
+    assert (stats["groups"], stats["rollouts_failed"], stats["groups_skipped"]) == (1, 1, 0)
     assert f"completion 3 of Answers {says}" in caplog.text
     with pytest.raises(PromptError, match=f"5 groups in a row .* 1 of 4 rollouts failed, .*completion 3 .* {says}"):
         await generate(RecordingClient(), engine, play, max_groups=9, sampling=MOST)
@@ -92,7 +92,7 @@ async def test_a_run_does_not_end_for_one_group_of_an_engine_that_then_answers_w
     engine = Answers(few=True, faulty=[1])
     stats = await generate(client, engine, single_turn, max_groups=4)
     assert [group.prompt_id for group, _ in client.inserts] == ["p0", "p2", "p3"]
-    assert (stats["skipped"], stats["rollouts_failed"], client.leases) == (1, 1, [])
+    assert (stats["groups_skipped"], stats["rollouts_failed"], client.leases) == (1, 1, [])
 
 
 async def test_an_engine_that_never_answers_is_named_every_half_minute_and_ends_the_run(caplog):
@@ -219,7 +219,7 @@ async def test_a_server_is_left_alone_for_as_long_as_it_says(model, make_engine)
     with answering(answers_for(model, health={}, **{"v1/completions": answers})) as (url, asked):
         engine = make_engine(url)
         request = asyncio.create_task(engine.generate([3, 4], MOST, 1))
-        await async_until(lambda: engine.servers_away)
+        await async_until(lambda: engine.engines_away)
         with stopped_clock() as go_on:
             go_on(85)
             await asyncio.to_thread(post, f"{url}/health")

@@ -18,7 +18,7 @@ from tests.generator.factories import (
     EOS,
     check_completion,
     check_each_is_told,
-    check_kept,
+    check_masks,
     check_scores,
     loaded,
     make_model,
@@ -188,10 +188,10 @@ async def test_a_request_that_breaks_the_model_fails_and_the_next_is_served(engi
 
 async def test_a_request_that_is_given_up_leaves_the_batch_and_the_others_stay(model, engine):
     sampling = SamplingConfig(max_tokens=40)
-    given_up = asyncio.create_task(engine.generate([3, 4, 5], sampling, 6))
+    groups_aborted = asyncio.create_task(engine.generate([3, 4, 5], sampling, 6))
     kept = asyncio.create_task(engine.generate([6], sampling, 3))
     await engine.generate([7], SamplingConfig(max_tokens=1), 1)  # comes last, so the others are under way
-    given_up.cancel()
+    groups_aborted.cancel()
     for completion in await kept:
         check_completion(completion, [6], sampling, model)
 
@@ -211,7 +211,7 @@ async def test_the_kept_tokens_come_with_each_token(model, engine, options):
     sampling, prompt_ids = SamplingConfig(max_tokens=12, **options), [3, 9, 4]
     others = engine.generate([5], SamplingConfig(max_tokens=12), 2)
     for completion in (await asyncio.gather(engine.generate(prompt_ids, sampling, 4), others))[0]:
-        check_kept(completion, prompt_ids, sampling, model)
+        check_masks(completion, prompt_ids, sampling, model)
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.7, "sampling_masks": 0}], ids=["all are kept", "none are wanted"])

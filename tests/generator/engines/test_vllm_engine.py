@@ -20,7 +20,7 @@ import pytest_asyncio
 from replay_client import ReplayClient
 from replay_generator import GeneratorConfig, RolloutGenerator, WeightsMismatchError
 from replay_generator.engines import SamplingConfig
-from replay_generator.engines.vllm import VLLMEngine, sets_of
+from replay_generator.engines.vllm import VLLMEngine, masks_of
 from replay_server import ReplayServer, TableConfig
 from tests.factories import until
 from tests.generator.engines.vllm_rollouts import TOOL, group_of, two_turns
@@ -30,7 +30,7 @@ from tests.generator.factories import (
     check_completion,
     check_each_is_told,
     check_group,
-    check_kept,
+    check_masks,
     check_scores,
     loaded,
     make_adapter,
@@ -87,7 +87,7 @@ async def test_logprobs_equal_transformers_before_and_after_a_reload(engine, mod
     for weights in (model, version):
         await engine.load_weights(str(weights), 1)
         for completion in await engine.generate(prompt_ids, sampling, 4):
-            (check_kept if sampling.most_kept else check_completion)(completion, prompt_ids, sampling, weights)
+            (check_masks if sampling.largest_mask else check_completion)(completion, prompt_ids, sampling, weights)
         await check_scores(engine, weights)
 
 
@@ -101,15 +101,15 @@ async def test_the_trainer_finds_the_logprobs_of_what_min_p_kept(engine, model, 
     await asyncio.to_thread(trainer.train)
     (line,) = lines_of(tmp_path)
     assert abs(line["correction/kl"]) < 1e-5
-    assert line["correction/unknown_sets_fraction"] == 0
+    assert line["correction/unknown_masks_fraction"] == 0
 
 
 def test_the_sets_that_vllm_itself_tells_are_taken_up_to_the_wanted_size():
     from vllm.outputs import CompletionOutput, SamplingMask
 
     output = CompletionOutput(0, "", [7, 8, 9], None, None, sampling_mask=SamplingMask([[7, 1], [8], [9, 1, 2]]))
-    assert sets_of(output, 0, 2) == [[7, 1], [8], []]
-    assert sets_of(output, 0, 0) == []
+    assert masks_of(output, 0, 2) == [[7, 1], [8], []]
+    assert masks_of(output, 0, 0) == []
 
 
 @on_the_engines_loop
@@ -279,7 +279,7 @@ async def test_tied_embeddings_end_in_right_weights_or_in_a_clear_error_whenever
     client = RecordingClient()
     engine = VLLMEngine(tied, dtype="float32", seed=0)
     sampling = SamplingConfig(max_tokens=40)
-    config = GeneratorConfig(group_size=2, max_groups=200, sampling=sampling, reload="at_once")
+    config = GeneratorConfig(group_size=2, max_groups=200, sampling=sampling, reload="in_flight")
     generator = RolloutGenerator(client, engine, make_prompts(), lambda row, text: 0.0, config)  # type: ignore[arg-type]
     error = None
     run = asyncio.create_task(generator.run())
@@ -304,7 +304,7 @@ async def test_tied_embeddings_end_in_right_weights_or_in_a_clear_error_whenever
 GENERATOR = """
 import sys
 from tests.generator.factories import RecordingClient, make_prompts
-from replay_generator.engines.vllm import VLLMEngine, sets_of
+from replay_generator.engines.vllm import VLLMEngine, masks_of
 from replay_generator import run_generator
 
 def reward(row, text):

@@ -45,7 +45,7 @@ from tests.generator.factories import (
     check_completion,
     check_each_is_told,
     check_group,
-    check_kept,
+    check_masks,
     check_scores,
     make_prompts,
     make_version,
@@ -121,7 +121,7 @@ class TestRealServers:
             completions = await engine.generate(PROMPT, sampling, 4)
             assert len(completions) == 4
             for completion in completions:
-                (check_kept if sampling.most_kept else check_completion)(completion, PROMPT, sampling, weights)
+                (check_masks if sampling.largest_mask else check_completion)(completion, PROMPT, sampling, weights)
             await check_scores(engine, weights)
 
     async def test_each_completion_is_told_as_it_ends(self, fresh, make_engine):
@@ -223,20 +223,20 @@ class TestRealServers:
         try:
             groups = await asyncio.gather(*(engine.generate(PROMPT, sampling, 2) for _ in range(6)))
             assert [len(group) for group in groups] == [2] * 6
-            assert (engine.servers_lost, engine.servers_away) == (1, 1)
+            assert (engine.engines_lost, engine.engines_away) == (1, 1)
             assert f"{fresh[1].url}: it left 2 questions about its health unanswered" in caplog.text
             # Longer than patience: it is asked for ever while the other one works.
             await engine.load_weights(str(versions[0]), 1)
             await check_scores(engine, versions[0])
             (completion,) = await engine.generate(PROMPT, sampling, 1)
             assert {*completion.policy_versions} == {1}
-            assert engine.servers_away == 1
+            assert engine.engines_away == 1
         finally:
             fresh[1].thaw()
-        await async_until(lambda: not engine.servers_away, 60.0)
+        await async_until(lambda: not engine.engines_away, 60.0)
         assert label_of(fresh[1]) == label_of(fresh[0])
         assert f"{fresh[1].url} is used again, after" in caplog.text
-        assert engine.servers_lost == 1
+        assert engine.engines_lost == 1
 
     async def test_the_self_test_restores_the_weights_and_a_server_that_a_killed_generator_left_paused_goes_on(
         self, fresh, model, make_engine
@@ -468,10 +468,10 @@ async def test_a_control_call_without_an_answer_ends_and_a_new_version_goes_to_t
         engine = make_engine(url, other, control_timeout=0.3, reload_timeout=0.3)
         async with asyncio.timeout(PATIENCE):
             await engine.load_weights(str(versions[0]), 1)
-        assert (engine.servers_lost, engine.servers_away) == (1, 1)
+        assert (engine.engines_lost, engine.engines_away) == (1, 1)
         assert f"no vLLM server answers at {other}: no answer to /{silent} within 0.3 s" in caplog.text
         stats = RolloutGenerator(RecordingClient(), engine, [], lambda row, text: 0.0).stats  # type: ignore[arg-type]
-        assert (stats["servers_lost"], stats["servers_away"]) == (1, 1)
+        assert (stats["engines_lost"], stats["engines_away"]) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -496,9 +496,9 @@ async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_othe
         await asyncio.gather(*(engine.generate(PROMPT, SamplingConfig(), 1) for _ in range(4)))
         await async_until(lambda: asked.count("/health") >= before + 2)  # the second question came after the refusal
         await engine.generate(PROMPT, SamplingConfig(), 1)
-        assert engine.servers_away == 1
+        assert engine.engines_away == 1
         again |= answers_for(model, **completions)
-        await async_until(lambda: not engine.servers_away)
+        await async_until(lambda: not engine.engines_away)
     assert f"{other}/v1/completions answered 503: {{}}; it is asked again, 1 of 2 servers are away" in caplog.text
     assert f"{other} is used again, after" in caplog.text
 
@@ -511,7 +511,7 @@ async def test_a_newer_version_is_asked_for_when_all_servers_are_away_and_the_we
     with answering(answers_for(model)) as (url, _):
         engine = make_engine(url)
     loading = asyncio.create_task(engine.load_weights(str(weights), 1))
-    await async_until(lambda: engine.servers_away)
+    await async_until(lambda: engine.engines_away)
     assert not loading.done()
     shutil.rmtree(weights)
     with pytest.raises(FileNotFoundError):

@@ -10,7 +10,8 @@ import numpy as np
 from replay_client import RolloutGroup
 from replay_generator import Rollout, RolloutPolicy, RolloutSequence, Task
 from replay_generator.engines import Engine, SamplingConfig
-from replay_generator.rollouts import RolloutHook, group_of_rollouts, play
+from replay_generator.groups.assembly import assemble
+from replay_generator.rollouts.rollout import PlayedRollout, RolloutHook, play
 
 TOOL = [9, 5]
 """What the tool of `two_turns` answers, as tokens."""
@@ -24,15 +25,15 @@ async def group_of(
         Task("p", list(prompt_ids), {}, None, index, sampling, engine.tokenizer, engine.max_length)
         for index in range(size)
     ]
-    played: dict[int, Rollout] = {}
+    played: dict[int, PlayedRollout] = {}
 
-    async def finished(index: int, rollout: Rollout) -> None:
+    async def finished(index: int, rollout: PlayedRollout) -> None:
         played[index] = rollout
 
     failures = await play(hook, tasks, engine, None, [], finished, early=True)
     assert not failures, repr(failures[0])
     rewards, rollouts = np.arange(size, dtype=np.float32), [played[index] for index in sorted(played)]
-    return group_of_rollouts(rollouts, 0, rewards=rewards, advantages=rewards, sampling=sampling.describe())
+    return assemble(rollouts, 0, rewards=rewards, advantages=rewards, sampling=sampling.describe())
 
 
 def two_turns(
@@ -45,7 +46,7 @@ def two_turns(
 
     async def rollout(task: Task, policy: RolloutPolicy) -> Rollout:
         sequence = RolloutSequence(task.prompt_ids)
-        sequence.sampled(await policy.generate(sequence.token_ids, first))
+        sequence.append_completion(await policy.generate(sequence.token_ids, first))
         if between is not None:
             ended.append(task.index)
             if len(ended) == size:
@@ -54,8 +55,8 @@ def two_turns(
                 finally:
                     happened.set()
             await happened.wait()
-        sequence.given(TOOL)
-        sequence.sampled(await policy.generate(sequence.token_ids))
+        sequence.append_observation(TOOL)
+        sequence.append_completion(await policy.generate(sequence.token_ids))
         return Rollout([sequence])
 
     return rollout

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import verifiers.v1 as vf
 
-from replay_generator.environments.chat_harness import ChatHarness
+from replay_generator.rollouts.environments.chat_harness import ChatHarness
 
 
 class SumData(vf.TaskData):

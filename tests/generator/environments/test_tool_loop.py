@@ -14,13 +14,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from replay_client import RolloutGroup
-from replay_generator import (
-    GeneratorConfig,
-    PromptError,
-    RolloutError,
-)
+from replay_generator import GeneratorConfig, PromptError, RolloutError
 from replay_generator.engines import Completion, SamplingConfig
-from replay_generator.tool_loop import ToolCall, json_calls, tool_loop
+from replay_generator.rollouts.tool_loop import ToolCall, json_calls, tool_loop
 from tests.generator.factories import EOS, ScriptedEngine, played
 
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
@@ -233,7 +229,7 @@ async def test_the_templates_of_models_extend_what_was_sampled_or_are_refused(na
 
 async def test_the_tool_loop_gives_the_template_what_the_generator_is_configured_with():
     engine = Talking(says=[CALL, "5"], tokenizer=chat_tokenizer("{{ tone }}" + TEMPLATE))
-    await played(tool_loop([add]), engine, group_size=1, prompts=CHAT, chat_template={"tone": "kind"})
+    await played(tool_loop([add]), engine, group_size=1, prompts=CHAT, chat_template_kwargs={"tone": "kind"})
     assert all(text.startswith("kind<s>user") for text in engine.read)
 
 

@@ -24,7 +24,7 @@ from replay_client.scoring import group_advantages
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.engines import Completion, EngineError, SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
-from replay_generator.environments import load_environment
+from replay_generator.rollouts.environments import load_environment
 from replay_server import ReplayServer, TableConfig
 from tests.docs.blocks import ROOT, write_files
 from tests.factories import in_a_thread
@@ -214,8 +214,8 @@ async def test_an_environment_that_draws_otherwise_than_the_trainer_assumes_is_r
     [
         ("no-such", {}, "environment 'verifiers:no-such': taskset 'no-such' not found"),
         ("broken", {}, "environment 'verifiers:broken': it needs the module 'a_package_that_nobody_has', which is"),
-        ("sums", {"agent": {"max_turn": 3}}, r"environment 'verifiers:sums': .*max_turn: Extra inputs"),
-        ("sums", {"taskset": {"largest": "nine"}}, r"environment 'verifiers:sums': .*largest: Input should be a valid"),
+        ("sums", {"agent": {"max_turn": 3}}, r"environment 'verifiers:sums': .*max_turn is no setting"),
+        ("sums", {"taskset": {"largest": "nine"}}, r"environment 'verifiers:sums': .*largest must be a"),
         ("sums", {"taskset": 3}, "environment 'verifiers:sums': taskset must be an object, not 3"),
         ("sums", {"id": "no-such"}, "environment 'verifiers:sums': environment 'no-such' not found"),
         ("sums", {"renderer": {"name": "nobody"}}, "environment 'verifiers:sums': .*renderer"),
@@ -262,7 +262,7 @@ def test_an_environment_of_two_turns_trains_for_fifty_steps(tmp_path):
     sampling = SamplingConfig(max_tokens=4, seed=0)
     config = GeneratorConfig(group_size=8, sampling=sampling, max_concurrent_groups=None, stop_grace=0.2)
     tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 16})]
-    server = ReplayServer(tables, port=0, admission={"groups_per_step": 4, "max_staleness": 2})
+    server = ReplayServer(tables, port=0, admission={"fresh_groups_per_step": 4, "max_staleness": 2})
     with server, ReplayClient(server.address) as client:
         generator = in_thread(server.address, engine, environment, config)
         with generator:

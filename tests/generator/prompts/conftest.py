@@ -2,7 +2,7 @@
 
 import pytest
 
-from replay_generator import prompts_table
+from replay_generator.prompts import table as prompts_table
 
 
 @pytest.fixture(autouse=True)

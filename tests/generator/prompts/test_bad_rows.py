@@ -4,7 +4,7 @@ import pytest
 
 from replay_client.errors import ReplayError
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
-from replay_generator.prompts import cycle_prompts, load_prompts
+from replay_generator.prompts.prompt import cycle_prompts, load_prompts
 from replay_server import TableConfig
 from tests.commands import run_replay
 from tests.generator.factories import ScriptedEngine
@@ -25,7 +25,7 @@ async def test_a_bad_row_does_not_end_a_generator_of_a_table(bad, caplog):
         generator = make_generator(client, among(bad))
         await generator.run()
         assert sorted(await made(client)) == [row["prompt_id"] for row in GOOD]
-        assert generator.stats["skipped"] == 1
+        assert generator.stats["groups_skipped"] == 1
         assert "left out of table 'prompts': row 2 (index 1) of the prompts: " in caplog.text
 
 
@@ -44,7 +44,7 @@ async def test_rows_that_are_too_large_for_the_server_do_not_end_a_generator_of_
         generator = make_generator(client, [*GOOD[:at], large, *GOOD[at:], large])
         await generator.run()
         assert sorted(await made(client)) == [row["prompt_id"] for row in GOOD]
-        assert generator.stats["skipped"] == 2
+        assert generator.stats["groups_skipped"] == 2
         assert f"row {at + 1} (index {at}) of the prompts: the prompt cannot be stored in a table: " in caplog.text
 
 
@@ -83,7 +83,7 @@ async def test_a_bad_row_is_skipped_where_the_generator_skips(bad):
         generator = run_of(client, among(bad), on_prompt_error="skip")
         await generator.run()
         assert sorted(await made(client)) == [row["prompt_id"] for row in GOOD]
-        assert generator.stats["skipped"] == 1
+        assert generator.stats["groups_skipped"] == 1
 
 
 async def test_a_bad_row_ends_a_generator_that_does_not_skip_with_its_number():

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from replay_client.errors import ReplayError
-from replay_generator.stored_prompts import StoredPrompt, decode_item
+from replay_generator.prompts.stored import StoredPrompt, decode_item
 from replay_server import TableConfig
 from tests.generator.prompts.test_epoch import made, make_generator, names, serving
 
@@ -30,7 +30,7 @@ async def priorities(client) -> dict[str, float]:
     stored = {item.key: decode_item(item.payload) for item in await client.get([row.key for row in page])}
     by_key = {row.key: row.priority for row in page}
     prompts = {key: each for key, each in stored.items() if isinstance(each, StoredPrompt)}
-    assert {by_key[key] for key in stored.keys() - prompts.keys()} == {0.0}  # marks are never drawn
+    assert {by_key[key] for key in stored.keys() - prompts.keys()} == {0.0}  # cursors are never drawn
     return {each.prompt.prompt_id: by_key[key] for key, each in prompts.items()}
 
 
@@ -55,7 +55,7 @@ async def test_the_priority_is_the_running_mean_of_p_times_1_less_p_whichever_ge
 
 async def test_a_group_that_is_left_out_tells_what_its_prompt_teaches_all_the_same():
     async with serving(*TABLES) as client:
-        await make_curriculum(client, 1, max_groups=1, keep=lambda group: False).run()
+        await make_curriculum(client, 1, max_groups=1, group_filter=lambda group: False).run()
         assert await made(client) == []
         assert await priorities(client) == {"p0": pytest.approx(0.135)}
         assert (await client.server_info()).tables["prompts"].reserved == 0

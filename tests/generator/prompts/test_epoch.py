@@ -9,8 +9,8 @@ import pytest
 from replay_client import AsyncReplayClient
 from replay_client.errors import LeaseEndedError, ReplayError
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
-from replay_generator.prompts import cycle_prompts, epoch_order
-from replay_generator.stored_prompts import StoredPrompt, decode_item, key_of
+from replay_generator.prompts.prompt import cycle_prompts, epoch_order
+from replay_generator.prompts.stored import StoredPrompt, decode_item, key_of
 from replay_server import ReplayServer, TableConfig
 from tests.factories import PATIENCE, async_until, free_port
 from tests.generator.factories import ScriptedEngine, make_prompts
@@ -30,7 +30,7 @@ def by_length(row, text):
     return float(len(text))
 
 
-def make_generator(client, rows=10, *, engine=None, reward=by_length, keep=None, on_group=None, **config):
+def make_generator(client, rows=10, *, engine=None, reward=by_length, group_filter=None, on_group=None, **config):
     config = {"group_size": 3, "max_concurrent_groups": 2, "prompts_table": "prompts", "prompts_epochs": 1} | config
     return RolloutGenerator(
         client,
@@ -38,7 +38,7 @@ def make_generator(client, rows=10, *, engine=None, reward=by_length, keep=None,
         make_prompts(rows) if isinstance(rows, int) else rows,
         reward,
         GeneratorConfig(**config),
-        keep=keep,
+        group_filter=group_filter,
         on_group=on_group,
     )
 
@@ -70,7 +70,7 @@ async def test_several_generators_make_each_prompt_once_an_epoch_in_the_order_of
         await asyncio.gather(*(make_generator(client, prompts_epochs=2).run() for _ in range(3)))
         order = await made(client)
         assert Counter(order) == names(10, 2)
-        assert await held(client) == (1, 0)  # the mark, which says that two epochs are through
+        assert await held(client) == (1, 0)  # the cursor, which says that two epochs are through
     async with serving() as client:
         await make_generator(client, prompts_epochs=2, max_concurrent_groups=1).run()
         expected = [prompt.prompt_id for prompt in cycle_prompts(make_prompts(10), seed=0, epochs=2)]
@@ -110,10 +110,10 @@ async def test_a_prompt_whose_group_is_left_out_for_what_it_is_is_done():
 
     async with serving() as client:
         generator = make_generator(
-            client, reward=reward, keep=lambda group: group.prompt_id != "p5", on_prompt_error="skip"
+            client, reward=reward, group_filter=lambda group: group.prompt_id != "p5", on_prompt_error="skip"
         )
         await generator.run()
-        assert (generator.stats["skipped"], generator.stats["filtered"]) == (1, 1)
+        assert (generator.stats["groups_skipped"], generator.stats["groups_filtered"]) == (1, 1)
         assert Counter(await made(client)) == names(10) - Counter(("p3", "p5"))
         assert await held(client) == (1, 0)
 
@@ -134,23 +134,23 @@ async def test_a_group_whose_lease_the_server_has_forgotten_is_not_inserted():
             assert Counter(await made(client)) == names(10)
 
 
-@pytest.mark.parametrize("loaded", [0, 2, 4], ids=["nothing", "some", "all but the next mark"])
+@pytest.mark.parametrize("loaded", [0, 2, 4], ids=["nothing", "some", "all but the next cursor"])
 async def test_another_generator_goes_on_where_a_dead_one_has_loaded(loaded):
     async with serving() as client:
         await make_generator(client, max_groups=0).run()
         (drawn,) = await client.sample("prompts", lease=1.0)
-        mark, rows = decode_item(drawn.payload), make_prompts(10)
-        for position, row in enumerate(epoch_order(10, mark.seed, 0)[:loaded]):
+        cursor, rows = decode_item(drawn.payload), make_prompts(10)
+        for position, row in enumerate(epoch_order(10, cursor.seed, 0)[:loaded]):
             prompt = StoredPrompt(rows[row], 0, position)
-            await client.insert(prompt.encode(), {"prompts": 1.0}, key=key_of(mark.run, 0, position))
+            await client.insert(prompt.encode(), {"prompts": 1.0}, key=key_of(cursor.run, 0, position))
         await asyncio.gather(*(make_generator(client).run() for _ in range(2)))
         assert Counter(await made(client)) == names(10)
         # Now it wakes up, and is late with all that it wanted to do.
-        for position, row in enumerate(epoch_order(10, mark.seed, 0)[:4]):
+        for position, row in enumerate(epoch_order(10, cursor.seed, 0)[:4]):
             prompt = StoredPrompt(rows[row], 0, position)
-            await client.insert(prompt.encode(), {"prompts": 1.0}, key=key_of(mark.run, 0, position))
+            await client.insert(prompt.encode(), {"prompts": 1.0}, key=key_of(cursor.run, 0, position))
         with pytest.raises(LeaseEndedError):
-            await client.insert(mark.encode(), {"prompts": 1.0}, closes=[drawn])
+            await client.insert(cursor.encode(), {"prompts": 1.0}, closes=[drawn])
         await make_generator(client).run()
         assert Counter(await made(client)) == names(10)
 
@@ -188,7 +188,7 @@ async def test_other_prompts_than_those_that_are_loaded_are_refused_and_stop_nob
         await make_generator(client, max_groups=1).run()
         for rows, words in ((9, "loaded from 10 prompts, and this generator has 9"), (make_prompts(11)[1:], "others")):
             with pytest.raises(ReplayError, match=words):
-                # All that is before the mark may be drawn by anybody.
+                # All that is before the cursor may be drawn by anybody.
                 await make_generator(client, rows, max_concurrent_groups=1).run()
         await make_generator(client).run()
         assert Counter(await made(client)) == names(10)

@@ -1,4 +1,4 @@
-"""Items of `prompts` and `building` that nobody can make a group of stop no generator: they are set aside."""
+"""Items of `prompts` and `partial_groups` that nobody can make a group of stop no generator: they are rejected."""
 
 from dataclasses import replace
 
@@ -8,24 +8,27 @@ import pytest
 
 from replay_client.columns import encode_arrays
 from replay_client.errors import ReplayError
-from replay_generator import Rollout, RolloutSequence, prompts_table
+from replay_generator import Rollout, RolloutSequence
 from replay_generator.config import MOST_ROLLOUTS
 from replay_generator.engines import Completion, SamplingConfig
-from replay_generator.openings import OPENING_MAGIC, Opening, encode_rollout
-from replay_generator.prompts import Prompt, PromptError
-from replay_generator.stored_prompts import MAGIC, LoadMark
+from replay_generator.errors import PromptError
+from replay_generator.groups.codec import PARTIAL_GROUP_MAGIC, PartialGroupSpec, encode_rollout
+from replay_generator.prompts import table as prompts_table
+from replay_generator.prompts.prompt import Prompt
+from replay_generator.prompts.stored import MAGIC, PromptCursor
+from replay_generator.rollouts.rollout import PlayedRollout
 from tests.factories import make_group
 from tests.generator.factories import SAID, Letters, ScriptedEngine
 from tests.generator.prompts.test_curriculum import TABLES as CURRICULUM
 from tests.generator.prompts.test_curriculum import make_curriculum
 from tests.generator.prompts.test_epoch import TABLES, held, made, make_generator, names, serving
-from tests.generator.prompts.test_under_construction import BUILDING
+from tests.generator.prompts.test_partial_groups_of_prompts import PARTIAL_GROUPS
 
 PROMPT = Prompt("odd", "1+1=", {"prompt": "1+1="})
 TOLD = {"prompt_id": "odd", "content": "1+1=", "row": {}, "tags": {}}
 FIELDS = {"prompt": msgpack.packb(TOLD), "epoch": 0, "position": 0}
-MARK = vars(LoadMark(1, 0, 10, "names"))
-OPENING = Opening(1, PROMPT, [5, 6], 0, 3, SamplingConfig())
+CURSOR = vars(PromptCursor(1, 0, 10, "names"))
+OPENING = PartialGroupSpec(1, PROMPT, [5, 6], 0, 3, SamplingConfig())
 NESTED = b"\x91" * 5000
 LONG = "1" * 500
 
@@ -42,16 +45,16 @@ def stored(**fields):
     return MAGIC + msgpack.packb(FIELDS | {"prompt": prompt} | fields)
 
 
-def marked(**fields):
-    return MAGIC + msgpack.packb({"mark": MARK | fields})
+def cursor_with(**fields):
+    return MAGIC + msgpack.packb({"cursor": CURSOR | fields})
 
 
-def opening(**fields):
+def spec(**fields):
     return replace(OPENING, **fields).encode()
 
 
 def told(given=(), dropped=(), ids=None, **told):
-    """An opening with some fields of its header as they are given."""
+    """An spec with some fields of its header as they are given."""
     fields = {
         "key": 1,
         "prompt": msgpack.packb(TOLD),
@@ -63,7 +66,7 @@ def told(given=(), dropped=(), ids=None, **told):
     }
     fields = {name: value for name, value in (fields | told).items() if name not in dropped}
     ids = np.array([5, 6], np.int32) if ids is None else ids
-    return b"".join(encode_arrays(OPENING_MAGIC, dict(given) or fields, {"prompt_ids": ids}, {}, {}))
+    return b"".join(encode_arrays(PARTIAL_GROUP_MAGIC, dict(given) or fields, {"prompt_ids": ids}, {}, {}))
 
 
 def packed(**fields):
@@ -71,13 +74,13 @@ def packed(**fields):
 
 
 def rolled(numbers=(0,), *, axis="group", cut=0, **changes):
-    """Columns of rollouts, which are added to an opening; `changes` are those of the sequence and of the rollout."""
+    """Columns of rollouts, which are added to an spec; `changes` are those of the sequence and of the rollout."""
     sequence = RolloutSequence([5, 6])
-    sequence.sampled(Completion([7, 8], [-0.1, -0.2], "78", "stop", [0, 0], extras=changes.pop("extras", {})))
+    sequence.append_completion(Completion([7, 8], [-0.1, -0.2], "78", "stop", [0, 0], extras=changes.pop("extras", {})))
     for name in ("token_ids", "sampled_mask", "logprobs", "policy_versions", "turns"):
         if name in changes:
             setattr(sequence, name, changes.pop(name))
-    column = encode_rollout(replace(Rollout([sequence]), **changes))
+    column = encode_rollout(PlayedRollout.of(replace(Rollout([sequence]), **changes)))
     return {f"rollout/{number}": column[: column.size - cut] for number in numbers}
 
 
@@ -95,7 +98,7 @@ PROMPTS = {
     "no msgpack": MAGIC + b"\xc1",
     "cut off": stored()[:-3],
     "nested": MAGIC + NESTED,
-    **{f"msgpack of {kind!r}": MAGIC + msgpack.packb(kind) for kind in (5, "mark", None, ["mark"], {})},
+    **{f"msgpack of {kind!r}": MAGIC + msgpack.packb(kind) for kind in (5, "cursor", None, ["cursor"], {})},
     "a field is missing": MAGIC + msgpack.packb({"content": "1+1="}),
     **{
         f"{name} {value!r:.20}": stored(**{name: value})
@@ -111,18 +114,21 @@ PROMPTS = {
     },
     "too long": stored(content=LONG),
     "messages without a template": stored(content=[{"role": "user", "content": "x"}]),
-    "a mark of 5": MAGIC + msgpack.packb({"mark": 5}),
-    "a mark of others": MAGIC + msgpack.packb({"mark": {"run": 1}}),
-    **{f"a mark's {name}": marked(**{name: value}) for name, value in {"run": "1", "rows": -1, "epoch": 1.5}.items()},
-    "a mark behind the end": marked(position=11),
+    "a cursor of 5": MAGIC + msgpack.packb({"cursor": 5}),
+    "a cursor of others": MAGIC + msgpack.packb({"cursor": {"run": 1}}),
+    **{
+        f"a cursor's {name}": cursor_with(**{name: value})
+        for name, value in {"run": "1", "rows": -1, "epoch": 1.5}.items()
+    },
+    "a cursor behind the end": cursor_with(position=11),
 }
 SITES = {
     "nothing": b"",
     "random bytes": bytes(range(200)),
     "a group": make_group().encode(),
     "a prompt": stored(),
-    "cut off": opening()[:-70],
-    "nested": OPENING_MAGIC + len(NESTED).to_bytes(8, "little") + NESTED + bytes(64),
+    "cut off": spec()[:-70],
+    "nested": PARTIAL_GROUP_MAGIC + len(NESTED).to_bytes(8, "little") + NESTED + bytes(64),
     "no fields": told(given={"x": 1}),
     **{f"no {name}": told(dropped=[name]) for name in ("key", "prompt", "group_size", "sampling", "item")},
     **{
@@ -142,10 +148,10 @@ SITES = {
     "row": packed(row=5),
     "tags": packed(tags={"a": [1]}),
     "too many tags": packed(tags={f"t{n}": n for n in range(9)}),
-    "no prompt_ids": opening(prompt_ids=[]),
-    "too many prompt_ids": opening(prompt_ids=[5] * 64),
-    "prompt_ids outside the vocabulary": opening(prompt_ids=[5, 1_000_000]),
-    "prompt_ids below 0": opening(prompt_ids=[5, -1]),
+    "no prompt_ids": spec(prompt_ids=[]),
+    "too many prompt_ids": spec(prompt_ids=[5] * 64),
+    "prompt_ids outside the vocabulary": spec(prompt_ids=[5, 1_000_000]),
+    "prompt_ids below 0": spec(prompt_ids=[5, -1]),
     "prompt_ids of floats": told(ids=np.array([5.5, 6], np.float32)),
     "prompt_ids of int64": told(ids=np.array([2**40], np.int64)),
     "prompt_ids in two dimensions": told(ids=np.array([[5], [6]], np.int32)),
@@ -190,24 +196,24 @@ def engine():
     return ScriptedEngine(tokenizer=KnownLetters(), completions=[SAID])
 
 
-async def check_set_aside(client, generator, caplog, key, table, expected):
+async def check_rejected(client, generator, caplog, key, table, expected):
     """The run ends with all groups; the item is named once, counted, and gone."""
     await generator.run()
     assert sorted(await made(client)) == sorted(expected.elements())
-    lines = [record.message for record in caplog.records if "set aside" in record.message]
+    lines = [record.message for record in caplog.records if "rejected" in record.message]
     assert len(lines) == 1
-    assert lines[0].startswith(f"item {key} of table {table!r} is set aside: ")
-    assert generator.stats["set_aside"] == 1
+    assert lines[0].startswith(f"item {key} of table {table!r} is rejected: ")
+    assert generator.stats["items_rejected"] == 1
     assert not await client.get([key])
 
 
 @pytest.mark.parametrize("shape", PROMPTS)
-async def test_an_item_that_is_no_prompt_is_set_aside(shape, caplog):
+async def test_an_item_that_is_no_prompt_is_rejected(shape, caplog):
     async with serving() as client:
         if shape in ("a group", "too long", "messages without a template"):  # behind others; the rest comes first
             await make_generator(client, max_groups=0, engine=engine()).run()
         key = await client.insert(PROMPTS[shape], {"prompts": 1.0})
-        await check_set_aside(client, make_generator(client, engine=engine()), caplog, key, "prompts", names(10))
+        await check_rejected(client, make_generator(client, engine=engine()), caplog, key, "prompts", names(10))
 
 
 @pytest.mark.parametrize("shape", ["random bytes", "content ''", "too long"])
@@ -216,43 +222,45 @@ async def test_an_item_that_a_curriculum_would_draw_again_and_again_is_taken_out
         await make_curriculum(client, 1, max_groups=1, engine=engine()).run()
         key = await client.insert(PROMPTS[shape], {"prompts": 1e9})
         generator = make_curriculum(client, 1, max_groups=2, engine=engine())
-        await check_set_aside(client, generator, caplog, key, "prompts", names(1, 3))
+        await check_rejected(client, generator, caplog, key, "prompts", names(1, 3))
 
 
 @pytest.mark.parametrize("shape", [*SITES, *ROLLOUTS])
-async def test_an_item_that_is_no_group_under_construction_is_set_aside(shape, caplog):
-    async with serving(*TABLES, BUILDING) as client:
-        key = await client.insert(SITES.get(shape, OPENING.encode()), {"building": 1.0})
+async def test_an_item_that_is_no_group_under_construction_is_rejected(shape, caplog):
+    async with serving(*TABLES, PARTIAL_GROUPS) as client:
+        key = await client.insert(SITES.get(shape, OPENING.encode()), {"partial_groups": 1.0})
         for name, column in ROLLOUTS.get(shape, {}).items():
             await client.extend(key, {name: column}, axes={name: "group"})
-        generator = make_generator(client, engine=engine(), building="building")
-        await check_set_aside(client, generator, caplog, key, "building", names(10))
+        generator = make_generator(client, engine=engine(), partial_groups_table="partial_groups")
+        await check_rejected(client, generator, caplog, key, "partial_groups", names(10))
 
 
 async def test_what_is_no_rollout_beside_an_opening_does_not_matter():
-    async with serving(*TABLES, BUILDING) as client:
-        key = await client.insert(OPENING.encode(), {"building": 1.0})
+    async with serving(*TABLES, PARTIAL_GROUPS) as client:
+        key = await client.insert(OPENING.encode(), {"partial_groups": 1.0})
         await client.extend(key, {"values": np.zeros(3), **rolled([1])})
-        generator = make_generator(client, engine=engine(), building="building")
+        generator = make_generator(client, engine=engine(), partial_groups_table="partial_groups")
         await generator.run()
         assert sorted(await made(client)) == sorted([*names(10), "odd"])
-        assert (generator.stats["taken_over"], generator.stats["set_aside"]) == (1, 0)
+        assert (generator.stats["groups_resumed"], generator.stats["items_rejected"]) == (1, 0)
 
 
-async def test_rollouts_that_do_not_go_together_with_those_of_this_engine_are_set_aside(caplog):
+async def test_rollouts_that_do_not_go_together_with_those_of_this_engine_are_rejected(caplog):
     own = Completion([7, 8], [-0.1, -0.2], "78", "stop", [], extras={"hidden": np.zeros((2, 2), np.float32)})
-    async with serving(*TABLES, BUILDING) as client:
-        key = await client.insert(OPENING.encode(), {"building": 1.0})
+    async with serving(*TABLES, PARTIAL_GROUPS) as client:
+        key = await client.insert(OPENING.encode(), {"partial_groups": 1.0})
         await client.extend(key, rolled(extras={"hidden": np.zeros((2, 3), np.float32)}))
-        generator = make_generator(client, engine=replace(engine(), completions=[own]), building="building")
-        await check_set_aside(client, generator, caplog, key, "building", names(10))
+        generator = make_generator(
+            client, engine=replace(engine(), completions=[own]), partial_groups_table="partial_groups"
+        )
+        await check_rejected(client, generator, caplog, key, "partial_groups", names(10))
 
 
 async def test_where_nothing_fits_the_run_ends_and_most_stays_in_the_table():
     async with serving() as client:
         with pytest.raises(PromptError, match="has 500 tokens; the engine takes 1 to 63"):
             await make_generator(client, [{"prompt": LONG}] * 3, engine=engine()).run()
-        assert await held(client) == (4, 0)  # with the mark
+        assert await held(client) == (4, 0)  # with the cursor
     async with serving() as client:
         for _ in range(300):
             await client.insert(b"foreign", {"prompts": 1.0})

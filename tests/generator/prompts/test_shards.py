@@ -41,6 +41,8 @@ async def test_a_curriculum_over_two_servers_updates_each_prompt_where_it_lies()
 
 
 async def test_permits_and_a_table_of_prompts_over_two_servers_are_refused():
-    async with two_servers(admission=AdmissionConfig(table="rollouts", groups_per_step=4, max_staleness=1)) as client:
+    async with two_servers(
+        admission=AdmissionConfig(table="rollouts", fresh_groups_per_step=4, max_staleness=1)
+    ) as client:
         with pytest.raises(ReplayError, match=r"does not go together with \[admission\]"):
             await make_generator(client).run()

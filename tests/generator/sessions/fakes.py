@@ -14,8 +14,8 @@ import openai
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from replay_generator.sessions.endpoint import SessionServer
-from replay_generator.sessions.turns import Answer, Ask, Refusal, WrittenCall
+from replay_generator.rollouts.sessions.endpoint import SessionServer
+from replay_generator.rollouts.sessions.turns import Answer, Ask, Refusal, WrittenCall
 from tests.factories import PATIENCE
 
 CALL = WrittenCall("call1", "add", '{"a": 1, "b": [2.5, "ü"]}')

@@ -11,11 +11,12 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from replay_client.access import ListenAddress
 from replay_generator import GeneratorConfig
+from replay_generator.engines.weights import MANIFEST
 from replay_generator.metrics import GeneratorMetrics
-from replay_generator.remote_weights import Door, WeightsServer, checksum_of
-from replay_generator.remote_weights.fetching import Fetcher
-from replay_generator.weights import MANIFEST
+from replay_generator.policy.remote import WeightsServer, checksum_of
+from replay_generator.policy.remote.fetching import Fetcher
 from tests.factories import free_port
 from tests.generator.sessions.test_remote import running
 
@@ -36,7 +37,7 @@ async def _run(folder: Path) -> None:
     names = {"data.json": checksum_of(version / "data.json")}
     (version / MANIFEST).write_text(json.dumps({"files": list(names), "checksums": names}))
     port = free_port()
-    with WeightsServer(folder / "weights", Door("weights", f"127.0.0.1:{port}")) as weights:
+    with WeightsServer(folder / "weights", ListenAddress("weights", f"127.0.0.1:{port}")) as weights:
         threading.Thread(target=weights.serve_forever, args=(0.05,), daemon=True).start()
         async with running(group_size=1) as run:
             sessions = int(run.url.rpartition(":")[2])

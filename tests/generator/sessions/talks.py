@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from replay_generator.sessions.endpoint import SessionServer
-from replay_generator.sessions.session import Session
-from replay_generator.sessions.turns import object_of
+from replay_generator.rollouts.sessions.endpoint import SessionServer
+from replay_generator.rollouts.sessions.session import Session
+from replay_generator.rollouts.sessions.turns import object_of
 from tests.generator.sessions.fakes import of_anthropic, of_openai
 
 SCHEMA = {"type": "object", "properties": {}}

@@ -16,9 +16,9 @@ import openai
 import pytest
 
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator, Task, notices
-from replay_generator.scoring.groups import MOST_FAILURE, MOST_FAILURES
-from replay_generator.sessions import agents, load_sessions
-from replay_generator.sessions.agents import MOST_SHOWN, Address, SessionHook
+from replay_generator.groups.scoring import MOST_FAILURE, MOST_FAILURES
+from replay_generator.rollouts.sessions import agents, load_sessions
+from replay_generator.rollouts.sessions.agents import MOST_SHOWN, Address, SessionHook
 from tests.factories import async_until, until
 from tests.generator.factories import RecordingClient, make_prompts, played
 from tests.generator.sessions.test_session import Drawing, user
@@ -185,8 +185,8 @@ async def test_reward_functions_score_what_a_command_played_without_a_reward_and
         ("raise KeyError('tool')", r"exit code 1, .*\\nKeyError: .*tool"),
         ("print(GOOD)", "asked the policy for nothing: its address is in OPENAI_BASE_URL and ANTHROPIC_BASE_URL"),
         ("ask(); print('done')", r"gave no {.*reward.*: NUMBER}, and no --reward .*output.*: .*done"),
-        ("ask(); print(GOOD.replace('2', 'NaN'))", "reward: Input should be a finite number"),
-        ("ask(); print(GOOD.replace('2', '\"high\"'))", "reward: Input should be a valid number"),
+        ("ask(); print(GOOD.replace('2', 'NaN'))", "reward must be a finite number"),
+        ("ask(); print(GOOD.replace('2', '\"high\"'))", "reward must be a number"),
         ("ask(); print(GOOD.replace('}', ', \"metric\": {}}'))", "no .*metric.*; did you mean .*metrics"),
         ("print('x' * 50_000_000 + 'the end'); sys.exit(1)", r"exit code 1, its output with: x+the end'\)$"),
     ],
@@ -323,7 +323,7 @@ def test_a_generator_that_is_killed_leaves_no_process_of_its_agents(agent):
     command = agent(f"{FORKS}\ntime.sleep(600)", begin="")
     program = f"""
 import asyncio, types
-from replay_generator.sessions.agents import Address, Command
+from replay_generator.rollouts.sessions.agents import Address, Command
 asyncio.run(Command({command!r})(types.SimpleNamespace(row={{}}), Address("http://127.0.0.1:1", "key")))
 """
     generator = subprocess.Popen([sys.executable, "-c", program])

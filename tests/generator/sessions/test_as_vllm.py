@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from replay_generator.sessions.dialects.chat import Chat
-from replay_generator.sessions.parsers import Parsers
+from replay_generator.rollouts.sessions.dialects.chat import Chat
+from replay_generator.rollouts.sessions.parsers import Parsers
 from tests.generator.sessions.test_session import Drawing, chat_tokenizer, session_of
 
 TEMPLATE = (

@@ -13,8 +13,9 @@ from transformers import AutoTokenizer
 
 from replay_generator import GeneratorConfig, RolloutGenerator
 from replay_generator.engines import SamplingConfig
-from replay_generator.prompts import cycle_prompts
-from replay_generator.sessions import load_sessions
+from replay_generator.prompts.prompt import cycle_prompts
+from replay_generator.rollouts.sessions import load_sessions
+from tests.docs.blocks import ROOT, write_files
 from tests.generator.factories import RecordedEngine, RecordingClient, assert_drawn, make_model, recomputed
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
@@ -132,3 +133,49 @@ async def test_turns_of_an_agent_are_trained_on_as_the_engine_drew_them(model, t
         ]
         np.testing.assert_allclose(group.rewards, [sum(map(str.isdigit, each)) / 5 for each in said])
         assert group.extras["rewards/rollout/letters"].shape == (4,)
+
+
+@pytest.mark.parametrize("agent", ["my_agents:play", "my_agent.py"])
+async def test_the_examples_of_the_page_play(model, tmp_path, monkeypatch, agent):
+    write_files(ROOT / "docs/how-to/any-agent.md", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    if agent.endswith(".py"):
+        agent = f"{sys.executable} {tmp_path / agent}"
+    engine = RecordedEngine(model)
+    _, groups = await played(agent, engine)
+    assert_drawn(groups, engine)
+    assert len(engine.drawn) == 4 * 2  # a model with random weights is never right
+    (group,) = groups
+    assert group.rewards.tolist() == [0.0] * 4
+
+
+async def with_openai_and_a_title(task: Any, address: Any) -> dict[str, Any]:
+    async with openai.AsyncOpenAI(**address.openai) as client:
+        asked = [{"role": "user", "content": "A title for: " + task.row["prompt"]}]
+        title = await client.chat.completions.create(model="titles", messages=asked)
+    assert title.choices[0].message.role == "assistant"
+    return await with_openai(task, address)
+
+
+async def with_anthropic_and_a_title(task: Any, address: Any) -> dict[str, Any]:
+    async with anthropic.AsyncAnthropic(**address.anthropic) as client:
+        asked: Any = [{"role": "user", "content": "A title for: " + task.row["prompt"]}]
+        await client.messages.create(model="titles", messages=asked, max_tokens=5)
+    return await with_anthropic(task, address)
+
+
+async def with_responses_and_a_title(task: Any, address: Any) -> dict[str, Any]:
+    async with openai.AsyncOpenAI(**address.openai) as client:
+        await client.responses.create(model="titles", input="A title for: " + task.row["prompt"], store=False)
+    return await with_responses(task, address)
+
+
+@pytest.mark.parametrize("untrained", [(), ("titles",)], ids=["trained", "left out"])
+@pytest.mark.parametrize("agent", [with_openai_and_a_title, with_anthropic_and_a_title, with_responses_and_a_title])
+async def test_a_title_is_trained_on_with_the_reward_of_the_task_unless_its_model_is_left_out(model, agent, untrained):
+    engine = RecordedEngine(model)
+    _, groups = await played(f"{__name__}:{agent.__name__}", engine, untrained_models=untrained)
+    assert len(engine.drawn) == 4 * (1 + TURNS)
+    (group,) = groups
+    counts = [1] * 4 if group.sequence_counts is None else group.sequence_counts.tolist()
+    assert counts == [1 if untrained else 2] * 4

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from aiohttp import web
 
-from replay_generator.sessions.endpoint import SessionServer
-from replay_protos import strangers
+from replay_generator.rollouts.sessions.endpoint import SessionServer
+from replay_protos import connection_bounds
 from tests.certificates import make_certificate
 from tests.factories import PATIENCE, until
 from tests.generator.sessions import half_connections
@@ -56,7 +56,7 @@ HALVES = {
 
 @pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 async def test_half_a_request_is_closed(half, monkeypatch):
-    monkeypatch.setattr(strangers, "SECONDS_PER_REQUEST", 0.3)
+    monkeypatch.setattr(connection_bounds, "SECONDS_PER_REQUEST", 0.3)
 
     async def other(request: web.Request) -> web.Response:
         return web.json_response(await request.json())
@@ -72,7 +72,7 @@ async def test_half_a_request_is_closed(half, monkeypatch):
 
 
 async def test_a_request_that_comes_byte_by_byte_is_closed(monkeypatch):
-    monkeypatch.setattr(strangers, "SECONDS_PER_REQUEST", 0.5)
+    monkeypatch.setattr(connection_bounds, "SECONDS_PER_REQUEST", 0.5)
     async with serving() as (_, address):
         reader, writer = await opened(address)
 
@@ -92,14 +92,14 @@ async def test_half_a_handshake_of_tls_is_closed_and_others_come_in(tmp_path, mo
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate.cert, certificate.key)
     trusting = ssl.create_default_context(cafile=str(certificate.cert))
-    monkeypatch.setattr(strangers, "most_connections", lambda: 4)
+    monkeypatch.setattr(connection_bounds, "most_connections", lambda: 4)
     async with SessionServer(ssl_context=context) as server:
         address = server.open(ScriptedSession(answer()))  # type: ignore[arg-type]
         halves = [await opened(address, b"\x16\x03\x01\x02\x00\x01") for _ in range(6)]
         async with httpx.AsyncClient(verify=trusting, timeout=60) as client:
             answered = await client.post(f"{address}/v1/completions", json={"prompt": "a"})
         assert answered.status_code == 200
-        monkeypatch.setattr(strangers, "SECONDS_PER_REQUEST", 0.3)
+        monkeypatch.setattr(connection_bounds, "SECONDS_PER_REQUEST", 0.3)
         halves.append(await opened(address, b"\x16\x03\x01\x02\x00\x01"))
         await ended(halves[-1][0])
         for _, writer in halves:
@@ -107,8 +107,8 @@ async def test_half_a_handshake_of_tls_is_closed_and_others_come_in(tmp_path, mo
 
 
 async def test_an_idle_connection_is_closed_and_one_that_waits_for_its_answer_is_not(monkeypatch):
-    monkeypatch.setattr(strangers, "SECONDS_IDLE", 0.3)
-    monkeypatch.setattr(strangers, "SECONDS_PER_REQUEST", 0.6)
+    monkeypatch.setattr(connection_bounds, "SECONDS_IDLE", 0.3)
+    monkeypatch.setattr(connection_bounds, "SECONDS_PER_REQUEST", 0.6)
     body = b'{"prompt": "hello", "stream": true}'
     head = f"POST /sessions/secret/v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     async with serving(answer()) as (session, address):
@@ -137,7 +137,7 @@ async def test_a_connection_serves_one_request_after_the_other():
 
 
 async def test_where_all_connections_wait_for_answers_a_new_one_waits_too(monkeypatch):
-    monkeypatch.setattr(strangers, "most_connections", lambda: 3)
+    monkeypatch.setattr(connection_bounds, "most_connections", lambda: 3)
     async with serving(*[answer()] * 4) as (session, address), httpx.AsyncClient(timeout=60) as client:
         session.gate.clear()
         url = f"{address}/v1/completions"
@@ -156,7 +156,10 @@ def test_with_few_descriptors_strangers_stop_neither_agents_nor_weights(tmp_path
         try:
             until((tmp_path / "ports").exists)
             sessions, weights = json.loads((tmp_path / "ports").read_text())
-            taken = [*half_connections.strangers(sessions, count), *half_connections.strangers(weights, count)]
+            taken = [
+                *half_connections.strangers(sessions, count),
+                *half_connections.strangers(weights, count),
+            ]
             url = f"http://127.0.0.1:{sessions}"
             with httpx.Client(timeout=PATIENCE) as client:
                 offer = client.post(f"{url}/sessions").json()

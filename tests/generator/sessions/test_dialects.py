@@ -19,10 +19,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from replay_generator import notices
-from replay_generator.sessions.dialects.chat import Chat, Completions
-from replay_generator.sessions.dialects.messages import Messages
-from replay_generator.sessions.dialects.responses import Responses
-from replay_generator.sessions.turns import Answer, Refusal
+from replay_generator.rollouts.sessions.dialects.chat import Chat, Completions
+from replay_generator.rollouts.sessions.dialects.messages import Messages
+from replay_generator.rollouts.sessions.dialects.responses import Responses
+from replay_generator.rollouts.sessions.turns import Answer, Refusal
 from tests.generator.sessions.fakes import ARGUMENTS, CALL, answer, of_anthropic, of_openai, serving
 
 HELLO: Any = [{"role": "user", "content": "hello"}]

@@ -17,9 +17,9 @@ import openai
 import pytest
 from aiohttp import web
 
-from replay_generator.sessions import endpoint
-from replay_generator.sessions.endpoint import SessionServer
-from replay_generator.sessions.turns import Answer, Refusal
+from replay_generator.rollouts.sessions import endpoint
+from replay_generator.rollouts.sessions.endpoint import SessionServer
+from replay_generator.rollouts.sessions.turns import Answer, Refusal
 from tests.certificates import make_certificate
 from tests.factories import stopped_clock
 from tests.generator.sessions.fakes import ScriptedSession, answer, of_anthropic, of_openai, serving, until

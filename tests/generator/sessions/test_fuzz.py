@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from replay_generator.sessions.endpoint import SessionServer
-from replay_generator.sessions.parsers import Parsers
+from replay_generator.rollouts.sessions.endpoint import SessionServer
+from replay_generator.rollouts.sessions.parsers import Parsers
 from tests.generator.sessions.test_connections import opened
 from tests.generator.sessions.test_session import Drawing, session_of
 
@@ -105,7 +105,7 @@ def request(chance: random.Random, address: str) -> bytes:
 
 @pytest.mark.long
 async def test_requests_made_up_by_chance_are_answered_and_none_is_a_fault(caplog, monkeypatch):
-    monkeypatch.setattr("replay_protos.strangers.SECONDS_PER_REQUEST", 2.0)
+    monkeypatch.setattr("replay_protos.connection_bounds.SECONDS_PER_REQUEST", 2.0)
     statuses: dict[int, int] = {}
     async with SessionServer() as server:
         for number in range(REQUESTS):

@@ -12,8 +12,8 @@ import pytest
 
 from replay_generator import notices
 from replay_generator.engines import Completion, SamplingConfig
-from replay_generator.sessions.exchanges import Exchange, Exchanges
-from replay_generator.sessions.turns import Answer, WrittenCall, object_of
+from replay_generator.rollouts.sessions.exchanges import Exchange, Exchanges
+from replay_generator.rollouts.sessions.turns import Answer, WrittenCall, object_of
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 SYSTEM = {"role": "system", "content": "Be brief."}

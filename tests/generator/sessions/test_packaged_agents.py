@@ -4,12 +4,14 @@ What each does is compared with what stands on the page; `make agents-page` rene
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from tests.generator.sessions.agents.catalog import AGENTS, CLIENTS, NODE, OLDER, Client, NodePackages
+from tests.docs.tables import renewed, table_of
+from tests.generator.sessions.agents.catalog import AGENTS, CLIENTS, NODE, OLDER, Client, NodePackages, names_a_commit
 from tests.generator.sessions.agents.play import observe
-from tests.generator.sessions.agents.table import PAGE, lines_of, observed, renewed, table_of
+from tests.generator.sessions.agents.table import MARK, PAGE, lines_of, observed
 from tests.packages import ROOT
 
 NAMES = [client.name for client in CLIENTS]
@@ -30,14 +32,27 @@ async def test_a_client_is_trained_on_as_the_engine_drew_it_and_as_the_page_says
     assert await observe(client) == observed()[client.name]
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_the_messages_of_commits_that_aider_asks_another_model_for_are_not_trained_on():
+    (aider,) = [client for client in CLIENTS if client.name == "aider"]
+    if not aider.packages.is_there:
+        pytest.skip(why_skipped(aider))
+    command = aider.command.replace("--model openai/policy", "--model openai/policy --weak-model openai/titles")
+    seen = await observe(replace(aider, command=command), ("titles",), names_a_commit)
+    assert seen["turns"] == observed()["aider"]["turns"]
+    assert seen["sequences"] == 2  # it writes the file twice, and asks for three messages beside
+
+
 # ------------------------------------------------------------------------------------------------ the page
 
 
 def test_the_table_of_the_page_is_that_of_the_last_observations():
     rows = list(observed().values())
     assert [row["client"] for row in rows] == NAMES, "run make agents-page"
-    assert table_of(PAGE.read_text()) == lines_of(rows), "run python -m tests.generator.sessions.agents.table --page"
-    assert renewed(PAGE.read_text(), rows) == PAGE.read_text()
+    page = PAGE.read_text()
+    assert table_of(page, MARK) == lines_of(rows), "run python -m tests.generator.sessions.agents.table --page"
+    assert renewed(page, MARK, lines_of(rows)) == page
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=NAMES)

@@ -15,8 +15,8 @@ from tokenizers import processors
 
 from replay_client import AsyncReplayClient
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
-from replay_generator.sessions import load_sessions, remote
-from replay_generator.sessions.agents import SessionHook
+from replay_generator.rollouts.sessions import load_sessions, remote
+from replay_generator.rollouts.sessions.agents import SessionHook
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.certificates import make_certificate
 from tests.factories import async_until, free_port, stopped_clock, turns
@@ -82,7 +82,7 @@ async def running(
     url = f"http{'s' if tls is not True else ''}://127.0.0.1:{port}"
     async with aiohttp.ClientSession() as http:
         found = Run(url, http, generator, client, token, tls)
-        await async_until(lambda: generator.stats["groups_under_way"])
+        await async_until(lambda: generator.stats["groups_in_flight"])
         try:
             yield found
         finally:
@@ -167,7 +167,7 @@ async def test_an_end_that_comes_again_has_the_same_answer_and_another_one_has_n
     ("said", "why"),
     [
         ({}, 'gave no {"reward": NUMBER}'),
-        ({"reward": 1.0, "metrics": {"steps": None}}, "metrics.steps: Input should be a valid number"),
+        ({"reward": 1.0, "metrics": {"steps": None}}, "metrics.steps must be a number"),
         ({"rewards": 1.0}, "did you mean 'reward'?"),
         ("it failed", "an end is an object"),
     ],
@@ -199,7 +199,7 @@ async def test_an_agent_that_failed_loses_its_rollout_and_the_group_remembers_wh
 
 
 async def test_what_is_not_ended_before_its_deadline_is_offered_anew_under_another_address(caplog):
-    async with running(group_size=1, session_deadline=0.5) as run:
+    async with running(group_size=1, session_timeout=0.5) as run:
         dead = await run.taken()
         assert await run.ask(dead) == 200
         again = await run.taken()
@@ -222,7 +222,7 @@ async def test_a_rollout_that_nobody_takes_waits_for_ever_and_that_is_said_once(
             for _ in range(20):
                 go_on(DAY)
                 await turns()
-        assert run.generator.stats["groups_under_way"] == 1
+        assert run.generator.stats["groups_in_flight"] == 1
         assert run.generator.stats["rollouts_failed"] == 0
         for reward in (0.0, 1.0):
             offer = await run.taken()
@@ -236,7 +236,7 @@ async def test_a_rollout_that_nobody_takes_waits_for_ever_and_that_is_said_once(
 
 
 async def test_the_time_of_a_rollout_begins_when_an_agent_takes_it_and_then_it_fails_alone():
-    async with running(group_size=2, min_rollouts=1, rollout_timeout=3000.0, session_deadline=2000.0) as run:
+    async with running(group_size=2, min_rollouts=1, rollout_timeout=3000.0, session_timeout=2000.0) as run:
         with stopped_clock() as go_on:
             await turns()
             go_on(DAY)
@@ -306,24 +306,26 @@ async def test_a_failed_rollout_ends_the_run_unless_agents_play_or_that_is_wante
     assert len(client.inserts) == groups
 
 
-# ------------------------------------------------------------------------------------------------ under construction
+# ------------------------------------------------------------------------------------------------ partial
 
 
 @asynccontextmanager
-async def building(**config: Any) -> AsyncIterator[Run]:
-    """A generator whose rollouts are stored in a server while their group is under construction."""
-    tables = [TableConfig(name="rollouts"), TableConfig(name="building")]
-    permits = AdmissionConfig(table="rollouts", groups_per_step=8, max_staleness=1, building="building")
+async def partial_groups(**config: Any) -> AsyncIterator[Run]:
+    """A generator whose rollouts are stored in a server while their group is partial."""
+    tables = [TableConfig(name="rollouts"), TableConfig(name="partial_groups")]
+    permits = AdmissionConfig(
+        table="rollouts", fresh_groups_per_step=8, max_staleness=1, permit_tables="partial_groups"
+    )
     with ReplayServer(tables=tables, admission=permits, port=0) as server:
         async with (
             AsyncReplayClient(server.address) as client,
-            running(client=client, building="building", **config) as run,
+            running(client=client, partial_groups_table="partial_groups", **config) as run,
         ):
             yield run
 
 
 async def test_an_end_is_answered_when_the_server_has_the_rollout():
-    async with building(group_size=3) as run:
+    async with partial_groups(group_size=3) as run:
         for ended in range(1, 3):
             offer = await run.taken()
             await run.ask(offer)
@@ -336,10 +338,10 @@ async def test_an_end_is_answered_when_the_server_has_the_rollout():
 
 
 async def test_an_end_of_a_rollout_that_no_group_will_have_is_not_acknowledged():
-    async with building(group_size=2) as run:
+    async with partial_groups(group_size=2) as run:
         offer = await run.taken()
         await run.ask(offer)
-        await run.client.reset("building")
+        await run.client.reset("partial_groups")
         status, text = await run.end(offer, reward=1.0)
         assert status == 410
         assert "the generator has given up the group of the rollout" in text
@@ -385,7 +387,7 @@ async def test_with_a_certificate_all_goes_over_tls(tmp_path):
         ("127.0.0.1", {}, "sessions must be host:port"),
         ("127.0.0.1:7403", {"sessions_token_file": "/nowhere/token"}, "sessions_token_file /nowhere/token"),
         ("127.0.0.1:7403", {"sessions_tls_cert": "/nowhere/cert"}, "a certificate and its key go together"),
-        ("127.0.0.1:7403", {"tool_parser": 7}, "tool_parser: Input should be a valid string"),
+        ("127.0.0.1:7403", {"tool_parser": 7}, "tool_parser must be a text"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_the_run(address, settings, says):

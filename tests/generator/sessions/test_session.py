@@ -17,10 +17,10 @@ from tokenizers import decoders
 
 from replay_generator import RolloutError
 from replay_generator.engines import Completion, SamplingConfig
-from replay_generator.rollouts import RolloutPolicy, RolloutSequence, Task
-from replay_generator.sessions.parsers import Parsers
-from replay_generator.sessions.session import Session
-from replay_generator.sessions.turns import Answer, Ask, Refusal
+from replay_generator.rollouts.rollout import RolloutPolicy, RolloutSequence, Task
+from replay_generator.rollouts.sessions.parsers import Parsers
+from replay_generator.rollouts.sessions.session import Session
+from replay_generator.rollouts.sessions.turns import Answer, Ask, Refusal
 from tests.generator.environments import test_tool_loop
 from tests.generator.environments.test_tool_loop import FORGETS, TEMPLATE
 from tests.generator.factories import EOS, ScriptedEngine
@@ -329,9 +329,51 @@ async def test_a_tokenizer_with_longer_tokens_takes_longer_texts():
     assert await session_of(engine).count(Ask([user("b" * 10_000)])) < 60
 
 
+TITLES = {"untrained_models": ("titles",)}
+
+
+async def test_a_turn_of_an_untrained_model_is_answered_and_not_trained_on():
+    engine = Drawing(says=["one", "a title", "two"])
+    session = session_of(engine, bounds=TITLES)
+    first = await ask(session, user("a"), model="policy")
+    title = await ask(session, user("Write a title for: a"), model="titles")
+    await ask(session, user("a"), said(first), user("b"), model="policy")
+    assert title.text == "a title"
+    sequences = session.rollout(1.0).sequences
+    assert len(sequences) == 1
+    assert_drawn(engine, sequences, [engine.drawn[0][1], engine.drawn[2][1]])
+
+
+async def test_what_goes_on_after_a_turn_of_an_untrained_model_has_it_as_context():
+    engine = Drawing(says=["a plan", "done"])
+    session = session_of(engine, bounds=TITLES)
+    plan = await ask(session, user("a"), model="titles")
+    await ask(session, user("a"), said(plan), user("b"), model="policy")
+    (sequence,) = session.rollout(1.0).sequences
+    assert [turn.role for turn in sequence.turns] == ["prompt", "untrained", "user", "assistant"]
+    assert_drawn(engine, [sequence], [engine.drawn[1][1]])
+
+
+@pytest.mark.parametrize("refusals", [0, 1])
+async def test_a_rollout_of_untrained_models_alone_has_nothing_to_train_on(refusals):
+    session = session_of(Drawing(), bounds=TITLES)
+    await ask(session, user("a"), model="titles")
+    for _ in range(refusals):
+        session.refused(Refusal("n is not served", field="n"))
+    with pytest.raises(RolloutError, match="has read no answer but those of untrained_models"):
+        session.rollout(1.0)
+
+
+async def test_an_agent_that_reads_no_answer_is_told_so():
+    session = session_of(Drawing())
+    await ask(session, user("a"), read=False)
+    with pytest.raises(RolloutError, match="has read no answer: it hung up before each was sent"):
+        session.rollout(1.0)
+
+
 @pytest.mark.parametrize(
     ("bounds", "name"),
-    [({"most_turns": 2}, "session_turns"), ({"most_bytes": 10_000}, "session_bytes")],
+    [({"most_turns": 2}, "max_session_turns"), ({"most_bytes": 10_000}, "max_session_bytes")],
 )
 async def test_a_session_that_has_enough_refuses_further_turns_and_ends_for_its_length(bounds, name):
     engine = Drawing(says=["x"] * 9)

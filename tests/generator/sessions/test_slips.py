@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from replay_generator.engines import SamplingConfig
-from replay_generator.sessions.endpoint import SessionServer
-from replay_generator.sessions.parsers import Parsers
+from replay_generator.rollouts.sessions.endpoint import SessionServer
+from replay_generator.rollouts.sessions.parsers import Parsers
 from tests.generator.sessions.talks import PROTOCOLS, talking
 from tests.generator.sessions.test_session import Drawing, assert_drawn, session_of, user, words
 

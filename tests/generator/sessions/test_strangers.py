@@ -11,10 +11,10 @@ import pytest
 
 from replay_generator import GeneratorConfig
 from replay_generator.engines import Completion, SamplingConfig
-from replay_generator.sessions import remote
-from replay_generator.sessions.agents import SessionHook
-from replay_generator.sessions.endpoint import SessionServer
-from replay_generator.sessions.parsers import Parsers
+from replay_generator.rollouts.sessions import remote
+from replay_generator.rollouts.sessions.agents import SessionHook
+from replay_generator.rollouts.sessions.endpoint import SessionServer
+from replay_generator.rollouts.sessions.parsers import Parsers
 from tests.generator.factories import EOS, RecordingClient, generate
 from tests.generator.sessions.fakes import answer, of_anthropic, of_openai, serving
 from tests.generator.sessions.test_endpoint import ASKS, EACH
@@ -284,7 +284,7 @@ async def test_a_completion_that_breaks_the_rules_is_asked_for_once_and_fails_th
 
     hook = SessionHook(agent, GeneratorConfig(), needs_reward=True)
     stats = await generate(RecordingClient(), engine, hook, reward=None, group_size=4)
-    assert stats["skipped"] == 1
+    assert stats["groups_skipped"] == 1
     assert "log-probability 7: that of a drawn token is finite" in caplog.text
     assert set(statuses) == {422}
     assert len(engine.drawn) == 4

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_generator.engines import Completion, SamplingConfig
-from replay_generator.sessions.endpoint import SessionServer
-from replay_generator.sessions.parsers import Parsers
+from replay_generator.rollouts.sessions.endpoint import SessionServer
+from replay_generator.rollouts.sessions.parsers import Parsers
 from tests.generator.sessions.fakes import of_anthropic, of_openai
 from tests.generator.sessions.talks import KINDS, MessagesTalk, Talk
 from tests.generator.sessions.test_session import Drawing, ask, assert_drawn, said, session_of, user

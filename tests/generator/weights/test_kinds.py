@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replay_generator.engines.transformers import TransformersEngine
-from replay_generator.weights import load_causal_model
+from replay_generator.engines.weights import load_causal_model
 from tests.commands import fails
 from tests.generator.factories import make_model
 

@@ -19,7 +19,7 @@ from replay_client.records import read_described
 from replay_generator import WeightsMismatchError
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.vllm_server import VLLMServerEngine
-from replay_generator.weights import model_facts
+from replay_generator.engines.weights import model_facts
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer.weights import Adapter, publish_weights

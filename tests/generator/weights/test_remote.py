@@ -23,10 +23,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from replay_client.access import ListenAddress
 from replay_generator import GeneratorConfig, WeightsNotAllowedError, WeightsNotFoundError
 from replay_generator.metrics import GeneratorMetrics
-from replay_generator.remote_weights import Door, WeightsServer, checksum_of
-from replay_generator.remote_weights.fetching import Fetcher, WeightsAwayError
+from replay_generator.policy.remote import WeightsServer, checksum_of
+from replay_generator.policy.remote.fetching import Fetcher, WeightsAwayError
 from replay_trainer.weights import WithDelta, publish_weights, published, remove
 from tests.certificates import make_certificate
 from tests.commands import Running, fails
@@ -88,7 +89,7 @@ class Disk:
 
 @contextmanager
 def serving(folder: Path, port: int, **files: Path) -> Iterator[None]:
-    with WeightsServer(folder, Door("weights", f"127.0.0.1:{port}", **files)) as server:
+    with WeightsServer(folder, ListenAddress("weights", f"127.0.0.1:{port}", **files)) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield
         server.shutdown()
@@ -234,9 +235,9 @@ def test_a_token_and_tls_are_asked_for_and_a_token_file_may_change(model, tmp_pa
         with pytest.raises(WeightsAwayError, match="certificate verify failed"):
             Disk(tmp_path / "cache").fetch(location)
         with pytest.raises(WeightsNotAllowedError, match="weights_token_file is that of its server"):
-            Disk(tmp_path / "cache", weights_ca=authority.cert).fetch(location)
+            Disk(tmp_path / "cache", weights_tls_ca=authority.cert).fetch(location)
         ours.write_text("another-token")
-        disk = Disk(tmp_path / "cache", weights_ca=authority.cert, weights_token_file=ours)
+        disk = Disk(tmp_path / "cache", weights_tls_ca=authority.cert, weights_token_file=ours)
         with pytest.raises(WeightsNotAllowedError):
             disk.fetch(location)
         ours.write_text("the-token-of-the-run")
@@ -257,18 +258,20 @@ def test_a_token_and_tls_are_asked_for_and_a_token_file_may_change(model, tmp_pa
 )
 def test_an_address_that_cannot_be_opened_safely_is_refused(address, files, says):
     with pytest.raises(ValueError, match=says):
-        Door("weights", address, **files)
+        ListenAddress("weights", address, **files)
 
 
 def test_the_command_serves_a_folder_and_refuses_what_is_not_safe(model, tmp_path):
     (token := tmp_path / "token").write_text("the-token-of-the-run")
     run = Run(model, tmp_path / "weights", free_port())
     address = run.url.removeprefix("http://")
-    assert "needs a token_file" in fails("weights", "serve", str(run.folder), "0.0.0.0:7410")
-    with Running("--token-file", str(token), "weights", "serve", str(run.folder), address, stdout=PIPE) as process:
+    assert "needs a token_file" in fails("weights", "serve", str(run.folder), "--listen", "0.0.0.0:7410", status=2)
+    with Running(
+        "--token-file", str(token), "weights", "serve", str(run.folder), "--listen", address, stdout=PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == f"weights of {run.folder} at {address}\n"
-        assert address in fails("weights", "serve", str(run.folder), address)  # it is in use
+        assert address in fails("weights", "serve", str(run.folder), "--listen", address)  # it is in use
         disk = Disk(tmp_path / "cache", weights_token_file=token)
         assert disk.fetch(run.publish(1))[0] == run.files_of(1)
         process.terminate()
@@ -386,8 +389,8 @@ import sys
 from pathlib import Path
 from replay_generator import GeneratorConfig
 from replay_generator.metrics import GeneratorMetrics
-from replay_generator.remote_weights.delta import checksum_of
-from replay_generator.remote_weights.fetching import Fetcher
+from replay_generator.policy.remote.delta import checksum_of
+from replay_generator.policy.remote.fetching import Fetcher
 config = GeneratorConfig(weights_cache=sys.argv[1], weights_root=sys.argv[2])
 fetcher = Fetcher(config, GeneratorMetrics(solved_reward=1.0).stats)
 for line in sys.stdin:

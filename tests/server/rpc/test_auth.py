@@ -17,7 +17,7 @@ from replay_client.errors import AuthenticationError, ReplayError, ServerUnavail
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE
 from replay_protos.replay_pb2_grpc import ReplayStub
-from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
+from replay_server import AdmissionConfig, ReplayServer, SecurityConfig, TableConfig
 from replay_server.rpc.auth import ROLES, Role
 from tests.certificates import make_certificate
 from tests.commands import fails, run_replay
@@ -34,8 +34,8 @@ Code = grpc.StatusCode
 
 @contextmanager
 def server_with(**security):
-    section = SecuritySection(**security)
-    admission = AdmissionConfig(groups_per_step=100, max_staleness=1)
+    section = SecurityConfig(**security)
+    admission = AdmissionConfig(fresh_groups_per_step=100, max_staleness=1)
     with ReplayServer(tables=TABLES, port=0, security=section, admission=admission) as server:
         yield server
 
@@ -190,7 +190,7 @@ def use_everything(client: ReplayClient) -> None:
     client.set_policy_version(3, "weights")
     assert next(client.watch_policy()).version == 3
     with pytest.raises(UnsupportedError):
-        client.checkpoint()
+        client.create_checkpoint()
     assert client.update_table("plain", max_size=10).size == 2
     assert client.delete("plain", [key]).applied == 1
     assert client.reset("plain") == 1
@@ -253,12 +253,12 @@ def test_a_revoked_token_ends_a_stream_of_short_calls_that_is_never_idle(tokens_
             )
             yield pb.CallRequest(method="UpdatePriorities", request=update.SerializeToString())
 
-    section, writer = SecuritySection(tokens_file=tokens_file), TOKENS[Role.READ_WRITE]
+    section, writer = SecurityConfig(tokens_file=tokens_file), TOKENS[Role.READ_WRITE]
     with ReplayServer(tables=TABLES, port=0, security=section, data_dir=tmp_path / "data") as server:
         with ReplayClient(server.address, token=writer) as client:
             client.insert(b"x", {table: 1.0}, key=7)
         with grpc.insecure_channel(server.address) as channel:
-            answers = ReplayStub(channel).Calls(updates(), timeout=120, metadata=[bearer(writer)])
+            answers = ReplayStub(channel).Multiplex(updates(), timeout=120, metadata=[bearer(writer)])
             next(answers)
             write_tokens(tokens_file, {Role.READ_ONLY: TOKENS[Role.READ_ONLY]})
             with pytest.raises(grpc.RpcError) as refusal:
@@ -273,17 +273,17 @@ def test_a_file_of_tokens_that_cannot_be_used_is_named_and_not_shown(tmp_path, t
     path = tmp_path / "tokens"
     path.write_text(text)
     with pytest.raises(ValueError, match=str(path)) as caught:
-        ReplayServer(tables=TABLES, port=0, security=SecuritySection(tokens_file=path))
+        ReplayServer(tables=TABLES, port=0, security=SecurityConfig(tokens_file=path))
     assert "secr" not in str(caught.value)
 
 
 def test_nothing_that_a_read_only_token_may_call_changes_anything(tokens_file):
     """On a server that is full, keeps a consumed row for a rollback, and has an insert that waits."""
     tables = [
-        TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1}, keep_consumed=1),
+        TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1}, retain_consumed=1),
         TableConfig(name="pool", when_full="block"),
     ]
-    security = SecuritySection(tokens_file=tokens_file)
+    security = SecurityConfig(tokens_file=tokens_file)
     reads = {
         "GetServerInfo": pb.GetServerInfoRequest(),
         "ListItems": pb.ListItemsRequest(table="queue"),
@@ -302,7 +302,7 @@ def test_nothing_that_a_read_only_token_may_call_changes_anything(tokens_file):
 
         def facts() -> list[object]:
             info = client.server_info()
-            of_tables = [(each.kept, each.kept_bytes, each.size, each.inserts) for each in info.tables.values()]
+            of_tables = [(each.retained, each.retained_bytes, each.size, each.inserts) for each in info.tables.values()]
             items = [item for name in info.tables for item in client.list_items(name).items]
             return [info.bytes, of_tables, [replace(item, age=0.0) for item in items]]
 
@@ -313,7 +313,7 @@ def test_nothing_that_a_read_only_token_may_call_changes_anything(tokens_file):
         with client.writer() as writer:
             writer.insert(bytes(2000), {"pool": 1.0, "queue": 1.0}, key=3)
             until(lambda: client.server_info().tables["queue"].inserting.count == 1)
-            assert [each.kept for each in client.server_info().tables.values()] == [1, 0]
+            assert [each.retained for each in client.server_info().tables.values()] == [1, 0]
             before = facts()
             for method, request in reads.items():
                 with suppress(grpc.RpcError):  # no checkpoints here
@@ -465,7 +465,7 @@ def test_a_file_that_cannot_be_used_is_one_clear_error_at_both_ends(pki, tmp_pat
     files[setting] = tmp_path / file
     line = f"{setting.removeprefix('tls_client_')} .*{file} {words}"
     with pytest.raises(ValueError, match=line) as at_server:
-        ReplayServer(tables=TABLES, port=0, security=SecuritySection(**files))
+        ReplayServer(tables=TABLES, port=0, security=SecurityConfig(**files))
     with pytest.raises(ValueError, match=line) as at_client:
         ReplayClient("h:1", tls=TLS(ca=files["tls_client_ca"], cert=files["tls_cert"], key=files["tls_key"]))
     for caught in (at_server, at_client):
@@ -484,7 +484,7 @@ def test_a_file_that_cannot_be_used_is_one_clear_error_at_both_ends(pki, tmp_pat
 def test_half_a_configuration_is_refused(tmp_path, security, words):
     files = {name: tmp_path / value for name, value in security.items()}
     with pytest.raises(ValueError, match=words):
-        ReplayServer(tables=TABLES, port=0, security=SecuritySection(**files))
+        ReplayServer(tables=TABLES, port=0, security=SecurityConfig(**files))
 
 
 # ------------------------------------------------------------------------------------------------ the client's settings
@@ -576,7 +576,7 @@ def test_no_token_shows_in_logs_or_process_lists_and_commands_take_it_from_the_e
         server.process.terminate()
         server.process.wait()
     text = log.read_text() + command_line + shown.stdout + refused
-    assert "refused 1 calls" in text
+    assert "refused 1 call" in text
     for secret in (*TOKENS.values(), WRONG):
         assert secret not in text
 
@@ -610,7 +610,7 @@ def test_files_that_everybody_can_read_are_warned_about(pki, tokens_file, caplog
 def test_an_address_that_others_reach_is_warned_about_as_far_as_it_is_open(pki, tokens_file, caplog):
     def warnings(host: str, **security) -> list[str]:
         caplog.clear()
-        with ReplayServer(tables=TABLES, port=0, host=host, security=SecuritySection(**security)):
+        with ReplayServer(tables=TABLES, port=0, host=host, security=SecurityConfig(**security)):
             words = ("without tokens", "without TLS", "tokens included")
             return [word for word in words if word in caplog.text]
 
@@ -628,12 +628,12 @@ def test_an_address_that_others_reach_is_warned_about_as_far_as_it_is_open(pki, 
 def test_an_address_that_others_reach_is_refused_without_tokens_unless_it_is_meant(pki, host, with_tls):
     tls = {"tls_cert": pki["server"].cert, "tls_key": pki["server"].key} if with_tls else {}
     says = r"refusing to listen on .*:0 without tokens: .*tokens_file in \[security\], .*--insecure"
-    with pytest.raises(ValueError, match=says), ReplayServer(TABLES, 0, host, security=SecuritySection(**tls)):
+    with pytest.raises(ValueError, match=says), ReplayServer(TABLES, 0, host, security=SecurityConfig(**tls)):
         pass
 
 
 def test_the_command_refuses_an_open_address_in_one_line_and_takes_it_if_told(tmp_path, tokens_file):
-    said = fails("serve", "--address", "0.0.0.0:0")
+    said = fails("serve", "--listen", "0.0.0.0:0")
     assert "refusing to listen on 0.0.0.0:0 without tokens" in said
     for options, variables in (
         (("--insecure",), {}),
@@ -646,6 +646,6 @@ def test_the_command_refuses_an_open_address_in_one_line_and_takes_it_if_told(tm
 
 @pytest.mark.parametrize(("address", "warned"), [("127.0.0.1:0", False), ("localhost:0", False), ("0.0.0.0:0", True)])
 def test_metrics_that_others_reach_are_warned_about_since_they_want_no_token(address, warned, tokens_file, caplog):
-    security = SecuritySection(tokens_file=tokens_file)
-    with ReplayServer(tables=TABLES, port=0, security=security, metrics_address=address) as server:
+    security = SecurityConfig(tokens_file=tokens_file)
+    with ReplayServer(tables=TABLES, port=0, security=security, metrics_listen=address) as server:
         assert (f"{server.metrics_address}/metrics, without tokens" in caplog.text) == warned

@@ -19,16 +19,16 @@ def test_a_budget_never_gives_more_than_there_is_nor_half_of_it_to_one_who_has_s
         mine = sum(amount for who, amount in held if who == client)
         fits = sum(amount for _, amount in held) + n <= 100 and (not mine or mine + n <= 50)
         if fits:
-            budget.take(client, n)
+            budget.acquire(client, n)
             held.append((client, n))
         else:
             with pytest.raises(Refused, match="things"):
-                budget.take(client, n)
+                budget.acquire(client, n)
         if held and data.draw(st.booleans()):
-            budget.give_back(*held.pop(data.draw(st.integers(0, len(held) - 1))))
+            budget.release(*held.pop(data.draw(st.integers(0, len(held) - 1))))
         assert budget.used == sum(amount for _, amount in held) <= 100
     for client, n in held:
-        budget.give_back(client, n)
+        budget.release(client, n)
     assert budget.used == 0
     assert all(budget.why_not(client, 100) is None for client in "abc")
 
@@ -43,7 +43,7 @@ async def holder(budget: Budget, client: str, n: int, order: list[str], release:
         order.append(client)
         await release.wait()
     finally:
-        budget.give_back(client, n)
+        budget.release(client, n)
 
 
 async def let_run() -> None:
@@ -88,11 +88,11 @@ async def test_what_is_granted_to_one_that_is_cancelled_just_then_goes_back():
     one = asyncio.create_task(holder(budget, "a", 100, order, first))
     two = asyncio.create_task(holder(budget, "b", 100, order, rest))
     await let_run()
-    budget.give_back("a", 100)  # grants to b, whose task has not run yet
+    budget.release("a", 100)  # grants to b, whose task has not run yet
     two.cancel()
     await asyncio.gather(two, return_exceptions=True)
     assert (order, budget.used) == (["a"], 0)
-    budget.take("a", 100)
+    budget.acquire("a", 100)
     first.set()
     await one
     assert budget.used == 0

@@ -8,7 +8,7 @@ import pytest
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
-from replay_server import LimitsSection, ReplayServer, TableConfig
+from replay_server import LimitsConfig, ReplayServer, TableConfig
 from replay_server.errors import Code
 from replay_server.rpc import sampling
 from replay_server.rpc.limits import Backend
@@ -87,12 +87,12 @@ def test_a_batch_ends_once_whoever_names_it_and_however_often(stub, client):
     with drawing(stub, *(draw_request(table="queue", id=ID + n) for n in range(2))) as answers:
         assert [next(answers).batch for _ in range(2)] == [ID, ID + 1]
         unknown = [0, 1, ID + 2, 2**63 + ID, 2**64 - 1]
-        assert told(take=unknown) == told(give_back=unknown) == told(renew=unknown, seconds=9.0) == ([], unknown)
-        assert told(take=[ID, ID]) == ([ID, ID], [])
-        assert told(give_back=[ID]) == ([], [ID])
+        assert told(acknowledge=unknown) == told(requeue=unknown) == told(renew=unknown, seconds=9.0) == ([], unknown)
+        assert told(acknowledge=[ID, ID]) == ([ID, ID], [])
+        assert told(requeue=[ID]) == ([], [ID])
         assert told(renew=[ID], seconds=9.0) == ([ID], [])
     until(lambda: client.server_info().tables["queue"].size == 3, "what nobody took must come back")
-    assert told(take=[ID, ID + 1]) == ([ID], [ID + 1])
+    assert told(acknowledge=[ID, ID + 1]) == ([ID], [ID + 1])
     assert client.server_info().tables["queue"].consumed == 1
 
 
@@ -124,7 +124,7 @@ class _Call:
 
     async def read(self) -> pb.DrawRequest | None:
         self.read_so_far += 1
-        return pb.DrawRequest(take=[ID]) if self.read_so_far <= 10_000 else None
+        return pb.DrawRequest(acknowledge=[ID]) if self.read_so_far <= 10_000 else None
 
     async def write(self, response: object) -> None:
         if self.written:
@@ -134,7 +134,7 @@ class _Call:
 
 def test_a_stream_reads_no_further_than_its_reader_takes_answers():
     buffer = replay_buffer(TABLES, time.monotonic)
-    backend = Backend(buffer, LimitsSection(), None)
+    backend = Backend(buffer, LimitsConfig(), None)
     call = _Call()
 
     async def take_one_answer() -> None:

@@ -15,7 +15,7 @@ from replay_client import ReplayClient
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 from replay_protos.replay_pb2_grpc import ReplayStub
-from replay_server import Config, LimitsSection, ReplayServer, ServerSection, TableConfig
+from replay_server import Config, LimitsConfig, ReplayServer, ServerConfig, TableConfig
 from replay_server.rpc import inserting, limits
 from replay_server.tables import remembered as tables
 from tests.factories import replay_buffer, until
@@ -31,10 +31,10 @@ Code = grpc.StatusCode
 
 @contextmanager
 def server_with(max_bytes: int | None = None, max_payload_bytes: int = 1 << 30, data_dir: Path | None = None, **limits):
-    section = ServerSection(
-        address="127.0.0.1:0", max_bytes=max_bytes, max_payload_bytes=max_payload_bytes, data_dir=data_dir
+    section = ServerConfig(
+        listen="127.0.0.1:0", max_bytes=max_bytes, max_payload_bytes=max_payload_bytes, data_dir=data_dir
     )
-    config = Config(server=section, tables=tuple(TABLES), limits=LimitsSection(**limits))
+    config = Config(server=section, tables=tuple(TABLES), limits=LimitsConfig(**limits))
     with ReplayServer.from_config(config) as server:
         yield server
 
@@ -152,7 +152,7 @@ def refused_or_none(stub: ReplayStub) -> grpc.RpcError | None:
 
 def test_streams_beyond_the_limit_of_a_connection_wait_at_the_client_and_others_come_in():
     with (
-        server_with(max_streams_per_connection=3) as server,
+        server_with(max_calls_per_connection=3) as server,
         connection(server.address) as greedy,
         connection(server.address) as other,
     ):
@@ -303,7 +303,7 @@ async def decisions(shared: limits.Backend, message: Frame) -> AsyncIterator[ins
 
 def test_an_insert_leaves_the_line_if_its_client_goes_while_it_reads_the_answers_before():
     buffer = replay_buffer(TABLES, time.monotonic)
-    shared = limits.Backend(buffer, LimitsSection(), None)
+    shared = limits.Backend(buffer, LimitsConfig(), None)
 
     message = Frame(
         pb.InsertRequest(keys=[1, 2], targets=[pb.InsertTarget(table="queue")], payload_sizes=[1, 1]), [b"ab"]
@@ -429,12 +429,12 @@ def test_scopes_forget_what_has_left_and_then_the_oldest(monkeypatch):
         there.clear()
         there.update(keys)
         known.give(scope, keys)
-        return sum(len(known.given(each)) for each in known)
+        return sum(len(known.keys_under(each)) for each in known)
 
     assert max(give("all the time", range(10 * n, 10 * n + 10)) for n in range(30)) <= 110
     assert max(give(f"step {n}", range(1000, 1060)) for n in range(10)) <= 160
     assert "step 0" not in known
-    assert known.given("step 9") == set(range(1000, 1060))
+    assert known.keys_under("step 9") == set(range(1000, 1060))
 
 
 # ------------------------------------------------------------------------------------------------ without a token

@@ -36,7 +36,7 @@ GROUPS_PER_STEP = 100
 
 
 def make_server() -> ReplayServer:
-    return ReplayServer(TABLES, 0, admission=AdmissionConfig(groups_per_step=GROUPS_PER_STEP, max_staleness=1))
+    return ReplayServer(TABLES, 0, admission=AdmissionConfig(fresh_groups_per_step=GROUPS_PER_STEP, max_staleness=1))
 
 
 @pytest.fixture
@@ -140,16 +140,16 @@ def end_of(stub: ReplayStub, method: str, *requests) -> tuple[grpc.StatusCode, s
 
 BAD_PRIORITIES = (math.nan, math.inf, -math.inf, -1.0, -5e-324, 1e300)
 BAD_COLUMNS = [
-    ({"policy_versions": [1, 2, 3]}, "policy_versions has 3 entries for 1 items"),
-    ({"sizes": [1, 1]}, "payload_sizes has 2 entries for 1 items"),
+    ({"policy_versions": [1, 2, 3]}, "policy_versions has 3 entries for 1 item"),
+    ({"sizes": [1, 1]}, "payload_sizes has 2 entries for 1 item"),
     ({"sizes": []}, "1 payload bytes more than payload_sizes says"),
     ({"payload": b"xy", "sizes": [1]}, "1 payload bytes more"),
     ({"keys": [1, 2], "sizes": [1, 1], "payload": b"xyz"}, "1 payload bytes more"),
-    ({"priorities": [1.0, 2.0]}, "2 priorities for 1 items"),
+    ({"priorities": [1.0, 2.0]}, "2 priorities for 1 item"),
     ({"rows": [1]}, "1 rows of table 'plain', up to row 1, in a message of 1 items"),
     ({"rows": [2**32 - 1]}, "up to row 4294967295"),
     ({"rows": [0] * 1000}, "1000 rows of table 'plain'"),
-    ({"rows": [0], "priorities": [1.0, 2.0]}, "2 priorities for 1 items"),
+    ({"rows": [0], "priorities": [1.0, 2.0]}, "2 priorities for 1 item"),
     ({"keys": [], "sizes": []}, "a message without items"),
     ({"keys": [], "sizes": [], "payload": b""}, "a message without items"),
     ({"keys": range(MAX_ROWS + 1), "sizes": [], "payload": b""}, "65537 items in one message"),
@@ -227,7 +227,7 @@ INVALID = [
     ("scope of 257", "Draw", draw_request(num_samples=0, weigh=True, scope="x" * (MAX_SCOPE + 1))),
     *(
         ("65537 batches", "Draw", pb.DrawRequest(**{end: range(MAX_ROWS + 1)}))
-        for end in ("take", "give_back", "renew")
+        for end in ("acknowledge", "requeue", "renew")
     ),
     ("seconds of a renewal must be above 0", "Draw", pb.DrawRequest(renew=[ID])),
     *(("lease must be", "Draw", pb.DrawRequest(renew=[ID], seconds=bad)) for bad in (math.nan, math.inf, -1.0)),
@@ -245,13 +245,13 @@ INVALID = [
         for bad in (-1, -(2**63))
     ),
     *(
-        ("must be from 0", "SetPolicyVersion", pb.SetPolicyVersionRequest(version=bad, place=place))
+        ("must be from 0", "SetPolicyVersion", pb.SetPolicyVersionRequest(version=bad, shard_index=shard_index))
         for bad in (2**62, 2**55, MOST_VERSIONS + 1)
-        for place in (None, pb.Place(number=4095, servers=4096))
+        for shard_index in (None, pb.ShardIndex(index=4095, shards=4096))
     ),
     *(
-        (f"place {number} of {servers} servers", method, kind(place=pb.Place(number=number, servers=servers)))
-        for number, servers in ((1, 0), (1, 1), (2**32 - 1, 4096), (0, 4097), (0, 2**32 - 1))
+        (f"shard index {index} of {shards} shards", method, kind(shard_index=pb.ShardIndex(index=index, shards=shards)))
+        for index, shards in ((1, 0), (1, 1), (2**32 - 1, 4096), (0, 4097), (0, 2**32 - 1))
         for method, kind in (
             ("SetPolicyVersion", pb.SetPolicyVersionRequest),
             ("AcquirePermits", partial(pb.AcquirePermitsRequest, count=1)),
@@ -385,16 +385,16 @@ def test_extreme_bounds_of_a_listing_only_match_less(poisoned, fields):
 
 def test_the_largest_policy_version_whose_permits_can_be_counted_is_taken(stub, client):
     for version in (1, MOST_VERSIONS):
-        stub.SetPolicyVersion(pb.SetPolicyVersionRequest(version=version, place=pb.Place(servers=1)))
+        stub.SetPolicyVersion(pb.SetPolicyVersionRequest(version=version, shard_index=pb.ShardIndex(shards=1)))
         assert client.server_info().policy.version == version
         assert client.acquire_permits(2).count == 2
 
 
 def test_more_permits_than_a_lease_has_cannot_be_released(stub, client):
-    request = pb.ReleasePermitsRequest(lease=client.acquire_permits(2).id, count=2**32 - 1)
+    request = pb.ReleasePermitsRequest(grant=client.acquire_permits(2).id, count=2**32 - 1)
     code, message = end_of(stub, "ReleasePermits", request)
     assert (code, "has 2 permits left" in message) == (Code.INVALID_ARGUMENT, True)
-    assert stub.ReleasePermits(pb.ReleasePermitsRequest(lease=1)).released == 0
+    assert stub.ReleasePermits(pb.ReleasePermitsRequest(grant=1)).released == 0
     assert client.server_info().admission.running == 2
 
 

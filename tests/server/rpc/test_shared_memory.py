@@ -26,7 +26,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import HEADER, Mailbox, Segment
 from replay_server import ReplayServer, TableConfig
-from replay_server.config import LimitsSection
+from replay_server.config import LimitsConfig
 from tests.factories import free_port, in_a_thread, server_process, small_disk, until
 from tests.server.rpc.calls import Requests, bystander, connection
 from tests.server.rpc.rings import CAPACITY, Asking, insert_of, open_rings, own_folder
@@ -230,7 +230,7 @@ def test_a_ring_that_its_client_has_not_received_carries_nothing_and_leaves_no_s
 
 
 def test_a_ring_that_was_refused_gives_its_memory_back_before_any_collector_runs(folder, rings):
-    limits = LimitsSection(max_shared_bytes=20 * MB)  # one connection may use half of it
+    limits = LimitsConfig(max_shared_bytes=20 * MB)  # one connection may use half of it
     gc.disable()
     try:
         with (
@@ -285,7 +285,7 @@ def test_a_folder_whose_path_is_longer_than_that_of_a_socket_may_be_gives_rings(
 
 
 def test_rings_are_bounded_for_all_clients_and_for_each(folder, rings):
-    limits = LimitsSection(max_shared_bytes=20 * MB)
+    limits = LimitsConfig(max_shared_bytes=20 * MB)
     with ReplayServer(tables=TABLES, port=0, shared_memory=folder, limits=limits) as server:
         with ReplayClient(server.address) as first:
             with first.writer() as writer:  # on a loaded machine the ring comes too late for its first payload

@@ -12,7 +12,7 @@ from replay_protos import SHORT_METHODS
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import ReplayServer, TableConfig
-from replay_server.config import SecuritySection
+from replay_server.config import SecurityConfig
 from tests.factories import sample_of, scrape, tokens_file, until
 
 TABLES = [TableConfig(name="pool", sampler="prioritized", remover="fifo", max_size=64)]
@@ -20,7 +20,7 @@ TABLES = [TableConfig(name="pool", sampler="prioritized", remover="fifo", max_si
 
 @pytest.fixture
 def server():
-    with ReplayServer(tables=TABLES, port=0, metrics_address="127.0.0.1:0") as server:
+    with ReplayServer(tables=TABLES, port=0, metrics_listen="127.0.0.1:0") as server:
         yield server
 
 
@@ -32,7 +32,7 @@ def ended(server: ReplayServer, method: str) -> float:
 
 def calls(server: ReplayServer, requests: list[pb.CallRequest]) -> list[pb.CallResponse]:
     with grpc.insecure_channel(server.address) as channel:
-        return list(ReplayStub(channel).Calls(iter(requests), timeout=60))
+        return list(ReplayStub(channel).Multiplex(iter(requests), timeout=60))
 
 
 def works(client: ReplayClient) -> None:
@@ -47,7 +47,7 @@ def works(client: ReplayClient) -> None:
 def test_each_method_works_over_one_stream(server):
     with ReplayClient(server.address, timeout=60.0) as client:
         works(client)
-    until(lambda: ended(server, "Calls") == 1)
+    until(lambda: ended(server, "Multiplex") == 1)
 
 
 def test_a_call_that_is_refused_ends_alone_and_its_stream_goes_on(server):
@@ -87,7 +87,7 @@ def test_more_calls_at_once_than_streams(server):
             return [result.applied for result in await asyncio.gather(*work)]
 
     assert asyncio.run(update()) == [4] * 60
-    until(lambda: 1 <= ended(server, "Calls") <= 16)
+    until(lambda: 1 <= ended(server, "Multiplex") <= 16)
 
 
 def test_a_large_request_is_a_call_of_its_own(server):
@@ -99,7 +99,7 @@ def test_a_large_request_is_a_call_of_its_own(server):
 
 def test_a_token_that_may_only_read_is_refused(tmp_path):
     tokens = tokens_file(tmp_path, f"read-only:{'a' * 32}", f"read-write:{'b' * 32}")
-    with ReplayServer(tables=TABLES, port=0, security=SecuritySection(tokens_file=str(tokens))) as server:
+    with ReplayServer(tables=TABLES, port=0, security=SecurityConfig(tokens_file=str(tokens))) as server:
         with ReplayClient(server.address, timeout=60.0, token="b" * 32) as client:
             works(client)
         with (

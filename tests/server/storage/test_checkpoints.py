@@ -13,7 +13,7 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import InvalidRequestError, ReplayError
-from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, TableConfig
+from replay_server import AdmissionConfig, CheckpointsConfig, ReplayServer, TableConfig
 from replay_server.rpc.limits import OpenCalls
 from replay_server.storage import checkpointer, checkpoints, state
 from replay_server.storage.checkpoints import CheckpointDirectory, DamagedCheckpoint, verified
@@ -28,9 +28,9 @@ TABLES = (
 
 @contextmanager
 def serving(tmp_path, *, durable=False, restore=None, replace=False, tables=TABLES, **settings):
-    section = CheckpointsSection(dir=tmp_path / "checkpoints", **settings)
+    section = CheckpointsConfig(dir=tmp_path / "checkpoints", **settings)
     data_dir = tmp_path / "data" if durable else None
-    admission = AdmissionConfig(table=tables[0].name, groups_per_step=100, max_staleness=5)
+    admission = AdmissionConfig(table=tables[0].name, fresh_groups_per_step=100, max_staleness=5)
     server = ReplayServer(tables, port=0, data_dir=data_dir, checkpoints=section, admission=admission)
     if restore is not None:
         server.restore(restore, replace=replace)
@@ -64,7 +64,7 @@ def facts(client):
 def test_a_checkpoint_restores_everything_from_and_into_either_storage(tmp_path, durable, restored_durable):
     with serving(tmp_path, durable=durable) as client:
         keys = fill(client)
-        assert client.checkpoint("here") == "here"
+        assert client.create_checkpoint("here") == "here"
         before, queue = facts(client), keys_in(client, "queue")
         client.delete("pool", keys[:5])  # is not part of it
     aside = tmp_path / "elsewhere"
@@ -104,7 +104,7 @@ def test_a_checkpoint_under_load_is_of_one_moment(tmp_path, durable):
 
         worker = in_a_thread(work)
         until(lambda: client.server_info().tables["second"].inserts > 2000)
-        names = [client.checkpoint(f"under-load-{n}") for n in range(4)]
+        names = [client.create_checkpoint(f"under-load-{n}") for n in range(4)]
         stop.set()
         worker.result()
     grew = []
@@ -144,7 +144,7 @@ def test_a_checkpoint_while_items_are_extended_has_each_item_whole(tmp_path, mon
         for number in range(3):
             until(lambda number=number: len(extended) > 40 * (number + 1))
             before.append(len(extended))
-            client.checkpoint(f"taught-{number}")
+            client.create_checkpoint(f"taught-{number}")
         stop.set()
         teacher.result()
     for number, least in enumerate(before):
@@ -157,20 +157,20 @@ def test_a_checkpoint_while_items_are_extended_has_each_item_whole(tmp_path, mon
             info = client.server_info()
             assert least <= columns <= len(extended)
             assert info.bytes == sum(len(item.payload) + item.labels.nbytes for item in items)
-            assert info.tables["pool"].waiting_rows == sum(not item.labels.columns for item in items)
+            assert info.tables["pool"].incomplete_items == sum(not item.labels.columns for item in items)
 
 
 def test_a_restore_falls_back_to_the_newest_whole_checkpoint_and_says_so(tmp_path, caplog):
     with serving(tmp_path) as client:
         for n in range(3):
             client.insert(payload_of(n), {"pool": 1.0})
-            client.checkpoint(f"c{n}")
-        assert [entry.name for entry in client.checkpoints()] == ["c2", "c1", "c0"]
+            client.create_checkpoint(f"c{n}")
+        assert [entry.name for entry in client.list_checkpoints()] == ["c2", "c1", "c0"]
         damaged = tmp_path / "checkpoints" / "c2.checkpoint"
         data = bytearray(damaged.read_bytes())
         data[len(data) // 2] ^= 1
         damaged.write_bytes(data)
-        listed = client.checkpoints(verify=True)
+        listed = client.list_checkpoints(verify=True)
         assert {entry.name: (entry.intact, entry.items) for entry in listed} == {
             "c2": (False, 0),
             "c1": (True, 2),
@@ -187,7 +187,7 @@ def test_a_restore_falls_back_to_the_newest_whole_checkpoint_and_says_so(tmp_pat
 def test_a_restore_into_a_directory_with_items_needs_a_word(tmp_path):
     with serving(tmp_path, durable=True) as client:
         client.insert(b"old", {"pool": 1.0}, key=1)
-        client.checkpoint("old")
+        client.create_checkpoint("old")
         client.insert(b"new", {"pool": 1.0}, key=2)
     with pytest.raises(ValueError, match=r"holds 2 items.*--replace"), serving(tmp_path, durable=True, restore="old"):
         pass
@@ -211,8 +211,8 @@ def test_only_the_last_few_of_its_own_are_kept_and_nothing_else_is_touched(tmp_p
     (left_over / "data.mdb").write_text("from a crash")
     with serving(tmp_path, keep=2) as client:
         client.insert(b"x", {"pool": 1.0})
-        client.checkpoint("named")
-        own = [client.checkpoint() for _ in range(4)]
+        client.create_checkpoint("named")
+        own = [client.create_checkpoint() for _ in range(4)]
         names = {path.name for path in folder.iterdir()}
     assert names == {*foreign, "named.checkpoint", *(f"{name}.checkpoint" for name in own[2:])}
 
@@ -221,17 +221,17 @@ def test_only_the_last_few_of_its_own_are_kept_and_nothing_else_is_touched(tmp_p
 def test_a_name_is_never_a_path(tmp_path, name):
     with serving(tmp_path) as client:
         if not name:
-            assert client.checkpoint(name).startswith("auto-")
+            assert client.create_checkpoint(name).startswith("auto-")
             return
         with pytest.raises(InvalidRequestError, match="checkpoint name"):
-            client.checkpoint(name)
+            client.create_checkpoint(name)
         assert list(tmp_path.iterdir()) == []
 
 
 def test_checkpoints_are_made_at_intervals_and_at_the_end(tmp_path):
     with serving(tmp_path, every_minutes=0.01, on_stop=True) as client:
         client.insert(b"x", {"pool": 1.0})
-        until(client.checkpoints)
+        until(client.list_checkpoints)
         client.insert(b"y", {"pool": 1.0})
     with serving(tmp_path, restore="latest") as client:
         assert client.server_info().items == 2
@@ -240,19 +240,19 @@ def test_checkpoints_are_made_at_intervals_and_at_the_end(tmp_path):
 def test_a_disk_that_is_full_fails_the_checkpoint_and_nothing_else(tmp_path):
     with small_disk(tmp_path / "checkpoints", "2m") as disk, serving(tmp_path) as client:
         small = client.insert(b"x", {"pool": 1.0})
-        client.checkpoint("fits")
+        client.create_checkpoint("fits")
         client.insert(bytes(3 << 20), {"pool": 1.0})
         with pytest.raises(ReplayError, match=r"could not be written.*make room if its disk is full"):
-            client.checkpoint("large")
+            client.create_checkpoint("large")
         assert [path.name for path in disk.iterdir()] == ["fits.checkpoint"]
-        assert client.checkpoints(verify=True)[0].intact
+        assert client.list_checkpoints(verify=True)[0].intact
         assert client.get([small])
 
 
 def test_a_restore_onto_a_full_disk_is_refused_and_works_once_there_is_room(tmp_path):
     with serving(tmp_path) as client:
         keys = [client.insert(os.urandom(1 << 20), {"pool": 1.0}) for _ in range(20)]
-        client.checkpoint("large")
+        client.create_checkpoint("large")
     with small_disk(tmp_path / "data", "4m") as disk:
         with (
             pytest.raises(ValueError, match=r"cannot take the 2\d{7} bytes of the checkpoint.*make room"),
@@ -267,10 +267,10 @@ def test_a_restore_onto_a_full_disk_is_refused_and_works_once_there_is_room(tmp_
 @pytest.mark.parametrize(("when_full", "left"), [("evict", 10), ("block", 40)])
 def test_a_restore_into_lower_max_bytes_evicts_what_may_be_and_says_so(tmp_path, caplog, when_full, left):
     table = TableConfig(name="pool", remover="fifo", when_full=when_full)
-    section = CheckpointsSection(dir=tmp_path / "checkpoints")
+    section = CheckpointsConfig(dir=tmp_path / "checkpoints")
     with serving(tmp_path, tables=[table]) as client:
         keys = [client.insert(bytes(100), {"pool": 1.0}) for _ in range(40)]
-        client.checkpoint("forty")
+        client.create_checkpoint("forty")
     server = ReplayServer([table], port=0, checkpoints=section, max_bytes=1000).restore("forty")
     with server, ReplayClient(server.address) as client:
         assert keys_in(client, "pool") == sorted(keys[-left:])
@@ -280,7 +280,7 @@ def test_a_restore_into_lower_max_bytes_evicts_what_may_be_and_says_so(tmp_path,
 def test_any_flip_and_any_cut_of_a_checkpoint_is_noticed(tmp_path):
     with serving(tmp_path) as client:
         fill(client)
-        client.checkpoint("whole")
+        client.create_checkpoint("whole")
     path = tmp_path / "checkpoints" / "whole.checkpoint"
     data = path.read_bytes()
     assert verified(path).items == 40
@@ -300,8 +300,8 @@ def test_any_flip_and_any_cut_of_a_checkpoint_is_noticed(tmp_path):
 def test_a_checkpoint_whose_seal_has_another_length_does_not_hide_the_others(tmp_path):
     with serving(tmp_path) as client:
         client.insert(b"x", {"pool": 1.0})
-        client.checkpoint("whole")
-        client.checkpoint("bad")
+        client.create_checkpoint("whole")
+        client.create_checkpoint("bad")
     path = tmp_path / "checkpoints" / "bad.checkpoint"
     data = path.read_bytes()
     right = int.from_bytes(data[-16:-8], "little")
@@ -323,10 +323,10 @@ def test_what_is_named_like_a_checkpoint_and_is_no_file_is_in_nobodys_way(tmp_pa
     os.mkfifo(folder / "pipe.checkpoint")  # reading it would wait for a writer
     with serving(tmp_path) as client:
         client.insert(b"x", {"pool": 1.0})
-        name = client.checkpoint()
-        assert [entry.name for entry in client.checkpoints(verify=True)] == [name]
+        name = client.create_checkpoint()
+        assert [entry.name for entry in client.list_checkpoints(verify=True)] == [name]
         with pytest.raises(ReplayError, match="could not be written"):
-            client.checkpoint("folder")
+            client.create_checkpoint("folder")
         assert not list(folder.glob("*.partial"))
 
 
@@ -348,29 +348,29 @@ def test_a_checkpoint_that_nobody_waits_for_any_more_is_not_begun(tmp_path, monk
     with serving(tmp_path) as client:
         (open_calls,) = calls
         with ThreadPoolExecutor(6) as pool:  # by itself it would have fewer threads on a single core
-            first = pool.submit(client.checkpoint, "first", timeout=60.0)
+            first = pool.submit(client.create_checkpoint, "first", timeout=60.0)
             assert begun.wait(200)
             with ReplayClient(client.address) as impatient:
                 for n in range(5):
-                    pool.submit(impatient.checkpoint, f"waits-{n}")
+                    pool.submit(impatient.create_checkpoint, f"waits-{n}")
                 until(lambda: open_calls.open.total() == 6)
             until(lambda: open_calls.open.total() == 1)  # the server has seen that nobody waits
             go_on.set()
             assert first.result() == "first"
-        client.checkpoint("last")
-        assert [entry.name for entry in client.checkpoints()] == ["last", "first"]
+        client.create_checkpoint("last")
+        assert [entry.name for entry in client.list_checkpoints()] == ["last", "first"]
 
 
 def test_verifying_for_many_keeps_no_checkpoint_and_no_list_waiting(tmp_path, monkeypatch):
     go_on = threading.Event()
     with serving(tmp_path) as client:
-        client.checkpoint("first")
+        client.create_checkpoint("first")
         read = checkpoints.verified
         monkeypatch.setattr(checkpoints, "verified", lambda path: (go_on.wait(200), read(path))[1])
         with ThreadPoolExecutor(40) as pool:
-            verified = [pool.submit(client.checkpoints, verify=True) for _ in range(40)]
-            client.checkpoint("second", timeout=60.0)
-            assert len(client.checkpoints(timeout=60.0)) == 2
+            verified = [pool.submit(client.list_checkpoints, verify=True) for _ in range(40)]
+            client.create_checkpoint("second", timeout=60.0)
+            assert len(client.list_checkpoints(timeout=60.0)) == 2
             go_on.set()
             assert all(entry.intact for future in verified for entry in future.result())
 
@@ -379,10 +379,10 @@ def test_a_checkpoint_of_another_version_is_refused_in_words_that_say_what_to_do
     folder = tmp_path / "checkpoints"
     with serving(tmp_path) as client, monkeypatch.context() as patch:
         patch.setattr(checkpoints, "FORMAT", 99)
-        client.checkpoint("newer")
+        client.create_checkpoint("newer")
         (folder / "older.checkpoint").write_bytes(b"replay checkpoint\0 frames" + bytes(8) + b"complete")
     with serving(tmp_path) as client:
-        problems = {entry.name: entry.problem for entry in client.checkpoints(verify=True)}
+        problems = {entry.name: entry.problem for entry in client.list_checkpoints(verify=True)}
     assert problems.keys() == {"newer", "older"}
     assert "was written by a development version with format 99" in problems["newer"]
     assert "was written by a development version of before 2026-11-25" in problems["older"]

@@ -11,13 +11,13 @@ import pytest
 import replay_server
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
-from replay_server import AdmissionConfig, CheckpointsSection, ReplayServer, TableConfig
+from replay_server import AdmissionConfig, CheckpointsConfig, ReplayServer, TableConfig
 from replay_server.rpc import administration
 from replay_server.storage import checkpointer, data_dir, records
 
 HOURS = 5 * 3600.0
 TABLES = [TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}), TableConfig(name="pool")]
-ADMISSION = AdmissionConfig(groups_per_step=8, max_staleness=0, permit_ttl=600.0)
+ADMISSION = AdmissionConfig(fresh_groups_per_step=8, max_staleness=0, permit_ttl=600.0)
 
 
 class Wall:
@@ -51,7 +51,7 @@ def wall(monkeypatch):
 
 @contextmanager
 def serving(folder):
-    checkpoints = CheckpointsSection(dir=folder / "checkpoints", keep=2)
+    checkpoints = CheckpointsConfig(dir=folder / "checkpoints", keep=2)
     server = ReplayServer(TABLES, port=0, data_dir=folder / "data", admission=ADMISSION, checkpoints=checkpoints)
     with server, ReplayClient(server.address, timeout=60.0) as client:
         yield client
@@ -76,21 +76,21 @@ def test_a_running_server_does_not_notice(wall, tmp_path, ahead):
             client.insert(b"x", {"pool": 1.0, "queue": 1.0})
         lease = client.acquire_permits(8)
         samples = client.sample("queue", 2, lease=600.0)
-        first = client.checkpoint()
+        first = client.create_checkpoint()
         wall.ahead = ahead
         check_times(client, permits=8)
         assert client.server_info().tables["queue"].reserved == 2
         with pytest.raises(DeadlineExceededError, match="8 running"):
             client.acquire_permits(1, timeout=0.2)
         assert client.acknowledge(samples).applied == 1
-        later = [client.checkpoint() for _ in range(2)]
-        assert [entry.name for entry in client.checkpoints()] == later[::-1], "the newest two are kept"
+        later = [client.create_checkpoint() for _ in range(2)]
+        assert [entry.name for entry in client.list_checkpoints()] == later[::-1], "the newest two are kept"
         assert first not in later
         wall.ahead = 0.0
         check_times(client, permits=8)
         assert client.release_permits(lease) == 8
-        newest = client.checkpoint()
-        assert client.checkpoints()[0].name == newest
+        newest = client.create_checkpoint()
+        assert client.list_checkpoints()[0].name == newest
 
 
 @pytest.mark.parametrize("ahead", [HOURS, -HOURS])

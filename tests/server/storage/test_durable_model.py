@@ -1,7 +1,7 @@
 """ReplayBuffer on LMDB against the reference: any operations in any order, and a kill between any two of them.
 
 A kill throws the buffer away and takes up what the last commit has written; the reference goes back to that moment, and
-gives back what was in hand. Moving writes a checkpoint, in one of two ways, and begins with it in an empty directory.
+requeues what was in hand. Moving writes a checkpoint, in one of two ways, and begins with it in an empty directory.
 
 REPLAY_MODEL_EXAMPLES=2000 looks longer than a run of all tests does.
 """

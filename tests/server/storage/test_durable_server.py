@@ -88,13 +88,13 @@ def test_what_the_configuration_has_no_room_for_is_dropped_and_said(tmp_path, ca
             assert keys_in(client, "pool") == sorted(both[2:])
             assert client.get([only, *both[:2]]) == []
             assert client.server_info().items == 4
-    assert "table 'queue' is not configured any more: its 7 items are dropped" in caplog.text
+    assert "table 'queue' is not configured any more: 7 items dropped" in caplog.text
     assert "table 'pool': 2 items evicted, for its bounds are lower now" in caplog.text
 
 
 @pytest.mark.parametrize("reboot", [False, True], ids=["a restart", "a boot with the clock set back"])
 def test_permits_from_before_a_restart_expire_in_their_time(tmp_path, monkeypatch, reboot):
-    admission = AdmissionConfig(groups_per_step=1, max_staleness=0, permit_ttl=2.0)
+    admission = AdmissionConfig(fresh_groups_per_step=1, max_staleness=0, permit_ttl=2.0)
     with serving(tmp_path, admission=admission) as client:
         client.acquire_permits(1)
     if reboot:
@@ -106,15 +106,15 @@ def test_permits_from_before_a_restart_expire_in_their_time(tmp_path, monkeypatc
         assert client.server_info().admission.expired >= 1  # 2, if two seconds have passed since
 
 
-def test_a_server_knows_its_place_among_others_again_and_grants_its_share(tmp_path):
-    admission = AdmissionConfig(groups_per_step=8, max_staleness=1)
+def test_a_server_knows_its_index_among_shards_again_and_grants_its_share(tmp_path):
+    admission = AdmissionConfig(fresh_groups_per_step=8, max_staleness=1)
 
-    def publish(client, version, **place):
+    def publish(client, version, **shard):
         with grpc.insecure_channel(client.address) as channel:
-            ReplayStub(channel).SetPolicyVersion(pb.SetPolicyVersionRequest(version=version, **place))
+            ReplayStub(channel).SetPolicyVersion(pb.SetPolicyVersionRequest(version=version, **shard))
 
     with serving(tmp_path, admission=admission) as client:
-        publish(client, 2, place=pb.Place(number=1, servers=3))  # 3 of the 8 groups of a step
+        publish(client, 2, shard_index=pb.ShardIndex(index=1, shards=3))  # 3 of the 8 groups of a step
         client.acquire_permits(2)
         assert client.server_info().admission.capacity == 2 * 3 - 2
     with serving(tmp_path, admission=admission) as client:
@@ -132,7 +132,7 @@ def disk(tmp_path):
 def test_no_start_is_empty_after_one_that_had_no_room_for_its_checkpoint(disk):
     with serving(disk) as client:
         keys = [client.insert(os.urandom(200_000), {"pool": 1.0}) for _ in range(50)]
-        client.checkpoint("whole")
+        client.create_checkpoint("whole")
     data = disk / "data.mdb"
     data.write_bytes(data.read_bytes()[:-4096])
     for _ in range(2):
@@ -295,7 +295,7 @@ def succeeds(change) -> bool:
 
 def test_while_commits_fail_each_change_ends_with_the_reason_and_is_made_once_if_it_is_repeated(tmp_path, monkeypatch):
     failing_while(broken := threading.Event(), monkeypatch)
-    admission = AdmissionConfig(groups_per_step=9, max_staleness=0)
+    admission = AdmissionConfig(fresh_groups_per_step=9, max_staleness=0)
     with serving(tmp_path, admission=admission) as client:
         pool = [client.insert(make_group(), {"pool": 1.0}) for _ in range(4)]
         queue = [client.insert(b"x", {"queue": 1.0}) for _ in range(4)]
@@ -308,7 +308,7 @@ def test_while_commits_fail_each_change_ends_with_the_reason_and_is_made_once_if
             lambda **wait: client.acquire_permits(2, **wait),
             lambda **wait: client.release_permits(permits, **wait),
             lambda **wait: client.acknowledge([leased], **wait),
-            lambda **wait: client.take("queue", queue[3:], **wait),
+            lambda **wait: client.consume("queue", queue[3:], **wait),
             lambda **wait: client.sample("pool", 1, **wait),
             lambda **wait: client.update_table("pool", max_size=500, **wait),
         ]
@@ -370,7 +370,7 @@ def test_the_first_start_on_a_full_disk_ends_with_one_line(disk):
             pass
     config = disk.parent / "replay.toml"
     config.write_text(f'[server]\ndata_dir = "{disk}/data"\n[[tables]]\nname = "pool"\n')
-    assert f"data_dir {disk}/data: " in fails("serve", "--config", str(config), "--address", "127.0.0.1:0")
+    assert f"data_dir {disk}/data: " in fails("serve", "--config", str(config), "--listen", "127.0.0.1:0")
 
 
 def test_a_segment_that_could_not_be_written_is_written_again_and_then_acknowledged(tmp_path, monkeypatch):

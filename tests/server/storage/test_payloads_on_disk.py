@@ -10,7 +10,7 @@ import msgpack
 import pytest
 
 from replay_client import ReplayClient
-from replay_server import CheckpointsSection, ReplayServer, TableConfig
+from replay_server import CheckpointsConfig, ReplayServer, TableConfig
 
 QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100})
 POOL = TableConfig(name="pool", sampler="fifo")
@@ -61,11 +61,11 @@ def test_a_damaged_item_is_left_out_and_the_others_come(damaged, read):
 
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_checkpoint_of_a_damaged_item_restores_all_others(damaged, tmp_path, durable):
-    name = damaged.checkpoint()
-    (found,) = damaged.checkpoints(verify=True)
+    name = damaged.create_checkpoint()
+    (found,) = damaged.list_checkpoints(verify=True)
     assert (found.name, found.intact) == (name, True)
     assert len(damaged.get(range(6))) == 5
-    section = CheckpointsSection(dir=tmp_path / "checkpoints")
+    section = CheckpointsConfig(dir=tmp_path / "checkpoints")
     server = ReplayServer([POOL], port=0, checkpoints=section, data_dir=tmp_path / "other" if durable else None)
     with server.restore(name), ReplayClient(server.address) as client:
         assert [item.key for item in client.get(range(6))] == [0, 1, 3, 4, 5]
@@ -77,6 +77,6 @@ def test_a_damaged_record_of_a_lease_costs_the_lease_alone(tmp_path):
         keys = [client.insert(b"x", {"queue": 1.0}) for _ in range(2)]
         (leased,) = client.sample("queue", 1, lease=600.0)
         client.renew([leased], 600.0)  # from now on the lease outlives the server
-    damage(tmp_path, msgpack.packb([leased.info.lease, "queue"])[1:])
+    damage(tmp_path, msgpack.packb([leased.info.lease_id, "queue"])[1:])
     with ReplayServer([QUEUE], port=0, data_dir=tmp_path) as server, ReplayClient(server.address) as client:
         assert [sample.info.key for sample in client.sample("queue", 2, timeout=10.0)] == keys

@@ -38,7 +38,7 @@ def insert_three(data_dir, **options):
         for n in range(3):
             client.insert(bytes([n]) * 100, {"pool": 1.0})
             if n == 1 and options:
-                client.checkpoint("two")
+                client.create_checkpoint("two")
 
 
 def items_after_a_start(data_dir, **options):

@@ -13,7 +13,7 @@ from typing import Any
 from replay_server.errors import Code
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.table import SampleBatch, SampleRequest
-from tests.server.tables.reference_table import Hand, Insert, Item, Kept, RefTable, Row, Waiting, label_bytes
+from tests.server.tables.reference_table import Hand, Insert, Item, RefTable, Retained, Row, Waiting, label_bytes
 
 
 class Reference:
@@ -47,30 +47,30 @@ class Reference:
     @property
     def capacity(self) -> int:
         config = self.admission
-        bound = (config.max_staleness + self.admission_version + 1) * config.groups_per_step
+        bound = (config.max_staleness + self.admission_version + 1) * config.fresh_groups_per_step
         return bound - self.accepted - self.running
 
     @property
     def running(self) -> int:
-        building = sum(item.building for item in self.items.values())
-        return int(sum(left for left, _ in self.leases.values())) + building
+        partial = sum(item.partial for item in self.items.values())
+        return int(sum(left for left, _ in self.leases.values())) + partial
 
     @property
-    def building(self) -> set[str]:
-        """The tables of groups under construction."""
-        return set() if self.admission is None else {*self.admission.building}
+    def permit_tables(self) -> set[str]:
+        """The tables of partial groups."""
+        return set() if self.admission is None else {*self.admission.permit_tables}
 
     def holders(self, key: int) -> int:
-        in_tables = sum(table.find(key) is not None for table in self.tables.values()) + self.kept_of(key)
+        in_tables = sum(table.find(key) is not None for table in self.tables.values()) + self.retained_of(key)
         return in_tables + sum(row.key == key for hand in self.hands.values() for row in hand.rows)
 
-    def kept_of(self, key: int) -> int:
-        return sum(kept.row.key == key for table in self.tables.values() for kept in table.kept)
+    def retained_of(self, key: int) -> int:
+        return sum(retained.row.key == key for table in self.tables.values() for retained in table.retained)
 
     @property
     def spare(self) -> int:
-        """Bytes of the items that are only kept for a rollback."""
-        return sum(item.cost for key, item in self.items.items() if 0 < self.kept_of(key) == self.holders(key))
+        """Bytes of the items that are only retained for a rollback."""
+        return sum(item.cost for key, item in self.items.items() if 0 < self.retained_of(key) == self.holders(key))
 
     def is_undone(self, version: int) -> bool:
         return self.version < version <= self.undone
@@ -104,7 +104,7 @@ class Reference:
         free = sum(
             item.cost
             for key, item in self.items.items()
-            if self.holders(key) - self.kept_of(key) == sum(table.find(key) is not None for table in evicting)
+            if self.holders(key) - self.retained_of(key) == sum(table.find(key) is not None for table in evicting)
         )
         return self.bytes - free + insert.cost > self.max_bytes
 
@@ -120,7 +120,7 @@ class Reference:
 
     def offer_insert(self, insert: Insert, deadline: float) -> Code | str | Waiting:
         tables = [self.tables[name] for name in insert.priorities]
-        if insert.permits and self.building & insert.priorities.keys() and len(tables) > 1:
+        if insert.permits and self.permit_tables & insert.priorities.keys() and len(tables) > 1:
             return Code.INVALID_ARGUMENT
         if any(insert.cost > (table.config.max_bytes or self.max_bytes) for table in tables):
             return Code.OUT_OF_RANGE
@@ -156,27 +156,27 @@ class Reference:
         table.sampling.append(waiting)
         return waiting
 
-    def take(self, batch_id: int, sent: bool, events: deque[Any]) -> bool:
+    def acknowledge(self, batch_id: int, sent: bool, events: deque[Any]) -> bool:
         hand = self.hands[batch_id]
         table = hand.table
         if not sent and any(table.stale(row.version, self.version) or self.is_undone(row.version) for row in hand.rows):
-            self.give_back(batch_id)
+            self.requeue(batch_id)
             return False
         permits = set()
         if self.admission is not None and table.config.name == self.admission.table:
             permits = {row.key for row in hand.rows if self.items[row.key].unused_permit}
             for row in hand.rows:
                 self.items[row.key].unused_permit = False
-        if table.config.name in self.building:
+        if table.config.name in self.permit_tables:
             for row in hand.rows:
-                self.items[row.key].building = False
+                self.items[row.key].partial = False
         if hand.epoch == table.epoch:
             table.outstanding -= len(hand.rows)
-            if table.config.keep_consumed and self.states:
+            if table.config.retain_consumed and self.states:
                 for row, consumed in zip(hand.rows, hand.consumed, strict=True):
                     if consumed:
                         self.consumed += 1
-                        table.kept.append(Kept(row, self.consumed, row.key in permits))
+                        table.retained.append(Retained(row, self.consumed, row.key in permits))
             if table.config.forward_to is not None:
                 for row, priority in zip(hand.rows, hand.priorities, strict=True):
                     forwarded = self.items[row.key].forwarded
@@ -203,7 +203,7 @@ class Reference:
             return False
         assert events.popleft() == ("insert", target.config.name, [row.key])
         self._check_evicted()
-        target.kept = [kept for kept in target.kept if kept.row.key != row.key]
+        target.retained = [retained for retained in target.retained if retained.row.key != row.key]
         self._add(target, row.key, priority, row.version, row.item)
         while events and events[0][0] == "evict":
             self._evict(events.popleft())
@@ -211,7 +211,7 @@ class Reference:
         return True
 
     def _lent_out(self, table: RefTable, key: int) -> bool:
-        """Whether the item left with a batch that may still give it back."""
+        """Whether the item left with a batch that may still requeue it."""
         hands = [hand for hand in self.hands.values() if hand.table is table and hand.epoch == table.epoch]
         return any(
             row.key == key and consumed
@@ -219,7 +219,7 @@ class Reference:
             for row, consumed in zip(hand.rows, hand.consumed, strict=True)
         )
 
-    def give_back(self, batch_id: int) -> None:
+    def requeue(self, batch_id: int) -> None:
         hand = self.hands.pop(batch_id)
         table = hand.table
         if hand.epoch == table.epoch:
@@ -318,7 +318,7 @@ class Reference:
         self._sweep()
         if self.admission is not None:
             self.admission_version = version
-            used = version * self.admission.groups_per_step
+            used = version * self.admission.fresh_groups_per_step
             began_here = version <= 1 and (self.accepted or self.running)
             if not rollback and not self.began and not began_here:
                 self.accepted = max(self.accepted, used + sum(item.unused_permit for item in self.items.values()))
@@ -327,13 +327,13 @@ class Reference:
                 self.accepted = used + sum(item.unused_permit for item in self.items.values())
 
     def _name_state(self, id: str) -> None:
-        most = max(table.config.keep_consumed for table in self.tables.values())
+        most = max(table.config.retain_consumed for table in self.tables.values())
         if not most or (self.states[-1:] and self.states[-1][0] == id):
             return
         self.states = [*self.states, (id, self.version, self.consumed)][-most:]
         for table in self.tables.values():
-            if n := table.config.keep_consumed:
-                table.kept = [kept for kept in table.kept if kept.number > self.states[-n:][0][2]]
+            if n := table.config.retain_consumed:
+                table.retained = [retained for retained in table.retained if retained.number > self.states[-n:][0][2]]
         self._sweep()
 
     def _go_back(self, id: str, before: int) -> None:
@@ -341,14 +341,14 @@ class Reference:
         moment = self.states[place][2]
         self.states, self.undone = self.states[: place + 1], max(self.undone, before)
         for table in self.tables.values():
-            back = [kept for kept in table.kept if kept.number > moment]
-            table.kept = [kept for kept in table.kept if kept.number <= moment]
-            for kept in back:
-                kept.row.sampled = 0
-                table.rows.append(kept.row)
-                kept.row.item.unused_permit |= kept.permit
+            back = [retained for retained in table.retained if retained.number > moment]
+            table.retained = [retained for retained in table.retained if retained.number <= moment]
+            for retained in back:
+                retained.row.sampled = 0
+                table.rows.append(retained.row)
+                retained.row.item.unused_permit |= retained.permit
                 for scope in table.scopes.values():
-                    scope.discard(kept.row.key)
+                    scope.discard(retained.row.key)
             table.rows.sort(key=lambda row: row.order)
             table.samples -= len(back)
             table.deletes -= len(back)
@@ -365,7 +365,7 @@ class Reference:
         """Checks and repeats what the buffer did; afterwards nobody waits who could go on."""
         while events:
             same_item = events[0][0] == "insert" and events[0][2] in self.arrived.values()  # into its next table
-            if events[0][0] not in ("evict", "let go") and not same_item:  # what is evicted may be kept, and goes then
+            if events[0][0] not in ("evict", "discard") and not same_item:  # what is evicted may be kept, and goes then
                 self._check_evicted()
             self.follow_one(events)
         self._check_evicted()
@@ -381,7 +381,7 @@ class Reference:
 
     def next_to_acquire(self) -> list[Waiting]:
         """The first in line, and those behind others that ask for more than is usually free."""
-        usual = (self.admission.max_staleness + 1) * self.admission.groups_per_step if self.admission else 0
+        usual = (self.admission.max_staleness + 1) * self.admission.fresh_groups_per_step if self.admission else 0
         first = next((at for at, waiting in enumerate(self.acquiring) if waiting.what <= usual), len(self.acquiring))
         return self.acquiring[: first + 1]
 
@@ -390,30 +390,32 @@ class Reference:
         match event[0]:
             case "evict":
                 self._evict(event)
-            case "let go":
-                self._let_go(*event[1:])
+            case "discard":
+                self._discard(*event[1:])
             case "insert":
                 self._insert(*event[1:])
             case "draw":
                 self._draw(*event[1:])
             case "close":
                 for batch_id in event[1]:
-                    self.take(batch_id, True, events)
+                    self.acknowledge(batch_id, True, events)
             case "end":
                 self._end(*event[1:])
 
-    def _let_go(self, needed: float, keys: list[int]) -> None:
-        """Items that were only kept made room: the oldest, and no more than were needed."""
+    def _discard(self, needed: float, keys: list[int]) -> None:
+        """Items that were only retained made room: the oldest, and no more than were needed."""
         sizes = {0, *(waiting.what.cost for table in self.tables.values() for waiting in table.inserting)}
         assert needed + self.max_bytes - self.bytes in sizes
-        oldest = sorted((kept.number, kept.row.key) for table in self.tables.values() for kept in table.kept)
-        spare = list(dict.fromkeys(key for _, key in oldest if self.kept_of(key) == self.holders(key)))
+        oldest = sorted(
+            (retained.number, retained.row.key) for table in self.tables.values() for retained in table.retained
+        )
+        spare = list(dict.fromkeys(key for _, key in oldest if self.retained_of(key) == self.holders(key)))
         assert keys == spare[: len(keys)]
         assert sum(self.items[key].cost for key in keys[:-1]) < needed
         for table in self.tables.values():
-            before = len(table.kept)
-            table.kept = [kept for kept in table.kept if kept.row.key not in keys]
-            table.counts["kept_dropped"] += before - len(table.kept)
+            before = len(table.retained)
+            table.retained = [retained for retained in table.retained if retained.row.key not in keys]
+            table.counts["retained_discarded"] += before - len(table.retained)
         self._sweep()
 
     def _check_evicted(self) -> None:
@@ -493,13 +495,13 @@ class Reference:
 
     def _use_permit(self, insert: Insert) -> None:
         closed = (row.item for batch_id in insert.closes for row in self.hands[batch_id].rows)
-        built = any(item.building for item in closed)
+        built = any(item.partial for item in closed)
         if not (insert.permits or built) or self.admission is None:
             return
         if self.admission.table in insert.priorities:
             self.items[insert.key].unused_permit = True
             self.accepted += 1
-        self.items[insert.key].building = insert.priorities.keys() <= self.building
+        self.items[insert.key].partial = insert.priorities.keys() <= self.permit_tables
         if lease := self.leases.get(insert.permits):
             self._use(insert.permits, lease, 1)
 

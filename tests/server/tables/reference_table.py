@@ -32,8 +32,8 @@ class Item:
     columns: frozenset[str] = frozenset()
     forwarded: set[str] = field(default_factory=set)
     """The tables that have forwarded it. An item that leaves a table and comes back is not forwarded again."""
-    building: bool = False
-    """Whether it is a group under construction, with a permit."""
+    partial: bool = False
+    """Whether it is a partial group, with a permit."""
     pairs: tuple = ()
 
     @property
@@ -63,7 +63,7 @@ class Row:
 
 @dataclass(eq=False)
 class Hand:
-    """A batch that is neither taken nor given back."""
+    """A batch that is neither acknowledged nor requeued."""
 
     table: RefTable
     rows: list[Row]
@@ -74,8 +74,8 @@ class Hand:
 
 
 @dataclass(eq=False)
-class Kept:
-    """A row that was consumed, and is kept for a rollback."""
+class Retained:
+    """A row that was consumed, and is retained for a rollback."""
 
     row: Row
     number: int
@@ -126,7 +126,7 @@ class RefTable:
 
     def clear(self) -> None:
         self.rows: list[Row] = []
-        self.kept: list[Kept] = []
+        self.retained: list[Retained] = []
         self.counts: Counter[str] = Counter()
         self.inserts = self.samples = self.deletes = self.outstanding = 0
         self.scopes: dict[str, set[int]] = {}

@@ -63,15 +63,15 @@ ageing_queue = st.fixed_dictionaries(
     optional={name: limits[name] for name in ("max_bytes", "when_full", "requires")},
 )
 # With it some runs can go back to an older state.
-keeping_queue = st.fixed_dictionaries(
+retaining_queue = st.fixed_dictionaries(
     {
         "seed": st.just(1),
         "rate_limiter": st.integers(2, 5).map(lambda n: {"type": "queue", "max_size": n}),
-        "keep_consumed": st.integers(1, 3),
+        "retain_consumed": st.integers(1, 3),
     },
     optional={name: limits[name] for name in ("max_bytes", "when_full", "requires", "index")},
 )
-tables = anything | ageing_queue | keeping_queue
+tables = anything | ageing_queue | retaining_queue
 forwards = st.sampled_from([{}, {"a": "b"}, {"a": "b", "b": "c"}, {"a": "c", "b": "c"}])
 priorities = st.sampled_from([0.0, 1e-6, 0.5, 1.0, 1.0, 2.0, 1e6])
 timeouts = st.sampled_from([0.0, 1.0, 3.0, math.inf])

@@ -66,7 +66,7 @@ def test_what_enters_the_copied_table_joins_the_archive_and_nothing_else_does():
     _, waiting = insert(buffer, 6)
     assert waiting is not None
     assert held(buffer) == [1, 3, 4, 5]
-    buffer.take(draw(buffer, 1, "rollouts")[0])
+    buffer.acknowledge(draw(buffer, 1, "rollouts")[0])
     assert waiting.done
     assert held(buffer) == [1, 3, 4, 5, 6]
 
@@ -109,7 +109,7 @@ def test_when_memory_is_short_the_archive_drops_what_nothing_else_holds():
     buffer.delete("rollouts", [1, 2])
     Copying.of(buffer).free(math.inf)
     assert (held(buffer), sorted(buffer.items)) == ([3], [1, 3])
-    buffer.take(batch)
+    buffer.acknowledge(batch)
 
 
 def test_what_the_archiver_gives_back_may_go_again():
@@ -117,7 +117,7 @@ def test_what_the_archiver_gives_back_may_go_again():
     insert(buffer, 1)
     batch, _ = draw(buffer, 1)
     buffer.delete("rollouts", [1])
-    buffer.give_back(batch)
+    buffer.requeue(batch)
     for key in (2, 3):
         assert insert(buffer, key) == (1, None)
     assert held(buffer) == [2, 3]
@@ -141,11 +141,11 @@ OPERATION = st.one_of(
     ),
     st.tuples(st.just("permit"), st.integers(1, 2)),
     st.tuples(st.just("sample"), st.sampled_from(["rollouts", "replay"]), st.integers(1, 2)),
-    st.tuples(st.sampled_from(["take", "give back"]), st.integers(0, 3)),
+    st.tuples(st.sampled_from(["acknowledge", "requeue"]), st.integers(0, 3)),
     st.tuples(st.just("delete"), st.sampled_from(["rollouts", "replay"]), st.integers(0, 5)),
     st.tuples(st.just("version")),
     st.tuples(st.just("reset"), st.sampled_from(["rollouts", "replay"])),
-    st.tuples(st.just("archiver"), st.sampled_from(["draw", "take", "give back", "reset", "delete"])),
+    st.tuples(st.just("archiver"), st.sampled_from(["draw", "acknowledge", "requeue", "reset", "delete"])),
 )
 
 
@@ -153,7 +153,7 @@ class Side:
     """One of two buffers that are told the same. What it answers is what clients, trainers and generators see."""
 
     def __init__(self, archive: dict | None, max_bytes: int | None) -> None:
-        admission = AdmissionConfig(groups_per_step=2, max_staleness=1)
+        admission = AdmissionConfig(fresh_groups_per_step=2, max_staleness=1)
         self.buffer = make_buffer(archive=archive, max_bytes=max_bytes, admission=admission)
         self.batches: list[int] = []
         self.archived: list[int] = []
@@ -183,8 +183,8 @@ class Side:
             batch_id, batch = pending.result()
             self.batches.append(batch_id)
             return batch.keys.tolist(), batch.priorities.tolist(), batch.sizes.tolist()
-        elif name in ("take", "give back") and self.batches:
-            end = buffer.take if name == "take" else buffer.give_back
+        elif name in ("acknowledge", "requeue") and self.batches:
+            end = buffer.acknowledge if name == "acknowledge" else buffer.requeue
             return end(self.batches.pop(given[0] % len(self.batches)))
         elif name == "delete" and self.keys:
             return buffer.delete(given[0], [self.keys[given[1] % len(self.keys)]])
@@ -200,8 +200,8 @@ class Side:
         buffer = self.buffer
         if act == "draw" and held(buffer):
             self.archived.append(draw(buffer, 1)[0])
-        elif act in ("take", "give back") and self.archived:
-            (buffer.take if act == "take" else buffer.give_back)(self.archived.pop())
+        elif act in ("acknowledge", "requeue") and self.archived:
+            (buffer.acknowledge if act == "acknowledge" else buffer.requeue)(self.archived.pop())
         elif act == "reset":
             buffer.reset("archive")
         elif act == "delete":
@@ -233,10 +233,10 @@ def test_with_an_archive_everything_else_happens_as_without(max_bytes, operation
 
 
 def test_a_rollback_spares_the_archive():
-    buffer = make_buffer(QUEUE.model_copy(update={"keep_consumed": 2}), POOL)
+    buffer = make_buffer(QUEUE.model_copy(update={"retain_consumed": 2}), POOL)
     buffer.set_policy_version(0, "", state="s0")
     insert(buffer, 1)
-    buffer.take(draw(buffer, 1, "rollouts")[0])
+    buffer.acknowledge(draw(buffer, 1, "rollouts")[0])
     buffer.set_policy_version(1, "")
     insert(buffer, 2, version=1)
     buffer.set_policy_version(0, "", rollback=True, state="s0")
@@ -245,12 +245,12 @@ def test_a_rollback_spares_the_archive():
 
 
 def test_the_archive_goes_before_what_is_kept_for_a_rollback():
-    buffer = make_buffer(QUEUE.model_copy(update={"keep_consumed": 1}), POOL, max_bytes=30)
+    buffer = make_buffer(QUEUE.model_copy(update={"retain_consumed": 1}), POOL, max_bytes=30)
     buffer.set_policy_version(0, "", state="s0")
     insert(buffer, 1, "rollouts")
     buffer.delete("rollouts", [1])
     insert(buffer, 2)
-    buffer.take(draw(buffer, 1, "rollouts")[0])
+    buffer.acknowledge(draw(buffer, 1, "rollouts")[0])
     buffer.delete("replay", [2])
     for key in (3, 4):
         insert(buffer, key)
@@ -273,7 +273,7 @@ def test_copies_are_declared_by_their_name_alone_or_with_what_a_user_says_of_the
 def test_copies_are_not_what_is_trained_on():
     pool = POOL.model_copy(update={"copy_to": "archive"})
     tables = with_named(None, (pool,))
-    assert admitted_table(AdmissionConfig(groups_per_step=1, max_staleness=0), tables) == "replay"
+    assert admitted_table(AdmissionConfig(fresh_groups_per_step=1, max_staleness=0), tables) == "replay"
 
 
 @pytest.mark.parametrize(

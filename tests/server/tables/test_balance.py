@@ -53,7 +53,7 @@ class Pool(Table):
 
     def drawn(self, n: int, **request) -> list[int]:
         batch = self.draw(SampleRequest(n, n, **request), n)
-        self.take(batch)
+        self.acknowledge(batch)
         return batch.keys.tolist()
 
     def keys_of(self, value: str | int | None) -> list[int]:
@@ -233,19 +233,19 @@ QUEUE = (
         ({"balance": {"tag": "e"}, "rate_limiter": {"type": "stack", "max_size": 4}}, QUEUE.format(kind="stack")),
         (
             {"balance": {"tag": "e", "weights": {"math": -1}}},
-            "balance.weights.math: Input should be greater than or equal to 0, not -1",
+            "balance.weights.math must be at least 0, not -1",
         ),
         (
             {"balance": {"tag": "e", "weights": {"math": float("nan")}}},
-            "balance.weights.math: Input should be a finite number, not nan",
+            "balance.weights.math must be a finite number, not nan",
         ),
-        ({"balance": {"tag": ""}}, "balance.tag: String should have at least 1 character, not ''"),
+        ({"balance": {"tag": ""}}, "balance.tag must have at least 1 character, not ''"),
         ({"balance": {"tga": "e"}}, "balance: there is no 'tga'; did you mean 'tag'?"),
         ({"index": ["a", "a"]}, "table 't': index names one twice: a, a"),
-        ({"index": ["x" * 65]}, f"index.0: String should have at most 64 characters, not '{'x' * 65}'"),
+        ({"index": ["x" * 65]}, f"index.0 must have at most 64 characters, not '{'x' * 65}'"),
         (
             {"index": list("abcde")},
-            "index: Tuple should have at most 4 items after validation, not 5",
+            "index must have at most 4 items, not 5",
         ),
     ],
 )
@@ -275,7 +275,7 @@ def test_balance_begins_changes_and_ends_while_the_server_runs():
     configure(balance={"tag": "environment"})
     assert share_of_math() == pytest.approx(0.5)
     configure(balance={"tag": "environment", "weights": {"math": 4.0}}, sampler="prioritized")
-    pool.give_back(reserved)
+    pool.requeue(reserved)
     assert share_of_math() == pytest.approx(0.8)
     configure(index=["environment"], balance=None, sampler="uniform")
     assert share_of_math() == pytest.approx(0.02)
@@ -299,7 +299,7 @@ def test_an_item_with_one_value_more_than_can_be_balanced_is_refused_alone_and_i
     assert buffer.tables["pool"].size == len(full)
     insert(range(6000, 6001), "other")
     batch_id, _ = buffer.sample("other", SampleRequest(1, 1)).result()
-    buffer.take(batch_id)
+    buffer.acknowledge(batch_id)
     assert buffer.tables["other"].counters.forward_refused == 1
     buffer.delete("pool", [17])
     assert insert(range(5000, 5001)) == 1

@@ -48,9 +48,9 @@ class Bench:
         request = SampleRequest(n, n if minimum is None else minimum, **options)
         return self.buffer.sample(table, request, self.now + wait)
 
-    def take(self, n=1, table="t", **options):
+    def consume(self, n=1, table="t", **options):
         batch_id, batch = self.sample(n, table, **options).result()
-        assert self.buffer.take(batch_id)
+        assert self.buffer.acknowledge(batch_id)
         return batch.keys.tolist()
 
     def table(self, name="t"):
@@ -157,7 +157,9 @@ def test_closing_ends_every_wait_and_refuses_what_comes_after():
 
 
 def admission(**options) -> Bench:
-    return Bench(queue(size=100), admission=AdmissionConfig(**{"groups_per_step": 2, "max_staleness": 1} | options))
+    return Bench(
+        queue(size=100), admission=AdmissionConfig(**{"fresh_groups_per_step": 2, "max_staleness": 1} | options)
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def admission(**options) -> Bench:
     ],
 )
 def test_admission_is_of_the_queue_that_is_trained_on(tables, table):
-    bench = Bench(*tables, admission=AdmissionConfig(groups_per_step=2, max_staleness=1))
+    bench = Bench(*tables, admission=AdmissionConfig(fresh_groups_per_step=2, max_staleness=1))
     assert Admission.of(bench.buffer).table == table
 
 
@@ -177,11 +179,11 @@ def test_admission_is_of_the_queue_that_is_trained_on(tables, table):
 def test_an_admission_that_could_be_of_two_tables_is_refused_with_the_remedy(name):
     tables = [queue(), TableConfig(name="eval", rate_limiter=queue().rate_limiter)]
     with pytest.raises(ValueError, match=r"\[admission\] table = '"):
-        Bench(*tables, admission=AdmissionConfig(table=name, groups_per_step=2, max_staleness=1))
+        Bench(*tables, admission=AdmissionConfig(table=name, fresh_groups_per_step=2, max_staleness=1))
 
 
 def test_a_rollback_grants_no_permit_by_the_bound_of_the_version_that_it_undoes():
-    bench = Bench(queue(keep_consumed=1), admission=AdmissionConfig(groups_per_step=2, max_staleness=1))
+    bench = Bench(queue(retain_consumed=1), admission=AdmissionConfig(fresh_groups_per_step=2, max_staleness=1))
     bench.buffer.set_policy_version(1, "", state="one")
     bench.buffer.set_policy_version(2, "")
     bench.insert(version=2, permits=Admission.of(bench.buffer).acquire(1, math.inf).result().id)
@@ -203,7 +205,7 @@ def test_a_row_that_waited_and_leaves_at_once_is_reported_too():
     bench.insert(priority=2.0), bench.insert(priority=3.0)
     waiting = bench.insert(priority=1.0)
     assert not waiting.done
-    bench.take(1)
+    bench.consume(1)
     assert waiting.done
     assert waiting.insert.evicted == [(3, "t")]
 
@@ -245,7 +247,7 @@ def test_no_sampler_gives_a_row_that_waits_after_anything_that_happens_to_it(sam
         buffer.set_policy_version(version, "", rollback=version < 400)
         batch_id, batch = buffer.sample("t", SampleRequest(4, 4)).result()
         assert sorted(batch.keys.tolist()) == [1, 3, 5, 7]
-        buffer.give_back(batch_id)
+        buffer.requeue(batch_id)
     assert buffer.table("t").weigh(SampleRequest(1, 1))["items"] == 4
     buffer.extend(2, ["value"], (b"x",))
     _, batch = buffer.sample("t", SampleRequest(5, 5)).result()
@@ -268,7 +270,7 @@ def test_a_forwarded_item_may_be_the_worst_of_its_pool_and_leave_at_once():
     bench = Bench(queue(forward_to="pool"), table("pool", remover="min_heap", max_size=2))
     best = [bench.insert(priority=priority) for priority in (3.0, 2.0)]
     worst = bench.insert(priority=1.0)
-    bench.take(3)
+    bench.consume(3)
     assert bench.keys("pool") == best
     assert list(bench.buffer.items) == best
     assert bench.table("pool").counters.evicted_on_arrival == 1

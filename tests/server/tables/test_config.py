@@ -17,16 +17,16 @@ from replay_server import AdmissionConfig, ReplayServer, TableConfig
         ),
         (
             lambda: TableConfig(name="a", max_size=0),
-            "TableConfig: max_size: Input should be greater than or equal to 1, not 0",
+            "TableConfig: max_size must be at least 1, not 0",
         ),
         (
-            lambda: AdmissionConfig(groups_per_step=4),
-            "AdmissionConfig: max_staleness: Field required",
+            lambda: AdmissionConfig(fresh_groups_per_step=4),
+            "AdmissionConfig: max_staleness is needed",
         ),
         (
-            lambda: TableConfig(name="pool", keep_consumed=2),
-            "TableConfig: table 'pool': keep_consumed = 2 is for a table whose items leave when they are sampled: make "
-            "it a queue or stack (max_times_sampled = 1), or leave keep_consumed out",
+            lambda: TableConfig(name="pool", retain_consumed=2),
+            "TableConfig: table 'pool': retain_consumed = 2 is for a table whose items leave when they are sampled: "
+            "make it a queue or stack (max_times_sampled = 1), or leave retain_consumed out",
         ),
         (
             lambda: ReplayServer([TableConfig(name="a", forward_to="b")], port=0),
@@ -34,7 +34,7 @@ from replay_server import AdmissionConfig, ReplayServer, TableConfig
         ),
         (
             lambda: ReplayServer([TableConfig(name="a")], port=99999),
-            "ServerSection: address: must be host:port, for example 127.0.0.1:7401, and the port at most 65535, "
+            "ServerConfig: listen must be host:port, for example 127.0.0.1:7401, and the port at most 65535, "
             "not '127.0.0.1:99999'",
         ),
     ],
@@ -47,11 +47,11 @@ def test_an_error_has_one_line_with_the_name_the_value_and_the_remedy(make, line
 @pytest.mark.parametrize(
     ("requires", "message"),
     [
-        ("value", "requires: Input should be a valid tuple, not 'value'"),
+        ("value", "requires must be a list, not 'value'"),
         (["value", "value"], "table 't': requires names one twice: value, value"),
-        ([""], "requires.0: String should have at least 1 character"),
-        ([f"c{n}" for n in range(17)], "requires: Tuple should have at most 16 items"),
-        (["x" * 257], "requires.0: String should have at most 256 characters, not 'x{100}'"),
+        ([""], "requires.0 must have at least 1 character"),
+        ([f"c{n}" for n in range(17)], "requires must have at most 16 items"),
+        (["x" * 257], "requires.0 must have at most 256 characters, not 'x{100}'"),
     ],
     ids=["a word", "a name twice", "no name", "too many", "a name that is too long"],
 )

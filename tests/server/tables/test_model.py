@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replay_protos.labels import NO_LABELS
+from replay_protos.words import counted
 from replay_server.errors import Code, Refused
 from replay_server.rpc import info
 from replay_server.storage.memory import read_payloads
@@ -47,7 +48,7 @@ def everything_of(buffer):
             *(table.state_dict(), table.bytes, table.outstanding, table.columns.state.tolist()),
             *(table.columns.times_sampled.tolist(), table.columns.priority.tolist()),
             *(dict(table.columns.reserved), dict(table.columns.retained)),
-            {scope: set(table.scopes.given(scope)) for scope in table.scopes},
+            {scope: set(table.scopes.keys_under(scope)) for scope in table.scopes},
         )
         for table in buffer.tables.values()
     ]
@@ -84,10 +85,10 @@ class ModelMachine(RuleBasedStateMachine):
         ]
         groups = admission and AdmissionConfig(
             table="a",
-            groups_per_step=admission[0],
+            fresh_groups_per_step=admission[0],
             max_staleness=admission[1],
             permit_ttl=5.0,
-            building=admission[2] and [*admission[2]],
+            permit_tables=admission[2] and [*admission[2]],
         )
         self.now = 0.0
         self.log: deque[tuple] = deque()
@@ -113,7 +114,7 @@ class ModelMachine(RuleBasedStateMachine):
             found = free(needed)
             gone = [key for key in before if not history.spares(key)]
             if gone:
-                self.log.insert(at, ("let go", needed, gone))  # before what came of it: permits were granted
+                self.log.insert(at, ("discard", needed, gone))  # before what came of it: permits were granted
             return found
 
         self.buffer.items.frees = tuple(logged_free if each == free else each for each in self.buffer.items.frees)
@@ -272,7 +273,7 @@ class ModelMachine(RuleBasedStateMachine):
         taken=st.booleans(),
     )
     def hold(self, table, n, permit, published, emptied, taken):
-        """Something happens to the rows of a batch before its reader takes it or gives it back."""
+        """Something happens to the rows of a batch before its reader acknowledges it or requeues it."""
         hands = len(self.hands)
         self.fill(table, n, 0, permit)
         self.draw(table, n)
@@ -280,7 +281,7 @@ class ModelMachine(RuleBasedStateMachine):
             self.set_policy_version(1)
         self.reset(table, emptied)
         if len(self.hands) > hands:
-            self.take(hands, False) if taken else self.give_back(hands)
+            self.acknowledge(hands, False) if taken else self.requeue(hands)
 
     @rule(
         table=names,
@@ -305,18 +306,18 @@ class ModelMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.hands)
     @rule(pick=picks, sent=st.booleans())
-    def take(self, pick, sent):
+    def acknowledge(self, pick, sent):
         batch_id = self.hands.pop(pick % len(self.hands))
-        taken = self.buffer.take(batch_id, sent=sent)
-        assert taken == self.model.take(batch_id, sent, self.log)
+        taken = self.buffer.acknowledge(batch_id, sent=sent)
+        assert taken == self.model.acknowledge(batch_id, sent, self.log)
         self.follow()
 
     @precondition(lambda self: self.hands)
     @rule(pick=picks)
-    def give_back(self, pick):
+    def requeue(self, pick):
         batch_id = self.hands.pop(pick % len(self.hands))
-        self.buffer.give_back(batch_id)
-        self.model.give_back(batch_id)
+        self.buffer.requeue(batch_id)
+        self.model.requeue(batch_id)
         self.follow()
 
     @precondition(lambda self: self.hands)
@@ -332,11 +333,13 @@ class ModelMachine(RuleBasedStateMachine):
         """A reader inserts what it has made of batches in their place. It may have lost one of them meanwhile."""
         closes = tuple({self.hands[pick % len(self.hands)]: None for pick in picked})
         if ended:
-            self.give_back(self.hands.index(closes[0]))
+            self.requeue(self.hands.index(closes[0]))
         self.insert(1, tables, 1.0, 0, nbytes, wait, retry, -1, closes)
 
-    @precondition(lambda self: self.model.building)
-    @rule(table=names, extended=st.booleans(), ends=st.sampled_from(["closed", "closed", "taken", "given back", ""]))
+    @precondition(lambda self: self.model.permit_tables)
+    @rule(
+        table=names, extended=st.booleans(), ends=st.sampled_from(["closed", "closed", "acknowledged", "requeued", ""])
+    )
     def build(self, table, extended, ends):
         """A generator opens a group with a permit, is handed it or an older one, and finishes it or does not."""
         self.acquire_permits(1, 0.0)
@@ -350,7 +353,7 @@ class ModelMachine(RuleBasedStateMachine):
         if ends == "closed":
             self.insert(1, {table}, 1.0, 0, 5, 0.0, 0, -1, (self.hands[-1],))
         else:
-            self.take(hands, True) if ends == "taken" else self.give_back(hands)
+            self.acknowledge(hands, True) if ends == "acknowledged" else self.requeue(hands)
 
     @rule(
         table=names,
@@ -406,7 +409,7 @@ class ModelMachine(RuleBasedStateMachine):
     @rule(n=st.integers(1, 3), permit=st.booleans(), pick=picks)
     def consume(self, n, permit, pick):
         """From a table that keeps, if there is one."""
-        tables = [table.config.name for table in self.model.tables.values() if table.config.keep_consumed] or ["a"]
+        tables = [table.config.name for table in self.model.tables.values() if table.config.retain_consumed] or ["a"]
         table = tables[pick % len(tables)]
         self.fill(table, n, 0, permit)
         for row in self.model.tables[table].waiting():
@@ -414,7 +417,7 @@ class ModelMachine(RuleBasedStateMachine):
         hands = len(self.hands)
         self.draw(table, n)
         if len(self.hands) > hands:
-            self.take(hands, True)
+            self.acknowledge(hands, True)
 
     @rule(n=st.integers(1, 3), permit=st.booleans(), pick=picks)
     def go_back(self, n, permit, pick):
@@ -484,7 +487,7 @@ class ModelMachine(RuleBasedStateMachine):
 
     @rule(name=names, n=st.integers(1, 3), nbytes=st.sampled_from([0, 30, 900]))
     def read(self, name, n, nbytes):
-        """Whatever only reads changes nothing, also where something could be let go."""
+        """Whatever only reads changes nothing, also where something could be discarded."""
         buffer, table = self.buffer, self.buffer.tables[name]
         before = everything_of(buffer)
         info.server_info(buffer, [])
@@ -550,8 +553,15 @@ class ModelMachine(RuleBasedStateMachine):
                 (number, permit, *(getattr(columns, fact)[slot] for fact in ("key", "order", "priority", "size")))
                 for number, permit, slot in found
             ) == [
-                (kept.number, kept.permit, kept.row.key, kept.row.order, kept.row.priority, kept.row.nbytes)
-                for kept in reference.kept
+                (
+                    retained.number,
+                    retained.permit,
+                    retained.row.key,
+                    retained.row.order,
+                    retained.row.priority,
+                    retained.row.nbytes,
+                )
+                for retained in reference.retained
             ]
             assert (table.size, table.bytes, table.outstanding) == (
                 len(expected),
@@ -612,7 +622,7 @@ class ModelMachine(RuleBasedStateMachine):
             for place, waiting in enumerate(reference.inserting):
                 why = self.buffer.why_waiting(self.pendings[waiting])
                 own = self.model.blocked(waiting)
-                assert (own or f"{place} requests came first") in why or "requests came first" in why
+                assert (own or f"{counted(place, 'request')} came first") in why or " came first" in why
                 assert "inserting blocked" in why
             for waiting in reference.sampling:
                 why = self.buffer.why_waiting(self.pendings[waiting])
@@ -632,7 +642,7 @@ class ModelMachine(RuleBasedStateMachine):
                 elif lacking:
                     assert f"{there} of {wanted} samples available" in why
                 else:
-                    assert "requests came first" in why
+                    assert " came first" in why
 
     @invariant()
     def permits_agree(self):
@@ -645,11 +655,11 @@ class ModelMachine(RuleBasedStateMachine):
             model.expired,
             model.capacity,
         )
-        assert set(admission.building) == {key for key, item in model.items.items() if item.building}
+        assert set(admission.partial_groups) == {key for key, item in model.items.items() if item.partial}
         assert list(admission.line) == [self.pendings[waiting] for waiting in model.acquiring]
 
     def teardown(self):
-        """When everything in hand is given back and everything is removed, nothing is left."""
+        """When everything in hand is requeued and everything is removed, nothing is left."""
         if not hasattr(self, "model"):
             return
         for waiting in list(self.pendings):
@@ -658,7 +668,7 @@ class ModelMachine(RuleBasedStateMachine):
                 pending.on_done = None
                 (self.admission if isinstance(waiting.what, int) else self.buffer).abandon(pending)
         for batch_id in list(self.buffer.outstanding.by_id):
-            self.buffer.give_back(batch_id)
+            self.buffer.requeue(batch_id)
         self.buffer.reset()
         while self.buffer.items.leaving:
             self.buffer.items.leaving.clear_slice()

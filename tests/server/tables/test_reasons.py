@@ -42,7 +42,7 @@ def test_a_configuration_of_many_tables_gets_short_errors():
 
 def test_a_long_wait_says_that_the_other_side_is_silent_and_that_generators_lack_permits():
     clock = Clock()
-    admission = AdmissionConfig(groups_per_step=1, max_staleness=0)
+    admission = AdmissionConfig(fresh_groups_per_step=1, max_staleness=0)
     buffer = replay_buffer([TableConfig(name="rollouts")], clock, admission=admission)
     waiting = buffer.sample("rollouts", SampleRequest(num_samples=2, min_samples=2))
     assert buffer.why_waiting(waiting).endswith("(size 0 < min_size 1)")

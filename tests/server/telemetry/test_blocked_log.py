@@ -42,7 +42,7 @@ def ask_again_and_again(bench, ask, *, seconds, every=30.0):
 
 def test_a_wait_that_is_asked_for_again_and_again_is_one_wait(caplog):
     caplog.set_level(logging.INFO, logger="replay_server")
-    bench = Bench(queue(), admission=AdmissionConfig(groups_per_step=2, max_staleness=0))
+    bench = Bench(queue(), admission=AdmissionConfig(fresh_groups_per_step=2, max_staleness=0))
     permits, blocked_log = Admission.of(bench.buffer), BlockedLog(bench.buffer)
     permits.acquire(2, math.inf)
     for pending in ask_again_and_again(bench, lambda wait: permits.acquire(1, bench.now + wait), seconds=360):
@@ -71,7 +71,7 @@ def test_a_wait_begins_anew_when_something_was_served_or_nobody_asked_for_long()
         bench.buffer.time_out(pending)
     assert line.standstill > 60
     bench.insert()
-    bench.take(1)
+    bench.consume(1)
     assert line.standstill == 0
     bench.buffer.time_out(bench.sample(1, wait=0))
     bench.now += ASKS_AGAIN + 1
@@ -87,7 +87,7 @@ def test_a_line_moves_when_another_insert_passes_it():
     bench.insert()
     for pending in ask_again_and_again(bench, lambda wait: bench.insert(wait=wait), seconds=60):
         bench.buffer.time_out(pending)
-    bench.take(1)
+    bench.consume(1)
     bench.insert()  # at once, while the others are between two attempts
     bench.now += 5
     bench.insert()

@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 from replay_client import ReplayClient
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
-from replay_server import AdmissionConfig, ReplayServer, SecuritySection, TableConfig
+from replay_server import AdmissionConfig, ReplayServer, SecurityConfig, TableConfig
 from tests.certificates import make_certificate
 from tests.commands import fails
 from tests.factories import free_port, make_group, sample_of, scrape, server_process, tokens_file, until
@@ -38,9 +38,9 @@ def server():
         TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 2}, forward_to="replay"),
         TableConfig(name="replay", max_staleness=2, max_bytes="1MB"),
     ]
-    admission = AdmissionConfig(groups_per_step=4, max_staleness=1)
+    admission = AdmissionConfig(fresh_groups_per_step=4, max_staleness=1)
     with ReplayServer(
-        tables=tables, port=0, admission=admission, max_bytes="1GB", metrics_address="127.0.0.1:0"
+        tables=tables, port=0, admission=admission, max_bytes="1GB", metrics_listen="127.0.0.1:0"
     ) as server:
         yield server
 
@@ -150,9 +150,9 @@ def test_other_paths_are_not_found_and_name_the_right_one(server):
 def test_a_port_in_use_is_an_error_and_leaves_nothing_listening(what):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         in_use, free = taken.getsockname()[1], free_port()
-        ports = {"port": free, "metrics_address": f"127.0.0.1:{in_use}"}
+        ports = {"port": free, "metrics_listen": f"127.0.0.1:{in_use}"}
         if what == "grpc":
-            ports = {"port": in_use, "metrics_address": f"127.0.0.1:{free}"}
+            ports = {"port": in_use, "metrics_listen": f"127.0.0.1:{free}"}
         server = ReplayServer(tables=[TableConfig(name="a")], **ports)
         with pytest.raises(OSError, match=f"{in_use}: it is in use"):
             server.start()
@@ -163,9 +163,9 @@ def test_without_an_address_there_are_no_metrics_and_a_bad_one_is_refused(tmp_pa
     with ReplayServer(tables=[TableConfig(name="a")], port=0) as server:
         assert server.metrics_address is None
     path = tmp_path / "replay.toml"
-    path.write_text("[server]\nmetrics_address = '7401'\n[[tables]]\nname = 'a'\n")
-    for arguments in (["--config", str(path)], ["--metrics-address", "here:99999"], ["--address", "127.0.0.1:99999"]):
-        assert "address: must be host:port, for example 127.0.0.1:7401" in fails("serve", *arguments)
+    path.write_text("[server]\nmetrics_listen = '7401'\n[[tables]]\nname = 'a'\n")
+    for arguments in (["--config", str(path)], ["--metrics-listen", "here:99999"], ["--listen", "127.0.0.1:99999"]):
+        assert "listen must be host:port, for example 127.0.0.1:7401" in fails("serve", *arguments, status=2)
 
 
 def test_every_metric_of_the_dashboard_is_in_a_scrape(server, client):
@@ -186,7 +186,7 @@ def test_every_metric_of_the_dashboard_is_in_a_scrape(server, client):
 
 
 def test_reflection_needs_any_token(tmp_path):
-    security = SecuritySection(tokens_file=tokens_file(tmp_path, "read-only:0123456789abcdef0123"))
+    security = SecurityConfig(tokens_file=tokens_file(tmp_path, "read-only:0123456789abcdef0123"))
     with (
         ReplayServer(tables=[TableConfig(name="a")], port=0, security=security) as server,
         grpc.insecure_channel(server.address) as channel,
@@ -206,20 +206,20 @@ def test_reflection_needs_any_token(tmp_path):
 
 @pytest.mark.parametrize("secured", [False, True], ids=["open", "with tokens and TLS"])
 def test_the_health_over_http_is_ok_for_anyone_and_says_nothing_else(tmp_path, secured):
-    security = SecuritySection()
+    security = SecurityConfig()
     if secured:
         path = tokens_file(tmp_path, "read-only:0123456789abcdef0123")
         own = make_certificate(tmp_path, "server", make_certificate(tmp_path, "ca"))
-        security = SecuritySection(tokens_file=path, tls_cert=own.cert, tls_key=own.key)
+        security = SecurityConfig(tokens_file=path, tls_cert=own.cert, tls_key=own.key)
     with (
-        ReplayServer([TableConfig(name="a")], port=0, metrics_address="127.0.0.1:0", security=security) as server,
+        ReplayServer([TableConfig(name="a")], port=0, metrics_listen="127.0.0.1:0", security=security) as server,
         urllib.request.urlopen(f"http://{server.metrics_address}/health", timeout=60) as response,
     ):
         assert (response.status, response.read()) == (200, b"ok")
 
 
 def test_the_process_logs_json_and_says_where_its_metrics_are(tmp_path):
-    options = ("--metrics-address", "127.0.0.1:0", "--log-format", "json", "--log-level", "info")
+    options = ("--metrics-listen", "127.0.0.1:0", "--log-format", "json", "--log-level", "info")
     with server_process(tmp_path, options=options, stderr=subprocess.PIPE) as server:
         where = server.process.stdout.readline().removeprefix("metrics at http://").strip().removesuffix("/metrics")
         with ReplayClient(server.address) as client:
@@ -251,7 +251,7 @@ def test_a_question_to_a_busy_server_fails_soon_instead_of_hanging(server, monke
 
 async def test_the_endpoint_is_closed_with_the_server():
     address = f"127.0.0.1:{free_port()}"
-    server = ReplayServer([TableConfig(name="a")], port=0, metrics_address=address)
+    server = ReplayServer([TableConfig(name="a")], port=0, metrics_listen=address)
     await asyncio.to_thread(server.start)
     assert await asyncio.to_thread(scrape, address)
     await asyncio.to_thread(server.stop)

@@ -29,13 +29,13 @@ RUN = """
     from replay_client import AsyncReplayClient, ReplayClient
     from replay_client.errors import ReplayError
     from replay_generator import GeneratorConfig, run_generator
-    from replay_generator.prompts import Prompt
-    from replay_server import ReplayServer, SecuritySection, TableConfig
+    from replay_generator.prompts.prompt import Prompt
+    from replay_server import ReplayServer, SecurityConfig, TableConfig
     from replay_trainer import StepReport, StepSpans
     from tests.generator.factories import ScriptedEngine
 
     tokens = sys.argv[1]
-    security = SecuritySection(tokens_file=tokens)
+    security = SecurityConfig(tokens_file=tokens)
     tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8})]
     with ReplayServer(tables=tables, port=0, security=security) as server:
         token = "0123456789abcdef0123"
@@ -129,5 +129,5 @@ def test_without_an_sdk_nothing_of_opentelemetry_is_loaded():
 
 
 def test_a_wrong_exporter_is_refused_with_those_there_are():
-    said = fails("serve", "--address", "127.0.0.1:0", OTEL_TRACES_EXPORTER="jaeger")
+    said = fails("serve", "--listen", "127.0.0.1:0", OTEL_TRACES_EXPORTER="jaeger")
     assert said == "replay: OTEL_TRACES_EXPORTER must be otlp, console or none, not 'jaeger'\n"

@@ -20,7 +20,14 @@ def test_options_reach_the_groups_and_the_metrics(tmp_path, generate, model_fold
         generator = generate(
             server.address,
             "transformers",
-            *("--reward", "tests.rewards:is_long=0.5", "--set", "truncated=mask", "--reload", "at_once"),
+            *(
+                "--reward",
+                "tests.rewards:is_long=0.5",
+                "--set",
+                "mask_truncated_completions=true",
+                "--reload",
+                "in_flight",
+            ),
             *("--drop-zero-variance", "--metrics-path", str(metrics), "--set", "metrics_interval=0.5"),
         )
         first = client.sample("rollouts", 4)
@@ -34,7 +41,11 @@ def test_options_reach_the_groups_and_the_metrics(tmp_path, generate, model_fold
         def all_seen() -> bool:
             groups.append(client.sample("rollouts", 1)[0].group)
             lines = written()
-            return groups[-1].policy_version == 3 and any(line["filtered"] for line in lines) and any(map(rated, lines))
+            return (
+                groups[-1].policy_version == 3
+                and any(line["groups_filtered"] for line in lines)
+                and any(map(rated, lines))
+            )
 
         until(all_seen)
         generator.terminate()
@@ -50,7 +61,7 @@ def test_options_reach_the_groups_and_the_metrics(tmp_path, generate, model_fold
     lines = written()
     assert lines[-1]["policy_version"] == 3
     assert lines[-1]["reloads"] == 1
-    assert lines[-1]["filtered"] > 0
+    assert lines[-1]["groups_filtered"] > 0
 
 
 def rated(line: dict[str, Any]) -> bool:
@@ -95,3 +106,13 @@ def test_weights_of_another_architecture_end_the_run_with_status_1_before_the_fi
     assert f"policy 1: {folder} is of another model than the engine's, {model_folder}: model_type gpt2 (here " in said
     assert "start generator and trainer with the same model and tokenizer (--model)" in said
     assert "Traceback" not in said
+
+
+def test_a_short_run_says_how_far_it_came_once_and_no_rate_of_so_few_seconds(tmp_path, generate):
+    with server_process(tmp_path, CONFIG) as server:
+        generator = generate(server.address, "transformers", "--max-groups", "1")
+        assert generator.wait(timeout=200) == 0, generator.output()
+    said = [line for line in generator.output().splitlines() if "policy version" in line]
+    assert len(said) == 1
+    assert said[0].startswith("1 group, reward ")
+    assert said[0].endswith(", policy version 0")

@@ -20,9 +20,9 @@ CONFIG = """
 tables = [{ name = "rollouts", sampler = "fifo", max_times_sampled = 1, max_size = 1000 }]
 [admission]
 table = "rollouts"
-groups_per_step = 1000
+fresh_groups_per_step = 1000
 max_staleness = 4
-building = ["unscored"]
+permit_tables = ["unscored"]
 """
 MODULE = """
 import os, subprocess, sys
@@ -101,11 +101,11 @@ def test_two_hundred_answers_are_graded_as_in_a_script_while_the_function_prints
 def test_a_scorer_grades_as_a_script_too(tmp_path, model_folder):
     with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address, timeout=90.0) as client:
         scorer = Running(
-            *("--address", server.address, "score", "--from", "unscored", "--to", "rollouts"),
+            *("--address", server.address, "score", "--source-table", "unscored", "--table", "rollouts"),
             *("--reward", "tests.generator.user_functions:swallowing_grader"),
             stderr=subprocess.PIPE,
         )
-        options = ("--unscored", "unscored", "--group-size", "4", "--max-groups", "3")
+        options = ("--unscored-table", "unscored", "--group-size", "4", "--max-groups", "3")
         command = start(tmp_path, server.address, model_folder, *options)
         command.communicate(timeout=200)
         stored, expected = in_a_script(client, 3, model_folder)
@@ -132,7 +132,7 @@ def test_a_scorer_grades_as_a_script_too(tmp_path, model_folder):
         ),
         (
             ("--reward", "strange_rewards:picky", "--set", "on_prompt_error=skip", "--max-groups", "3"),
-            "--max-groups asks for 3 groups, and 0 were made",
+            "the run made 0 of the 3 groups that --max-groups asks for",
         ),
     ],
 )

@@ -1,11 +1,11 @@
 """Kills generators and the server in the middle of epochs of prompts: each prompt is done exactly once an epoch.
 
-    python -m tests.system.prompts.kills --prompts 10000 --kills 50 [--epochs N] [--building] [--seed N]
+    python -m tests.system.prompts.kills --prompts 10000 --kills 50 [--epochs N] [--partial-groups] [--seed N]
 
 Generators, each a process, draw prompts from a table and insert a group of each. Their completions are made up, because
 the table is what this is about. Now and then one is killed with SIGKILL, in the middle of groups or while it loads
 prompts, and another one takes its place; every fifth time it is the server, which starts again over the same data. The
-windows are small, so that prompts are loaded often. With --building, groups are under construction until they are
+windows are small, so that prompts are loaded often. With --partial-groups, groups are partial until they are
 whole. At the end the generators stop by themselves. Exit status 1 if a prompt was not done, or was done more than once,
 or if anybody ended with an error.
 """
@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from replay_client import AsyncReplayClient, ReplayClient
-from replay_generator import GeneratorConfig, prompts_table, run_generator
+from replay_generator import GeneratorConfig, run_generator
 from replay_generator.engines import Completion, SamplingConfig
+from replay_generator.prompts import table as prompts_table
 from tests.factories import keys_in, start, until
 from tests.system.harness import BLOCKED, Books, Fleet, Servers, program
 
@@ -35,7 +36,7 @@ server = { data_dir = "{folder}", fsync = "never" }
 tables = [
     { name = "prompts", sampler = "fifo", max_times_sampled = 1 },
     { name = "rollouts" },
-    { name = "building", sampler = "fifo", max_times_sampled = 1 },
+    { name = "partial_groups", sampler = "fifo", max_times_sampled = 1 },
 ]
 """
 WINDOW = 64
@@ -82,7 +83,7 @@ def parity(row: Any, text: str) -> float:
     return float(int(text) % 2)
 
 
-def generate(address: str, log: str, gate: Path, prompts: int, epochs: int, window: int, building: bool) -> None:
+def generate(address: str, log: str, gate: Path, prompts: int, epochs: int, window: int, partial_groups: bool) -> None:
     """A generator, until all epochs are through."""
     file = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(file, 2)
@@ -94,8 +95,8 @@ def generate(address: str, log: str, gate: Path, prompts: int, epochs: int, wind
         prompts_table="prompts",
         prompts_epochs=epochs,
         prompts_lease=LEASE,
-        building="building" if building else None,
-        building_lease=LEASE,
+        partial_groups_table="partial_groups" if partial_groups else None,
+        partial_groups_lease=LEASE,
     )
     rows = [{"prompt": str(number), "prompt_id": f"p{number}"} for number in range(prompts)]
     run_generator(lambda: AsyncReplayClient(address, timeout=BLOCKED), Coins(gate), rows, parity, config)
@@ -111,7 +112,7 @@ def kill_all_along(
     generators: int = 3,
     window: int = WINDOW,
     server_every: int = 5,
-    building: bool = False,
+    partial_groups: bool = False,
     held: bool = False,
 ) -> Books:
     """Lets generators do all epochs, and kills so often meanwhile. Returns what was counted, and what is wrong.
@@ -125,7 +126,7 @@ def kill_all_along(
     with Servers(folder, [CONFIG]) as servers, ReplayClient(servers.address, timeout=BLOCKED) as client:
 
         def start_one() -> BaseProcess:
-            return start(generate, servers.address, str(log), gate, prompts, epochs, window, building)
+            return start(generate, servers.address, str(log), gate, prompts, epochs, window, partial_groups)
 
         def inserted() -> int:
             return int(client.server_info(tables=["rollouts"]).tables["rollouts"].size)
@@ -188,8 +189,8 @@ def count(client: ReplayClient, prompts: int, epochs: int, books: Books) -> None
         until(lambda: left() == (1, 0))
     if left() != (1, 0):
         size, reserved = left()
-        books.violated(f"{size} items are left of the prompts, and {reserved} are drawn; one mark should be")
+        books.violated(f"{size} items are left of the prompts, and {reserved} are drawn; one cursor should be")
 
 
 if __name__ == "__main__":
-    program(kill_all_along, prompts=10_000, epochs=1, kills=50, generators=3, building=False)
+    program(kill_all_along, prompts=10_000, epochs=1, kills=50, generators=3, partial_groups=False)

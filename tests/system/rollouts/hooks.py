@@ -22,11 +22,11 @@ async def several_turns(task: Task, policy: RolloutPolicy) -> Rollout:
     if random.random() < 0.3:
         sequences.append(RolloutSequence([*task.prompt_ids, *TOOL]))
     for sequence in sequences:
-        sequence.sampled(await policy.generate(sequence.token_ids))
+        sequence.append_completion(await policy.generate(sequence.token_ids))
         for _ in range(random.randrange(3)):
             await asyncio.sleep(random.random() * 0.02)  # as long as a tool takes
             if random.random() < FAILS:
                 raise RuntimeError("the environment broke")
-            sequence.given(TOOL, text="567")
-            sequence.sampled(await policy.generate(sequence.token_ids))
+            sequence.append_observation(TOOL, text="567")
+            sequence.append_completion(await policy.generate(sequence.token_ids))
     return Rollout(sequences, reward=float(sum(sum(sequence.sampled_mask) for sequence in sequences)))

@@ -34,7 +34,7 @@ from tests.system.rollouts.hooks import TOOL
 GROUP_SIZE, LEAST = 4, 2
 GROUPS_PER_STEP = 4
 CONFIG = f"""
-admission = {{ groups_per_step = {GROUPS_PER_STEP}, max_staleness = 1, permit_ttl = 2.0 }}
+admission = {{ fresh_groups_per_step = {GROUPS_PER_STEP}, max_staleness = 1, permit_ttl = 2.0 }}
 tables = [{{ name = "rollouts", rate_limiter = {{ type = "queue", max_size = 64 }} }}]
 """
 
@@ -74,7 +74,7 @@ def kill_generators(kills: int, folder: Path, seed: int, generators: int = 2) ->
             command += ["--prompts", str(folder / "prompts.jsonl"), "--seed", str(rng.randrange(1 << 20))]
             command += ["--rollout", "tests.system.rollouts.hooks:several_turns", "--max-tokens", "6"]
             command += ["--group-size", str(GROUP_SIZE), "--min-rollouts", str(LEAST), "--set", "on_prompt_error=skip"]
-            command += ["--max-concurrent-groups", "4", "--reload", "at_once"]
+            command += ["--max-concurrent-groups", "4", "--reload", "in_flight"]
             return start(run_command, folder / "generators.log", *command)
 
         def look(group: RolloutGroup) -> None:

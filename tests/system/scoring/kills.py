@@ -26,10 +26,11 @@ from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import ReplayError
 from replay_generator import GeneratorConfig, ScorerConfig, run_generator, run_scorer
 from replay_generator.engines import SamplingConfig
-from replay_generator.openings import Opening
+from replay_generator.groups.codec import PartialGroupSpec
 from tests.factories import start
-from tests.system.building.engine import EngineServer, RemoteEngine
-from tests.system.building.kills import (
+from tests.system.harness import BLOCKED, Books, Servers, Trainer, kill_and_finish, program
+from tests.system.partial_groups.engine import EngineServer, RemoteEngine
+from tests.system.partial_groups.kills import (
     CONCURRENT,
     GROUP_SIZE,
     GROUPS_PER_STEP,
@@ -38,12 +39,11 @@ from tests.system.building.kills import (
     check_rollouts,
     prompts,
 )
-from tests.system.building.kills import CONFIG as BUILDING
-from tests.system.harness import BLOCKED, Books, Servers, Trainer, kill_and_finish, program
+from tests.system.partial_groups.kills import CONFIG as PARTIAL_GROUPS
 from tests.system.sessions.kills import Played
 from tests.system.sessions.kills import reward as reward_of
 
-CONFIG = BUILDING.format(data_dir="{folder}").replace('building = "building"', 'building = ["building", "unscored"]')
+CONFIG = PARTIAL_GROUPS.format(data_dir="{folder}", permit_tables=["partial_groups", "unscored"])
 SLOWEST = 0.4
 """Seconds of a reward."""
 
@@ -57,7 +57,7 @@ class HandingClient(ToldClient):
         key = await super().insert(group, priorities, **options)
         if "unscored" in priorities:
             with self.handed.open("a") as file:  # one write of a short line: a kill leaves all of it, or nothing
-                file.write(f"{Opening.decode(group)[0].prompt.prompt_id}\n")
+                file.write(f"{PartialGroupSpec.decode(group)[0].prompt.prompt_id}\n")
         return key
 
 
@@ -73,9 +73,9 @@ def generate(address: str, engine: int, folder: Path, name: str, new_groups: boo
         group_size=GROUP_SIZE,
         sampling=SamplingConfig(max_tokens=400),
         max_concurrent_groups=CONCURRENT,
-        building="building",
-        building_lease=LEASE,
-        unscored="unscored",
+        partial_groups_table="partial_groups",
+        partial_groups_lease=LEASE,
+        unscored_table="unscored",
     )
     run_generator(connect, RemoteEngine(engine), prompts(name, new_groups), None, config)
 

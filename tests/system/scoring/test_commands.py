@@ -1,4 +1,4 @@
-"""`replay generate --unscored` and `replay score` as their user runs them."""
+"""`replay generate --unscored-table` and `replay score` as their user runs them."""
 
 from replay_client import ReplayClient
 from tests.factories import server_process, until
@@ -6,9 +6,9 @@ from tests.factories import server_process, until
 CONFIG = """
 tables = [{ name = "rollouts", rate_limiter = { type = "queue", max_size = 12 } }]
 [admission]
-groups_per_step = 4
+fresh_groups_per_step = 4
 max_staleness = 1
-building = ["unscored"]
+permit_tables = ["unscored"]
 """
 
 
@@ -17,9 +17,9 @@ def test_groups_of_the_one_command_get_their_rewards_from_the_other(tmp_path, re
     with server_process(tmp_path, CONFIG) as server, ReplayClient(server.address, timeout=90.0) as client:
         generating = [
             *("--address", server.address, "generate", "--engine", "transformers", "--model", str(model_folder)),
-            *("--prompts", prompts, "--group-size", "4", "--max-tokens", "6", "--unscored", "unscored"),
+            *("--prompts", prompts, "--group-size", "4", "--max-tokens", "6", "--unscored-table", "unscored"),
         ]
-        scoring = ["--address", server.address, "score", "--from", "unscored", "--to", "rollouts"]
+        scoring = ["--address", server.address, "score", "--source-table", "unscored", "--table", "rollouts"]
         refused = replay(*generating, "--reward", "exact_match")
         generator = replay(*generating)
         rewards = ("--reward", "tests.rewards:even_start", "--reward", "tests.rewards:is_long=0.5")
@@ -37,7 +37,7 @@ def test_groups_of_the_one_command_get_their_rewards_from_the_other(tmp_path, re
             assert scorer.wait(timeout=200) == 0, scorer.output()
             assert "groups, reward" in scorer.output()
         info = client.server_info()
-        assert not info.admission.running + info.admission.building
+        assert not info.admission.running + info.admission.partial_groups
         assert info.admission.accepted == 6 + info.tables["rollouts"].size
         wrong = replay(*scoring, "--reward", "exact_match", "--set", "leese=3")
         assert refused.wait(timeout=200) == 1

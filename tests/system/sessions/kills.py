@@ -32,10 +32,11 @@ from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup
 from replay_client.errors import ReplayError
 from replay_generator import GeneratorConfig, run_generator
 from replay_generator.engines import SamplingConfig
-from replay_generator.sessions import load_sessions
+from replay_generator.rollouts.sessions import load_sessions
 from tests.factories import free_port, start
-from tests.system.building.engine import EngineServer, OneToken, RemoteEngine, number_of
-from tests.system.building.kills import (
+from tests.system.harness import BLOCKED, Books, Servers, Trainer, kill_and_finish, program
+from tests.system.partial_groups.engine import EngineServer, OneToken, RemoteEngine, number_of
+from tests.system.partial_groups.kills import (
     CONCURRENT,
     GROUP_SIZE,
     GROUPS_PER_STEP,
@@ -45,10 +46,9 @@ from tests.system.building.kills import (
     check_rollouts,
     prompts,
 )
-from tests.system.building.kills import CONFIG as BUILDING
-from tests.system.harness import BLOCKED, Books, Servers, Trainer, kill_and_finish, program
+from tests.system.partial_groups.kills import CONFIG as PARTIAL_GROUPS
 
-CONFIG = BUILDING.format(data_dir="{folder}")
+CONFIG = PARTIAL_GROUPS.format(data_dir="{folder}", permit_tables="partial_groups")
 DEADLINE = 3.0
 """Seconds of a session, after which a killed agent's rollout is offered anew."""
 
@@ -73,9 +73,9 @@ def generate(address: str, engine: int, notes: Path, ports: Path, name: str, new
         group_size=GROUP_SIZE,
         sampling=SamplingConfig(max_tokens=400),
         max_concurrent_groups=CONCURRENT,
-        building="building",
-        building_lease=LEASE,
-        session_deadline=DEADLINE,
+        partial_groups_table="partial_groups",
+        partial_groups_lease=LEASE,
+        session_timeout=DEADLINE,
     )
     remote = RemoteEngine(engine)
     remote.tokenizer = Tokenizer()

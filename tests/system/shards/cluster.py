@@ -24,6 +24,14 @@ RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
 """After so many seconds without a head Ray ends the others; by default it is a minute."""
 
 
+def lives(pid: int) -> bool:
+    """Whether a process runs: one that has ended and that its parent has not read yet does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @dataclass
 class RayCluster:
     """The cluster as its process describes it."""
@@ -52,7 +60,7 @@ class RayCluster:
         """Kills all processes of the head, and waits until Ray has ended the others."""
         for pid in self.head:
             os.kill(pid, signal.SIGKILL)
-        until(lambda: not any(map(psutil.pid_exists, self.others)), "Ray ends nothing", seconds=120.0)
+        until(lambda: not any(map(lives, self.others)), "Ray ends nothing", seconds=120.0)
         self.process.kill()
         self.process.communicate()
 
@@ -65,11 +73,11 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     from replay_server import shards
-    from replay_server.config import Config, SecuritySection
+    from replay_server.config import Config, SecurityConfig
 
     config, folder, port, count = Config.load(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     # Ray gives a shard the address of its node, which other machines may reach.
-    config = config.model_copy(update={"security": SecuritySection(insecure=True)})
+    config = config.model_copy(update={"security": SecurityConfig(insecure=True)})
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": MEMORY})
     node = cluster.add_node(num_cpus=count, object_store_memory=MEMORY)
     ray.init(address=cluster.address, namespace="tests", log_to_driver=False, logging_level="ERROR")

@@ -29,7 +29,7 @@ from tests.factories import until
 from tests.system.harness import Books, Crew, Servers
 
 CONFIG = """
-admission = { groups_per_step = 10000, max_staleness = 10000, table = "queue" }
+admission = { fresh_groups_per_step = 10000, max_staleness = 10000, table = "queue" }
 tables = [
     { name = "queue", rate_limiter = { type = "queue", max_size = 100000 } },
     { name = "pool", sampler = "prioritized", max_size = 2000 },

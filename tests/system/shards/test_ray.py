@@ -14,7 +14,7 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig, shards
-from replay_server.config import AdmissionConfig, Config, SecuritySection
+from replay_server.config import AdmissionConfig, Config, SecurityConfig
 from replay_server.shards import ShardError, ShardStatus
 from tests.factories import keys_in, until
 from tests.system.harness import Books, Crew
@@ -24,7 +24,7 @@ TABLES = (
     TableConfig(name="work", sampler="fifo", max_times_sampled=1),
     TableConfig(name="keep", sampler="prioritized"),
 )
-INSECURE = SecuritySection(insecure=True)
+INSECURE = SecurityConfig(insecure=True)
 """Ray gives a shard the address of its node, which other machines may reach."""
 CONFIG = Config(tables=TABLES, security=INSECURE)
 BATCH = 4
@@ -154,10 +154,10 @@ def test_a_node_that_is_removed_costs_its_share_until_its_shard_runs_on_another(
 @pytest.mark.long
 def test_two_drivers_at_once_start_the_same_shards_and_these_outlive_both(cluster, tmp_path):
     program = (
-        "import sys; from replay_server import shards, SecuritySection, TableConfig\n"
+        "import sys; from replay_server import shards, SecurityConfig, TableConfig\n"
         "from replay_server.config import Config\n"
         "tables = (TableConfig(name='work'), TableConfig(name='keep'))\n"
-        "config = Config(tables=tables, security=SecuritySection(insecure=True))\n"
+        "config = Config(tables=tables, security=SecurityConfig(insecure=True))\n"
         "found = shards.up(2, config, data_dir=sys.argv[1], ray_address=sys.argv[2])\n"
         "print(*(shard.pid for shard in found))"
     )
@@ -198,7 +198,7 @@ def test_resize_empties_a_shard_before_it_goes_and_clients_follow(service, tmp_p
 
 @pytest.mark.long
 def test_a_shard_that_goes_hands_over_the_permits_that_it_has_granted(cluster):
-    admission = AdmissionConfig(groups_per_step=4, max_staleness=0, table="work")
+    admission = AdmissionConfig(fresh_groups_per_step=4, max_staleness=0, table="work")
     config = Config(tables=TABLES, admission=admission, security=INSECURE)
     shards.up(2, config)
     try:
@@ -254,7 +254,7 @@ def insert_with_new_client(items: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_all_shards_have_one_configuration_and_each_has_a_folder(count, tmp_path):
-    config = Config(tables=TABLES, admission=AdmissionConfig(groups_per_step=2, max_staleness=1, table="work"))
+    config = Config(tables=TABLES, admission=AdmissionConfig(fresh_groups_per_step=2, max_staleness=1, table="work"))
     parts = shards.shard_configs(config, count, tmp_path, "replay", 0)
     assert {part.admission for part in parts} == {config.admission}
     assert len({part.server.data_dir for part in parts}) == count
@@ -262,7 +262,7 @@ def test_all_shards_have_one_configuration_and_each_has_a_folder(count, tmp_path
 
 @pytest.mark.parametrize("insecure", [False, True])
 def test_a_shard_listens_where_others_reach_it_only_if_the_caller_says_so(insecure, tmp_path):
-    config = Config(tables=TABLES, security=SecuritySection(insecure=insecure))
+    config = Config(tables=TABLES, security=SecurityConfig(insecure=insecure))
     (part,) = shards.shard_configs(config, 1, tmp_path, "replay", 0)
     server = ReplayServer.from_config(part, {})
     refused = pytest.raises(ValueError, match=r"refusing to listen on 0\.0\.0\.0:0 without tokens: .*--insecure")

@@ -11,7 +11,7 @@ from tests.system.harness import Servers
 STEPS = 12
 CONFIG = """
 server.data_dir = "{folder}"
-admission = { groups_per_step = 4, max_staleness = 3 }
+admission = { fresh_groups_per_step = 4, max_staleness = 3 }
 tables = [
     { name = "rollouts", rate_limiter = { type = "queue", max_size = 8 }, forward_to = "replay" },
     { name = "replay", sampler = "prioritized", remover = "min_heap", max_size = 64 },

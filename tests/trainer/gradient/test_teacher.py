@@ -127,8 +127,8 @@ def test_a_group_that_no_student_can_use_is_put_aside_by_name(tmp_path, caplog, 
         to_batch([group], teacher=TEACHER)
     client = FakeClient([[make_sample(group, key=77), make_sample(taught(EQUAL), key=1)]])
     make_trainer(client, tmp_path, max_steps=1, groups_per_step=2, teacher_weight=0.5).train()
-    assert [(line["train/groups"], line["train/groups_skipped"]) for line in lines_of(tmp_path)] == [(1, 1)]
-    (said,) = [message for message in caplog.messages if "put aside" in message]
+    assert [(line["train/groups"], line["train/groups_unusable"]) for line in lines_of(tmp_path)] == [(1, 1)]
+    (said,) = [message for message in caplog.messages if "rejected" in message]
     assert "key 77 of table 'rollouts': its column" in said or "it has no column" in said
 
 

@@ -52,11 +52,11 @@ class Rejection:
             raise ValueError("Rejection() keeps everything: set low, high or both")
 
 
-def _rejections_of(given: Any) -> Any:
+def _rejections_of(value: Any) -> Any:
     """A table of a file as a Rejection, and a list of them as several."""
-    if isinstance(given, Mapping):
-        return Rejection(**given)
-    return tuple(map(_rejections_of, given)) if isinstance(given, list | tuple) else given
+    if isinstance(value, Mapping):
+        return Rejection(**value)
+    return tuple(map(_rejections_of, value)) if isinstance(value, list | tuple) else value
 
 
 @settings()
@@ -108,6 +108,11 @@ class CorrectionConfig:
         if self.rejection is None:
             return ()
         return (self.rejection,) if isinstance(self.rejection, Rejection) else tuple(self.rejection)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights depend on the ratios; bounds of one value give all tokens that weight, on purpose."""
+        return self.clip_min is None or self.clip_min != self.clip_max
 
     @property
     def judges_rollouts(self) -> bool:

@@ -108,10 +108,10 @@ class RejectionMasks:
         """The off-policy mask and the DPPO mask: the module of the package has their formulas."""
         config, mask_BT, known_BT = ratios.config, ratios.mask_BT, ratios.known_BT
         if advantages is None or advantages.shape not in (mask_BT.shape, mask_BT.shape[:1]):
-            given = None if advantages is None else tuple(advantages.shape)
+            shape = None if advantages is None else tuple(advantages.shape)
             raise ValueError(
                 f"off_policy_mask_threshold and dppo_mask_low and _high need advantages of shape "
-                f"{tuple(mask_BT.shape[:1])} or {tuple(mask_BT.shape)}, not {given}"
+                f"{tuple(mask_BT.shape[:1])} or {tuple(mask_BT.shape)}, not {shape}"
             )
         advantages_BT = advantages[:, None].expand_as(mask_BT) if advantages.ndim == 1 else advantages
         rollout_BT = torch.where(known_BT, ratios.rollout_BT, 0.0)
@@ -145,7 +145,7 @@ def _accepted(log_BT: Tensor, mask_BT: Tensor, rejection: Rejection) -> Tensor:
 _MEANS = {
     "ratio_mean": ("ratio", "units"),
     "weight_mean": ("weight", "units"),
-    "clipped_fraction": ("clipped", "units"),
+    "clipped_fraction": ("clipped", "weighted"),
     "above_max_fraction": ("above", "units"),
     "below_min_fraction": ("below", "units"),
     "masked_token_fraction": ("masked_tokens", "tokens"),
@@ -183,6 +183,7 @@ class Moments:
             "tokens": known_BT,
             "units": unit_BU,
             "sequences": known_B1,
+            "weighted": unit_BU if config.has_weights else torch.zeros_like(unit_BU),
             "clipped": outside_BU & unit_BU if config.action != "none" else torch.zeros_like(unit_BU),
             "above": ratios.above_BU & unit_BU,
             "below": ratios.below_BU & unit_BU,
@@ -258,7 +259,7 @@ class Correction:
     weights: Tensor
     """(B, T) float32 (float64 from float64 input), without gradient; 0 outside the response mask."""
     mask: Tensor
-    """(B, T) the response mask without rejected tokens, in its own dtype: `keep` of `policy_loss`."""
+    """(B, T) the response mask without rejected tokens, in its own dtype: `correction_mask` of `policy_loss`."""
     ratios: Ratios
     rejected: RejectionMasks
 
@@ -309,7 +310,7 @@ def correct(
 
         ratio_mean, ratio_min, ratio_max            ρ, over units
         weight_mean, weight_min, weight_max         after the action, before batch_normalize, over units
-        clipped_fraction                            units whose ratio the action changed
+        clipped_fraction                            units whose ratio the action changed; NaN with weights off
         above_max_fraction, below_min_fraction      units with ρ > clip_max, ρ < clip_min, whatever the action
         masked_token_fraction                       tokens whose weight action="mask" set to 0
         masked_sequence_fraction                    sequences that lost every token in this way

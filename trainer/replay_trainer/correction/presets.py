@@ -87,4 +87,4 @@ PRESETS: dict[str, Callable[..., CorrectionConfig]] = {
 }
 """Presets by name, with each project's defaults; `correction = "icepop"` in a configuration file takes one.
 
-Fields of CorrectionConfig that the caller gives win: PRESETS["areal"](level="geometric", clip_max=1.5)."""
+Fields of CorrectionConfig that the caller gives win: `PRESETS["areal"](level="geometric", clip_max=1.5)`."""

@@ -1,1 +1,1 @@
-"""Packing: sequences in one row without padding, in which every common beginning stands once."""
+"""Packing: sequences in one row without padding, in which every shared prefix stands once."""

@@ -1,6 +1,6 @@
 """Attention of a packed row: each token attends to what precedes it in its own sequence, and to nothing else.
 
-    layout         runs of tokens, each with the parts of earlier runs that precede it (see beginnings.py)
+    layout         runs of tokens, each with the parts of earlier runs that precede it (see shared_prefixes.py)
     for each run   its queries, and the keys and values of all that precedes them and of itself: one causal attention
 
 There is no mask of S x S entries, and a model needs nothing but transformers' interface of attention functions.
@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from replay_trainer.packing.beginnings import Layout
+from replay_trainer.packing.shared_prefixes import Layout
 
 ATTENTION = "replay_packed"
 """Name of the attention implementation; without a layout it is transformers' sdpa."""

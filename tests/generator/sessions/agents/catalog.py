@@ -130,9 +130,14 @@ def of_claude_code(read: str) -> str:
     return calls_and_then(write, call("Read", file_path=f"{folder[1]}/answer"), "ok")(read)
 
 
+def names_a_commit(read: str) -> bool:
+    """Whether aider asks for the message of a commit, beside the task."""
+    return "commit message" in read.partition("<|im_end|>")[0]
+
+
 def of_aider(read: str) -> str:
     """Writes the file wrongly, and rightly once the test of the file has failed. Names its commits."""
-    if "commit message" in read.partition("<|im_end|>")[0]:
+    if names_a_commit(read):
         return "feat: write the answer"
     is_wrong = "\ntwenty\n```" in read
     return f"answer\n```\n{'twenty-five' if is_wrong else 'twenty'}\n```\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from aiohttp import web
 
 from replay_generator import GeneratorConfig
 from replay_generator.engines import SamplingConfig
-from replay_generator.sessions import load_sessions
+from replay_generator.rollouts.sessions import load_sessions
 from tests.generator.factories import (
     RecordingClient,
     assert_drawn,
@@ -47,9 +47,14 @@ class Replying(Drawing):
         return self.reply(self.tokenizer.decode(prompt_ids))
 
 
-async def observe(client: Client) -> dict[str, Any]:
+async def observe(
+    client: Client, untrained_models: Sequence[str] = (), is_left_out: Callable[[str], bool] = lambda read: False
+) -> dict[str, Any]:
     """What a client did in each of several rollouts: a row of the table. Fails if a trained token is another one than
-    the engine drew, and if the client did not end its task."""
+    the engine drew, and if the client did not end its task.
+
+    `untrained_models`: of GeneratorConfig. `is_left_out`: whether what the policy read then is of one of them.
+    """
     tokenizer = make_chat_tokenizer(shipped_template(TEMPLATE))
     engine = Replying(reply=client.policy, max_length=1_000_000, tokenizer=tokenizer)
     recording = RecordingClient()
@@ -59,6 +64,7 @@ async def observe(client: Client) -> dict[str, Any]:
         "sampling": SamplingConfig(max_tokens=400),
         "tool_parser": "hermes",
         "rollout_timeout": 300.0,
+        "untrained_models": tuple(untrained_models),
     }
     hook: Any = load_sessions(client.command, None, GeneratorConfig(**settings), needs_reward=True)
     protocols: Counter[str] = Counter()
@@ -69,7 +75,7 @@ async def observe(client: Client) -> dict[str, Any]:
         path = request.path.rstrip("/")
         ends = [end for end in PROTOCOLS if path.endswith(end)]
         if request.method == "POST" and ends and answer.status == 200:
-            streams = (await request.json()).get("stream")
+            streams = answer.content_type == "text/event-stream"
             protocols[f"{PROTOCOLS[ends[0]]}{', streamed' if streams else ''}"] += 1
         return answer
 
@@ -82,6 +88,8 @@ async def observe(client: Client) -> dict[str, Any]:
     ((group, _),) = recording.inserts
     assert group.rewards.tolist() == [1.0] * ROLLOUTS
     turns = len(engine.drawn)
+    trained = [each for each in engine.drawn if not is_left_out(tokenizer.decode(each[0]))]
+    engine.drawn = trained
     if client.cuts_ends:  # before the token with which the policy ended its turn
         engine.drawn = [(before, each.cut(len(each.token_ids) - 1, each.text)) for before, each in engine.drawn]
     assert_drawn([group], engine)

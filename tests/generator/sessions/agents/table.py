@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from tests.docs.tables import renewed
 from tests.generator.sessions.agents.catalog import CLIENTS, HERE
 from tests.packages import ROOT
 
@@ -39,26 +40,6 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def table_of(page: str) -> list[str]:
-    """The lines of the table that stands on a page."""
-    lines = []
-    for line in page.partition(MARK)[2].lstrip("\n").splitlines():
-        if not line.startswith("|"):
-            break
-        lines.append(line)
-    return lines
-
-
-def renewed(page: str, rows: Sequence[dict[str, Any]]) -> str:
-    """The text of a page with the table of these rows. Raises ValueError if it has no place for one."""
-    before, mark, after = page.partition(MARK)
-    if not mark:
-        raise ValueError(f"{PAGE} has no line {MARK!r}: write it where the table is to stand")
-    rest = "\n".join(after.lstrip("\n").splitlines()[len(table_of(page)) :]).strip("\n")
-    table = "\n".join(lines_of(rows))
-    return f"{before}{mark}\n\n{table}\n\n{rest}\n"
-
-
 async def play_all() -> list[dict[str, Any]]:
     """The observations of all clients. Fails where one is not there."""
     from tests.generator.sessions.agents.play import observe
@@ -79,7 +60,7 @@ def main() -> None:
     if not arguments.page:
         rows = asyncio.run(play_all())
         OBSERVED.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
-    PAGE.write_text(renewed(PAGE.read_text(), list(observed().values())))
+    PAGE.write_text(renewed(PAGE.read_text(), MARK, lines_of(list(observed().values()))))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,191 @@
+"""Checks: `--check` of `serve`, `generate` and `train` calls them for folders, ports, models, prompts and rewards.
+
+Nothing is written, and no engine and no model is loaded. Each check raises an error in one line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from replay_cli.process import why_not_loaded
+
+if TYPE_CHECKING:
+    from replay_generator import GeneratorConfig
+    from replay_generator.engines import Engine
+    from replay_generator.prompts.prompt import Prompt, PromptRows, PromptSource
+    from replay_generator.rewards.functions import Reward
+
+Check = Annotated[bool, typer.Option("--check", help="Check all of this, and end before anything starts.")]
+_MOST_TRIED = 100
+"""Prompts that are read until one fits, where a bad one does not end the run."""
+
+
+def check_folder(name: str, folder: Path) -> None:
+    """Raises ValueError unless files can be written into `folder`, the setting `name`, or it can be made."""
+    for each in (folder, *folder.parents):
+        if each.exists():
+            if not each.is_dir():
+                raise ValueError(f"{name} {folder} cannot be a folder: {each} is a file")
+            if not os.access(each, os.W_OK | os.X_OK):
+                raise ValueError(f"{name} {folder} cannot be written: permission denied in {each}")
+            return
+
+
+def check_listen(name: str, address: str) -> None:
+    """Raises ValueError unless a server can listen on `address`, the setting `name`."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        family = found[0][0]
+        resolved = found[0][4]
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(resolved)
+    except OSError as error:
+        raise ValueError(f"{name} {address}: {error.strerror}: name another one, or port 0 for any free one") from error
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The tokenizer and the limits of a model, which a prompt must fit. It stands in for an engine."""
+
+    tokenizer: Any
+    max_length: int
+    """Tokens of prompt and completion."""
+    vocabulary: int | None
+
+
+def model_files(model: str, max_length: int | None = None) -> ModelFiles:
+    """Reads configuration and tokenizer of a model, and no weights. Raises ValueError that names the model.
+
+    `max_length`: of the engine; None: as many tokens as the model has positions.
+    """
+    with _without_torch():
+        from transformers import AutoConfig, AutoTokenizer
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.set_verbosity_error()
+        try:
+            config = AutoConfig.from_pretrained(model).get_text_config()
+            tokenizer = AutoTokenizer.from_pretrained(model)
+        except Exception as error:  # a damaged file raises anything
+            raise ValueError(why_not_loaded(model, error)) from error
+    positions = None if _stretches_positions(config) else getattr(config, "max_position_embeddings", None)
+    limit = max_length or positions or sys.maxsize
+    return ModelFiles(tokenizer, limit, getattr(config, "vocab_size", None))
+
+
+def _stretches_positions(config: Any) -> bool:
+    """Tells whether engines take more tokens than the model has positions, each as many as it thinks right."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [rope]
+    kinds += [value for value in rope.values() if isinstance(value, dict)]  # some have one for each kind of layer
+    return any(kind.get("rope_type", kind.get("type", "default")) != "default" for kind in kinds)
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Inside, transformers is imported without torch, which takes ten seconds and which no tokenizer needs.
+
+    Users' code that needs both has been imported before: then it stays as it is.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    sys.modules["torch"] = None  # type: ignore[assignment]  # to Python: there is no such module
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+        if advice is None:
+            del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+
+
+def check_weights(model: str) -> None:
+    """Raises ValueError for a folder without weights. A name on the hub is not looked up."""
+    folder = Path(model)
+    if folder.is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+        raise ValueError(f"--model {model} holds no weights: no file *.safetensors")
+
+
+# ------------------------------------------------------------------------------------------------ prompts, rewards
+
+
+def first_prompt(
+    rows: Iterable[PromptSource] | PromptRows, model: ModelFiles, settings: GeneratorConfig
+) -> tuple[Prompt, list[int]]:
+    """The first prompt that a generator would complete, and its token ids (P,).
+
+    Raises ValueError if there is none, and PromptError if it cannot be completed; where a run skips such prompts, only
+    if the first hundred are so.
+    """
+    from replay_generator import PromptError
+    from replay_generator.prompts.prompt import prompt_for
+
+    if hasattr(rows, "__getitem__"):
+        numbered = cast("PromptRows", rows)
+        found: Iterator[Any] = map(numbered.__getitem__, range(len(numbered)))
+    else:
+        found = iter(rows)
+    failure: Exception = ValueError("there are no prompts")
+    for _ in range(_MOST_TRIED):
+        try:
+            return prompt_for(cast("Engine", model), next(found), settings.chat_template_kwargs)
+        except StopIteration:
+            break
+        except PromptError as error:
+            failure = error
+            if settings.on_prompt_error == "raise":
+                break
+    raise failure
+
+
+def rewards_of_nothing(
+    rewards: Sequence[Reward], prompt: Prompt, settings: GeneratorConfig, *, has_rollouts: bool
+) -> dict[str, float]:
+    """Calls each reward function on an empty answer. Returns its reward by its name; NaN: it abstains.
+
+    `has_rollouts`: whether a rollout is one completion of its prompt. What others are like, nobody knows beforehand:
+    functions that ask for one are not called then. Raises RewardError if a function fails, and the run would end then.
+    """
+    from replay_generator.engines import Completion
+    from replay_generator.rewards.functions import RewardError, Scorer
+    from replay_generator.rollouts.rollout import Rollout, RolloutSequence
+    from replay_generator.user_code.calls import run
+
+    sequence = RolloutSequence([0])
+    sequence.append_completion(Completion([], [], "", "stop", []))
+    called = [reward for reward in rewards if has_rollouts or not _asks_for_rollouts(reward)]
+    if not called:
+        return {}
+    scorer = Scorer(called, threads=settings.reward_threads, timeout=settings.reward_timeout)
+    try:
+        _, by_name = run(scorer.score(prompt.row, [""], [Rollout([sequence])]))
+    except RewardError:
+        if settings.on_prompt_error == "skip":
+            return {}
+        raise
+    return {name: float(values[0]) for name, values in by_name.items()}
+
+
+def _asks_for_rollouts(reward: Reward) -> bool:
+    try:
+        named = inspect.signature(reward.function).parameters
+    except (TypeError, ValueError):  # some functions written in C
+        return False
+    return "rollout" in named or "rollouts" in named

@@ -1,0 +1,165 @@
+"""Display: shows how a run stands, by a line for each part on a terminal, or by a line each ten seconds in a file."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.live import Live
+from rich.text import Text
+
+from replay_cli.output import console, ignore_stdout, one_line, print_json, say
+from replay_cli.run.parts import Part
+from replay_cli.run.status import RunStatus
+from replay_protos.words import counted
+
+logger = logging.getLogger(__name__)
+
+LINE_SECONDS = 10.0
+"""Between two lines where the output is no terminal."""
+_NAME_WIDTH = 12
+_STYLES = {"running": "green", "died": "red"}
+
+
+class Display:
+    """Shows how a run stands. Use it in a `with` block."""
+
+    def __init__(self, as_json: bool) -> None:
+        """`as_json`: lines of JSON for programs."""
+        self._as_json = as_json
+        self._console = console()
+        self._live = (
+            None if as_json or not self._console.is_terminal else Live(console=self._console, auto_refresh=False)
+        )
+        self._is_gone = False
+        self._line_at = 0.0
+        self._last_doing = ""
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._live is not None:
+            try:
+                self._live.stop()
+            except OSError:
+                ignore_stdout()
+
+    def show(self, status: RunStatus) -> None:
+        """Show how the run stands now. Where nobody reads the output any more, the run goes on without."""
+        news = status.take_news()
+        if self._is_gone:
+            return
+        try:
+            self._show(status, news)
+        except OSError:  # a terminal that was closed, a pipe whose reader has ended
+            self._is_gone = True
+            ignore_stdout()
+        except Exception as error:  # such as a character that the terminal does not have: no reason to end a run
+            self._is_gone = True
+            logger.error("the run goes on without a display: %s: %s", type(error).__name__, error)
+
+    def _show(self, status: RunStatus, news: Sequence[str]) -> None:
+        if self._live is not None:
+            self._show_live(self._live, status, news)
+        elif self._as_json:
+            self._show_line(status, news)
+        else:
+            for note in news:
+                say(note)
+            self._show_line(status, ())
+
+    def _show_live(self, live: Live, status: RunStatus, news: Sequence[str]) -> None:
+        for note in news:
+            live.console.print(one_line(note))  # above the lines that change
+        width = self._console.width - 1
+        lines = [*terminal_lines(status)]
+        for line in lines:
+            line.truncate(width, overflow="ellipsis")
+        if status.failure:
+            lines.append(Text(one_line(status.failure), style="red"))
+        live.update(Text("\n").join(lines), refresh=True)
+
+    def _show_line(self, status: RunStatus, news: Sequence[str]) -> None:
+        now = time.monotonic()
+        if now < self._line_at and status.doing == self._last_doing and not news:
+            return
+        self._line_at = now + LINE_SECONDS
+        self._last_doing = status.doing
+        if self._as_json:
+            print_json(status.document() | {"notes": [*news]}, indent=None)
+        else:
+            say(line_of(status))
+
+
+def terminal_lines(status: RunStatus) -> Iterator[Text]:
+    """The lines on a terminal."""
+    for part in status.parts:
+        state = part.state
+        line = Text(f"{part.name:<{_NAME_WIDTH}}")
+        line.append(state, style=_STYLES.get(state, ""))
+        words = words_of(status, part)
+        line.append(f", {words}" if words else "")
+        yield line
+    yield Text(f"{'learning':<{_NAME_WIDTH}}{learning_of(status)}")
+    if status.doing:
+        yield Text(one_line(status.doing), style="bold")
+
+
+def line_of(status: RunStatus) -> str:
+    """The same as one line, for a file."""
+    words = [status.doing] if status.doing else []
+    for part in status.parts:
+        more = words_of(status, part)
+        state = part.state
+        if state == "ended" and not more:
+            continue  # it prepared something, long ago
+        if state != "running":
+            more = f"{state}, {more}" if more else state
+        words.append(f"{part.name} {more}".rstrip())
+    words.append(learning_of(status))
+    if status.failure:
+        words.append(status.failure)
+    return " | ".join(words)
+
+
+def words_of(status: RunStatus, part: Part) -> str:
+    """Describes what a part has done so far: its address, its step, or its groups."""
+    again = "" if part.starts < 2 else f", start {part.starts}"
+    if part.name == "server":
+        return f"{status.address}{again}" if status.address else ""
+    if part.name == "trainer":
+        return f"step {status.step} of {status.plan.max_steps}{again}"
+    names = [each.name for each in status.plan.generators]
+    if part.name not in names:
+        return ""
+    number = names.index(part.name)
+    groups = status.generating(number, "groups")
+    if groups is None:
+        return f"no groups yet{again}"
+    speed = status.generating(number, "tokens_per_second")
+    rate = "" if speed is None else f", {speed:.0f} tokens/s"
+    version = status.generating(number, "policy_version") or 0.0
+    return f"{counted(int(groups), 'group')}{rate}, policy version {version:.0f}{again}"
+
+
+def learning_of(status: RunStatus) -> str:
+    """Reward, speed and staleness of the trainer's last step."""
+    if not status.step:
+        return "no step yet"
+    reward = status.training("fresh/reward_mean")
+    speed = status.training("train/tokens_per_second")
+    staleness = status.training("fresh/staleness_mean")
+    words = []
+    if reward is not None:
+        words.append(f"fresh reward {reward:.3f}")
+    if speed is not None:
+        words.append(f"{speed:.0f} tokens/s trained")
+    if staleness is not None:
+        words.append(f"staleness {staleness:.1f}")
+    return ", ".join(words)

@@ -1,0 +1,133 @@
+"""GPUs of a run: what a person writes as `gpus`, and which GPUs that is on this machine.
+
+A number counts among the GPUs that the shell sees: those of CUDA_VISIBLE_DEVICES where it is set, as under Slurm, and
+else those that nvidia-smi lists. A GPU is named in the environment of a part as CUDA_VISIBLE_DEVICES names it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""Lets CUDA count as nvidia-smi does; without it, the fastest GPU comes first."""
+_QUERY = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
+_SECONDS = 60.0
+"""Most seconds of nvidia-smi: the driver of a machine that has just started takes long."""
+_UUID = re.compile(r"(GPU|MIG)-[\w/-]+")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_MOST = 1024
+"""The highest number of a GPU."""
+
+
+class Gpus:
+    """The GPUs that the shell sees, in its order."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        """Asks nothing yet: nvidia-smi is called when it is needed. `environ`: the environment of the shell."""
+        self._path = environ
+        self._restricted = environ.get(VARIABLE)
+        self._listed: dict[str, str] | None = None
+        self._why_none = ""
+
+    @property
+    def visible(self) -> list[str]:
+        """The names of all GPUs, as CUDA_VISIBLE_DEVICES has them."""
+        if self._restricted is None:
+            return [*self._uuids()]
+        names = []
+        for name in self._restricted.split(","):
+            name = name.strip()
+            if not (name.isdecimal() or _UUID.fullmatch(name)):
+                break  # as CUDA does: -1, an empty name and anything else end the list
+            names.append(name)
+        return names
+
+    def find(self, wanted: object) -> list[str]:
+        """The names of the GPUs that a person writes: "0,2-3", [0, 2, 3], 0, or UUIDs.
+
+        Raises ValueError for what names no GPU, for a GPU that is not here, and for one that comes twice.
+        """
+        found: list[str] = []
+        for each in _numbers_and_uuids(wanted):
+            name = self._with_number(each) if isinstance(each, int) else self._with_uuid(each)
+            if name in found:
+                raise ValueError(f"{wanted!r} names the GPU {each} twice")
+            found.append(name)
+        if not found:
+            raise ValueError(f"{wanted!r} names no GPUs")
+        return found
+
+    def environment(self, names: Sequence[str]) -> dict[str, str]:
+        """The variables of a process that is to see these GPUs alone."""
+        order = _ORDER if self._restricted is None else {}
+        return {VARIABLE: ",".join(names), **order}
+
+    def _with_number(self, number: int) -> str:
+        visible = self.visible
+        if number < len(visible):
+            return visible[number]
+        if self._restricted is not None:
+            here = f"{VARIABLE}={self._restricted} shows {len(visible)}"
+        elif self._why_none:
+            here = f"there is none here: {self._why_none}"
+        else:
+            here = f"nvidia-smi lists {len(visible)}"
+        raise ValueError(f"there is no GPU {number}; {here}, and numbers begin with 0")
+
+    def _with_uuid(self, uuid: str) -> str:
+        visible = self.visible
+        for name in visible:
+            # CUDA takes the beginning of a UUID for the whole.
+            if name.startswith(uuid):
+                return name
+        for index, listed in self._uuids().items():
+            if listed.startswith(uuid) and index in visible:
+                return index
+        if uuid.startswith("MIG-") and self._restricted is None:
+            return uuid  # the list of nvidia-smi has whole GPUs alone
+        raise ValueError(f"there is no GPU {uuid} here: {', '.join(self._uuids().values()) or 'nvidia-smi lists none'}")
+
+    def _uuids(self) -> dict[str, str]:
+        """The UUID of each GPU of the machine by its index, as nvidia-smi lists them."""
+        if self._listed is None:
+            self._listed = {}
+            for line in self._lines():
+                index, _, uuid = line.partition(",")
+                self._listed[index.strip()] = uuid.strip()
+        return self._listed
+
+    def _lines(self) -> list[str]:
+        try:
+            done = subprocess.run(_QUERY, env=self._path, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        except FileNotFoundError:
+            self._why_none = "nvidia-smi is not on the PATH"
+        except subprocess.CalledProcessError as error:
+            self._why_none = f"nvidia-smi says: {' '.join((error.stdout + error.stderr).split())[:200]}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self._why_none = f"nvidia-smi gives no answer: {error}"
+        else:
+            return [line for line in done.stdout.splitlines() if line.strip()]
+        return []
+
+
+def _numbers_and_uuids(wanted: object) -> list[int | str]:
+    """Splits what a person writes into single GPUs: numbers and UUIDs. Raises ValueError where it names none."""
+    entries = wanted if isinstance(wanted, list) else str(wanted).split(",")
+    found: list[int | str] = []
+    for entry in entries:
+        text = str(entry).strip()
+        span = _RANGE.fullmatch(text)
+        if _UUID.fullmatch(text):
+            found.append(text)
+            continue
+        if span is None or isinstance(entry, bool):
+            raise ValueError(f'{wanted!r} names no GPUs: write "0,1", "2-7", [0, 1] or UUIDs ("GPU-...")')
+        first = int(span[1])
+        last = int(span[2] or first)
+        if last < first or last > _MOST:
+            raise ValueError(f"{text!r} is no range of GPUs: the first comes first, and {_MOST} is the most")
+        found.extend(range(first, last + 1))
+    return found

@@ -1,0 +1,127 @@
+"""Part: one command of a run as a process, which is started again where it dies, with its output in a file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from subprocess import DEVNULL, STDOUT
+
+from replay_client import supervisor
+
+MOST_READ = 1 << 16
+"""Bytes of the end of a log in which its last words are looked for."""
+
+
+class Part:
+    """One command of a run: the server, the trainer or a generator.
+
+    A supervisor runs it, so that its descendants end with it, and with the process that made the part, however that
+    ends. That process must start the part from its main thread.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        """`environment`: all that the process gets. `log`: the file to which its output is appended."""
+        self.name = name
+        self.log = log
+        self.starts = 0
+        self.status: int | None = None
+        """The exit status of its last process, as shells have it; None: it runs, or has not been started."""
+        self.finished = False
+        """Whether it has done all of its work: it is not started again."""
+        self.is_stopping = False
+        """Whether it was told to end."""
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_begin = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The process of the supervisor, while it runs."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def runs(self) -> bool:
+        """Whether its process is there, as `poll` found it last."""
+        return self._process is not None
+
+    @property
+    def state(self) -> str:
+        """waiting, running, stopping, stopped, ended (it has done its work) or died."""
+        if self.runs:
+            return "stopping" if self.is_stopping else "running"
+        if not self.starts:
+            return "waiting"
+        if self.is_stopping:
+            return "stopped"
+        return "ended" if self.finished or self.status == 0 else "died"
+
+    def start(self, *arguments: str, **variables: str) -> None:
+        """Start the command, with further arguments and variables of the environment. Raises OSError."""
+        assert not self.runs, f"{self.name} runs already"
+        command = supervisor.supervised([*self._command, *arguments], forward=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._log_begin = log.tell()
+            # A session: Ctrl-C of a terminal reaches `replay run` alone, which stops its parts in order.
+            self._process = subprocess.Popen(
+                command,
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=STDOUT,
+                start_new_session=True,
+                env=self._environment | variables,
+            )
+        self.starts += 1
+        self.status = None
+
+    def poll(self) -> bool:
+        """Whether the process has ended since it was started or polled last."""
+        if self._process is None:
+            return False
+        status = self._process.poll()
+        if status is None:
+            return False
+        self.status = 128 - status if status < 0 else status
+        self._process = None
+        return True
+
+    def signal(self, number: int) -> None:
+        """Tell the command to end by a signal, if it runs."""
+        if self._process is not None:
+            self.is_stopping = True
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the command with all its descendants at once, if it runs. `poll` finds it ended then."""
+        if self._process is not None:
+            supervisor.kill_all_below(self._process.pid)
+            self._process.wait()
+
+    def output(self) -> str:
+        """What the command has written since its last start: at most the last MOST_READ bytes."""
+        try:
+            with self.log.open("rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_begin, end - MOST_READ))
+                return log.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def last_words(self) -> str:
+        """The last line of its output that is not empty."""
+        lines = [line.strip() for line in self.output().splitlines() if line.strip()]
+        return lines[-1] if lines else "it wrote nothing"
+
+    def ending(self) -> str:
+        """How it ended, in words: after "the trainer"."""
+        assert self.status is not None, f"{self.name} has not ended"
+        if self.status > 128:
+            try:
+                return f"was ended by {signal.Signals(self.status - 128).name}"
+            except ValueError:
+                pass
+        return f"ended with status {self.status}"

@@ -1,0 +1,425 @@
+"""The file of a run: the settings of server, generators and trainer, checked together before anything starts.
+
+A recipe is a part of such a file. Each section is checked by the settings of its command. What follows from another
+section is derived (`_derive`), and refused where a person repeats it, because two numbers that must agree will differ
+one day.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from pydantic import ValidationError
+
+from replay_cli import generate, train
+from replay_cli.generate import OF_ONE
+from replay_cli.options import Commands, CommandSettings, json_or_word, named_values, with_underscores
+from replay_cli.process import is_missing
+from replay_cli.recipes import recipe_of
+from replay_client.access import SETTINGS as ACCESS
+from replay_client.access import Access
+from replay_generator import GeneratorConfig
+from replay_protos.settings import about, explain, in_our_words, unknown_name
+from replay_protos.words import counted
+from replay_server.config import DEFAULT_TABLES, Config, changed
+from replay_server.tables.config import TableConfig
+from replay_trainer.config import GRPOConfig
+
+Settings = dict[str, Any]
+"""Settings by name, as in a TOML file."""
+
+SECTIONS = ("generate", "train", "serve", "client")
+_OWN = ("model", "output_dir", "shared_gpus")
+"""What stands above all sections."""
+_OF_PROCESSES = {"generate": ("processes", "gpus"), "train": ("gpus",)}
+"""What a section has beside the settings of its command."""
+LISTEN = "127.0.0.1:0"
+"""Where the server of a run listens, unless [serve.server] says so."""
+_MAX_STALENESS = 2
+"""Of [serve.admission], if it does not say: it keeps trainer and generators busy."""
+QUEUED_STEPS = 4
+"""Steps whose fresh groups the usual queue holds."""
+_POOLED_STEPS = 32
+"""Steps whose groups the usual pool holds: more than its max_staleness leaves in it."""
+_PARTIAL_GROUPS = "partial_groups"
+_AT_TOP = "model stands above all sections, for generators and trainer alike"
+_DERIVED: dict[str, dict[str, str]] = {
+    "generate": {
+        "model": _AT_TOP,
+        "wait_for_policy": "generators of a run wait for the weights of its trainer",
+        "weights_root": "generators of a run load the weights of its trainer alone",
+        "metrics_path": "generators of a run write generator-1.jsonl, ... into output_dir",
+    },
+    "train": {
+        "model": _AT_TOP,
+        "output_dir": "the trainer of a run writes into the folder train of the output_dir above all sections",
+        "resume": "a run always goes on with what is in its output_dir",
+    },
+    "client": {
+        "address": "the parts of a run know the address of its server",
+        "token": "a secret stands in a file of its own: token_file",
+        "name": "each part of a run has a name of its own",
+    },
+}
+"""By section and name: why nobody sets it."""
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """The settings of a run, checked. Those of a section are complete: the file of a command by hand."""
+
+    path: Path
+    model: str
+    output_dir: Path
+    """Absolute."""
+    shared_gpus: bool
+    processes: int | None
+    """Generators; None: as many as their GPUs allow."""
+    generate_gpus: object
+    """As the person wrote them; None: not given."""
+    train_gpus: object
+    generate: Settings
+    """Without what differs between generators: seed and metrics_path."""
+    train: Settings
+    serve: Settings
+    client: Settings
+    """Empty: no settings of the connection."""
+    generator: GeneratorConfig
+    trainer: GRPOConfig
+    server: Config
+    engine: str
+    engine_args: Settings
+    seed: int
+    """Of the first generator."""
+
+    def at(self, section: str) -> str:
+        """What an error about this section begins with."""
+        return f"{self.path}: [{section}]"
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Puts the place of what is wrong before the message of a ValueError, and names settings as the file has them."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(placed(place, str(error))) from error
+
+
+def placed(place: str, message: str) -> str:
+    """`message` about a section, as the run file has it. `place`: the file, and the section in brackets.
+
+    A section of the section's own stands in it: `[train.lora]`.
+    """
+    message = as_fields(message)
+    if message.startswith("[") and place.endswith("]"):
+        return f"{place[:-1]}.{message[1:]}"
+    return f"{place} {message}"
+
+
+def as_fields(message: str) -> str:
+    """`message`, with the options of commands as fields of a file: `eval_prompts`, not `--eval-prompts`."""
+    return re.sub(r"(?<![\w-])--([a-z][a-z-]+)", lambda match: match[1].replace("-", "_"), message)
+
+
+def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = None) -> RunFile:
+    """Reads the file, with the settings of a recipe below it and those of `sets` above it: `train.max_steps=100`.
+
+    Raises ValueError in one line, with the file, the section and the field. Starts and writes nothing.
+    """
+    found = _with_sets(_read(path), sets)
+    _check_names(path, found)
+    settings = {name: found.get(name, {}) for name in SECTIONS}
+    for name, reasons in _DERIVED.items():
+        for field, reason in reasons.items():
+            if field in settings[name]:
+                raise ValueError(f"{path}: [{name}] {field}: leave it out: {reason}")
+    if recipe is not None:
+        settings = _above_recipe(settings, recipe)
+    model = _text_at_top(path, found, "model")
+    if is_missing(model):
+        raise ValueError(f"{path}: model: there is no folder {model}")
+    output_dir = Path(_text_at_top(path, found, "output_dir")).absolute()
+    shared = found.get("shared_gpus", False)
+    if not isinstance(shared, bool):
+        raise ValueError(f"{path}: shared_gpus must be true or false, not {shared!r}")
+    own = {name: {field: settings[name].pop(field, None) for field in fields} for name, fields in _OF_PROCESSES.items()}
+    processes = own["generate"]["processes"]
+    if processes is not None and (not isinstance(processes, int) or isinstance(processes, bool) or processes < 1):
+        raise ValueError(f"{path}: [generate] processes must be a whole number from 1, not {processes!r}")
+
+    settings["train"] |= {"model": model, "output_dir": str(output_dir / "train"), "resume": True}
+    with naming(f"{path}: [train]"):
+        named, options = _parsed(train.train, train.SETTINGS, settings["train"])
+        trainer = train.check_options(options | {"output_dir": str(output_dir / "train")}, named).config
+    usual_tables = "tables" not in settings["serve"]
+    generate_section = settings["generate"] | _for_weights(trainer, output_dir, settings["generate"]) | {"model": model}
+    if usual_tables:
+        generate_section.setdefault("tables", [trainer.rollouts_table])
+    _store_partial_groups(generate_section, settings["serve"])
+    with naming(f"{path}: [generate]"):
+        named, options = _parsed(generate.generate, generate.SETTINGS, generate_section)
+        generator = generate.check_options(options, named)
+        engine_args = generate.engine_args(named["engine_arg"])
+    if generator.group_size == 1 and trainer.teacher is None:
+        remedy = "make it 2 or more, or let [train] have a teacher (teacher_weight)"
+        raise ValueError(f"{path}: [generate] group_size 1: {OF_ONE}: {remedy}")
+    serve = _served(path, settings["serve"], trainer, generator, output_dir)
+    server = _config_of(path, serve)
+    _check_tables(path, server, trainer, generator)
+    _check_client(path, settings["client"], server)
+    return RunFile(
+        path=path,
+        model=model,
+        output_dir=output_dir,
+        shared_gpus=shared,
+        processes=processes,
+        generate_gpus=own["generate"]["gpus"],
+        train_gpus=own["train"]["gpus"],
+        generate=generate_section,
+        train=settings["train"],
+        serve=serve,
+        client=settings["client"],
+        generator=generator,
+        trainer=trainer,
+        server=server,
+        engine=named["engine"],
+        engine_args=engine_args,
+        seed=named["seed"],
+    )
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def _read(path: Path) -> Settings:
+    """What the file says, with names as in Python. Raises ValueError."""
+    try:
+        found = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(f"{path} cannot be read: {reason}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+    found = with_underscores(found)
+    for name in ("generate", "train"):
+        if isinstance(found.get(name), dict):
+            found[name] = with_underscores(found[name])
+    return found
+
+
+def _with_sets(found: Settings, sets: Sequence[str]) -> Settings:
+    """The settings, changed by texts like `train.max_steps=100`. Raises ValueError."""
+    found = deepcopy(found)
+    for name, text in named_values("--set", sets).items():
+        value = json_or_word(text)
+        if _has_null(value):
+            raise ValueError(f"--set {name}={text}: a run file has no null: take the setting out of the file")
+        *sections, field = name.replace("-", "_").split(".")
+        target = found
+        for depth, section in enumerate(sections):
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                place = ".".join(sections[: depth + 1])
+                raise ValueError(f"--set {name}={text}: {place} is no section: change it in the file")
+        target[field] = value
+    return found
+
+
+def _has_null(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_null, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_null, value))
+    return value is None
+
+
+def _check_names(path: Path, found: Mapping[str, Any]) -> None:
+    """Raises ValueError for a name above the sections that there is not, and for a section that is none."""
+    known = (*_OWN, *SECTIONS)
+    for name, value in found.items():
+        if name not in known:
+            raise ValueError(f"{path}: {unknown_name(name, known)}")
+        if name in SECTIONS and not isinstance(value, dict):
+            raise ValueError(f"{path}: {name} is a section: [{name}], not {name} = {value!r}")
+    for name, value in found.get("client", {}).items():
+        if name not in ACCESS:
+            raise ValueError(f"{path}: [client] {unknown_name(name, ACCESS)}")
+        if not isinstance(value, str | bool):
+            raise ValueError(f"{path}: [client] {name} must be a text, true or false, not {value!r}")
+
+
+def _text_at_top(path: Path, found: Mapping[str, Any], name: str) -> str:
+    value = found.get(name)
+    if value is None:
+        example = {"model": 'model = "Qwen/Qwen3-0.6B"', "output_dir": 'output_dir = "runs/mine"'}[name]
+        raise ValueError(f"{path}: {name} is needed above all sections, for example {example}")
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{path}: {name} must be a text that is not empty, not {value!r}")
+    return value
+
+
+def _above_recipe(settings: Mapping[str, Settings], name: str) -> dict[str, Settings]:
+    """The settings of a person over those of a recipe. What is derived counts for more than a recipe."""
+    recipe = recipe_of(name)
+    recipe["serve"].get("admission", {}).pop("fresh_groups_per_step", None)
+    for section, reasons in _DERIVED.items():
+        for field in reasons:
+            recipe.get(section, {}).pop(field, None)
+    return {section: changed(recipe.get(section, {}), own) for section, own in settings.items()}
+
+
+def _parsed(command: Callable[..., Any], settings: CommandSettings, section: Settings) -> tuple[Settings, Settings]:
+    """The values of the command's own options, and its settings by name, as if `section` were its file.
+
+    Raises ValueError.
+    """
+    commands = Commands("One command.")
+    commands.add(command, lambda: None)  # typer makes a group only of several
+    parsed = typer.main.get_command(commands).commands[command.__name__]  # type: ignore[attr-defined]
+    context = parsed.context_class(parsed, info_name=command.__name__)
+    settings.keep(context, section)
+    try:
+        with context.scope(cleanup=False):
+            parsed.parse_args(context, [])
+    except typer.BadParameter as error:
+        message = in_our_words(error.message).rstrip(".")
+        if error.param is not None:
+            message = about(str(error.param.name), message)
+        raise ValueError(message) from error
+    return context.params, settings.resolve(context, context.params, {})
+
+
+# ------------------------------------------------------------------------------------------------ what follows
+
+
+def _for_weights(trainer: GRPOConfig, output_dir: Path, own: Settings) -> Settings:
+    """Where generators find the weights of the trainer."""
+    found: Settings = {"wait_for_policy": True, "weights_root": str(trainer.weights_dir or trainer.output_dir)}
+    if trainer.weights_url is not None:
+        found["weights_root"] = trainer.weights_url
+        found["weights_cache"] = own.get("weights_cache", str(output_dir / "weights-cache"))
+    return found
+
+
+def _store_partial_groups(own: Settings, serve: Settings) -> None:
+    """Lets generators store what they have finished of their groups, unless the person has settled that.
+
+    The permits of a generator that is killed come with its groups to the one that is started again. Otherwise they
+    come back only after `permit_ttl`, ten minutes, in which nobody may generate. An empty text switches it off.
+    """
+    admission = serve.get("admission", {})
+    if "partial_groups_table" not in own and "permit_tables" not in admission:
+        own["partial_groups_table"] = _PARTIAL_GROUPS
+    if own.get("partial_groups_table") == "":
+        del own["partial_groups_table"]
+
+
+def _served(path: Path, own: Settings, trainer: GRPOConfig, generator: GeneratorConfig, output_dir: Path) -> Settings:
+    """The settings of the server, with what fits the trainer where the person has not said it. Raises ValueError."""
+    for name, kind in {"server": dict, "admission": dict, "tables": list}.items():
+        if name in own and not isinstance(own[name], kind):
+            brackets = "[[serve.tables]]" if name == "tables" else f"[serve.{name}]"
+            raise ValueError(f"{path}: [serve] {name} is a section: write {brackets}, not {name} = ...")
+    admission = {"max_staleness": _MAX_STALENESS, **own.get("admission", {})}
+    fresh = trainer.fresh_groups_per_step
+    place = f"{path}: [serve.admission] fresh_groups_per_step"
+    if "fresh_groups_per_step" not in admission:
+        draws = trainer.max_dynamic_batches if trainer.zero_variance == "dynamic" else 1
+        admission["fresh_groups_per_step"] = fresh * draws
+    elif trainer.zero_variance != "dynamic":
+        groups = counted(fresh, "fresh group")
+        raise ValueError(f"{place}: leave it out: it follows from [train], whose steps take {groups}")
+    elif isinstance(admission["fresh_groups_per_step"], int):
+        with naming(f"{place}:"):
+            trainer.check_admission(admission["fresh_groups_per_step"])
+    stages = [name for name in (generator.partial_groups_table, generator.unscored_table) if name is not None]
+    if stages:
+        admission.setdefault("permit_tables", stages)
+    return {
+        **own,
+        "server": {"listen": LISTEN, "data_dir": str(output_dir / "server"), **own.get("server", {})},
+        "admission": admission,
+        "tables": own.get("tables") or _usual_tables(trainer, generator),
+    }
+
+
+def _usual_tables(trainer: GRPOConfig, generator: GeneratorConfig) -> list[Settings]:
+    """The tables of `replay serve` without a configuration, by the names and in the sizes of the trainer."""
+    queue, pool = (table.model_dump(mode="json", exclude_unset=True) for table in DEFAULT_TABLES)
+    queue |= {
+        "name": trainer.rollouts_table,
+        "rate_limiter": {"type": "queue", "max_size": QUEUED_STEPS * trainer.fresh_groups_per_step},
+        "forward_to": trainer.replay_table,
+    }
+    pool |= {"name": trainer.replay_table, "max_size": _POOLED_STEPS * trainer.groups_per_step}
+    tables = [queue, pool]
+    if generator.prompts_table is not None:
+        order = {"sampler": "fifo", "max_times_sampled": 1}
+        if generator.prompts_mode == "curriculum":
+            order = {"sampler": "prioritized"}
+        tables.append({"name": generator.prompts_table, **order})
+    return tables
+
+
+def _config_of(path: Path, serve: Settings) -> Config:
+    try:
+        return Config.model_validate(serve)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {explain(error, sections='serve.')}") from error
+
+
+# ------------------------------------------------------------------------------------------------ what must agree
+
+
+def _check_tables(path: Path, server: Config, trainer: GRPOConfig, generator: GeneratorConfig) -> None:
+    """Raises ValueError if a part names a table that the server lacks, or if no group would reach the trainer."""
+    tables = {table.name: table for table in server.tables}
+    named = [("train", name, getattr(trainer, name)) for name in ("rollouts_table", "replay_table")]
+    named += [("generate", "tables", table) for table in generator.tables]
+    for name in ("prompts_table", "partial_groups_table", "unscored_table"):
+        table = getattr(generator, name)
+        if table is not None:
+            named.append(("generate", name, table))
+    for section, field, table in named:
+        if table not in tables:
+            raise ValueError(f"{path}: [{section}] {field}: in [[serve.tables]] {unknown_name(table, tables)}")
+    reached = {name for first in generator.tables for name in _way_of(first, tables)}
+    if trainer.rollouts_table not in reached:
+        raise ValueError(
+            f"{path}: [generate] tables: groups of {', '.join(generator.tables)} never get to the rollouts_table of "
+            f"[train], {trainer.rollouts_table!r}: name it here, or let one of these forward_to it"
+        )
+
+
+def _way_of(first: str, tables: Mapping[str, TableConfig]) -> Iterator[str]:
+    """The tables that a group passes."""
+    name: str | None = first
+    while name is not None:
+        yield name
+        name = tables[name].forward_to
+
+
+def _check_client(path: Path, client: Settings, server: Config) -> None:
+    """Raises ValueError unless the parts can reach the server by the settings of [client]."""
+    place = f"{path}: [client]"
+    security = server.security
+    is_encrypted = client.get("tls", any(name.startswith("tls_") for name in client))
+    if security.tls_cert is not None and not is_encrypted:
+        raise ValueError(f"{place} tls_ca is needed, for [serve.security] has tls_cert")
+    if security.tls_cert is None and is_encrypted:
+        raise ValueError(f"{place} asks for TLS, and the server has none: set tls_cert and tls_key in [serve.security]")
+    if security.tls_client_ca is not None and "tls_cert" not in client:
+        raise ValueError(f"{place} tls_cert and tls_key are needed, for [serve.security] has tls_client_ca")
+    if security.tokens_file is not None and "token_file" not in client:
+        raise ValueError(f"{place} token_file is needed, for [serve.security] has tokens_file")
+    with naming(place):
+        Access.find(environment={}, **client)

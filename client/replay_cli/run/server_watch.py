@@ -1,0 +1,102 @@
+"""ServerWatch asks the server of a run what is wrong, and whether more groups will come."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from replay_cli import doctor
+from replay_cli.run.plan import RunPlan
+from replay_client import ReplayClient
+from replay_client.access import Access
+from replay_client.errors import ReplayError
+from replay_dashboard.diagnosis import Level
+from replay_trainer.suppliers import why_deserted
+
+WATCH_SECONDS = 5.0
+"""Between two looks at the server."""
+EXAMINE_SECONDS = 30.0
+"""Between two examinations by the doctor."""
+QUIET_SECONDS = 15.0
+"""Seconds without a step, at least, after which nothing comes any more once all generators have ended."""
+_QUIET_STEPS = 3
+"""The same, as a number of the last step's seconds: the trainer may be amid a step."""
+_ANSWER_SECONDS = 10.0
+
+
+class ServerWatch:
+    """Looks at the server on a thread of its own: the answers of a server that is away take seconds."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.failure = ""
+        """The doctor's first failure, with its remedy; empty: it found none."""
+        self._plan = plan
+        self._address = ""
+        self._deserted = ""
+        """Why no more groups come, in words; empty: some may."""
+        self._waited = 0.0
+        """Seconds for which the trainer has waited for groups, as the server sees it."""
+        self._step = 0
+        self._stepped_at = time.monotonic()
+        self._ended = threading.Event()
+
+    def start(self, address: str) -> None:
+        """Look at the server at this address, until `close`."""
+        self._address = address
+        threading.Thread(target=self._run, name="server-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._ended.set()
+
+    def why_nothing_comes(self, step: int, step_seconds: float) -> str:
+        """Why the trainer waits for nothing, in words, if all generators of this run have ended; empty: it need not.
+
+        `step`: the trainer's last one, which took `step_seconds`.
+        """
+        now = time.monotonic()
+        if step != self._step:
+            self._step = step
+            self._stepped_at = now
+        quiet = max(QUIET_SECONDS, _QUIET_STEPS * step_seconds)
+        if self._waited < QUIET_SECONDS or now - self._stepped_at < quiet:
+            return ""
+        return self._deserted
+
+    def _run(self) -> None:
+        examine_at = time.monotonic() + EXAMINE_SECONDS
+        with self._connect() as client:
+            while not self._ended.wait(WATCH_SECONDS):
+                self._look(client)
+                if time.monotonic() >= examine_at:
+                    self._examine(client)
+                    examine_at = time.monotonic() + EXAMINE_SECONDS
+
+    def _connect(self) -> ReplayClient:
+        # By the settings of the run alone: variables of the shell are for other servers. Without a name the server does
+        # not count it among those that work for the run.
+        config = self._plan.client_config
+        access = Access.find(
+            environment={}, address=self._address, client_config=None if config is None else str(config), name=""
+        )
+        return ReplayClient(access.address, _ANSWER_SECONDS, **access.arguments())
+
+    def _look(self, client: ReplayClient) -> None:
+        try:
+            info = client.server_info()
+        except ReplayError:
+            self._deserted = ""
+            return
+        self._deserted = why_deserted(info)
+        waits = [table.sampling for table in info.tables.values() if table.name == self._plan.rollouts_table]
+        self._waited = max((wait.seconds for wait in waits if wait.count), default=0.0)
+
+    def _examine(self, client: ReplayClient) -> None:
+        _, findings = doctor.look(client)
+        failures = [finding for finding in findings if finding.level == Level.FAILURE]
+        if not failures:
+            self.failure = ""
+            return
+        first = failures[0]
+        remedy = f"; {first.remedy}" if first.remedy else ""
+        self.failure = f"{first.check}: {first.message}{remedy}"

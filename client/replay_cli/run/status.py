@@ -1,0 +1,116 @@
+"""RunStatus tells how a run stands, from the files that its parts write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from replay_cli.run.parts import MOST_READ, Part
+from replay_cli.run.plan import RunPlan
+
+
+class LastLine:
+    """The last line of a file of metrics, to which a part appends. A run of weeks writes millions of lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics: dict[str, Any] = {}
+        """Empty: there is no line yet."""
+        self._size = 0
+
+    def read(self) -> None:
+        """Read the last line that is whole, if the file has changed its size."""
+        try:
+            size = self.path.stat().st_size
+            if size == self._size:
+                return
+            with self.path.open("rb") as file:
+                file.seek(max(0, size - MOST_READ))
+                lines = file.read(MOST_READ).split(b"\n")
+        except OSError:
+            return
+        self._size = size
+        if len(lines) < 2 or not lines[-2]:  # a resume cuts off steps: perhaps all
+            self.metrics = {}
+            return
+        try:
+            found = json.loads(lines[-2])
+        except ValueError:
+            return
+        self.metrics = found if isinstance(found, dict) else {}
+
+
+class RunStatus:
+    """Tells how a run stands: what its parts do, and what the trainer has learned.
+
+    The runner writes it. Whoever shows the run reads it.
+    """
+
+    def __init__(self, plan: RunPlan, parts: Sequence[Part]) -> None:
+        self.plan = plan
+        self.parts = list(parts)
+        """In the order in which they are shown."""
+        self.address = ""
+        """Where the server listens; empty: it has not started."""
+        self.doing = ""
+        """The runner does this now; empty: it watches."""
+        self._news: list[str] = []
+        self.failure = ""
+        """The doctor's first failure, with its remedy; empty: it found none."""
+        self._training = LastLine(plan.train_dir / "metrics.jsonl")
+        self._generating = [LastLine(path) for path in plan.generator_metrics]
+
+    def say(self, doing: str) -> None:
+        """The runner begins to do this."""
+        self.doing = doing
+
+    def note(self, sentence: str) -> None:
+        """Something has happened that a person should know."""
+        self._news.append(sentence)
+
+    def take_news(self) -> list[str]:
+        """The sentences on what has happened since the last call, the oldest first."""
+        news = self._news
+        self._news = []
+        return news
+
+    def read(self, failure: str) -> None:
+        """Read the lines that have been added to the files. `failure`: of the doctor."""
+        self.failure = failure
+        self._training.read()
+        for file in self._generating:
+            file.read()
+
+    @property
+    def step(self) -> int:
+        """The last step that the trainer has made; 0: none."""
+        return int(self.training("step") or 0)
+
+    def training(self, name: str) -> float | None:
+        """A metric of the trainer's last step; None: it is not known."""
+        return _newest(self._training, name)
+
+    def generating(self, number: int, name: str) -> float | None:
+        """The newest value of a metric of one generator; None: it is not known."""
+        return _newest(self._generating[number], name)
+
+    def document(self) -> dict[str, Any]:
+        """The same as JSON."""
+        return {
+            "address": self.address,
+            "doing": self.doing or "watching",
+            "step": self.step,
+            "max_steps": self.plan.max_steps,
+            "fresh_reward": self.training("fresh/reward_mean"),
+            "tokens_per_second": self.training("train/tokens_per_second"),
+            "staleness": self.training("fresh/staleness_mean"),
+            "parts": {part.name: {"state": part.state, "starts": part.starts} for part in self.parts},
+            "failure": self.failure,
+        }
+
+
+def _newest(file: LastLine, name: str) -> float | None:
+    value = file.metrics.get(name)
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,346 @@
+"""`replay checkpoint`, `replay table export` and `import`: copies of a whole server, and of the items of a table.
+
+A file of items is JSON lines or, with the package pyarrow, parquet. Its columns are plain, for a notebook; the bytes of
+the items are a column too, so that another server gets back exactly what there was. With `--rows sequences` a row is
+one sequence of a group, as data sets have them, and has no bytes.
+
+`import` also takes rows of data sets, which have neither keys nor bytes (replay_cli/data_rows.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replay_cli.archive.writing import TokenizerFolder, WhichRows, WithPayloads, check_name, write
+from replay_cli.connection import TableName, TagTexts, ask, complete_table, connect, parse_tags, reach
+from replay_cli.items import all_items, info_document, load_tokenizer
+from replay_cli.options import Commands
+from replay_cli.output import AsJson, Yes, confirm, console, plain_table, print_json, print_result
+from replay_protos.state import document
+
+if TYPE_CHECKING:
+    from replay_cli.archive.rows import Form, Row
+    from replay_client import ReplayClient, RolloutGroup
+    from replay_client.records import ItemInfo, StoredItem
+
+FileName = Annotated[Path, typer.Argument(metavar="FILE", help="Its name ends with .jsonl or .parquet.")]
+FileNames = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILE",
+        help="Files that `replay table export` wrote (items of several tables need all of theirs), or data sets with "
+        "prompt_ids, completion_ids and reward.",
+    ),
+]
+
+
+_LONG = 600.0
+"""Seconds in which the server writes or reads a checkpoint."""
+
+
+def create(
+    context: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="Its name. Checkpoints without one are removed after some newer ones."),
+    ] = "",
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint of all tables as of one moment, and print its name. The server goes on meanwhile.
+
+    Example: replay checkpoint create before-the-change
+    """
+    with connect(context, _LONG) as client:
+        reach(client, context)
+        if name and any(each.name == name for each in ask(client.list_checkpoints)):
+            confirm(f"There is a checkpoint {name!r} already. Replace it?", yes)
+        written = ask(lambda: client.create_checkpoint(name))
+    print_result(as_json, {"name": written}, written)
+
+
+def list_checkpoints(
+    context: typer.Context,
+    verify: Annotated[bool, typer.Option("--verify", help="Read and check every byte.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the server's checkpoints, the newest first. Status 1 if one is damaged.
+
+    Example: replay checkpoint list --verify
+    """
+    with connect(context, _LONG) as client:
+        reach(client, context)
+        found = ask(lambda: client.list_checkpoints(verify=verify))
+    if as_json:
+        print_json([document(entry) for entry in found])
+    else:
+        from replay_dashboard.units import byte_size
+
+        rows = []
+        for entry in found:
+            made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created))
+            facts = (
+                (str(entry.items), byte_size(entry.bytes), str(entry.policy_version)) if entry.intact else ("-",) * 3
+            )
+            state = ("verified" if verify else "complete") if entry.intact else f"not restorable: {entry.problem}"
+            rows.append((entry.name, made, *facts, state))
+        columns = ("checkpoint", "made", "items", "bytes", "policy", "state")
+        console().print(plain_table(columns, rows, left=("checkpoint", "made", "state")))
+    if not all(entry.intact for entry in found):
+        raise typer.Exit(1)
+
+
+checkpoint = Commands("Copies of a whole server.\n\nExample: replay checkpoint create")
+checkpoint.add(create)
+checkpoint.add(list_checkpoints, name="list")
+
+
+def export(
+    context: typer.Context,
+    table: TableName,
+    file: FileName,
+    tokenizer: TokenizerFolder = None,
+    payloads: WithPayloads = True,
+    tag: TagTexts = None,
+    rows: WhichRows = "groups",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only this many items, the oldest first. [default: all]")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the items of a table into a file. They stay in the table, and do not count as sampled.
+
+    Example: replay table export replay replay.parquet --no-payloads
+    """
+    from replay_cli.archive.rows import Form
+
+    tags = parse_tags(tag)
+    form = Form(rows == "sequences", load_tokenizer(tokenizer), payloads)
+    with connect(context, 60.0) as client:
+        write(
+            file,
+            form,
+            _rows(client, islice(all_items(client, table, tags), limit), table, form),
+            {"table": table},
+            as_json,
+        )
+
+
+def import_items(
+    context: typer.Context,
+    files: FileNames,
+    table: Annotated[
+        str | None,
+        typer.Option(
+            help="Insert into this table. [default: the table that each row names]", autocompletion=complete_table
+        ),
+    ] = None,
+    new_keys: Annotated[
+        bool, typer.Option("--new-keys", help="Under new keys: also what was deleted or taken before.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Insert the items of files, under their keys. Items that are there stay. Status 1 if some are not there then.
+
+    Example: replay table import replay.parquet
+    """
+    for file in files:
+        check_name(file)
+    done = Imported()
+    with connect(context, 60.0) as client:
+        ask(lambda: _insert_all(client, files, table, done, new_keys=new_keys))
+    print_result(as_json, {"files": [str(file) for file in files]} | done.document(), done.words(files))
+    if done.gone:
+        raise typer.Exit(1)
+
+
+@dataclass
+class Imported:
+    """What became of the items of the files."""
+
+    inserted: int = 0
+    present: int = 0
+    """They were there before."""
+    gone: int = 0
+    """They are not there after their insert."""
+
+    def document(self) -> dict[str, Any]:
+        return {"items": self.inserted, "present": self.present, "gone": self.gone}
+
+    def words(self, files: Sequence[Path]) -> str:
+        from replay_dashboard.units import counted
+
+        words = f"{counted(self.inserted, 'item')} of {', '.join(map(str, files))} inserted"
+        if self.present:
+            words += f"; {self.present} {'was' if self.present == 1 else 'were'} there before"
+        if self.gone:
+            words += (
+                f"; {self.gone} not there: taken or deleted, before or meanwhile, or evicted at once by a full table "
+                f"(--new-keys inserts what was taken or deleted)"
+            )
+        return words
+
+
+def _insert_all(
+    client: ReplayClient, files: Sequence[Path], table: str | None, done: Imported, *, new_keys: bool
+) -> None:
+    """Inserts what the files hold. An item that is in several files goes into all their tables at once."""
+    priorities = _priorities_of_all(files) if len(files) > 1 and table is None else {}
+    known_keys: set[str] = set()
+    for file in files:
+        rows = _items_of(file, table)
+        while some := list(islice(rows, _PAYLOADS_PER_CALL)):
+            # A second file with the same items has nothing new.
+            fresh = [(number, row) for number, row in some if len(files) == 1 or str(row.get("key")) not in known_keys]
+            known_keys.update(str(row.get("key")) for _, row in fresh if len(files) > 1)
+            keys = [] if new_keys else [int(row["key"]) for _, row in fresh]
+            before = {item.key: item for item in client.get(keys, payloads=False)}
+            for number, row in fresh:
+                own = {table or row["table"]: float(row["priority"])}
+                try:
+                    wanted = priorities.get(str(row["key"]), own)
+                    if new_keys:
+                        keys.append(_insert(client, row, wanted, key=None))
+                        continue
+                    _refuse_other_tables(before.get(int(row["key"])), wanted)
+                    _insert(client, row, wanted, key=int(row["key"]))
+                except ValueError as error:
+                    raise ValueError(f"{file}, row {number}: {error}") from None
+            after = {item.key for item in client.get(keys, payloads=False)}
+            done.present += len(before)
+            done.inserted += len(after - before.keys())
+            done.gone += len(set(keys) - after - before.keys())
+
+
+def _refuse_other_tables(item: StoredItem | None, wanted: Mapping[str, float]) -> None:
+    if item is not None and item.tables and (missing := wanted.keys() - item.tables.keys()):
+        raise ValueError(
+            f"item {item.key} is there, in {', '.join(item.tables)}, and cannot join {', '.join(sorted(missing))}: "
+            f"delete it and give the files of all its tables to one `replay table import`"
+        )
+
+
+def _priorities_of_all(files: Sequence[Path]) -> dict[str, dict[str, float]]:
+    """The priority of each item in each of its tables, by its key."""
+    from replay_cli.archive.files import read_rows
+
+    found: dict[str, dict[str, float]] = {}
+    for file in files:
+        for number, row in enumerate(read_rows(file, ("key", "table", "priority")), start=1):
+            if any(row.get(name) is None for name in ("key", "table", "priority")):
+                raise ValueError(f"{file}, row {number}: there is no key, table or priority")
+            found.setdefault(str(row["key"]), {})[row["table"]] = float(row["priority"])
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+_PAYLOADS_PER_CALL = 32
+
+
+def _rows(client: ReplayClient, items: Iterator[ItemInfo], table: str, form: Form) -> Iterator[Row]:
+    """The rows of `items`. Leaves out items that go away meanwhile."""
+    while infos := list(islice(items, _PAYLOADS_PER_CALL)):
+        stored = {item.key: item for item in client.get([info.key for info in infos])}
+        for info in infos:
+            if (item := stored.get(info.key)) is not None:
+                yield from form.rows(info_document(info) | {"table": table}, item.payload)
+
+
+def _items_of(path: Path, table: str | None) -> Iterator[tuple[int, Row]]:
+    """The rows of a file, each an item, with their numbers. Rows of a data set become groups.
+
+    `table`: where the groups go whose rows name none. Raises ValueError that names file and row.
+    """
+    from replay_cli.archive.files import read_rows
+    from replay_cli.data_rows import items_of
+
+    try:
+        for number, row in items_of(enumerate(read_rows(path), start=1), table):
+            _check(number, row)
+            yield number, row
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith(str(path)) else f"{path}, {error}") from None
+
+
+def _check(number: int, row: Row) -> None:
+    """Raises ValueError for a row that `export` did not write, or not for `import`."""
+    from replay_cli.data_rows import NEEDED
+
+    missing = [name for name in ("key", "table", "priority", "policy_version", "payload") if row.get(name) is None]
+    if missing:
+        remedy = ""
+        if missing == ["payload"]:
+            remedy = "; export it with payloads, a row for each item"
+        elif {"key", "payload"} <= {*missing}:
+            lacking = [name for name in NEEDED if row.get(name) is None]
+            remedy = (
+                f", as `replay table export` writes them; and a sequence of your own needs {', '.join(NEEDED)}, of "
+                f"which there is no {', '.join(lacking)}, only {', '.join(map(str, row)) or 'nothing'}"
+            )
+        raise ValueError(f"row {number}: there is no {', '.join(missing)}{remedy}")
+    if not (str(row["key"]).isascii() and str(row["key"]).isdecimal() and int(row["key"]) < 1 << 64):
+        raise ValueError(f"row {number}: key is {row['key']!r:.80}, not a whole number below 2^64")
+    if not isinstance(row["table"], str):
+        raise ValueError(f"row {number}: table is {row['table']!r:.80}, not a name")
+    for name, kind in (("priority", float), ("policy_version", int)):
+        try:
+            kind(row[name])
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"row {number}: {name} is {row[name]!r:.80}, not a number") from None
+    try:
+        _tags_of(row)
+        _item_of(row)
+    except ValueError as error:
+        raise ValueError(f"row {number}: {error}") from None
+
+
+def _tags_of(row: Row) -> Mapping[str, Any] | None:
+    """The tags of a row: an object, or JSON. Raises ValueError."""
+    tags = row.get("tags")
+    found = json.loads(tags) if isinstance(tags, str) and tags else tags or None
+    if found is not None and not isinstance(found, Mapping):
+        raise ValueError(f"tags are {tags!r:.80}, not an object of names and values")
+    return found
+
+
+def _item_of(row: Row) -> RolloutGroup | bytes:
+    """The item of a row: a group, or bytes that are none. Raises ValueError for what is damaged."""
+    from replay_client import RolloutGroup
+    from replay_client.rollout import MAGIC
+
+    payload = row["payload"]
+    if isinstance(payload, str):
+        try:
+            payload = base64.b64decode(payload, validate=True)
+        except ValueError:
+            raise ValueError(f"payload is no base64, as `export` writes it: {row['payload']!r:.80}") from None
+    if not isinstance(payload, bytes):
+        raise ValueError(f"payload is {payload!r:.80}, not base64 or bytes")
+    # A group tells the server the names of its columns, which tables may require. What is none goes back as it was.
+    try:
+        return RolloutGroup.decode(payload)
+    except ValueError as error:
+        # The other columns of its row say that it was a group, even if its first bytes do not any more.
+        if payload.startswith(MAGIC[:-1]) or row.get("rewards") is not None:
+            raise ValueError(f"payload is damaged: {error}") from None
+    return payload
+
+
+def _insert(client: ReplayClient, row: Row, priorities: Mapping[str, float], *, key: int | None) -> int:
+    """Inserts the item of a row into these tables. Returns its key: this one, or a new one."""
+    return client.insert(
+        _item_of(row), priorities, key=key, policy_version=int(row["policy_version"]), tags=_tags_of(row)
+    )
+
+
+# ------------------------------------------------------------------------------------------------ files

@@ -1,0 +1,44 @@
+"""FolderLock: one process at a time works in a folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import IO
+
+_NAME = ".lock"
+
+
+class FolderLock:
+    """Holds a folder for this process, until `release` or the end of the process, however it ends."""
+
+    def __init__(self, folder: Path, holder: str = "training run") -> None:
+        """`holder`: what works in the folder, for the sentence that it is in use."""
+        self.folder = folder
+        self._holder = holder
+        self._file: IO[str] | None = None
+
+    def acquire(self) -> str:
+        """Lock the folder, and make it if it is missing. Returns why it is not free; empty: it is locked now."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = (self.folder / _NAME).open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            process = file.read().strip() or "another process"
+            file.close()
+            return f"{self.folder} is in use by another {self._holder} ({process}): stop it, or choose another folder"
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        self._file = file
+        return ""
+
+    def release(self) -> None:
+        """Free the folder, if it is held. The file stays: who finds it there locks it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

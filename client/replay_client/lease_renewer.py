@@ -1,0 +1,97 @@
+"""AsyncLeaseRenewer: renews the leases of samples in the background, until their reader has done with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, suppress
+
+from replay_client.errors import ReplayError
+from replay_client.records import MutationResult, Sample, SampleInfo
+from replay_client.waits import WaitLog
+
+RENEWALS = 4
+"""In the time of a lease. So a lease outlives three of them that a server does not hear."""
+_TOGETHER = 0.05
+"""Seconds in which samples share their first renewal."""
+
+OnLost = Callable[[list[SampleInfo]], None]
+"""Called with samples whose lease has ended: another reader may have them now."""
+
+
+Renew = Callable[..., Awaitable[MutationResult]]
+"""`AsyncReplayClient.renew`."""
+
+
+class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
+    """Renews the leases of samples. `AsyncReplayClient.auto_renew()` makes it, for `async with`.
+
+    The end of the `async with` block ends the renewals, and no lease: `acknowledge` does that.
+    """
+
+    def __init__(self, renew: Renew, lease: float, on_lost: OnLost) -> None:
+        self._renew, self._lease, self._on_lost = renew, lease, on_lost
+        self._batches: dict[int, list[SampleInfo]] = {}
+        """What was drawn under each lease. The payloads are not kept."""
+        self._lost_at: dict[int, float] = {}
+        """On the loop's clock: when the renewal of a lease failed first."""
+        self._new = asyncio.Event()
+        self._log = WaitLog("the renewal of leases", late=True)
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Renews their leases from now on, the first time at once. Samples without a lease are passed over."""
+        for sample in samples:
+            if sample.info.lease_id:
+                self._batches.setdefault(sample.info.lease_id, []).append(sample.info)
+        self._new.set()
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def forget(self, samples: Iterable[Sample]) -> None:
+        """Renews the leases of these samples no more. All samples of one draw have one lease."""
+        for sample in samples:
+            self._batches.pop(sample.info.lease_id, None)
+            self._lost_at.pop(sample.info.lease_id, None)
+
+    async def close(self) -> None:
+        """Ends the renewals."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _run(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._lease / RENEWALS):
+                    await self._new.wait()
+                    await asyncio.sleep(_TOGETHER)
+            self._new.clear()
+            if not self._batches:
+                continue
+            samples = [Sample(infos[0], b"") for infos in self._batches.values()]
+            try:
+                renewed = await self._renew(samples, self._lease, timeout=self._lease / RENEWALS)
+            except ReplayError as error:
+                # A server that is away keeps them. When it answers, it says which have ended.
+                self._log.wait(f"leases are not renewed: {error}")
+                continue
+            self._log.go_on()
+            self._check_missing(set(renewed.missing), {sample.info.lease_id for sample in samples})
+
+    def _check_missing(self, missing: set[int], leases: set[int]) -> None:
+        now, lost = asyncio.get_running_loop().time(), list[SampleInfo]()
+        for lease in leases & self._batches.keys():
+            if lease not in missing:
+                self._lost_at.pop(lease, None)
+            elif lease not in self._lost_at:
+                self._lost_at[lease] = now
+                lost += self._batches[lease]
+            elif now - self._lost_at[lease] > self._lease:
+                # A shard that is away counts as missing too. By now it has taken its samples back.
+                del self._batches[lease], self._lost_at[lease]
+        if lost:
+            self._on_lost(lost)

@@ -1,0 +1,120 @@
+"""Runs a command, and ends it with all its descendants: when it ends, at SIGTERM, and when its parent is gone.
+
+    python -I -S supervisor.py kill|forward PARENT COMMAND...      PARENT: the process that started it
+
+* Descendants whose parent has died become children of this process, whatever groups and sessions they have made.
+* Whoever kills the parent kills none of its commands, but then Linux sends this process SIGTERM. So the parent starts
+  it from its main thread: Linux looks at the thread that did, not at the process.
+* With `forward`, a signal of the parent goes to the command, which may take its time to end. With `kill`, SIGTERM ends
+  all at once.
+* It cannot end a process of another user, such as one of sudo, and leaves it.
+* If it is killed itself, the command goes on. If it is stopped, the parent ends all (`kill_all_below`).
+
+It imports little, and nothing of the package, because there is one for each rollout of an agent.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_STOPPED = 128 + signal.SIGTERM
+_FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
+
+
+def supervised(command: list[str], *, forward: bool = False) -> list[str]:
+    """The command line that runs `command` under a supervisor, which this process must start itself."""
+    mode = "forward" if forward else "kill"
+    return [sys.executable, "-I", "-S", __file__, mode, str(os.getpid()), *command]
+
+
+def adopt_orphans(adopt: bool = True) -> None:
+    """Make this process the parent of all descendants whose own parent dies (a subreaper); False: no longer."""
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has as children now, of all its threads. Empty if it has ended."""
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += [int(child) for child in file.read().split()]
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def kill_all_below(pid: int) -> None:
+    """Kills all descendants of a process that does not do so itself, and then the process.
+
+    First each one is stopped, the ancestors before their children, so that none makes another one meanwhile. Processes
+    that have ended, and those of another user, are left out.
+    """
+    found = [pid]
+    for each in found:
+        try:
+            os.kill(each, signal.SIGSTOP)
+        except OSError:
+            continue
+        found += children_of(each)
+    for each in reversed(found):
+        try:
+            os.kill(each, signal.SIGKILL)
+        except OSError:
+            continue
+
+
+def _end_children() -> None:
+    """Kills all children, and theirs, which become children of this process. Those of another user stay."""
+    stay: set[int] = set()
+    while children := [child for child in children_of(os.getpid()) if child not in stay]:
+        for child in children:
+            try:
+                os.kill(child, signal.SIGKILL)
+            except PermissionError:
+                stay.add(child)
+        for child in children:
+            if child not in stay:
+                os.waitpid(child, 0)
+
+
+def main(mode: str, parent: int, command: list[str]) -> int:
+    """The exit code of the command; if a signal ended it, 128 and the signal's number, as shells have it."""
+    forwards = mode == "forward"
+    watched = {signal.SIGTERM, signal.SIGCHLD}
+    if forwards:
+        watched |= _FORWARDED
+    prctl = ctypes.CDLL(None).prctl
+    # Blocked, and waited for: so no signal comes between two steps.
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    adopt_orphans()
+    prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it died before that
+        return _STOPPED
+    # Python ignores two signals, and a terminal that is gone leaves others ignored. A session: what the command sends
+    # to its own group does not reach this process.
+    usual = {signal.SIGPIPE, signal.SIGXFSZ, *(_FORWARDED if forwards else ())}
+    started = os.posix_spawnp(command[0], command, os.environ, setsid=True, setsigmask=(), setsigdef=usual)
+    code = None
+    while code is None:
+        number = signal.sigwait(watched)
+        if number != signal.SIGCHLD:
+            if forwards and os.getppid() == parent:
+                os.kill(started, number)
+            else:
+                code = _STOPPED
+        while code is None and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)):
+            if ended.si_pid == started:
+                code = ended.si_status + 128 * (ended.si_code != os.CLD_EXITED)
+    _end_children()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))

@@ -1,0 +1,5 @@
+"""Counts in sentences for people, for packages that know the client and not the wire."""
+
+from replay_protos.words import counted
+
+__all__ = ["counted"]

@@ -1,0 +1,303 @@
+"""InsertingServer: the server for whoever inserts groups. Whatever passes by itself is waited for and logged.
+
+Generators (`server.py`) and stages (`scoring/`) stand on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client import AsyncReplayClient, KeySequence, RolloutGroup, ServerInfo
+from replay_client.columns import Buffer
+from replay_client.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+    ReplayError,
+    ServerBusyError,
+    ServerClosedError,
+    ServerUnavailableError,
+    StaleItemError,
+    StorageError,
+    TableFullError,
+)
+from replay_client.records import restarted
+from replay_client.waits import Patience, WaitLog, stop_signals
+from replay_generator.errors import GroupRefusedError, PromptError
+from replay_generator.metrics import GeneratorStats
+from replay_generator.notices import Watch, say_once
+from replay_generator.priorities import Priority, load_priority
+from replay_generator.user_code import calls as user_code
+from replay_protos.words import counted
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+SECONDS_PER_LOOK = 5.0
+"""Between two looks whether the server is there."""
+
+
+class InsertSettings(Protocol):
+    """What GeneratorConfig and StageConfig say of inserts."""
+
+    @property
+    def tables(self) -> Sequence[str]: ...
+
+    @property
+    def priority(self) -> str | Priority: ...
+
+    @property
+    def insert_timeout(self) -> float: ...
+
+    @property
+    def on_full(self) -> Literal["wait", "skip"]: ...
+
+    def described(self) -> dict[str, str]: ...
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """What goes into other tables, and takes the place of the item from which it was made."""
+
+    group: RolloutGroup | Buffer
+    tables: Mapping[str, float]
+    """Its priorities, by table."""
+    tags: Mapping[str, str | int] | None = None
+    """None: those of that item."""
+    key: int | None = None
+    """None: a new one."""
+
+
+class LeftOut(Exception):
+    """The group is not inserted. Its permit goes back."""
+
+    def __init__(
+        self,
+        counts_as: Literal[
+            "groups_skipped", "groups_filtered", "groups_refused_stale", "prompts_lost", "items_rejected"
+        ]
+        | None,
+        rewards: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        """`counts_as`: the field of GeneratorStats to count it in; None: it is counted already. `rewards`: (G,), of a
+        group that is left out for what they are."""
+        self.counts_as = counts_as
+        self.rewards = rewards
+
+
+class InsertingServer:
+    """The server for whoever inserts groups.
+
+    A server that is away, shuts down, is busy, or whose storage fails is waited for. Only a server that does not come
+    back within the client's own timeout ends the run, with ServerUnavailableError.
+    """
+
+    def __init__(self, client: AsyncReplayClient, config: InsertSettings, stats: GeneratorStats, who: str) -> None:
+        """`who` waits, in the log."""
+        self._client = client
+        self._settings = config
+        self._priority = load_priority(config.priority)
+        self._stats = stats
+        self._who = who
+        self._keys = KeySequence()  # of what has no key yet
+        self._last_info: ServerInfo | None = None
+        self._is_known = False
+        """Whether the server knows the settings of this process."""
+        self.watches: Sequence[Watch] = ()
+        """What they notice is told the server too."""
+        self._told: dict[str, str] = {}
+        """What the server was told last of that."""
+        self._tells_prompts = False
+        """Whether a table that groups come to indexes the tag `prompt_id`."""
+        self._waiting = WaitLog(who)
+        self._table_full = WaitLog(who)
+
+    async def look(self, *stages: str | None) -> ServerInfo:
+        """Asks the server what it is. Raises ReplayError if it lacks one of these tables, or does not count the permits
+        of their groups."""
+        info: ServerInfo = await self.answer(self._client.server_info)
+        self._tells_prompts = _index_prompts(info, self._settings.tables)
+        admission = info.admission
+        for table in filter(None, stages):
+            if table not in info.tables:
+                raise ReplayError(
+                    f"the server has no table {table!r}, only {', '.join(info.tables)}: declare it or, for groups that "
+                    f"are not finished, add it to permit_tables in its [admission]"
+                )
+            if admission and admission.table in self._settings.tables and table not in admission.permit_tables:
+                raise ReplayError(
+                    f"the server's [admission] has permit_tables = {[*admission.permit_tables]}, without {table!r}: "
+                    f"nobody counts the permits of its groups"
+                )
+        return info
+
+    async def watch(self) -> None:
+        """Says that the server is away, that it answers again, and whether it is a new one. Never returns.
+
+        The client repeats calls by itself for as long as its timeout, so their errors would say so much later.
+        """
+        away = WaitLog(self._who)
+        while True:
+            await asyncio.sleep(SECONDS_PER_LOOK)
+            try:
+                info = await self._client.server_info(timeout=SECONDS_PER_LOOK)
+            except ReplayError as error:
+                away.wait(f"the server does not answer, and {self._who} tries again: {error}")
+                continue
+            away.go_on()
+            await self.observe(info)
+
+    async def observe(self, info: ServerInfo) -> None:
+        """Says so if a server that answers now is another process than before: it may be empty.
+
+        A server that does not know the settings of this process is told of them.
+        """
+        if self._last_info is not None and restarted(self._last_info, info):
+            self._is_known = False
+            items = counted(info.items, "item")
+            logger.warning("the server was restarted: it holds %s, version %d", items, info.policy.version)
+        self._last_info = info
+        noticed: dict[str, str] = {}
+        for watch in self.watches:
+            noticed |= watch.description
+        if not self._is_known or noticed != self._told:
+            own = await self._described()
+            with contextlib.suppress(ReplayError):
+                if await self._tell(own | noticed) or await self._tell(own):
+                    self._is_known = True
+                    self._told = noticed
+
+    async def _tell(self, settings: Mapping[str, str]) -> bool:
+        """Tells the server of this process. Returns whether the server took it; why not is logged once."""
+        try:
+            await self._client.describe(settings, timeout=SECONDS_PER_LOOK)
+        except InvalidRequestError as error:
+            say_once(f"the server refuses what {self._who} says of itself: {error}", "refused description")
+            return False
+        return True
+
+    async def _described(self) -> dict[str, str]:
+        return self._settings.described()
+
+    def hand_on(self, group: RolloutGroup, tags: Mapping[str, str | int], key: int | None = None) -> Handoff:
+        """A scored group with its priority, for its tables. Raises PromptError if it gets none."""
+        try:
+            priority = self._priority(group)
+        except Exception as error:
+            raise PromptError(f"prompt {group.prompt_id!r}: no priority: {type(error).__name__}: {error}") from error
+        if self._tells_prompts:
+            tags = {"prompt_id": group.prompt_id, **tags}
+        return Handoff(group, dict.fromkeys(self._settings.tables, priority), tags, key)
+
+    async def insert_into(self, name: str, handoff: Handoff, **options: Any) -> None:
+        """Returns when a group is in its tables. `name`: of what it is made from. `options`: of the client's insert.
+
+        Raises LeftOut if the group will not get there: it is too old, or its table is full and `on_full` is "skip".
+        Raises PromptError if it is too large for the server, GroupRefusedError if its names or numbers are none that
+        the server takes, and LeaseEndedError if the lease of what it closes has ended.
+        """
+        # One key at each attempt: if the answer to one was lost, the item is not inserted twice.
+        key = next(self._keys) if handoff.key is None else handoff.key
+        options |= {"key": key, "timeout": self._settings.insert_timeout}
+        if handoff.tags is not None:
+            options["tags"] = handoff.tags
+        try:
+            await self.answer(self._client.insert, handoff.group, handoff.tables, counts_as="insert_waits", **options)
+            self._table_full.go_on()
+        except StaleItemError as error:
+            raise LeftOut("groups_refused_stale") from error
+        except PayloadTooLargeError as error:
+            raise PromptError(f"{name}: its group cannot be inserted: {error}") from error
+        except ValueError as error:  # also InvalidRequestError
+            self._stats["groups_refused"] += 1
+            raise GroupRefusedError(f"{name}: its group is refused: {error}") from error
+
+    async def answer(
+        self,
+        call: Callable[..., Awaitable[T]],
+        *args: Any,
+        counts_as: Literal["insert_waits", "permit_waits"] | None = None,
+        **options: Any,
+    ) -> T:
+        """The result of a call, made again while the server cannot do it. `counts_as` counts deadlines."""
+
+        async def failed(error: Exception, _: bool) -> None:
+            match error:
+                case DeadlineExceededError() if counts_as is not None:
+                    self._stats[counts_as] += 1
+                    what = "a permit" if counts_as == "permit_waits" else "room in its table"
+                    self._waiting.wait(f"a group waits for {what}: {error}")
+                case ServerUnavailableError() | ServerClosedError():
+                    self._waiting.wait(f"the server is away, and {self._who} tries again: {error}")
+                    # This waits for a server that is gone, and ends the run after the client's own timeout. A server
+                    # that is on its way down, or answers but refuses, is tried again.
+                    with contextlib.suppress(ServerClosedError, ServerBusyError):
+                        await self._client.policy()
+                case ServerBusyError() | StorageError():
+                    self._stats["server_refused"] += 1
+                    self._waiting.wait(f"the server refuses for now, and {self._who} tries again: {error}")
+                case TableFullError():
+                    self._stats["groups_refused_full"] += 1
+                    if self._settings.on_full == "skip":
+                        self._table_full.wait(f"a full table refuses groups, which are dropped (when_full): {error}")
+                        raise LeftOut(None) from error
+                    self._table_full.wait(f"a full table refuses groups, which are tried again: {error}")
+                case _:
+                    raise error
+
+        result = await Patience(failed).result(partial(call, *args, **options))
+        self._waiting.go_on()
+        return result
+
+
+def run_worker(
+    connect: Callable[[], AsyncReplayClient],
+    make: Callable[[AsyncReplayClient], Any],
+    on_stop: Callable[[], None] | None = None,
+) -> GeneratorStats:
+    """Runs what `make` returns to its end, or until Ctrl-C or SIGTERM. Returns the last statistics.
+
+    `on_stop` is called at these signals.
+    """
+
+    async def main() -> GeneratorStats:
+        async with connect() as client:
+            worker = make(client)
+
+            def stop() -> None:
+                if on_stop is not None:
+                    on_stop()
+                worker.stop()
+
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
+                for number in stop_signals():
+                    asyncio.get_running_loop().add_signal_handler(number, stop)
+            await worker.run()
+            stats: GeneratorStats = worker.stats
+            return stats
+
+    return user_code.run(main())
+
+
+def _index_prompts(info: ServerInfo, tables: Sequence[str]) -> bool:
+    """Whether one of these tables, or one that they forward to, indexes the tag `prompt_id`."""
+    names = list(tables)
+    for name in names:
+        if (table := info.tables.get(name)) is None:
+            continue
+        config = json.loads(table.config)
+        if "prompt_id" in config["index"] or (config["balance"] or {}).get("tag") == "prompt_id":
+            return True
+        if (target := config["forward_to"]) is not None and target not in names:
+            names.append(target)
+    return False

@@ -1,0 +1,193 @@
+"""Scoring: makes a group of finished rollouts: rewards, advantages, and which tokens are trained on.
+
+It needs no engine and no server. A generator scores the groups that it has played; a GroupScorer those of others.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client.rollout import RolloutGroup
+from replay_client.scoring import group_advantages
+from replay_generator.errors import PromptError
+from replay_generator.groups.assembly import assemble
+from replay_generator.groups.inserting import LeftOut
+from replay_generator.groups.partial_groups import PartialGroup
+from replay_generator.groups.rollout_watch import FailureWatch, LengthWatch
+from replay_generator.metrics import GeneratorStats, GroupTimes
+from replay_generator.notices import Watch
+from replay_generator.prompts.prompt import Prompt
+from replay_generator.rewards.functions import OWN_REWARD, RewardError, Scorer
+from replay_generator.rewards.reward_watch import RewardWatch
+from replay_generator.rollouts.rollout import PlayedRollout, Rollout, where
+from replay_generator.user_code import calls as user_code
+
+if TYPE_CHECKING:
+    from replay_generator.config import GeneratorConfig, ScorerConfig
+
+logger = logging.getLogger(__name__)
+
+MOST_FAILURES, MOST_FAILURE = 8, 4500
+"""Of the rollouts of a group that failed: those that its `meta["failures"]` names, and characters of each."""
+ByFunction = dict[str, npt.NDArray[np.float32]]
+"""The rewards (G,) of each function, by its name."""
+
+
+class Scoring:
+    def __init__(
+        self,
+        scorer: Scorer | None,
+        config: GeneratorConfig | ScorerConfig,
+        table: str | None,
+        group_filter: Callable[[RolloutGroup], bool] | None,
+        stats: GeneratorStats,
+        *,
+        single_turn: bool = False,
+    ) -> None:
+        """`scorer` None: the group gets its rewards elsewhere; here they are 0. `table`: of what others began.
+
+        `single_turn`: each rollout is one completion of its prompt. Of others, length does not tell what cut them off.
+        """
+        self._scorer = scorer
+        self._config = config
+        self._table = table
+        self._group_filter = group_filter
+        self._stats = stats
+        self._single_turn = single_turn
+        self._rewards_seen = RewardWatch(() if scorer is None else scorer.rewards)
+        self._failures_seen = FailureWatch()
+        self._lengths_seen = LengthWatch()
+
+    @property
+    def watches(self) -> Sequence[Watch]:
+        """What notices the faults of rewards and rollouts, for the server."""
+        return self._rewards_seen, self._failures_seen, self._lengths_seen
+
+    async def score(
+        self, work: PartialGroup, version: int, times: GroupTimes, failures: Sequence[str]
+    ) -> tuple[RolloutGroup, ByFunction]:
+        """The group of all rollouts that are finished. Writes seconds into `times`.
+
+        `version`: of the engine before the generation; it counts if no token was drawn. `failures`: why rollouts are
+        missing. Raises LeftOut if the group must not be inserted, and PromptError if it cannot be scored or made.
+        """
+        played = [work.rollouts[index] for index in sorted(work.rollouts)]
+        size = len(played) if work.handed else work.spec.group_size
+        rewards = np.zeros(len(played), np.float32)
+        by_function = ByFunction()
+        if self._scorer is not None:
+            times.reward = -time.monotonic()
+            played, rewards, by_function, failed = await self._rewards(self._scorer, work.spec.prompt, played)
+            by_function |= _metrics_of([each.rollout for each in played])
+            self._rewards_seen.record(rewards, work.spec.prompt.row, played[0].rollout.text)
+            failures = [*failures, *failed]
+            times.reward += time.monotonic()
+        try:
+            group = self._assemble(work, played, version, rewards, by_function)
+        except (ValueError, TypeError, IndexError) as error:
+            if not work.handed:
+                prompt_id = work.spec.prompt.prompt_id
+                raise PromptError(f"prompt {prompt_id!r}: no group can be made: {error}") from error
+            raise self.reject(work, f"its rollouts do not go together: {error}") from error
+        reason = failures[-1] if failures else ""
+        self._failures_seen.record(finished=group.group_size, failed=size - group.group_size, reason=reason)
+        if self._single_turn and group.finish_reasons is not None:
+            self._lengths_seen.record(group.rollout_lengths, group.finish_reasons, work.spec.sampling.max_tokens)
+        if failures:
+            group.meta["failures"] = [*failures]
+        if not group.trained_mask.any():
+            raise LeftOut("groups_skipped")  # no token to train on
+        if self._group_filter is not None and not user_code.decision_of(self._group_filter, group):
+            raise LeftOut("groups_filtered", group.rewards)
+        return group, by_function
+
+    async def _rewards(
+        self, scorer: Scorer, prompt: Prompt, played: list[PlayedRollout]
+    ) -> tuple[list[PlayedRollout], npt.NDArray[np.float32], ByFunction, list[str]]:
+        """The rollouts that have rewards, these (G,), those of each function, and why others have none.
+
+        A rollout for which every function abstains has failed.
+        """
+        rollouts = [each.rollout for each in played]
+        try:
+            rewards, by_function = await scorer.score(prompt.row, [each.text for each in rollouts], rollouts)
+        except RewardError as error:
+            self._failures_seen.record(finished=0, failed=len(played), reason=str(error))
+            raise PromptError(f"prompt {prompt.prompt_id!r}: {error}") from error
+        has_reward = ~np.isnan(rewards)
+        finished = [each for each, has in zip(played, has_reward, strict=True) if has]
+        errors = [scorer.unscored()] * (len(played) - len(finished))
+        failures = self.see_failures(prompt, errors, len(finished), len(played))
+        by_function = {name: values[has_reward] for name, values in by_function.items()}
+        return finished, rewards[has_reward], by_function, failures
+
+    def reject(self, work: PartialGroup, why: str) -> LeftOut:
+        """Says why nobody can make a group of this."""
+        key = None if work.sample is None else work.sample.info.key
+        logger.warning("item %s of table %r is rejected: %s", key, self._table, why)
+        return LeftOut("items_rejected")
+
+    def see_failures(self, prompt: Prompt, failures: Sequence[Exception], finished: int, size: int) -> list[str]:
+        """Counts rollouts that failed. Returns why, a line for each of the first. Raises PromptError if too few of
+        `size` were finished."""
+        if not failures:
+            return []
+        self._stats["rollouts_failed"] += len(failures)
+        least = size if self._config.min_rollouts is None else self._config.min_rollouts
+        lines = [
+            f"{user_code.shown(failure, MOST_FAILURE)}{_place_of(failure)}" for failure in failures[:MOST_FAILURES]
+        ]
+        reason = f"{len(failures)} of {size} rollouts failed, the first with {lines[0]}"
+        if finished < least:
+            self._failures_seen.record(finished=finished, failed=size - finished, reason=lines[0])
+            raise PromptError(f"prompt {prompt.prompt_id!r}: {reason}; min_rollouts is {least}") from failures[0]
+        logger.warning("prompt %r: %s; its group has the other %d", prompt.prompt_id, reason, finished)
+        return lines
+
+    def _assemble(
+        self,
+        work: PartialGroup,
+        played: list[PlayedRollout],
+        version: int,
+        rewards: npt.NDArray[np.float32],
+        by_function: ByFunction,
+    ) -> RolloutGroup:
+        rollouts = [each.rollout for each in played]
+        reasons = tuple(each.finish_reason or each.sequences[-1].finish_reason for each in rollouts)
+        group = assemble(
+            played,
+            version,
+            rewards=rewards,
+            advantages=group_advantages(rewards, scale=self._config.scale_rewards),
+            prompt_id=work.spec.prompt.prompt_id,
+            finish_reasons=reasons,
+            sampling=work.spec.sampling.describe(),
+        )
+        if len(by_function) > 1:
+            for name, values in by_function.items():
+                group.extras[f"rewards/{name}"], group.axes[f"rewards/{name}"] = values, "rollout"
+        if self._config.mask_truncated_completions and "length" in reasons:
+            ended_S = np.array([reason != "length" for reason in reasons])[group.sequence_rollouts]
+            ended_T = np.repeat(ended_S, group.completion_lengths)
+            group.loss_mask = ended_T if group.loss_mask is None else group.loss_mask & ended_T
+        return group
+
+
+def _place_of(failure: Exception) -> str:
+    """The user's line from which it came; "" if its message has that."""
+    return "" if isinstance(failure, user_code.UserCodeError) else where(failure)
+
+
+def _metrics_of(rollouts: Sequence[Rollout]) -> ByFunction:
+    """The metrics (G,) that all rollouts have, by name."""
+    shared = set.intersection(*(set(rollout.metrics) for rollout in rollouts))
+    return {
+        f"{OWN_REWARD}/{name}": np.array([rollout.metrics[name] for rollout in rollouts], np.float32)
+        for name in sorted(shared)
+    }

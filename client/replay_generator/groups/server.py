@@ -1,0 +1,121 @@
+"""GeneratorServer: the server as a generator sees it: permits, partial groups, and inserts of groups."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import replace
+from typing import Any
+
+from replay_client import AsyncReplayClient, PermitGrant, RolloutGroup, ServerInfo
+from replay_client.errors import LeaseEndedError, ReplayError
+from replay_client.waits import LAST_WORD
+from replay_generator.config import GeneratorConfig
+from replay_generator.engines.weights import told_facts
+from replay_generator.groups.codec import encode_whole
+from replay_generator.groups.inserting import Handoff, InsertingServer, LeftOut
+from replay_generator.groups.partial_groups import LeaseLostError, PartialGroup, PartialGroups, StoredPartialGroups
+from replay_generator.metrics import GeneratorStats
+from replay_generator.policy.follower import PolicyFollower
+
+
+class GeneratorServer(InsertingServer):
+    """Acquires permits and inserts groups."""
+
+    def __init__(
+        self, client: AsyncReplayClient, config: GeneratorConfig, stats: GeneratorStats, policy: PolicyFollower
+    ) -> None:
+        """`policy` is told the `max_staleness` of the tables, now and whenever somebody changes it."""
+        super().__init__(client, config, stats, "the generator")
+        self._policy = policy
+        self._config = config
+        self._grants: set[PermitGrant] = set()
+        self.partial_groups = (
+            PartialGroups()
+            if config.partial_groups_table is None
+            else StoredPartialGroups(client, config, stats, self.answer)
+        )
+
+    async def begin(self) -> bool:
+        """Asks the server what it is. Returns whether groups for the configured tables need permits.
+
+        They do if one of the tables is that of [admission]. Raises ReplayError if the server has no table of partial
+        groups, and this generator needs one.
+        """
+        info = await self.look(self._config.partial_groups_table, self._config.unscored_table)
+        await self.observe(info)
+        return info.admission is not None and info.admission.table in self._config.tables
+
+    async def acquire(self) -> PermitGrant:
+        """One permit, as soon as there is one."""
+        timeout = self._config.permit_timeout
+        grant = await self.answer(self._client.acquire_permits, 1, timeout=timeout, counts_as="permit_waits")
+        self._grants.add(grant)
+        return grant
+
+    async def release(self, grant: PermitGrant) -> None:
+        """Releases a permit, if the server can be reached soon."""
+        self._grants.discard(grant)
+        with contextlib.suppress(ReplayError, TimeoutError):
+            async with asyncio.timeout(LAST_WORD):
+                await self._client.release_permits(grant)
+
+    def used(self, grant: PermitGrant) -> None:
+        """An insert has used the permit up."""
+        self._grants.discard(grant)
+
+    async def release_all(self) -> None:
+        """Releases every permit that was not used, and requeues every partial group."""
+        await self.partial_groups.requeue_all()
+        await asyncio.gather(*map(self.release, [*self._grants]))
+
+    async def leave(self) -> None:
+        """Says that this generator ends on purpose, if the server can be reached soon."""
+        await self._client.leave(timeout=LAST_WORD)
+
+    async def insert(self, group: RolloutGroup, work: PartialGroup) -> None:
+        """Returns when the group is in its tables, and its permit, its prompt and its partial group are gone.
+
+        Without rewards it is in `unscored_table`, with its permit. Errors: those of `insert_into`, and
+        LeaseLostError if another generator may have the item by now. An ended lease of its prompt raises LeftOut.
+        """
+        spec, unscored = work.spec, self._config.unscored_table
+        tags = {**self._config.tags, **spec.prompt.tags}
+        closes = work.drawn.closes if work.sample is None else (work.sample,)
+        options: dict[str, Any] = {"permits": work.permit, "closes": closes}
+        try:
+            if unscored is None:
+                handed = self.hand_on(group, tags, spec.key)
+            else:
+                whole = encode_whole(replace(spec, failures=group.meta.get("failures", [])), work.rollouts)
+                handed, options["policy_version"] = Handoff(whole, {unscored: 1.0}, tags), group.policy_version
+            await self.insert_into(f"prompt {group.prompt_id!r}", handed, **options)
+        except LeaseEndedError as error:
+            if work.sample is not None:
+                raise LeaseLostError from error
+            raise LeftOut("prompts_lost") from error
+        if work.permit is not None:
+            self.used(work.permit)
+        self.partial_groups.closed(work)
+        work.settle()
+
+    async def refused_as_old(self, error: BaseException | None) -> None:
+        """The server has refused a group as too old. Looks at once whether all others would be."""
+        which = f"the {self._stats['groups_refused_stale']}th"
+        self._waiting.wait(
+            f"a group is too old on arrival, {which}, and is left out: {error}; {self._policy.why_old()}"
+        )
+        await self.observe(await self.answer(self._client.server_info))
+
+    async def observe(self, info: ServerInfo) -> None:
+        """Also tells the policy of the versions there, and of their bounds."""
+        await self._policy.observe(info.policy)
+        # A group goes to all of its tables or to none.
+        names = (self._config.partial_groups_table, self._config.unscored_table, *self._config.tables)
+        bounds = [json.loads(info.tables[name].config)["max_staleness"] for name in names if name in info.tables]
+        await self._policy.bound(min((bound for bound in bounds if bound is not None), default=None))
+        await super().observe(info)
+
+    async def _described(self) -> dict[str, str]:
+        return self._config.described() | {"model": told_facts(await self._policy.facts())}

@@ -1,0 +1,1 @@
+"""Which weights the engine holds: it follows the versions that the trainer publishes, and fetches them."""

@@ -1,0 +1,237 @@
+"""Fetcher: brings versions from `replay weights serve` to this machine, as deltas if it can.
+
+    <weights_cache>/replay-weights/0/step-12/    a version, whole and checked
+                                     part/       one that is being fetched
+                                   0.lock        locked by the generator that uses the folder 0
+
+* Each generator takes the first folder that no other one uses. So several may share a `weights_cache`, and one that
+  starts again finds what it had.
+* It keeps the version that the engine has and the newest one, beside the one that is being fetched.
+* Whatever a delta makes has the checksum that the trainer wrote for the whole. If it has not, if a delta is missing, or
+  if none leads from what is here to the newest version, the whole is fetched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import logging
+import shutil
+import ssl
+from collections.abc import Iterator, Mapping, Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import IO, Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request, build_opener
+
+from replay_client.access import check_token_way, read_token
+from replay_client.errors import ReplayError
+from replay_generator.config import GeneratorConfig
+from replay_generator.engines.weights import MANIFEST, WeightsNotAllowedError
+from replay_generator.metrics import GeneratorStats
+from replay_generator.policy.remote.addresses import WeightsAddress, is_version
+from replay_generator.policy.remote.delta import BASE, FOLDER, checksum_of, is_weights, patch, weights_of
+from replay_protos.transport import is_near, proxy_remedy
+
+logger = logging.getLogger(__name__)
+
+_SILENCE = 60.0
+"""Seconds without a byte after which a connection is given up."""
+_CHUNK = 4 << 20
+Checksums = Mapping[str, str]
+"""The checksum of each file of a version, by the file's name."""
+Held = tuple[Path, Checksums]
+
+
+class WeightsAwayError(ReplayError):
+    """The newest weights cannot be had now. Later they may."""
+
+
+def is_remote(location: str) -> bool:
+    """Whether generators fetch the weights of a policy over HTTP. Otherwise they read a folder."""
+    return location.startswith(("http://", "https://"))
+
+
+class Fetcher:
+    """The versions on this machine. Its methods block."""
+
+    def __init__(self, config: GeneratorConfig, stats: GeneratorStats) -> None:
+        self._config, self._stats = config, stats
+        self._newest: Path | None = None
+        self._own: Path | None = None
+        self._lock: IO[str] | None = None  # held as long as this object lives
+        self._has_warned = False
+
+    def folder_of(self, location: str) -> str:
+        """A folder on this machine with the weights at a remote location.
+
+        Raises WeightsNotAllowedError without weights_cache, weights_root or the right token, for an address outside of
+        weights_root, and where the token would go unencrypted to another machine. Raises WeightsAwayError if nobody
+        answers there, or not with what the trainer wrote.
+        """
+        location = location.rstrip("/")
+        if self._config.weights_cache is None:
+            raise WeightsNotAllowedError(f"the weights are at {location}: set weights_cache to a folder for them")
+        self._check_allowed(location)
+        try:
+            return str(self._fetch(location, self._own_folder(Path(self._config.weights_cache) / "replay-weights")))
+        except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
+            host = urlsplit(location).hostname or ""
+            variables = (f"{location.partition(':')[0]}_proxy", "all_proxy")
+            remedy = proxy_remedy(host, [*variables, *map(str.upper, variables)])
+            raise WeightsAwayError(
+                f"{location} cannot be fetched: {str(error) or type(error).__name__}{remedy}"
+            ) from error
+
+    def _check_allowed(self, location: str) -> None:
+        """Raises WeightsNotAllowedError unless the generator's own user has allowed this address, and the token
+        there."""
+        root = self._config.weights_root
+        remedy = "If they are the trainer's, start it with the address before /step-N as --weights-root"
+        if root is None:
+            raise WeightsNotAllowedError(
+                f"the weights are at {location!r:.200}, and this generator fetches only from --weights-root, which is "
+                f"not set. {remedy}"
+            )
+        config = self._config
+        try:
+            address = WeightsAddress.of(location)
+            is_inside = is_remote(str(root)) and address.is_inside(WeightsAddress.of(str(root)))
+            if config.weights_token_file is not None:
+                check_token_way(
+                    f"{address.host}:{address.port}",
+                    is_encrypted=address.scheme == "https",
+                    is_allowed=config.weights_allow_insecure_token,
+                    remedy="Serve the weights over TLS, or say that you trust the network "
+                    "(weights_allow_insecure_token = true)",
+                )
+        except ValueError as error:
+            raise WeightsNotAllowedError(f"the weights cannot be fetched: {error}") from error
+        if not is_inside or not is_version(address.folders[-1]):
+            raise WeightsNotAllowedError(
+                f"the weights are at {location}, and this generator loads only from weights_root {str(root)!r}. "
+                f"{remedy}"
+            )
+
+    def _own_folder(self, cache: Path) -> Path:
+        """A folder in `cache` that no other generator uses while this one lives: the first that is free."""
+        if self._own is None:
+            cache.mkdir(parents=True, exist_ok=True)
+            for number in itertools.count():
+                lock = (cache / f"{number}.lock").open("w")
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    lock.close()
+                    continue
+                except BaseException:
+                    lock.close()
+                    raise
+                self._lock = lock
+                self._own = cache / f"{number}"
+                break
+        assert self._own is not None
+        self._own.mkdir(exist_ok=True)
+        return self._own
+
+    def _fetch(self, location: str, cache: Path) -> Path:
+        text = b"".join(self._read(f"{location}/{MANIFEST}"))
+        wanted, folder, part = json.loads(text)["checksums"], cache / location.rpartition("/")[2], cache / "part"
+        manifests = {path.parent: json.loads(path.read_text()) for path in cache.glob(f"step-*/{MANIFEST}")}
+        held = {weights_of(each["checksums"]): (path, each["checksums"]) for path, each in manifests.items()}
+        try:
+            self._get_files(part, location, wanted, *self._way(location, wanted, held))
+        except (FileNotFoundError, ValueError, LookupError) as error:
+            if held and not self._has_warned:
+                why = "is fetched whole, because no delta makes it of what is here"
+                logger.warning("%s %s: %s (said once)", location, why, error)
+                self._has_warned = True
+            self._get_files(part, location, wanted, None, ())
+        (part / MANIFEST).write_bytes(text)
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+        for each in {*cache.iterdir()} - {folder, self._newest}:
+            shutil.rmtree(each, ignore_errors=True)
+        self._newest = folder
+        return folder
+
+    def _way(self, location: str, wanted: Checksums, held: Mapping[Any, Held]) -> tuple[Held, list[str]]:
+        """A version that is here, and where the deltas are that lead from it to the wanted one, oldest first.
+
+        Raises FileNotFoundError if there is none.
+        """
+        steps, weights = list[str](), weights_of(wanted)
+        while weights not in held:
+            before = json.loads(b"".join(self._read(f"{location}/{BASE}")))
+            steps.insert(0, location)
+            if not is_version(str(before["version"])):
+                raise ValueError(f"{location}/{BASE} names the version {before['version']!r:.80}")
+            location = f"{location.rpartition('/')[0]}/{before['version']}"
+            weights = weights_of(before["checksums"])
+        return held[weights], steps
+
+    def _get_files(
+        self, folder: Path, location: str, wanted: Checksums, held: Held | None, steps: Sequence[str]
+    ) -> None:
+        """Raises ValueError if a file has other bytes than the trainer wrote."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        base, known = held or (folder, {})
+        for name in wanted:
+            file, delta = folder / name, folder / ".delta"
+            if "/" in name or name in ("trainer.pt", ".", ".."):  # deltas, and what only a resume needs
+                continue
+            if held and (is_weights(name) or known.get(name) == wanted[name]):
+                shutil.copyfile(base / name, file)
+                for at in steps if is_weights(name) else ():
+                    self._download(f"{at}/{FOLDER}/{name}", delta)
+                    patch(file, delta)
+                    delta.unlink()
+            else:
+                self._download(f"{location}/{name}", file)
+            if checksum_of(file) != wanted[name]:
+                raise ValueError(f"{name} has other bytes than the trainer wrote")
+
+    def _download(self, url: str, file: Path) -> None:
+        with file.open("wb") as out:
+            out.writelines(self._read(url))
+
+    def _read(self, url: str) -> Iterator[bytes]:
+        """Raises FileNotFoundError if there is no such file, and OSError or HTTPException for other trouble."""
+        config, request = self._config, Request(url)
+        tls = ssl.create_default_context(cafile=config.weights_tls_ca)
+        if config.weights_token_file is not None:
+            token = read_token(config.weights_token_file, "weights_token_file")
+            request.add_header("Authorization", f"Bearer {token}")
+        try:
+            with _opener(url, tls).open(request, timeout=_SILENCE) as answer:
+                while data := answer.read(_CHUNK):
+                    self._stats["fetched_bytes"] += len(data)
+                    yield data
+        except HTTPError as error:
+            if error.code in (401, 403):
+                raise WeightsNotAllowedError(f"{url} is refused: weights_token_file is that of its server") from error
+            if error.code == 404:
+                raise FileNotFoundError(f"{url} is not there") from error
+            if 300 <= error.code < 400:
+                raise WeightsNotAllowedError(
+                    f"{url} is redirected, and weights are fetched only from where they are announced: let weights_url "
+                    "of the trainer be the address that answers"
+                ) from error
+            raise
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """A redirect is an error: it would take the token to an address that nobody allowed."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _opener(url: str, tls: ssl.SSLContext) -> OpenerDirector:
+    """Opens addresses as `urlopen` does, but follows no redirects, and goes directly to those of a private network."""
+    near = [ProxyHandler({})] if is_near(urlsplit(url).hostname or "") else []
+    return build_opener(HTTPSHandler(context=tls), _NoRedirects(), *near)

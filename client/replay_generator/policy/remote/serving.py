@@ -1,0 +1,128 @@
+"""WeightsServer: gives the versions in a folder to those who do not see it, over HTTP.
+
+    GET /step-12/NAME    a file that the manifest of this version names, or the manifest itself
+
+* It reads and never writes. Nothing but these files can be had, whatever a path says.
+* Each connection has a thread, which ends after a minute without a sign of the other side.
+* The bounds are those of `replay_protos.connection_bounds`. Where as many connections are open as may be, a new one
+  takes the place of the oldest with half a request. If all are being answered, it is closed: who fetches comes again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import socket
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+from http import HTTPStatus
+from http.server import SimpleHTTPRequestHandler
+from pathlib import Path
+from socketserver import ThreadingTCPServer
+from typing import Any
+
+from replay_client.access import ListenAddress
+from replay_generator.engines.weights import MANIFEST
+from replay_protos.connection_bounds import SECONDS_PER_REQUEST, SECONDS_SAFE, most_connections
+
+logger = logging.getLogger(__name__)
+
+
+_LOOK = 0.05
+"""Seconds between two looks for a place."""
+
+
+class WeightsServer(ThreadingTCPServer):
+    """Listens from construction on, and answers in `serve_forever`. Raises OSError if the address cannot be had."""
+
+    allow_reuse_address = True
+    request_queue_size = 1024
+    daemon_threads = True
+
+    def __init__(self, folder: Path, listen: ListenAddress) -> None:
+        self._folder, self.listen = folder.resolve(), listen
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, float | None] = {}
+        """Connections, the oldest first, each with the time at which its request must be there; None: it is there."""
+        self._most = most_connections()
+        self.address_family = socket.AF_INET6 if ":" in listen.socket_address[0] else socket.AF_INET
+        super().__init__(listen.socket_address, partial(_VersionsHandler, directory=str(self._folder)))
+
+    def has(self, path: str) -> bool:
+        """Whether the manifest of a published version names this file."""
+        version, _, name = path.removeprefix("/").partition("/")
+        manifest = self._folder / version / MANIFEST
+        if not (re.fullmatch(r"step-\d+", version) and manifest.is_file()):
+            return False
+        return name in {MANIFEST, *json.loads(manifest.read_text())["files"]}
+
+    def get_request(self) -> tuple[Any, Any]:
+        connection, where = super().get_request()
+        if (tls := self.listen.tls()) is not None:
+            # The handshake comes with the first read, in the thread of the connection: here it would hold up others.
+            connection = tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, where
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        while True:
+            with self._lock:
+                if len(self._open) < self._most:
+                    self._open[request] = time.monotonic() + SECONDS_PER_REQUEST
+                    return True
+                halves = [(each, end) for each, end in self._open.items() if end is not None]
+                if not halves:
+                    return False
+                oldest, end = halves[0]
+                safe = end - SECONDS_PER_REQUEST + SECONDS_SAFE - time.monotonic()
+                if safe <= 0:
+                    self._end(oldest)
+            time.sleep(min(max(safe, 0.0), _LOOK))
+
+    def service_actions(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            for connection, end in list(self._open.items()):
+                if end is not None and end < now:
+                    self._end(connection)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def read_whole(self, connection: socket.socket) -> None:
+        """The request of this connection is there. Raises ConnectionError if it came too late."""
+        with self._lock:
+            if connection not in self._open:
+                raise ConnectionAbortedError("the request came too late")
+            self._open[connection] = None
+
+    def _end(self, connection: socket.socket) -> None:
+        """Wakes the thread of a connection, which closes it. A handshake of TLS goes through the plain socket too."""
+        del self._open[connection]
+        with suppress(OSError):
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("the connection from %s broke", client_address, exc_info=True)
+
+
+class _VersionsHandler(SimpleHTTPRequestHandler):
+    server: WeightsServer
+    timeout = 60.0
+
+    def send_head(self) -> Any:
+        self.server.read_whole(self.connection)
+        if not self.server.listen.authorized(self.headers.get("Authorization", "")):
+            self.send_error(HTTPStatus.UNAUTHORIZED, "the request needs the token, as a Bearer")
+        elif not self.server.has(self.path):
+            self.send_error(HTTPStatus.NOT_FOUND)
+        else:
+            return super().send_head()
+        return None
+
+    def log_message(self, format: str, *values: object) -> None:
+        logger.debug(format, *values)

@@ -1,0 +1,563 @@
+"""Row files: rows by number, of files and data sets in the forms in which people have them.
+
+    JSON lines, a JSON array           read whole; perhaps packed by gzip, from a pipe, or from "-", which is stdin
+    Parquet                            read whole, as Arrow; a row becomes objects of Python when it is asked for
+    a folder of these                  the files of one split
+    a folder of `datasets`, or a name  by that package, row by row
+
+What a file is, its first bytes say, not its name. A row that cannot be read is an error when it is asked for, and the
+error names file and row.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import gzip
+import io
+import json
+import os
+import re
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, Any, Protocol, cast
+
+from replay_generator.prompts.values import without_nulls
+
+STDIN = "-"
+"""The path of the standard input."""
+_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_OTHER_FILES = (
+    (b"PK\x03\x04", "a zip file", "unpack it with unzip"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it with unzstd"),
+    (b"BZh", "a bzip2 file", "unpack it with bunzip2"),
+    (b"\xfd7zXZ", "an xz file", "unpack it with unxz"),
+    (b"ARROW1", "an Arrow file", "write it as Parquet with pyarrow, or give the folder that `datasets` saved"),
+    (codecs.BOM_UTF16_LE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
+    (codecs.BOM_UTF16_BE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
+)
+"""The first bytes of files that people give by mistake. Each has the words of the error, with the remedy."""
+_ONLY_LINES = (
+    (_GZIP, "a gzip file", "unpack it with gunzip"),
+    (_PARQUET, "a Parquet file", "write it as JSON lines or, to import items, let its name end with .parquet"),
+)
+"""More of these, where nothing but lines of JSON is read."""
+_AT_ONCE = 256
+"""Rows that Arrow makes objects of Python at once."""
+_HEAD = 8
+"""First bytes of a file that tell what it is."""
+_LOOKED_AT = 1 << 16
+"""Bytes at the beginning of a file that tell whether it has a row a line."""
+_TABLES = {".csv": "read_csv", ".tsv": "read_table", ".xlsx": "read_excel"}
+"""Files without types, and the function of pandas that reads them."""
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_DATA = (".parquet", (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz"), (".json", ".json.gz"))
+"""How the names of files end that a folder may hold: Parquet, JSON lines, and JSON, which may describe the others."""
+_NAMES_OF_FILES = (".parquet", ".jsonl", ".ndjson", ".json", ".txt", *_PACKED, *_TABLES)
+"""Ends of names that are those of files, and not of data sets on the hub."""
+_LFS = b"version https://git-lfs"
+"""The beginning of what git leaves in the place of a large file."""
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""By split: words of which one stands in the names of its files."""
+
+
+class Rows(Protocol):
+    """Rows by number, which can name each."""
+
+    @property
+    def columns(self) -> Sequence[str] | None:
+        """Of all rows; None: each row has fields of its own."""
+
+    @property
+    def in_memory(self) -> bool:
+        """A look at all rows costs little."""
+        ...
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+    def place(self, index: int) -> str:
+        """What errors call this row: its file and its number."""
+        ...
+
+    def each(self) -> Iterator[Any]:
+        """All rows in their order; a ValueError stands for one that cannot be read."""
+        ...
+
+
+def place_of(rows: Any, index: int) -> str:
+    """What errors call a row: as the rows say, or by its number."""
+    if hasattr(rows, "place"):
+        return str(rows.place(index))
+    return f"row {index + 1} (index {index}) of the prompts"
+
+
+# ------------------------------------------------------------------------------------------------ JSON
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """The bytes of a file, of a pipe, or of stdin, unpacked. It can be read twice."""
+    with contextlib.ExitStack() as held:
+        if os.fspath(path) == STDIN:
+            file: IO[bytes] = held.enter_context(open(0, "rb", closefd=False))
+        else:
+            file = held.enter_context(Path(path).open("rb"))
+        if not file.seekable():
+            file = io.BytesIO(file.read())
+        if not _head(file).startswith(_GZIP):
+            yield file
+            return
+        try:
+            unpacked = gzip.GzipFile(fileobj=file)
+            held.callback(unpacked.close)
+            yield cast("IO[bytes]", unpacked)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path}: a damaged gzip file: {error}") from error
+
+
+def _head(file: IO[bytes]) -> bytes:
+    head = file.read(_HEAD)
+    file.seek(0)
+    return head
+
+
+def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file in UTF-8 with one JSON object a line, each with the number of its line.
+
+    Empty lines do not count, nor does a byte order mark. Raises ValueError that names file and line, with the remedy,
+    for anything else.
+    """
+    with Path(path).open("rb") as file:
+        if file.seekable():
+            _refuse_others(path, file, _ONLY_LINES)
+        for number, row in _lines(path, file):
+            if isinstance(row, ValueError):
+                raise row
+            yield number, row
+
+
+def _lines(path: object, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
+    """The object of each line, or what is wrong with it."""
+    for number, line in enumerate(file, start=1):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if not line.strip():
+            continue
+        try:
+            yield number, _object(_decoded(line))
+        except ValueError as error:
+            yield number, ValueError(f"{path}, line {number}: {error}")
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error}: it is no JSON, and each line must be an object") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"a {type(row).__name__} where an object belongs")
+    return row
+
+
+def _decoded(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"byte {error.start + 1}, {data[error.start : error.start + 1]!r}, is not UTF-8: if the file is in "
+            "Latin-1, convert it with iconv -f ISO-8859-1 -t UTF-8"
+        ) from error
+
+
+def _refuse_others(path: object, file: IO[bytes], others: Sequence[tuple[bytes, str, str]] = ()) -> None:
+    name = str(path)
+    line = _line_that_converts(Path(name))
+    if line is not None:
+        raise ValueError(f"{name}: its values have no types, so it is not read; convert it: {line}")
+    head = _head(file)
+    if _LFS.startswith(head) and len(head) == _HEAD:
+        raise ValueError(f"{name}: git has not fetched this file yet, and left a note in its place: run git lfs pull")
+    for start, kind, remedy in (*_OTHER_FILES, *others):
+        if head.startswith(start):
+            raise ValueError(f"{name}, line 1: this is {kind}, and not lines of JSON in UTF-8: {remedy}")
+
+
+def _line_that_converts(path: Path) -> str | None:
+    """The command that makes JSON lines of a file without types; None: it is another file, by its name."""
+    plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+    reader = _TABLES.get(plain.suffix.lower())
+    if reader is None:
+        return None
+    target = str(plain.with_suffix(".jsonl"))
+    source = str(path)
+    return (
+        f'python -c "import pandas; pandas.{reader}({source!r}, dtype=str).to_json({target!r}, '
+        "orient='records', lines=True)\""
+    )
+
+
+def _values(name: str, file: IO[bytes]) -> list[Any] | None:
+    """The values of a file that is one JSON array, or the object of one that is this alone; None: it has lines.
+
+    Raises ValueError for an array that is damaged.
+    """
+    start = file.read(_LOOKED_AT).removeprefix(codecs.BOM_UTF8).lstrip()
+    file.seek(0)
+    is_array = start.startswith(b"[")
+    if not is_array and not _has_lines_of_one_object(start):
+        return None
+    data = file.read().removeprefix(codecs.BOM_UTF8)
+    file.seek(0)
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise ValueError(f"{name}: it is nested too deeply") from None
+    except UnicodeDecodeError:
+        return None  # whoever reads it by lines says in which
+    except json.JSONDecodeError as error:
+        if is_array and not _is_json(start.partition(b"\n")[0]):  # else each line is an array
+            raise ValueError(f"{name}: it begins as a JSON array, and is damaged: {error}") from error
+        return None
+    if isinstance(value, dict):
+        return [value]
+    return value if isinstance(value, list) else None
+
+
+def _has_lines_of_one_object(start: bytes) -> bool:
+    """The beginning of a file is that of an object over several lines."""
+    first, ends, _ = start.partition(b"\n")
+    return first.startswith(b"{") and bool(ends) and not _is_json(first)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ rows of files
+
+
+@dataclass
+class FileRows:
+    """The rows of files, one file after the other. A row that cannot be read is raised when it is asked for."""
+
+    parts: list[Rows] = field(default_factory=list)
+    in_memory = True
+
+    def __post_init__(self) -> None:
+        self._ends = list(accumulate(len(part) for part in self.parts))
+        self.columns: Sequence[str] | None = None
+        if self.parts and all(part.columns is not None for part in self.parts):
+            self.columns = list(dict.fromkeys(name for part in self.parts for name in part.columns or ()))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _part(self, index: int) -> tuple[Rows, int]:
+        number = bisect_right(self._ends, index)
+        if index < 0 or number == len(self.parts):
+            raise IndexError(index)
+        return self.parts[number], index - (self._ends[number] - len(self.parts[number]))
+
+    def __getitem__(self, index: int) -> Any:
+        part, inside = self._part(index)
+        return part[inside]
+
+    def place(self, index: int) -> str:
+        part, inside = self._part(index)
+        return part.place(inside)
+
+    def each(self) -> Iterator[Any]:
+        for part in self.parts:
+            yield from part.each()
+
+
+@dataclass
+class _Listed:
+    """Rows in memory."""
+
+    name: str
+    word: str
+    """What the file numbers: "line" or "row"."""
+    rows: list[tuple[int, Any]]
+    """Each with its number, from 1; a ValueError is that of the row."""
+    columns: Sequence[str] | None = None
+    in_memory: bool = True
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self.rows[index][1]
+        if isinstance(row, ValueError):
+            raise row
+        return row
+
+    def place(self, index: int) -> str:
+        return f"{self.name}, {self.word} {self.rows[index][0]}"
+
+    def each(self) -> Iterator[Any]:
+        for _, row in self.rows:
+            yield row
+
+
+@dataclass
+class ArrowRows:
+    """Rows of a table of pyarrow, or of a data set, whose null fields stand for those that a row lacks.
+
+    `template_columns`: columns that a chat template is told, where a null field is no field.
+    """
+
+    name: str
+    rows: Any
+    columns: Sequence[str]
+    template_columns: Sequence[str]
+    in_memory: bool
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self.rows):
+            raise IndexError(index)
+        if hasattr(self.rows, "to_pylist"):
+            (row,) = self.rows.slice(index, 1).to_pylist()
+        else:
+            row = self.rows[index]
+        return row_of_arrow(row, self.template_columns)
+
+    def place(self, index: int) -> str:
+        return f"{self.name}, row {index + 1} (index {index})"
+
+    def each(self) -> Iterator[Any]:
+        for start in range(0, len(self.rows), _AT_ONCE):
+            if hasattr(self.rows, "to_pylist"):
+                rows = self.rows.slice(start, _AT_ONCE).to_pylist()
+            else:
+                rows = [self.rows[index] for index in range(start, min(start + _AT_ONCE, len(self.rows)))]
+            for row in rows:
+                try:
+                    yield row_of_arrow(row, self.template_columns)
+                except ValueError as error:
+                    yield error
+
+
+def row_of_arrow(row: Mapping[str, Any], template_columns: Sequence[str]) -> dict[str, Any]:
+    """A row without the null fields that Arrow puts into its `template_columns`. Raises ValueError."""
+    cleaned = dict(row)
+    for name in template_columns:
+        if cleaned.get(name) is not None:
+            cleaned[name] = without_nulls(cleaned[name])
+    return cleaned
+
+
+def numbered_rows(rows: Any, template_columns: Sequence[str]) -> Any:
+    """The rows by number that a program has, in whatever holds them. `template_columns`: as of ArrowRows.
+
+    Those of Arrow are a data set of the package `datasets`, or a table of pyarrow. Raises ValueError for a data set of
+    which no split was chosen.
+    """
+    if hasattr(rows, "iloc"):  # a DataFrame of pandas, which numbers its columns
+        return rows.to_dict("records")
+    if isinstance(rows, Mapping):
+        raise ValueError(f"the prompts are in splits, {', '.join(map(str, rows))}: choose one, such as rows['train']")
+    if is_of_arrow(rows) and hasattr(rows, "__getitem__"):
+        return ArrowRows("the prompts", rows, rows.column_names, template_columns, in_memory=False)
+    return rows
+
+
+def is_of_arrow(rows: Any) -> bool:
+    """These are rows of the package `datasets`, or of pyarrow."""
+    return type(rows).__module__.partition(".")[0] in ("datasets", "pyarrow") and hasattr(rows, "column_names")
+
+
+def _rows_of_file(path: str | os.PathLike[str], template_columns: Sequence[str]) -> Rows:
+    name = str(path)
+    with _opened(path) as file:
+        _refuse_others(path, file)
+        if _head(file).startswith(_PARQUET):
+            table = _parquet(name, file)
+            return ArrowRows(name, table, table.column_names, template_columns, in_memory=True)
+        values = _values(name, file)
+        if values is None:
+            return _Listed(name, "line", list(_lines(path, file)))
+        rows: list[tuple[int, Any]] = []
+        for number, value in enumerate(values, start=1):
+            wrong = ValueError(f"{name}, row {number}: a {type(value).__name__} where an object belongs")
+            rows.append((number, value if isinstance(value, dict) else wrong))
+        return _Listed(name, "row", rows)
+
+
+def _parquet(name: str, file: IO[bytes]) -> Any:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ImportError(f"{name} is a Parquet file, which needs the package pyarrow: pip install pyarrow") from error
+    try:
+        return parquet.read_table(file)
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"{name}: not a Parquet file: {error}") from None
+
+
+def file_rows(path: str | os.PathLike[str], template_columns: Sequence[str] = ()) -> FileRows:
+    """The rows of one file. `template_columns`: as of ArrowRows.
+
+    Raises ValueError for a file of another kind, and OSError.
+    """
+    return FileRows([_rows_of_file(path, template_columns)])
+
+
+# ------------------------------------------------------------------------------------------------ folders
+
+
+def _folder_rows(folder: Path, split: str, template_columns: Sequence[str]) -> FileRows:
+    """The rows of the files of a split, in the order of their names. Raises ValueError if there are none."""
+    files = _data_files(folder)
+    by_split: dict[str, list[Path]] = {}
+    for path in files:
+        by_split.setdefault(_split_of(path.relative_to(folder)), []).append(path)
+    if list(by_split) == [""]:
+        by_split = {"train": files}  # none is named after a split
+    chosen = by_split.get(split) or [path for path in by_split.get("", ()) if split in path.name]
+    if not chosen:
+        names = ", ".join(sorted(name or "others" for name in by_split))
+        raise ValueError(f"{folder} has no split {split!r}, only {names}: see --split")
+    return FileRows([_rows_of_file(path, template_columns) for path in chosen])
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """The files of a folder; if it has none, those of its one subfolder, such as `data`, or of one for each split."""
+    found = _files_of_one_kind(folder)
+    if found:
+        return found
+    having = {path: files for path in _folders(folder) if (files := _files_below(path))}
+    if not having:
+        raise ValueError(
+            f"{folder} holds no prompts: neither files *.parquet, *.jsonl or *.json, nor what `datasets` saved"
+            f"{_other_files(folder)}"
+        )
+    by_split = all(_split_of(Path(path.name)) for path in having)
+    if len(having) > 1 and not by_split:
+        names = ", ".join(path.name for path in having)
+        raise ValueError(f"{folder} has several data sets, {names}: give the folder of one of them")
+    return [path for files in having.values() for path in files]
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Those of a folder, and else of its own subfolders."""
+    found = _files_of_one_kind(folder)
+    if not found:
+        for each in _folders(folder):
+            found += _files_of_one_kind(each)
+    return found
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+
+
+def _files_of_one_kind(folder: Path) -> list[Path]:
+    """The Parquet files of a folder, or those of JSON lines, or else of JSON: that may describe the others.
+
+    Raises ValueError for a folder with both of the first, of which one would be lost.
+    """
+    kinds = [[path for path in _files(folder) if path.name.lower().endswith(ends)] for ends in _DATA]
+    parquet, lines, described = kinds
+    if parquet and lines:
+        raise ValueError(
+            f"{folder} holds files of two kinds, such as {parquet[0].name} and {lines[0].name}: give one file, or a "
+            "folder of one kind"
+        )
+    return parquet or lines or described
+
+
+def _files(folder: Path) -> list[Path]:
+    """Files that somebody put there: those that begin with a dot are of systems and editors."""
+    return [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
+
+
+def _other_files(folder: Path) -> str:
+    """What to do with files of a folder that are not read, in words; "": there are none."""
+    for path in _files(folder):
+        line = _line_that_converts(path)
+        if line is not None:
+            return f"; convert {path.name}: {line}"
+        if path.suffix.lower() in _PACKED:
+            return f"; unpack {path.name}"
+    return ""
+
+
+def _split_of(path: Path) -> str:
+    """The split after which a file, or its folder, is named; "": none."""
+    words = re.split(r"[^a-z0-9]+", str(path).lower())
+    for split, names in _SPLITS.items():
+        if any(name in words for name in names):
+            return split
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------ all sources
+
+
+def open_rows(source: str, *, split: str = "train", template_columns: Sequence[str] = ()) -> Rows:
+    """The rows of a file, of a folder, or of a data set named as on the hub. `template_columns`: as of ArrowRows.
+
+    A data set on the hub with several subsets is named with one: "openai/gsm8k:main". Raises ValueError for a source
+    without rows, or of another kind, OSError, and ImportError if a package is missing.
+    """
+    path = Path(source)
+    if not source:
+        raise ValueError("the prompts have no name: give a file, a folder, or a data set")
+    if source != STDIN and not path.exists() and _is_path(source):
+        raise FileNotFoundError(f"there is no file or folder {source}")
+    if source == STDIN or (path.exists() and not path.is_dir()):
+        rows: Rows = file_rows(source, template_columns)
+    elif path.is_dir() and not any((path / name).exists() for name in ("dataset_dict.json", "dataset_info.json")):
+        rows = _folder_rows(path, split, template_columns)
+    else:
+        rows = _data_set(source, split, template_columns)
+    if not len(rows):
+        raise ValueError(f"{source} has no prompts")
+    return rows
+
+
+def _is_path(source: str) -> bool:
+    """A source that is not there is named as a file or folder, and not as a data set on the hub: `owner/name`."""
+    path = Path(source.partition(":")[0])
+    return source.startswith(("/", ".", "~")) or len(path.parts) > 2 or path.suffix.lower() in _NAMES_OF_FILES
+
+
+def _data_set(source: str, split: str, template_columns: Sequence[str]) -> ArrowRows:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f"{source!r} is no file, and for a data set the package `datasets` is needed: pip install datasets"
+        ) from error
+    is_saved = Path(source).is_dir()
+    name, _, subset = source.partition(":")
+    try:
+        loaded = datasets.load_from_disk(source) if is_saved else datasets.load_dataset(name, subset or None)
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:  # what a package raises for a name that it cannot read
+        raise ValueError(f"{source!r} is no data set that can be loaded: {type(error).__name__}: {error}") from error
+    if isinstance(loaded, Mapping):
+        if split not in loaded:
+            raise ValueError(f"{source} has no split {split!r}, only {', '.join(loaded)}")
+        loaded = loaded[split]
+    return ArrowRows(source, loaded, loaded.column_names, template_columns, in_memory=False)

@@ -1,0 +1,439 @@
+"""Prompts: texts or chats from a file, a data set or any iterable."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import partial
+from typing import Any, Protocol, cast
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+import replay_generator.prompts.chat as chat
+from replay_generator.engines import Engine, why_unfit
+from replay_generator.errors import PromptError
+from replay_generator.prompts.chat import Message
+from replay_generator.prompts.files import (
+    ArrowRows,
+    Rows,
+    file_rows,
+    is_of_arrow,
+    numbered_rows,
+    open_rows,
+    place_of,
+    row_of_arrow,
+)
+from replay_generator.prompts.values import field_of, json_of, plain_row
+from replay_protos.labels import MOST_VALUE_BYTES, TagValue, labels_of
+
+
+class PromptRows(Protocol):
+    """Rows by number: a list, or a data set of the package `datasets`."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, with the row that its reward functions see."""
+
+    prompt_id: str
+    """The same for the same prompt in every epoch."""
+    content: str | tuple[Message, ...]
+    """A text, which is completed as it is, or the messages of a chat, which go through the tokenizer's template."""
+    row: Mapping[str, Any]
+    """The whole row with the prompt."""
+    tags: Mapping[str, TagValue] = field(default_factory=dict)
+    """Tags of its groups: the row's `tags`, if that is an object; those that are null are not there."""
+
+    @classmethod
+    def of(cls, source: Prompt | Mapping[str, Any] | str | Sequence[Message], prompt_field: str = "prompt") -> Prompt:
+        """Makes a prompt of a row with a `prompt_field`, of a text, or of a list of messages.
+
+        `prompt_field` may be a path: `extra_info.question`. The row gets values of Python (`plain_row`), and its
+        messages are cleaned (`chat.clean`). Its `prompt_id` is `row["prompt_id"]`, a text or a number, or else a hash
+        of its content and of the row's other fields. Raises ValueError if the content is missing, empty, or neither a
+        text nor messages, for what no store can hold, such as half of a surrogate pair, for `tools` and
+        `chat_template_kwargs` that no template takes, and for tags that no item can have.
+        """
+        if isinstance(source, Prompt):
+            return source
+        row, content, tags = _parsed(source, prompt_field)
+        prompt_id = _named(row.get("prompt_id"))
+        if not prompt_id:
+            prompt_id = _id_of(content, {name: each for name, each in row.items() if name != prompt_field})
+        return cls(prompt_id=prompt_id, content=content, row=row, tags=tags)
+
+    def packed(self) -> bytes:
+        """The bytes for `unpacked`. Raises PromptError if the row has a value that msgpack has no type for."""
+        fields = {**vars(self), "row": dict(self.row), "tags": dict(self.tags)}
+        try:
+            packed: bytes = msgpack.packb(fields, default=_packed_number)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise PromptError(
+                f"prompt {self.prompt_id!r:.80} cannot be stored in a table: {error}; leave out the field of its row "
+                "that is neither text, number, list nor object"
+            ) from error
+        return packed
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> Prompt:
+        """Raises an error for what `packed` cannot have made."""
+        fields = msgpack.unpackb(packed, strict_map_key=False, ext_hook=_unpacked_number)
+        prompt_id, row = fields["prompt_id"], fields["row"]
+        if not isinstance(prompt_id, str) or not isinstance(row, Mapping):
+            raise ValueError(f"a prompt needs a text as its prompt_id and an object as its row, not {prompt_id!r:.80}")
+        prompt = cls(prompt_id, _content("content", fields["content"]), row, _tags(fields["tags"]))
+        prompt.template()
+        return prompt
+
+    def as_chat(self, system: str | None = None) -> Prompt:
+        """The prompt as messages. A text becomes the user's message; `system` comes first if there is no other.
+
+        Raises ValueError for `tools` that no template takes: those of a text are told to none.
+        """
+        messages = self.content
+        if isinstance(messages, str):
+            messages = ({"role": "user", "content": messages},)
+        if system is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = ({"role": "system", "content": system}, *messages)
+        prompt = replace(self, content=messages)
+        prompt.tools()
+        return prompt
+
+    def tools(self) -> list[Any]:
+        """The tools that the chat template is told: the row's `tools`. A text has none.
+
+        Raises ValueError if the column holds anything else.
+        """
+        return [] if isinstance(self.content, str) else chat.tools_of(self.row.get("tools"))
+
+    def template(self) -> dict[str, Any]:
+        """The row's own arguments of the chat template: its `chat_template_kwargs`.
+
+        Raises ValueError if the column holds anything else.
+        """
+        return chat.template_of(self.row.get("chat_template_kwargs"))
+
+    def tokenize(self, tokenizer: Any, *, began: datetime | None = None, **template: Any) -> list[int]:
+        """The token ids (P,). Messages go through the tokenizer's chat template, as `chat.render` tells them.
+
+        The template gets `template`, and what the row says beside it. `began`: when the rollout began; None: now. If
+        the last message is the assistant's, the completion continues it. Raises PromptError.
+        """
+        try:
+            arguments = {**template, **self.template()}
+            if isinstance(self.content, str):
+                return chat.text_ids(tokenizer, self.content)
+            rendered = chat.render(tokenizer, self.content, self.tools(), arguments, began)
+            return chat.rendered_ids(tokenizer, rendered)
+        except Exception as error:
+            raise PromptError(f"prompt {self.prompt_id!r} cannot be tokenized: {error}") from error
+
+
+_NUMBER = 1
+"""The type of extension of msgpack for whole numbers of more than 64 bits."""
+
+
+def _packed_number(value: Any) -> msgpack.ExtType:
+    """Raises TypeError for anything else that msgpack has no type for."""
+    if not isinstance(value, int):
+        name = type(value).__name__
+        article = "an" if name[:1].lower() in "aeiou" else "a"
+        raise TypeError(f"{article} {name} has no type there")
+    return msgpack.ExtType(_NUMBER, b"%x" % value)
+
+
+def _unpacked_number(code: int, data: bytes) -> int:
+    if code != _NUMBER:
+        raise ValueError(f"a prompt has no extension {code}")
+    return int(data, 16)
+
+
+def _parsed(
+    source: Mapping[str, Any] | str | Sequence[Message], prompt_field: str
+) -> tuple[dict[str, Any], str | tuple[Message, ...], dict[str, TagValue]]:
+    """The row, the content and the tags of a prompt. Raises ValueError for a row that is no prompt."""
+    if hasattr(source, "to_dict"):  # a row of pandas
+        source = source.to_dict()
+    row = plain_row(source if isinstance(source, Mapping) else {prompt_field: source})
+    try:
+        value = field_of(row, prompt_field)
+    except KeyError as error:
+        raise ValueError(
+            f"a row needs the field {prompt_field!r}; {error.args[0]}: name one of them with --prompt-field "
+            "(prompt_field)"
+        ) from None
+    content = _content(prompt_field, value)
+    _named(row.get("prompt_id"))
+    _check_columns(content, row)
+    return row, content, _tags(row.get("tags"))
+
+
+def _check_columns(content: str | tuple[Message, ...], row: Mapping[str, Any]) -> None:
+    """Raises ValueError for columns that no template can be told."""
+    prompt = Prompt("", content, row)
+    prompt.tools()
+    prompt.template()
+
+
+def _named(prompt_id: Any) -> str:
+    """The name in a row's `prompt_id`; "": it has none. Raises ValueError for what is no name."""
+    if prompt_id is None:
+        return ""
+    if isinstance(prompt_id, float) and prompt_id.is_integer():
+        prompt_id = int(prompt_id)  # beside nulls, Arrow and pandas make numbers floats
+    if not isinstance(prompt_id, str | int | float):
+        raise ValueError(f"'prompt_id' must be a text or a number, not {prompt_id!r:.80}")
+    name = str(prompt_id)
+    size = len(name.encode())
+    if size > MOST_VALUE_BYTES:
+        raise ValueError(
+            f"'prompt_id' has {size} bytes, and a name has at most {MOST_VALUE_BYTES}: leave it out, and a hash of the "
+            "row is its name"
+        )
+    return name
+
+
+def _tags(column: Any) -> dict[str, TagValue]:
+    """A data set may have a column `tags` of its own, such as lists of keywords: that is not meant for the server."""
+    if not isinstance(column, Mapping):
+        return {}
+    # A data set has all fields in each row, and null where a row lacks one.
+    return labels_of((), {name: value for name, value in column.items() if value is not None}).tags
+
+
+def _content(name: str, value: Any) -> str | tuple[Message, ...]:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list | tuple) and value:
+        try:
+            messages = chat.clean(value)
+            chat.check_words(messages)
+            for function in chat.functions_of(messages):
+                chat.arguments_of(function)
+        except chat.ChatError as error:
+            raise ValueError(f"{name!r}: {error}") from error
+        return tuple(messages)
+    raise ValueError(f"{name!r} must be a text or a list of messages that is not empty, not {value!r:.200}")
+
+
+def _id_of(content: str | tuple[Message, ...], others: Mapping[str, Any]) -> str:
+    """The name of a prompt that has none: a hash of its content, and of the other fields of its row.
+
+    Two rows may ask the same and want different answers. Null fields do not count, nor do objects that JSON cannot
+    have, so that a row has one name however it was stored.
+    """
+    text = content if isinstance(content, str) else json_of(content)
+    other_fields = json_of(others)
+    if other_fields != "{}":
+        text = f"{text}\0{other_fields}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def read_prompts(path: str | os.PathLike[str], prompt_field: str = "prompt") -> list[Prompt]:
+    """All prompts of one file: JSON lines, a JSON array or Parquet, perhaps packed by gzip; `row_files` says how.
+
+    Raises ValueError that names file and row, for a row without a prompt and for a file without prompts.
+    """
+    rows = LoadedPrompts(file_rows(path, _template_columns(prompt_field)), prompt_field)
+    if not len(rows):
+        raise ValueError(f"{path} has no prompts")
+    rows.check()
+    return [rows[index] for index in range(len(rows))]
+
+
+def load_prompts(
+    source: str, *, prompt_field: str = "prompt", split: str = "train", check: bool = True
+) -> LoadedPrompts:
+    """Prompts of a file, of a folder, or of a data set named as on the hub: docs/how-to/data.md lists the forms.
+
+    A data set is read row by row, as its prompts are asked for. All others are read at once; `check` says whether one
+    bad row of them is an error here, or when it is asked for. Raises ValueError if there are no prompts, OSError, and
+    ImportError if a package is needed and missing.
+    """
+    rows = open_rows(source, split=split, template_columns=_template_columns(prompt_field))
+    head = prompt_field.partition(".")[0]
+    if rows.columns is not None and not {prompt_field, head}.intersection(rows.columns):
+        raise ValueError(f"{source} has no column {prompt_field!r}, only {', '.join(rows.columns)}: see --prompt-field")
+    loaded = LoadedPrompts(rows, prompt_field)
+    if check and rows.in_memory:
+        loaded.check()
+    return loaded
+
+
+def _template_columns(prompt_field: str) -> list[str]:
+    """Columns that a chat template is told."""
+    return list(dict.fromkeys([prompt_field, prompt_field.partition(".")[0], "tools", "chat_template_kwargs"]))
+
+
+class LoadedPrompts:
+    """The prompts of files and data sets, each made when it is asked for."""
+
+    def __init__(self, rows: Rows, prompt_field: str) -> None:
+        self._rows = rows
+        self._prompt_field = prompt_field
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def in_memory(self) -> bool:
+        """A look at all rows costs little."""
+        return self._rows.in_memory
+
+    def __getitem__(self, index: int) -> Prompt:
+        """Raises PromptError that names file and row."""
+        return prompt_at(self._rows, index, self._prompt_field)
+
+    def place(self, index: int) -> str:
+        """What errors call this row: its file and its number."""
+        return self._rows.place(index)
+
+    def check(self) -> None:
+        """Looks at all rows. Raises ValueError for the first that is no prompt, which names file and row."""
+        for index, row in enumerate(self._rows.each()):
+            try:
+                if isinstance(row, ValueError):
+                    raise row
+                _parsed(row, self._prompt_field)
+            except ValueError as error:
+                raise ValueError(_at(self._rows, index, error)) from error
+
+
+def prompt_rows(rows: PromptRows, prompt_field: str = "prompt") -> PromptRows:
+    """The rows by number, whatever holds them: a list, a data set, a table of pyarrow, a DataFrame.
+
+    Raises ValueError for a data set of which no split was chosen.
+    """
+    numbered: PromptRows = numbered_rows(rows, _template_columns(prompt_field))
+    return numbered
+
+
+def rows_in_turn(rows: Any) -> Iterable[Any]:
+    """The rows that any iterable gives, which may be a data set or a stream of one. Raises as `prompt_rows`."""
+    template_columns = _template_columns("prompt")
+    numbered = numbered_rows(rows, template_columns)
+    if is_of_arrow(numbered):  # a stream
+        return map(partial(row_of_arrow, template_columns=template_columns), numbered)
+    if isinstance(numbered, ArrowRows):
+        return map(partial(prompt_at, numbered), range(len(numbered)))
+    return cast("Iterable[Any]", numbered)
+
+
+def prompt_at(rows: PromptRows, index: int, prompt_field: str = "prompt") -> Prompt:
+    """The prompt of a row. Raises PromptError that names the row."""
+    try:
+        return Prompt.of(rows[int(index)], prompt_field)
+    except ValueError as error:
+        raise PromptError(_at(rows, int(index), error)) from error
+
+
+def _at(rows: PromptRows, index: int, error: Exception) -> str:
+    """What is wrong, with the place of the row."""
+    place = place_of(rows, index)
+    message = str(error)
+    return message if message.startswith(place) else f"{place}: {message}"
+
+
+PromptSource = Prompt | Mapping[str, Any] | str | list[Message]
+"""Whatever `Prompt.of` makes a prompt of."""
+
+
+def prompt_for(
+    engine: Engine, source: PromptSource, template: Mapping[str, Any], began: datetime | None = None
+) -> tuple[Prompt, list[int]]:
+    """The prompt and its token ids (P,), of a group that `began` then. `template`: arguments of the chat template.
+
+    Raises PromptError if it is no prompt or does not fit the engine, of which only the tokenizer and the limits count.
+    """
+    try:
+        prompt = Prompt.of(source)
+    except ValueError as error:
+        raise PromptError(f"{reprlib.repr(source)} is no prompt: {error}") from error
+    prompt_ids = prompt.tokenize(engine.tokenizer, began=began, **template)
+    why = why_unfit(engine, prompt_ids)
+    if why:
+        raise PromptError(f"prompt {prompt.prompt_id!r} has {why}")
+    return prompt, prompt_ids
+
+
+class PreparedRows:
+    """Rows as prompts, each made when it is asked for: a large data set costs nothing before."""
+
+    def __init__(
+        self, rows: PromptRows, prompt_field: str = "prompt", system: str | None = None, *, chat: bool = False
+    ) -> None:
+        """`chat`: texts become messages of the user. `system`: the message of the system in each that has none."""
+        self._rows = prompt_rows(rows, prompt_field)
+        self._prompt_field = prompt_field
+        self._chat = chat
+        self._system = system
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        """Raises PromptError that names the row."""
+        prompt = prompt_at(self._rows, index, self._prompt_field)
+        if not self._chat:
+            return prompt
+        try:
+            return prompt.as_chat(self._system)
+        except ValueError as error:
+            raise PromptError(_at(self._rows, int(index), error)) from error
+
+    def place(self, index: int) -> str:
+        """What errors call this row."""
+        return place_of(self._rows, index)
+
+    def check(self) -> None:
+        """Looks at all rows. Raises PromptError for the first that is no prompt."""
+        if isinstance(self._rows, LoadedPrompts) and not self._chat:
+            self._rows.check()
+            return
+        for index in range(len(self)):
+            self[index]
+
+
+def cycle_prompts(
+    rows: PromptRows, *, seed: int = 0, epochs: int | None = None, prompt_field: str = "prompt"
+) -> Iterator[Prompt]:
+    """Every row once in each epoch, in an order that depends on `seed` and the epoch; `epochs` None: for ever.
+
+    Reads the rows one by one, so a large data set starts at once. Raises ValueError if there are no rows. A row that is
+    no prompt raises PromptError when its turn comes, and the next call goes on with the next row.
+    """
+    if not len(rows):
+        raise ValueError(f"there are no prompts to cycle through: rows is empty, {rows!r:.80}")
+    numbered = prompt_rows(rows, prompt_field)
+    orders = (epoch_order(len(rows), seed, epoch) for epoch in (itertools.count() if epochs is None else range(epochs)))
+
+    def prompt_of(index: int) -> Prompt:
+        return prompt_at(numbered, index, prompt_field)
+
+    # `map` goes on after an error, which a generator does not.
+    return map(prompt_of, itertools.chain.from_iterable(orders))
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The order of `count` rows in this epoch: each index once. A million take some 20 ms."""
+    return np.random.default_rng([*f"{seed}/{epoch}".encode()]).permutation(count)
+
+
+def chat_prompts(prompts: Iterable[Prompt], system: str | None = None) -> Iterator[Prompt]:
+    """All prompts as chats; see `Prompt.as_chat`."""
+
+    def as_chat(prompt: Prompt) -> Prompt:
+        return prompt.as_chat(system)
+
+    # `map` goes on after a prompt that cannot be made, which a generator does not.
+    return map(as_chat, prompts)

@@ -1,0 +1,447 @@
+"""Prompts of a table: every generator draws from it under leases, and the insert of a group closes its prompt.
+
+A prompt and its group change places in one request (`closes`), so a kill leaves one of them, and never both or neither.
+A generator that dies loses its leases. Its prompts go back to their places, and others draw them.
+
+`EpochPrompts` makes a group of each prompt once an epoch, in an order by seed. The table is a queue, and nobody holds
+all of an epoch in it. Behind the prompts that are loaded lies a PromptCursor, which says how far that is. The generator
+that draws the cursor loads the next WINDOW prompts. It then inserts the next cursor, which closes the one it has:
+
+    p1 p2 p3 cursor(3)  ──▶  cursor(3) drawn  ──▶  p4 p5 p6 cursor(6)
+
+So the lease of the cursor decides who loads. What a kill leaves, at each step:
+
+    the cursor is drawn          its lease ends, and another generator loads
+    some prompts are loaded    the same. Keys follow from run, epoch and position: the server knows those that are there
+    the next cursor is in        the old one is gone in the same moment
+
+The server has to remember the keys of one window until the next cursor is in, and no key after that. So epochs may be
+as long as you like. The table is empty, and no item of it is drawn, only before the first cursor and after a reset.
+
+`CurriculumPrompts` draws by priority, and prompts stay in the table. The priority is all that it knows of a prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import numpy.typing as npt
+
+from replay_client import AsyncReplayClient, Sample, ServerInfo
+from replay_client.errors import DeadlineExceededError, LeaseEndedError, PayloadTooLargeError, ReplayError
+from replay_client.scoring import group_learnability
+from replay_client.waits import in_daemon_thread
+from replay_generator.config import GeneratorConfig
+from replay_generator.errors import PromptError
+from replay_generator.metrics import GeneratorStats
+from replay_generator.prompts.files import place_of
+from replay_generator.prompts.prompt import (
+    Prompt,
+    PromptRows,
+    PromptSource,
+    epoch_order,
+    prompt_at,
+    prompt_rows,
+    rows_in_turn,
+)
+from replay_generator.prompts.queue import Answer, DrawnPrompt, IteratedPrompts, LeasedItems, PromptItem, PromptQueue
+from replay_generator.prompts.stored import (
+    CURSOR_TAG,
+    PromptCursor,
+    StoredPrompt,
+    decode_item,
+    key_of,
+    names_of,
+)
+from replay_protos.labels import TagValue
+from replay_protos.words import counted
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 1024
+"""Prompts of an epoch that are loaded at once."""
+LEAST_ROOM = 16 * WINDOW
+"""The least `max_size` of a table of prompts: a window, and what generators that died requeue."""
+LEAST_BOUND = 1_000_000
+"""The least `max_staleness` of partial groups that stand for prompts: no run has so many versions."""
+FIRST_PRIORITY = 0.25
+"""Of a prompt in a curriculum that nobody has tried: the most that p (1 - p) can be."""
+LEARNING_RATE = 0.5
+"""Weight of the newest group of a prompt in its priority."""
+LEAST_PRIORITY = 0.02
+"""Of a prompt that was always solved, or never: it is tried again, more seldom."""
+_PAUSE = 1.0
+"""Seconds to wait for a prompt before another look at what is going on."""
+MOST_BAD = 100
+"""When so many rows in a row were no prompts, the run ends: the cause is not a single row."""
+_MOST_BEGINNINGS = 64
+"""How often a table may be emptied while the server remembers the key of its first cursor."""
+
+
+class PromptsTable(PromptQueue):
+    """Draws prompts under leases, and renews these until the prompts are finished or returned."""
+
+    def __init__(
+        self,
+        client: AsyncReplayClient,
+        answer: Answer,
+        rows: PromptRows,
+        config: GeneratorConfig,
+        stats: GeneratorStats,
+    ) -> None:
+        """`rows`: all prompts, in the order of their file."""
+        assert config.prompts_table is not None
+        self.table = config.prompts_table
+        self._client = client
+        self._answer = answer
+        self._rows = rows
+        self._config = config
+        self._seed = config.sampling.seed or 0
+        self._stats = stats
+        self._bad_in_a_row = 0
+        self._names = ""
+        self._items = LeasedItems(client, answer, self.table, config.prompts_lease, "prompts", _decoded, _lose, stats)
+
+    async def begin(self) -> None:
+        """Loads the first prompts, if nobody has. Raises ReplayError for a table that cannot hold prompts."""
+        if not len(self._rows):
+            raise ReplayError("there are no prompts to load: the file has no rows")
+        self._names = await in_daemon_thread(lambda: names_of(self._rows))
+        info = await self._info()
+        if info.admission is not None and len(getattr(info, "shards", ())) > 1:
+            raise ReplayError(
+                "a table of prompts over several servers does not go together with [admission]: use one server"
+            )
+        if (found := info.tables.get(self.table)) is None:
+            names = ", ".join(info.tables)
+            raise ReplayError(f"prompts_table {self.table!r} does not exist; there are {names}: add it in [[tables]]")
+        for wrong in self._faults(json.loads(found.config)):
+            raise ReplayError(f"table {self.table!r} cannot hold the prompts of {self._what}: {wrong}")
+
+    async def next(self) -> DrawnPrompt | None:
+        """The next prompt, under a lease; None: there is none now."""
+        exclude = [] if self._times else [sample.info.key for sample, _ in self._items.held.values()]
+        try:
+            sample, item = await self._items.draw(_PAUSE, exclude)
+        except DeadlineExceededError:
+            await self._look()
+            return None
+        if isinstance(item, PromptCursor):
+            await self._cursor_drawn(sample, item)
+            return None
+        place = PromptItem(sample.info.key, sample.info.priority, item.epoch, item.position)
+        return DrawnPrompt(item.prompt, (sample,), place)
+
+    async def finished(self, drawn: DrawnPrompt, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
+        """The insert of a group has closed its prompt. That of a group which is left out is acknowledged here."""
+        if inserted:
+            self.opened(drawn)
+        else:
+            await self._items.end(drawn.closes)
+
+    def opened(self, drawn: DrawnPrompt) -> None:
+        self._items.forget(drawn.closes)
+
+    async def requeued(self, drawn: DrawnPrompt, partial: Sample | None = None) -> None:
+        await self._items.end(drawn.closes, requeue=True)
+
+    async def reject(self, sample: Sample, why: Exception) -> None:
+        await self._items.reject(sample, why)
+
+    async def close(self) -> None:
+        await self._items.close()
+
+    # ------------------------------------------------------------------------------------ what the modes differ in
+
+    _what, _sampler, _times = "", "", 0
+    """The mode, for messages; the sampler and the max_times_sampled of its table."""
+
+    @abstractmethod
+    async def _cursor_drawn(self, sample: Sample, cursor: PromptCursor) -> None:
+        """The cursor was drawn."""
+
+    async def _look(self) -> None:
+        """There was no prompt for a while."""
+
+    # -------------------------------------------------------------------------------------------------- for both
+
+    def _faults(self, config: Mapping[str, Any]) -> Iterator[str]:
+        """Lists the settings of a table that make it unfit for prompts, in words."""
+        sampler, times, limiter = config["sampler"]["type"], config["max_times_sampled"], config["rate_limiter"]
+        room = LEAST_ROOM if self._times else len(self._rows) + 2
+        if sampler != self._sampler:
+            yield f'its sampler is {sampler!r}; write sampler = "{self._sampler}"'
+        if times != self._times:
+            yield f"its max_times_sampled is {times}; write {self._times}"
+        if config["max_staleness"] is not None:
+            yield f"its max_staleness {config['max_staleness']} would drop prompts; leave it out"
+        if limiter["type"] not in ("min_size", "queue") or limiter["min_size"] > 1:
+            yield f"its rate_limiter {limiter['type']!r} may hold prompts back; leave it out"
+        if (most := min(config["max_size"], limiter["max_size"] or config["max_size"])) < room:
+            yield f"it holds {most} items; write max_size = {room} or more, so that no prompt is evicted"
+        if config["requires"]:
+            yield f"it requires {', '.join(config['requires'])}, which prompts lack; leave that out"
+
+    async def _info(self) -> ServerInfo:
+        info: ServerInfo = await self._answer(self._client.server_info)
+        return info
+
+    async def _is_empty(self) -> bool:
+        """Whether the table holds nothing, and nobody has drawn anything of it."""
+        info = await self._info()
+        if getattr(info, "gone", ()):  # what that server holds, nobody knows
+            return False
+        table = info.tables[self.table]
+        return not table.size and not table.reserved
+
+    async def _first_cursor(self, priority: float) -> None:
+        """Inserts the first cursor if the table is empty.
+
+        All that begin at once use the same key, so there is one cursor. After a reset the server still knows that key:
+        then the table stays empty, and the next key counts.
+        """
+        cursor = PromptCursor(secrets.randbits(63), self._seed, len(self._rows), self._names)
+        for beginning in range(_MOST_BEGINNINGS):
+            if not await self._is_empty():
+                return
+            await self._insert_cursor(cursor, key_of("begin", self.table, beginning), priority)
+        raise ReplayError(f"table {self.table!r} was emptied {_MOST_BEGINNINGS} times: use one of another name")
+
+    async def _insert_cursor(
+        self, cursor: PromptCursor, key: int, priority: float = 1.0, closes: Sequence[Sample] = ()
+    ) -> None:
+        await self._answer(
+            self._client.insert,
+            cursor.encode(),
+            {self.table: priority},
+            key=key,
+            tags={CURSOR_TAG: f"epoch {cursor.epoch}, {cursor.position} of {cursor.rows}"},
+            closes=closes,
+        )
+
+    async def _load(self, cursor: PromptCursor, rows: Sequence[int], priority: float = 1.0) -> None:
+        """Inserts the prompts of these rows, which begin where the cursor is, those that are there already apart.
+
+        A row that is no prompt, or that no table can hold, is left out: it would end every generator in turn.
+        """
+        prompts = await in_daemon_thread(
+            lambda: [self._stored(row, cursor, position) for position, row in enumerate(rows, cursor.position)]
+        )
+        places = {key_of(cursor.run, cursor.epoch, cursor.position + index): index for index in range(len(prompts))}
+
+        async def attempt() -> dict[int, ReplayError]:
+            async with self._client.writer(max_in_flight=WINDOW) as writer:
+                for key, index in places.items():
+                    stored = prompts[index]
+                    if isinstance(stored, PromptError):
+                        continue
+                    payload, tags = stored
+                    insert = partial(writer.insert, payload, {self.table: priority}, key=key, tags=tags)
+                    await _beside_too_large(insert)
+                await _beside_too_large(writer.flush)
+                for error in writer.refused.values():
+                    if not isinstance(error, PayloadTooLargeError):
+                        raise error
+                return dict(writer.refused)
+
+        for key, error in (await self._answer(attempt)).items():
+            row = place_of(self._rows, rows[places[key]])
+            prompts[places[key]] = PromptError(f"{row}: the prompt cannot be stored in a table: {error}")
+        for prompt in prompts:
+            self._count_bad(prompt)
+
+    def _stored(self, row: int, cursor: PromptCursor, position: int) -> tuple[bytes, dict[str, TagValue]] | PromptError:
+        """The bytes and the tags of the prompt of a row, or why it has none."""
+        try:
+            stored = StoredPrompt(prompt_at(self._rows, row), cursor.epoch, position)
+            return stored.encode(), stored.item_tags()
+        except PromptError as error:
+            return error
+
+    def _count_bad(self, prompt: object) -> None:
+        """Raises ReplayError when so many rows in a row were no prompts that the cause is not one of them."""
+        if not isinstance(prompt, PromptError):
+            self._bad_in_a_row = 0
+            return
+        self._stats["groups_skipped"] += 1
+        self._bad_in_a_row += 1
+        if self._bad_in_a_row >= min(MOST_BAD, len(self._rows)):
+            raise ReplayError(f"{self._bad_in_a_row} rows in a row are no prompts, the last because of: {prompt}")
+        logger.warning("left out of table %r: %s", self.table, prompt)
+
+    def _check(self, cursor: PromptCursor) -> None:
+        """Raises ReplayError if the table was loaded from other prompts."""
+        if (cursor.rows, cursor.names) != (len(self._rows), self._names):
+            kind = "others" if cursor.rows == len(self._rows) else f"{len(self._rows)}"
+            prompts = counted(cursor.rows, "prompt")
+            raise ReplayError(
+                f"table {self.table!r} was loaded from {prompts}, and this generator has {kind}: "
+                f"give all generators the same prompts, or empty the table with `replay table reset {self.table}`"
+            )
+
+
+async def _beside_too_large(call: Callable[[], Awaitable[object]]) -> None:
+    """Calls a method of a writer, whose `refused` gets each prompt that is too large for the server.
+
+    A writer that raises has done nothing else: the error is that of an earlier item, and it raises it once.
+    """
+    while True:
+        try:
+            await call()
+        except PayloadTooLargeError:
+            continue
+        return
+
+
+def _decoded(sample: Sample) -> StoredPrompt | PromptCursor:
+    return decode_item(sample.payload)
+
+
+def _lose(_: Sample, __: StoredPrompt | PromptCursor) -> None:
+    logger.warning("the lease of a prompt has ended: another generator gets it")
+
+
+class EpochPrompts(PromptsTable):
+    """Each prompt once an epoch, whoever restarts, and however many generators draw."""
+
+    _what, _sampler, _times = "an epoch", "fifo", 1
+
+    async def begin(self) -> None:
+        await super().begin()
+        name = self._config.partial_groups_table or ""
+        partial_groups = (await self._info()).tables.get(name)
+        bound = None if partial_groups is None else json.loads(partial_groups.config)["max_staleness"]
+        if bound is not None and bound < LEAST_BOUND:
+            raise ReplayError(
+                f"table {name!r} has max_staleness {bound}: the server would drop partial groups "
+                f"whose prompts are missing then; declare it in [[tables]] with max_staleness = {LEAST_BOUND}, and "
+                "generators make prompts again of groups that are too old"
+            )
+        await self._first_cursor(1.0)
+
+    async def requeued(self, drawn: DrawnPrompt, partial: Sample | None = None) -> None:
+        """A prompt that takes the place of a partial group comes behind those that are loaded."""
+        await super().requeued(drawn)
+        if partial is None or drawn.item is None:
+            return
+        prompt = StoredPrompt(Prompt.of(drawn.source), drawn.item.epoch, drawn.item.position)
+        # The key follows from what it replaces: an answer that is lost does not repeat the prompt.
+        key, tags = key_of("again", partial.info.key), prompt.item_tags()
+        table = {self.table: 1.0}
+        with contextlib.suppress(LeaseEndedError):  # another generator has the group, and goes on with it
+            await self._answer(self._client.insert, prompt.encode(), table, key=key, tags=tags, closes=[partial])
+
+    async def _look(self) -> None:
+        await self._first_cursor(1.0)  # somebody may have emptied the table
+
+    async def _cursor_drawn(self, sample: Sample, cursor: PromptCursor) -> None:
+        self._check(cursor)
+        if (epochs := self._config.prompts_epochs) is not None and cursor.epoch >= epochs:
+            await self._wait_for_others()
+            await self._items.end([sample], requeue=True)
+            return
+        order = await in_daemon_thread(lambda: epoch_order(cursor.rows, cursor.seed, cursor.epoch))
+        rows = order[cursor.position : cursor.position + WINDOW].tolist()
+        after = cursor.position + len(rows)
+        epoch, position = (cursor.epoch, after) if after < cursor.rows else (cursor.epoch + 1, 0)
+        try:
+            # Who stands still for longer than the lease must not go on where another generator is at work.
+            async with asyncio.timeout(self._config.prompts_lease):
+                await self._load(cursor, rows)
+                key = key_of(cursor.run, epoch, position, "cursor")
+                await self._insert_cursor(replace(cursor, epoch=epoch, position=position), key, closes=[sample])
+        except (LeaseEndedError, TimeoutError):
+            logger.warning("loading prompts took longer than their lease, and another generator does it")
+        self._items.forget([sample])
+
+    async def _wait_for_others(self) -> None:
+        """All epochs are drawn. They are through when no prompt can come back, and no partial group is left."""
+        tables = (await self._info()).tables
+        table, partial_groups = tables[self.table], tables.get(self._config.partial_groups_table or "")
+        self.ended = table.size == 0 and table.reserved == 1  # this cursor
+        if partial_groups is not None and partial_groups.size + partial_groups.reserved:
+            self.ended = False
+        if not self.ended:
+            await asyncio.sleep(_PAUSE)
+
+
+class CurriculumPrompts(PromptsTable):
+    """Prompts by how much their groups teach, again and again.
+
+    The priority of a prompt is a running mean of p (1 - p), with p the share of its completions that are right
+    (learnability, arXiv 2502.12272; `scoring.group_learnability`):
+
+        priority = (1 - LEARNING_RATE) * priority + LEARNING_RATE * max(p (1 - p), LEAST_PRIORITY)
+
+    So a group counts half as much at each further group of its prompt, and no prompt is forgotten. Nothing else is
+    known of a prompt: whichever generator makes its next group goes on from its priority, after any restart.
+    """
+
+    _what, _sampler = "a curriculum", "prioritized"
+
+    async def begin(self) -> None:
+        await super().begin()
+        await self._first_cursor(0.0)  # priority 0 is never drawn
+        run = await self._run()
+        loaded = key_of(run, "loaded")
+        if await self._answer(self._client.get, [loaded], payloads=False):
+            return
+        cursor = PromptCursor(run, self._seed, len(self._rows), self._names)
+        for start in range(0, cursor.rows, WINDOW):
+            rows = range(start, min(start + WINDOW, cursor.rows))
+            await self._load(replace(cursor, position=start), rows, FIRST_PRIORITY)
+        # From now on no generator loads: prompts that somebody deletes stay away.
+        await self._insert_cursor(replace(cursor, position=cursor.rows), loaded, 0.0)
+
+    async def finished(self, drawn: DrawnPrompt, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
+        """A kill before the new priority is there loses what this group says of its prompt, and nothing else."""
+        await super().finished(drawn, rewards, inserted=inserted)
+        if (item := drawn.item) is not None:
+            taught = 0.0 if rewards is None else group_learnability(rewards)
+            mean = (1 - LEARNING_RATE) * item.priority + LEARNING_RATE * max(taught, LEAST_PRIORITY)
+            await self._answer(self._client.update_priorities, self.table, {item.key: mean})
+
+    async def _run(self) -> int:
+        """The number that the first cursor has."""
+        keys = [key_of("begin", self.table, beginning) for beginning in range(_MOST_BEGINNINGS)]
+        for item in await self._answer(self._client.get, keys):
+            with contextlib.suppress(ValueError):  # what is damaged is no cursor
+                if isinstance(cursor := decode_item(item.payload), PromptCursor) and self.table in item.tables:
+                    self._check(cursor)
+                    return cursor.run
+        raise ReplayError(
+            f"table {self.table!r} holds items, and not the cursor of its prompts: empty it with `replay table reset "
+            f"{self.table}`, or use another one"
+        )
+
+    async def _cursor_drawn(self, sample: Sample, cursor: PromptCursor) -> None:
+        await self._items.end([sample], requeue=True)  # somebody has raised its priority
+
+
+def prompt_queue_of(
+    client: AsyncReplayClient,
+    answer: Answer,
+    prompts: Iterable[PromptSource] | PromptRows,
+    config: GeneratorConfig,
+    stats: GeneratorStats,
+) -> PromptQueue:
+    """The supply that `config` asks for. Raises ValueError if it asks for a table, and `prompts` are no rows."""
+    if config.prompts_table is None:
+        if config.prompts_epochs is not None:
+            raise ValueError("prompts_epochs needs a prompts_table: without one, `prompts` says how many there are")
+        return IteratedPrompts(cast("Iterable[PromptSource]", rows_in_turn(prompts)))
+    if not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__"):
+        raise ValueError(f"prompts_table needs all prompts as rows by number, not {type(prompts).__name__}")
+    if config.prompts_mode == "curriculum" and config.prompts_epochs is not None:
+        raise ValueError("prompts_epochs does not go together with prompts_mode = 'curriculum', which has no epochs")
+    kind = EpochPrompts if config.prompts_mode == "epoch" else CurriculumPrompts
+    return kind(client, answer, prompt_rows(cast("PromptRows", prompts)), config, stats)

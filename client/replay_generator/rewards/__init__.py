@@ -1,0 +1,1 @@
+"""What a rollout is worth: reward functions of users, and the ones of this package."""

@@ -1,0 +1,303 @@
+"""Rewards, which score the completions of a prompt.
+
+They are functions of the user's own, or built-in ones by name. A reward is a weighted sum of functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client.errors import ReplayError
+from replay_client.rollout import MAX_VALUE
+from replay_client.settings import load_function
+from replay_generator.prompts.values import field_of
+from replay_generator.rewards.math_answers import check_installed, same_answer
+from replay_generator.rollouts.rollout import Rollout
+from replay_generator.user_code import calls as user_code
+from replay_generator.user_code.results import LARGEST, check_name, number_of
+from replay_protos.words import counted
+
+RewardFunction = Callable[..., float | None | Awaitable[float | None]]
+"""Takes the prompt's row and the text that the policy wrote last, and returns a reward; None: it abstains, and the
+others alone decide. One with a parameter `rollout` gets the whole Rollout too: its turns with their texts, the output
+of tools, and its `info`.
+
+If it is async, all calls for a group run at once. Otherwise it runs in a thread beside the event loop, for one group at
+a time; in a process of its own from the moment on in which it asks for a signal."""
+GroupRewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
+"""Takes the prompt's row and the texts of all G rollouts, and returns G rewards, each of which may be None; see
+`group_reward`. One with a parameter `rollouts` gets all of them too."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+OWN_REWARD = "rollout"
+"""The name, among those of reward functions, of what environments gave."""
+_SCORES_GROUPS = "scores_groups"
+_THREAD_SAFE = "thread_safe"
+_SAFE_THREADS = 8
+"""Groups that functions with the decorator `thread_safe` score at the same time, unless the caller gives a number."""
+
+
+class RewardError(ReplayError):
+    """A reward function failed. The message names the function and the failure."""
+
+
+class AbstainedError(RewardError):
+    """Every reward function abstained, although some have given a number in this run: no failure of a function."""
+
+
+def group_reward(function: Function) -> Function:
+    """Decorator for a function that scores all completions of a prompt in one call, for example in one model batch."""
+    setattr(function, _SCORES_GROUPS, True)
+    return function
+
+
+def thread_safe(function: Function) -> Function:
+    """Decorator for a function that may score several groups at the same time, in a thread each."""
+    setattr(function, _THREAD_SAFE, True)
+    return function
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One reward function in a sum."""
+
+    function: RewardFunction | GroupRewardFunction
+    weight: float = 1.0
+    name: str = ""
+    """Its name in metrics and errors. Without it: the function's own name."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(f"a reward must be a function, not {self.function!r}")
+        if not math.isfinite(self.weight):
+            raise ValueError(f"the weight of a reward must be finite, not {self.weight}")
+        if not self.name:
+            object.__setattr__(self, "name", getattr(self.function, "__name__", type(self.function).__name__))
+        check_name(self.name, "the name of a reward function")
+        if self.name.startswith(f"{OWN_REWARD}/"):
+            raise ValueError(
+                f"reward function {self.name!r} is named as a metric of rollouts: give Reward another name"
+            )
+
+
+Rewards = RewardFunction | GroupRewardFunction | Reward | Sequence[RewardFunction | GroupRewardFunction | Reward]
+"""One or several rewards. The weighted sum counts; a plain function has weight 1."""
+
+
+class Scorer:
+    """Calls reward functions without blocking the event loop."""
+
+    def __init__(self, rewards: Rewards | None, *, threads: int | None = None, timeout: float | None = None) -> None:
+        """`threads`: groups that functions without async may score at the same time; None: 1, and 8 for functions that
+        are `thread_safe`. `timeout`: seconds for one function and one group, from the call on. `rewards` None: rollouts
+        bring their own. Raises ValueError for an empty list, and for two functions with one name."""
+        listed = [] if rewards is None else rewards if isinstance(rewards, Sequence) else [rewards]
+        self.rewards = [reward if isinstance(reward, Reward) else Reward(reward) for reward in listed]
+        names = [reward.name for reward in self.rewards]
+        if not names and rewards is not None:
+            raise ValueError("rewards must name at least one function, or be None if rollouts bring their own")
+        if len({*names, OWN_REWARD}) <= len(names):
+            raise ValueError(f"reward functions need names of their own, not {', '.join(names)}: give Reward a name")
+        self._timeout = timeout
+        self._threads = asyncio.Semaphore(threads or 1)
+        self._safe_threads = asyncio.Semaphore(threads or _SAFE_THREADS)
+        self._has_scored = False
+        """Whether any rollout has got a reward. Until then a None may be a `return` that was forgotten."""
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether a reward function compares the rollouts of a group, and so needs all of them at once."""
+        return any(getattr(reward.function, _SCORES_GROUPS, False) for reward in self.rewards)
+
+    async def score(
+        self, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None = None
+    ) -> tuple[npt.NDArray[np.float32], dict[str, npt.NDArray[np.float32]]]:
+        """The weighted sum (G,), and each function's rewards (G,) by name. Raises RewardError.
+
+        NaN: that function abstained, and the sum is that of the others. In the sum: all abstained, so there is no
+        reward (`unscored`). `texts`: what the policy wrote last in each rollout. What environments gave counts as the
+        function "rollout" with weight 1. Either all rollouts have it, or none. `rollouts` None: there are none, only
+        texts.
+        """
+        weights = {reward.name: reward.weight for reward in self.rewards}
+        by_name = {reward.name: await self._call(reward, row, texts, rollouts) for reward in self.rewards}
+        own = [rollout.reward for rollout in rollouts or ()] or [None] * len(texts)
+        if any(reward is not None for reward in own) or not self.rewards:
+            weights[OWN_REWARD] = 1.0
+            by_name[OWN_REWARD] = _own_rewards(own)
+        total = np.zeros(len(texts))
+        abstained = np.ones(len(texts), np.bool_)
+        for name, rewards in by_name.items():
+            total += weights[name] * np.nan_to_num(rewards)
+            abstained &= np.isnan(rewards)
+        total[abstained] = math.nan
+        largest = float(np.abs(total[~abstained]).max(initial=0.0))
+        if not largest <= MAX_VALUE:
+            raise RewardError(
+                f"the weighted sum of {', '.join(map(repr, by_name))} is {largest:g}, and no trainer can use a reward "
+                f"beyond ±{MAX_VALUE:g}: scale the rewards"
+            )
+        if not abstained.all():
+            self._has_scored = True
+        return total.astype(np.float32), {name: rewards.astype(np.float32) for name, rewards in by_name.items()}
+
+    def unscored(self) -> RewardError:
+        """Why a rollout has no reward: every function abstained. An AbstainedError if that is an exception."""
+        named = " and ".join(f"{each.name!r}{user_code.where(each.function)}" for each in self.rewards)
+        kind = AbstainedError if self._has_scored else RewardError
+        return kind(f"it has no reward: {named} returned None, and one function must give a number")
+
+    async def _call(
+        self, reward: Reward, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None
+    ) -> npt.NDArray[np.float64]:
+        if (wanted := _wanted(reward.function)) and rollouts is None:
+            raise _failed(reward, f"has a parameter {wanted!r}, and here are texts without rollouts")
+        # The clock starts with the call: a function does not answer for the groups that wait for its thread.
+        async with self._thread(reward.function):
+            try:
+                async with asyncio.timeout(self._timeout) as limit:
+                    results = await _results(reward.function, row, list(texts), list(rollouts or ()))
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise _failed(reward, f"raised TimeoutError: {error}", error) from error
+                what = counted(len(texts), "completion")
+                raise _failed(reward, f"took longer than {self._timeout:g} s for {what}") from error
+            except user_code.UserCodeError as error:
+                raise RewardError(f"reward function {reward.name!r} {error.how}{error.place}") from error
+            except Exception as error:
+                raise _failed(reward, f"raised {user_code.in_words(error)}", error) from error
+        is_one = isinstance(results, str | bytes | Mapping) or getattr(results, "ndim", 1) == 0
+        if is_one or not isinstance(results, Iterable):
+            shown = user_code.shown(results)
+            raise _failed(reward, f"returned {shown}, not one reward for each completion ({len(texts)})")
+        values = list(results)
+        if len(values) != len(texts):
+            raise _failed(reward, f"returned {counted(len(values), 'reward')} for {counted(len(texts), 'completion')}")
+        try:
+            numbers_given = np.array([number_of(value) for value in values if value is not None])
+        except ValueError as error:
+            raise _failed(reward, f"returned {error}") from error
+        if not (np.abs(numbers_given) <= LARGEST).all():
+            raise _failed(reward, f"returned {numbers_given.tolist()}: rewards must be finite, in float32 too")
+        rewards = np.full(len(values), math.nan)
+        rewards[[value is not None for value in values]] = numbers_given
+        return rewards
+
+    def _thread(self, function: Callable[..., Any]) -> AbstractAsyncContextManager[None]:
+        """Surrounds a call. One that needs a thread waits for it."""
+        if user_code.is_async(function):
+            return nullcontext()
+        return self._safe_threads if getattr(function, _THREAD_SAFE, False) else self._threads
+
+
+def _own_rewards(rewards: Sequence[float | None]) -> npt.NDArray[np.float64]:
+    """What the environments of the rollouts gave (G,). Raises RewardError."""
+    if (missing := sum(reward is None for reward in rewards)) > 0:
+        raise RewardError(
+            f"{missing} of {len(rewards)} rollouts have no reward: the hook returns Rollout(..., reward=...) for each, "
+            f"or the generator gets a reward function"
+        )
+    own = np.array(rewards, np.float64)
+    if not (np.abs(own) <= LARGEST).all():
+        raise RewardError(f"the hook gave the rewards {own.tolist()}: they must be finite, in float32 too")
+    return own
+
+
+def _wanted(function: Callable[..., Any]) -> str | None:
+    """Whether the function asks for rollouts beside texts: by a parameter named "rollout", or "rollouts"."""
+    try:
+        named = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some functions written in C
+        return None
+    return next((name for name in ("rollout", "rollouts") if name in named), None)
+
+
+async def _results(
+    function: Callable[..., Any], row: Mapping[str, Any], texts: list[str], rollouts: list[Rollout]
+) -> Any:
+    wanted = _wanted(function)
+    options: dict[str, Any]
+    if getattr(function, _SCORES_GROUPS, False):
+        options = {wanted: rollouts} if wanted else {}
+        return await user_code.call(function, row, texts, **options)
+    calls: list[user_code.Call] = []
+    for number, text in enumerate(texts):
+        options = {wanted: rollouts[number]} if wanted else {}
+        calls.append(((row, text), options))
+    return await user_code.call_each(function, calls)
+
+
+ANSWER = "answer"
+"""The field of a row with the answer that built-in rewards expect, unless they are told another."""
+
+
+def exact_match(row: Mapping[str, Any], completion_text: str, *, answer_field: str = ANSWER) -> float:
+    """1.0 if the completion is the row's answer, else 0.0. White space around them does not count.
+
+    `answer_field` may be a path: `reward_model.ground_truth`.
+    """
+    return float(completion_text.strip() == str(_expected("exact_match", row, answer_field)).strip())
+
+
+def math_answer(row: Mapping[str, Any], completion_text: str, *, answer_field: str = ANSWER) -> float:
+    """1.0 if the final answer of the completion is the same number or formula as the row's, by math-verify, else 0.0.
+
+    Both may stand in a whole solution: in `\\boxed{}`, or behind `####` as GSM8K has it. What the policy writes before
+    `</think>` does not count. `answer_field` may be a path; a list has several right answers. Raises ImportError
+    without the package math-verify (the extra `math`).
+    """
+    expected = _expected("math_answer", row, answer_field)
+    answers = expected if isinstance(expected, list | tuple) else [expected]
+    return float(same_answer([str(each) for each in answers], completion_text))
+
+
+def _expected(name: str, row: Mapping[str, Any], answer_field: str) -> Any:
+    needed = f"{name} needs an {answer_field!r} in each row"
+    try:
+        expected = field_of(row, answer_field)
+    except KeyError as error:
+        raise ValueError(
+            f"{needed}; {error.args[0]}: name another field with {name}:FIELD, such as {name}:reward_model.ground_truth"
+        ) from None
+    if expected is None or expected == "" or expected == []:
+        raise ValueError(f"{needed}; here it is {expected!r}")
+    return expected
+
+
+BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {"exact_match": exact_match, "math_answer": math_answer}
+
+
+def load_reward(name: str) -> Reward:
+    """The reward named "exact_match", "math_answer" or "package.module:function". A trailing "=0.5" gives its weight.
+
+    "exact_match:reward_model.ground_truth" is the built-in one with this field as its answer. Raises ValueError for a
+    name that leads to no function, and ImportError if its package is missing.
+    """
+    path, equals, weight = name.partition("=")
+    try:
+        number = float(weight) if equals else 1.0
+    except ValueError:
+        raise ValueError(f"reward {name!r}: its weight must be a number, not {weight!r}") from None
+    built_in, _, answer_field = path.partition(":")
+    if built_in not in BUILT_IN_REWARDS:
+        return Reward(load_function("reward", path, BUILT_IN_REWARDS), number)
+    if built_in == "math_answer":
+        check_installed()
+    function = BUILT_IN_REWARDS[built_in]
+    if answer_field:
+        return Reward(partial(function, answer_field=answer_field), number, built_in)
+    return Reward(function, number)
+
+
+def _failed(reward: Reward, how: str, error: Exception | None = None) -> RewardError:
+    return RewardError(f"reward function {reward.name!r} {how}{user_code.where(reward.function, error)}")

@@ -1,0 +1,49 @@
+"""Math worker: a process that compares answers by math-verify, one line of JSON after another (math_answers.py).
+
+    {"expected": ["72"], "got": "\\\\boxed{72}"}  ──▶  1 or 0
+
+sympy computes what the policy has written, which may take for ever and all memory: 9^9^9^9. So a comparison that takes
+longer than LIMIT ends the process, by a signal that nothing handles, and its memory is bounded.
+"""
+
+import json
+import logging
+import resource
+import signal
+import sys
+
+LIMIT = 5.0
+"""Seconds of one comparison."""
+MEMORY = 4 << 30
+"""Bytes of address space."""
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)  # that its own limits are off
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    kinds = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+
+    def parsed(text: str) -> list[object]:
+        found: list[object] = parse(text, kinds, parsing_timeout=None)
+        return found
+
+    def equal(expected: str, got: str) -> bool:
+        return bool(verify(parsed(expected), parsed(got), timeout_seconds=None))
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, LIMIT)
+        try:
+            same = any(equal(each, request["got"]) for each in request["expected"])
+        except Exception:  # what cannot be compared is not the same
+            same = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(int(same), flush=True)
+
+
+if __name__ == "__main__":
+    main()

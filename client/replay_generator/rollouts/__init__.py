@@ -1,0 +1,1 @@
+"""What is played: turns, tools, environments, and the sessions of agents."""

@@ -1,0 +1,34 @@
+"""Environments of other packages as sources of rollouts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from replay_generator.rollouts.environments.verifiers import VerifiersEnvironment
+
+
+def load_environment(source: str, args: str | Mapping[str, Any] | None = None) -> VerifiersEnvironment:
+    """The environment "verifiers:NAME". `args`: its arguments, as a mapping or as JSON.
+
+    Raises ValueError that says what is wrong: with the name, with the arguments, or with what the environment needs.
+    """
+    package, colon, name = source.partition(":")
+    if package != "verifiers" or not (colon and name):
+        raise ValueError(f"environment must be verifiers:NAME, not {source!r}")
+    try:
+        arguments = json.loads(args) if isinstance(args, str) else dict(args or {})
+    except ValueError as error:
+        raise ValueError(f"environment_args must be a JSON object, not {args!r:.200}: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f'environment_args must be a JSON object, like {{"agent": {{"max_turns": 4}}}}, not {arguments!r}'
+        )
+    from replay_generator.rollouts.environments.verifiers import VerifiersEnvironment
+
+    return VerifiersEnvironment(name, arguments)
+
+
+__all__ = ["load_environment"]

@@ -1,0 +1,57 @@
+"""ChatHarness: lets a policy answer the messages of a `verifiers` task, without tools and without another process.
+
+The harnesses that come with `verifiers` are programs, and each rollout starts one. For tasks without tools this one
+does the same in the generator's own process. `verifiers` finds a harness by the name of a module, so name it in one:
+in that of the taskset, or in one beside it.
+
+    from replay_generator.rollouts.environments.chat_harness import ChatHarness
+
+    __all__ = ["ChatHarness"]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import verifiers.v1 as vf
+from verifiers.v1.dialects.chat import message_to_wire
+
+
+class ChatHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
+    """It has no settings of its own."""
+
+
+class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
+    """Asks the policy once for each turn of the user."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+    ) -> Any:
+        system, prompt = self.resolve_prompt(data)
+        messages = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or ()]
+        async with httpx.AsyncClient(
+            timeout=None, verify=False, trust_env=False, headers={"Authorization": f"Bearer {secret}"}
+        ) as client:
+            # What `verifiers` answers is in the trace too, and so is the reason for which it refuses.
+            done = await client.post(f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages})
+        return vf.ProgramResult(exit_code=int(done.is_error), stdout="", stderr=done.text if done.is_error else "")
+
+
+__all__ = ["ChatHarness"]

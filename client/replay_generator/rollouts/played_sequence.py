@@ -1,0 +1,161 @@
+"""PlayedSequence: one sequence of a finished rollout as arrays, of which a group is assembled (`groups/assembly.py`).
+
+* A sequence is read into arrays once: when its rollout is finished, or comes out of a table.
+* `check_sequences` is the rule for what a group can hold, of one rollout that has just ended and of all that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client.columns import OFFSETS, RAGGED, check_axes, check_row_axis, checked_columns
+from replay_client.rollout import check_logprobs, check_tokens, vector
+
+TOKENS = {"token_ids": np.int32, "sampled_mask": np.bool_, "logprobs": np.float32, "policy_versions": np.int64}
+"""What a sequence has of each token, by the names that RolloutSequence and PlayedSequence share."""
+DrawnExtras = Sequence[tuple[int, Mapping[str, npt.NDArray[Any]], Mapping[str, str]]]
+"""`RolloutSequence.drawn`."""
+Columns = dict[str, tuple[str, list[Any]]]
+"""By name: the axis, and the values of each sequence in the form that `group_from_rows` takes."""
+
+
+@dataclass(frozen=True)
+class PlayedSequence:
+    """The L tokens of a sequence. The first `head` are its prompt, the others its completion."""
+
+    head: int
+    token_ids: npt.NDArray[np.int32]
+    """(L,)"""
+    sampled_mask: npt.NDArray[np.bool_]
+    """(L,) True for what the policy wrote."""
+    logprobs: npt.NDArray[np.float32]
+    """(L,) in nats; NaN: unknown, or given."""
+    policy_versions: npt.NDArray[np.int64]
+    """(L,)"""
+    drawn: DrawnExtras
+    turns: Sequence[Any]
+    """Its Turns."""
+
+    @classmethod
+    def of(cls, head: int, drawn: DrawnExtras, turns: Sequence[Any], **parts: Sequence[Any]) -> PlayedSequence:
+        """The arrays of these lists, one for each of TOKENS. Raises an error for what is no number."""
+        return cls(
+            head=head,
+            token_ids=vector("token_ids", np.asarray(parts["token_ids"]).reshape(-1), np.int32),
+            sampled_mask=np.array(parts["sampled_mask"], np.bool_).reshape(-1),
+            logprobs=np.array(parts["logprobs"], np.float32).reshape(-1),
+            policy_versions=np.array(parts["policy_versions"], np.int64).reshape(-1),
+            drawn=[*drawn],
+            turns=[*turns],
+        )
+
+    def check(self) -> None:
+        """Raises ValueError for tokens that no group can hold."""
+        lengths = [getattr(self, name).size for name in TOKENS]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"a sequence has {lengths[0]} token_ids, {lengths[1]} in sampled_mask, {lengths[2]} logprobs and "
+                f"{lengths[3]} policy_versions"
+            )
+        prompt_ids = self.token_ids[: self.head]
+        check_tokens(np.array([prompt_ids.size]), prompt_ids, self.token_ids[self.head :])
+        check_logprobs(self.logprobs[self.head :])
+
+    def columns(self) -> dict[str, tuple[str, Any]]:
+        """The extras of all completions, by name: the axis, and the values as in Columns.
+
+        Raises an error for values that do not fit the tokens.
+        """
+        axes: dict[str, str] = {}
+        for _, extras, axes_of in self.drawn:
+            for name in extras:
+                is_offsets = name not in axes_of and axes_of.get(name.removesuffix(OFFSETS)) == RAGGED
+                if not is_offsets:
+                    axes.setdefault(name, axes_of.get(name, "token"))
+        return {name: (axis, self._values(name, axis)) for name, axis in axes.items()}
+
+    def _values(self, name: str, axis: str) -> Any:
+        """The values under this name. A token whose completion has no value gets 0, or an empty set."""
+        drawn = [(start - self.head, extras) for start, extras, _ in self.drawn if name in extras]
+        size = self.token_ids.size - self.head
+        if axis == RAGGED:
+            counts = np.zeros(size, np.int64)
+            for start, extras in drawn:
+                counts_of = np.diff(extras[name + OFFSETS])
+                counts[start : start + len(counts_of)] = counts_of
+            offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+            return np.concatenate([extras[name] for _, extras in drawn]), offsets
+        if axis == "whole":
+            # The engine has read all from the first token on.
+            drawn = [(0, extras) for _, extras in drawn]
+            size = self.token_ids.size
+        first = np.asarray(drawn[0][1][name])
+        if len(drawn) == 1 and drawn[0][0] == 0 and len(first) == size:
+            return first
+        values = np.zeros((size, *first.shape[1:]), first.dtype)
+        for start, extras in drawn:
+            values[start : start + len(extras[name])] = extras[name]
+        return values
+
+
+def columns_of(sequences: Sequence[PlayedSequence]) -> Columns:
+    """The columns of all sequences. One without a value has 0, or empty sets.
+
+    Raises an error for values that do not fit the tokens, or the values of another sequence.
+    """
+    columns_S = [sequence.columns() for sequence in sequences]
+    firsts: dict[str, tuple[str, Any]] = {}
+    for columns in columns_S:
+        for name, column in columns.items():
+            firsts.setdefault(name, column)
+    found: Columns = {}
+    for name, (axis, first) in firsts.items():
+        values_S = []
+        for sequence, columns in zip(sequences, columns_S, strict=True):
+            own_axis, values = columns.get(name, (axis, None))
+            if own_axis != axis:
+                raise ValueError(f"{name!r} has the axis {axis!r} in one sequence, and {own_axis!r} in another")
+            values_S.append(_as_first(sequence, axis, values, first))
+        found[name] = axis, values_S
+    return found
+
+
+def _as_first(sequence: PlayedSequence, axis: str, values: Any, first: Any) -> Any:
+    """The values of a sequence, as those of the first one in dtype and shape. `values` None: it has none."""
+    size = sequence.token_ids.size if axis == "whole" else sequence.token_ids.size - sequence.head
+    if axis == RAGGED:
+        none = first[0][:0]
+        if values is None:
+            return none, np.zeros(size + 1, np.int32)
+        return np.concatenate([none, values[0]]), values[1]
+    if values is not None and values.dtype == first.dtype and values.shape[1:] == first.shape[1:]:
+        return values
+    filled = np.zeros((size, *first.shape[1:]), first.dtype)
+    if values is not None:
+        filled[:] = values
+    return filled
+
+
+def check_sequences(sequences: Sequence[PlayedSequence]) -> None:
+    """Raises an error, mostly ValueError, for sequences of which no group can be made, alone or together."""
+    for sequence in sequences:
+        sequence.check()
+    columns = columns_of(sequences)
+    axes = {name: axis for name, (axis, _) in columns.items()}
+    for name, axis in axes.items():
+        check_row_axis(name, axis)
+    for number, sequence in enumerate(sequences):
+        extras: dict[str, npt.NDArray[Any]] = {}
+        for name, (axis, values_S) in columns.items():
+            if axis == RAGGED:
+                extras[name] = values_S[number][0]
+                extras[name + OFFSETS] = values_S[number][1]
+            else:
+                extras[name] = values_S[number]
+        sizes = {"token": sequence.token_ids.size - sequence.head, "whole": sequence.token_ids.size}
+        check_axes(checked_columns(extras), axes, sizes)

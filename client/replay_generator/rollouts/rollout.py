@@ -1,0 +1,482 @@
+"""Rollouts: what the policy did with one task, and the hook that plays it.
+
+    async def rollout(task: Task, policy: RolloutPolicy) -> Rollout:
+        sequence = RolloutSequence(task.prompt_ids)
+        while True:
+            turn = sequence.append_completion(await policy.generate(sequence.token_ids))
+            if (answer := await tool(turn.text)) is None:
+                return Rollout([sequence])
+            sequence.append_observation(task.tokenizer.encode(answer), role="tool", text=answer)
+
+The generator calls the hook once for each of the G rollouts of a group, all at the same time, and does everything
+else: permits, new weights, rewards, advantages, the insert. A hook that raises loses its own rollout alone.
+
+Token in, token out: a sequence keeps the ids that the engine drew, and the policy is asked with them. Nothing is
+decoded and tokenized again, because that gives other ids now and then, whose log-probabilities nobody has measured.
+What the policy did not write (the output of a tool, the words of a user) is added with `append_observation`. No trainer
+trains on it.
+
+A rollout may have several sequences: of an agent and its sub-agents, or from before and after a compaction. It still
+counts once, with one reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from operator import index
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from replay_client.errors import ReplayError
+from replay_generator.engines import (
+    Completion,
+    CompletionError,
+    Engine,
+    SamplingConfig,
+    fault_of,
+    why_unfit,
+    why_unknown,
+)
+from replay_generator.rollouts.played_sequence import TOKENS, PlayedSequence, check_sequences
+from replay_generator.user_code import calls as user_code
+from replay_generator.user_code.results import check_name, numbers_of
+from replay_protos.words import counted
+
+
+class RolloutError(ReplayError):
+    """A rollout failed. The others of its group go on."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one rollout has to do. The generator makes it; the hook reads it."""
+
+    prompt_id: str
+    """The same for the same prompt in every epoch."""
+    prompt_ids: list[int]
+    """(P,) tokens of the prompt, through the tokenizer's chat template if it consists of messages."""
+    row: Mapping[str, Any]
+    """The whole row with the prompt, which reward functions see too."""
+    messages: tuple[Mapping[str, Any], ...] | None
+    """The messages of the prompt; None: it is a text."""
+    index: int
+    """The number of this rollout in its group, from 0 to G - 1."""
+    sampling: SamplingConfig
+    """How tokens are drawn, unless the hook asks for something else."""
+    tokenizer: Any
+    """Of the engine."""
+    max_length: int
+    """The most tokens that the engine takes, with those that it draws."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template: `GeneratorConfig.chat_template_kwargs`, and the row's own."""
+    began: datetime = field(default_factory=datetime.now)
+    """When its group began. Templates that ask for today's date get this day, also after midnight."""
+    text: str = ""
+    """The prompt, if it is a text."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Tokens of a sequence that one side wrote."""
+
+    role: str
+    """"assistant" for what the policy wrote; "prompt", "tool", "user" or any other for what it was given."""
+    tokens: int
+    text: str = ""
+
+
+class RolloutSequence:
+    """The tokens of one sequence in order, each either drawn from the policy or given to it."""
+
+    def __init__(self, token_ids: Sequence[int], *, text: str = "") -> None:
+        """`token_ids`: what it begins with, for example `task.prompt_ids`."""
+        self.token_ids: list[int] = []
+        """All tokens so far."""
+        self.sampled_mask: list[bool] = []
+        """For each token, whether the policy wrote it, and may be trained on it."""
+        self.logprobs: list[float] = []
+        """For each token, in nats; NaN: unknown, or given."""
+        self.policy_versions: list[int] = []
+        """For each token, the version that drew it. A given one has that of the token before it, or -1."""
+        self.drawn: list[tuple[int, Mapping[str, npt.NDArray[Any]], Mapping[str, str]]] = []
+        """An entry for each completion that has extras: the index of its first token, the extras, and their axes."""
+        self.turns: list[Turn] = []
+        self.finish_reason = ""
+        """Of the last completion; "": there was none."""
+        self.append_observation(token_ids, role="prompt", text=text)
+
+    def append_completion(self, completion: Completion) -> Turn:
+        """Adds what the policy wrote. Returns it as a turn, whose text the hook can read."""
+        n = len(completion.token_ids)
+        if completion.extras:
+            self.drawn.append((len(self.token_ids), completion.extras, completion.axes))
+        mask = [True] * n if completion.loss_mask is None else completion.loss_mask
+        self._add(completion.token_ids, mask, completion.logprobs, completion.policy_versions)
+        self.finish_reason = completion.finish_reason
+        self.turns.append(Turn("assistant", n, completion.text))
+        return self.turns[-1]
+
+    def append_observation(self, token_ids: Sequence[int], *, role: str = "tool", text: str = "") -> None:
+        """Adds what the policy did not write."""
+        n, version = len(token_ids), self.policy_versions[-1] if self.policy_versions else -1
+        self._add(token_ids, [False] * n, [float("nan")] * n, [version] * n)
+        self.turns.append(Turn(role, n, text))
+
+    def _add(
+        self, token_ids: Sequence[int], mask: Sequence[bool], logprobs: Sequence[float], versions: Sequence[int]
+    ) -> None:
+        self.token_ids += _integers(token_ids)
+        self.sampled_mask += mask
+        self.logprobs += logprobs
+        self.policy_versions += versions
+
+    @property
+    def head(self) -> int:
+        """How many tokens stand before the first that the policy wrote."""
+        first = 0
+        for turn in self.turns:
+            if turn.role == "assistant":
+                break
+            first += turn.tokens
+        return first
+
+    def read(self) -> PlayedSequence:
+        """Its tokens as arrays. Raises an error for parts that hold no numbers."""
+        return PlayedSequence.of(self.head, self.drawn, self.turns, **{name: getattr(self, name) for name in TOKENS})
+
+
+def _integers(token_ids: Sequence[int]) -> list[int]:
+    """The tokens as integers of Python. Raises RolloutError if they are none."""
+    try:
+        return [index(token) for token in token_ids]
+    except TypeError:
+        raise RolloutError(
+            f"tokens are integers, not {token_ids!r:.80}: a text goes through task.tokenizer.encode"
+        ) from None
+
+
+@dataclass
+class Rollout:
+    """What the policy did with one task."""
+
+    sequences: list[RolloutSequence]
+    """At least one. Each begins with what the policy was given."""
+    reward: float | None = None
+    """What the environment gave. It is added to what reward functions give; None: they alone decide."""
+    finish_reason: str = ""
+    """Why it ended; "": as the last completion of its last sequence."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Whatever reward functions want to know of it, for example which tools were called. It is not stored."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Further numbers of the environment, such as the parts of its reward. Those that all rollouts of a group have are
+    stored and reported beside the values of reward functions, as `rollout/NAME`. They do not count in the reward."""
+    on_settled: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
+    """Whoever waits for it is told once: "" when the rollout is safe, or why no group will have it.
+
+    It is safe when its table of partial groups has it; without such a table, when it is played."""
+
+    def settle(self, why_lost: str = "") -> None:
+        """Tells whoever waits for it that the rollout is safe, or why no group will have it. The first word counts."""
+        callback = self.on_settled
+        self.on_settled = None
+        if callback is not None:
+            callback(why_lost)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The turns of all sequences, one sequence after the other."""
+        return [turn for sequence in self.sequences for turn in sequence.turns]
+
+    @property
+    def text(self) -> str:
+        """What the policy wrote last: the text that plain reward functions score."""
+        return next((turn.text for turn in reversed(self.turns) if turn.role == "assistant"), "")
+
+
+@dataclass(frozen=True)
+class PlayedRollout:
+    """A finished rollout, and its sequences as they were when it was read.
+
+    It is read once: when its hook returns it, or when it comes out of a table. What changes in a sequence afterwards
+    does not count.
+    """
+
+    rollout: Rollout
+    sequences: tuple[PlayedSequence, ...]
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> PlayedRollout:
+        """Reads the sequences. Raises an error for parts that hold no numbers."""
+        return cls(rollout, tuple(sequence.read() for sequence in rollout.sequences))
+
+
+Unanswered = list[tuple[float, str]]
+"""What engines are asked for and have not answered, the oldest first: since when on the loop's clock, and for what."""
+
+
+class RolloutPolicy:
+    """The policy as the rollouts of one group see it.
+
+    Rollouts that ask for the same tokens at the same moment, as all do in their first turn, share one request of the
+    engine, which then computes their common beginning once.
+    """
+
+    def __init__(
+        self, engine: Engine, sampling: SamplingConfig, unanswered: Unanswered, *, early: bool = False
+    ) -> None:
+        """`early`: each rollout goes on as soon as its own completion has ended, and not all of the request.
+        `unanswered` shows its requests to others."""
+        self._engine = engine
+        self._sampling = sampling
+        self._unanswered = unanswered
+        self._early = early
+        self._waiting: dict[tuple[tuple[int, ...], SamplingConfig], list[asyncio.Future[Completion]]] = {}
+        self._requests: set[asyncio.Task[None]] = set()
+        self._sent = 0
+        self.failure: BaseException | None = None
+        """Why the engine failed; None: it did not."""
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingConfig | None = None) -> Completion:
+        """Draws one completion of `token_ids`. `sampling` None: as the generator is configured.
+
+        Raises RolloutError if the tokens leave no room for one more, or if the model of the engine does not have all of
+        them, CompletionError if no policy can have drawn what the engine returned, and any other error of the engine.
+        """
+        ids = tuple(_integers(token_ids))
+        if why := why_unfit(self._engine, ids):
+            raise RolloutError(f"the policy was asked to go on after {why}")
+        request = ids, sampling or self._sampling
+        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        if (waiting := self._waiting.get(request)) is None:
+            waiting = self._waiting[request] = []
+            # After all rollouts that can go on now: they may ask for the same.
+            asyncio.get_running_loop().call_soon(self._send, request)
+        waiting.append(done)
+        return await done
+
+    def _send(self, request: tuple[tuple[int, ...], SamplingConfig]) -> None:
+        waiting = [done for done in self._waiting.pop(request) if not done.done()]
+        if waiting:
+            task = asyncio.create_task(self._ask(*request, waiting))
+            self._requests.add(task)
+            task.add_done_callback(self._requests.discard)
+
+    async def _ask(
+        self, token_ids: tuple[int, ...], sampling: SamplingConfig, waiting: list[asyncio.Future[Completion]]
+    ) -> None:
+        if sampling.seed is not None and self._sent:
+            # Otherwise two rollouts that come to the same tokens, one after the other, would go on equally.
+            seed = random.Random(f"{sampling.seed}/request {self._sent}").getrandbits(31)
+            sampling = replace(sampling, seed=seed)
+        self._sent += 1
+        engine, n, vocabulary = type(self._engine).__name__, len(waiting), getattr(self._engine, "vocabulary", None)
+
+        def finished(number: int, completion: Completion | None) -> None:
+            if (done := waiting[number]).done():  # its rollout was given up meanwhile
+                return
+            if fault := fault_of(completion, sampling, vocabulary):
+                done.set_exception(CompletionError(f"completion {number} of {engine} {fault}"))
+            elif completion is not None:
+                done.set_result(completion)
+
+        entry = (asyncio.get_running_loop().time(), f"{counted(n, 'completion')} of {engine}")
+        self._unanswered.append(entry)
+        try:
+            completions = await self._engine.generate(list(token_ids), sampling, n, *[finished] * self._early)
+            for number in range(n):
+                finished(number, completions[number] if number < len(completions) else None)
+        except Exception as error:
+            if not isinstance(error, CompletionError):
+                self.failure = self.failure or error
+            for done in waiting:
+                if not done.done():
+                    done.set_exception(error)
+        finally:
+            self._unanswered.remove(entry)
+
+    async def close(self) -> None:
+        """Ends the requests that nobody waits for any more."""
+        for task in list(self._requests):
+            task.cancel()
+        await asyncio.gather(*self._requests, return_exceptions=True)
+
+
+RolloutHook = Callable[[Task, RolloutPolicy], Awaitable[Rollout]]
+"""Plays one rollout. It may raise any exception: then the rollout has failed.
+
+A hook that is an asynchronous context manager too is entered before the first rollout, and left after the last: an
+environment may need servers of its own."""
+
+
+def held(hook: RolloutHook) -> AbstractAsyncContextManager[Any]:
+    """The context in which `hook` may be called."""
+    return user_code.entered(hook) if isinstance(hook, AbstractAsyncContextManager) else nullcontext()
+
+
+_limit: ContextVar[asyncio.Timeout | None] = ContextVar("_limit", default=None)
+"""The time limit of the rollout that is played in this context."""
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Surrounds a wait of a hook in which nobody plays the rollout yet: it does not count in `rollout_timeout`."""
+    limit = _limit.get()
+    end = None if limit is None else limit.when()
+    if limit is None or end is None:  # there is no limit, or it stands still already
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    left = end - loop.time()
+    limit.reschedule(None)
+    try:
+        yield
+    finally:
+        limit.reschedule(loop.time() + left)
+
+
+async def single_turn(task: Task, policy: RolloutPolicy) -> Rollout:
+    """One completion of the prompt: what the generator does without a hook."""
+    sequence = RolloutSequence(task.prompt_ids)
+    sequence.append_completion(await policy.generate(task.prompt_ids))
+    return Rollout([sequence])
+
+
+async def play(
+    hook: RolloutHook,
+    tasks: Sequence[Task],
+    engine: Engine,
+    timeout: float | None,
+    unanswered: Unanswered,
+    finished: Callable[[int, PlayedRollout], Awaitable[None]],
+    *,
+    early: bool = False,
+    patience: Callable[[], float | None] = lambda: None,
+) -> list[Exception]:
+    """Plays one rollout for each of `tasks`, all at the same time. `timeout`: seconds for each.
+
+    `finished` is awaited with each rollout and its number as soon as it is finished. Returns why others were not, but
+    for those that were given up for want of patience. `patience`: seconds that the next one may take; None: as long as
+    it needs. `early`, `unanswered`: as of RolloutPolicy. Raises any error of the engine but CompletionError, which is
+    that of a rollout, and of `finished`.
+    """
+    policy = RolloutPolicy(engine, tasks[0].sampling, unanswered, early=early)
+
+    async def one(task: Task) -> Exception | None:
+        played = await attempt(task)
+        if isinstance(played, Exception):
+            return played
+        await finished(task.index, played)
+        return None
+
+    async def attempt(task: Task) -> PlayedRollout | Exception:
+        returned: Any = None
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                _limit.set(limit)  # in the context of this task alone
+                playing = user_code.call_here(hook, task, policy)
+                if not inspect.isawaitable(playing):
+                    got = user_code.shown(playing, 80)
+                    raise RolloutError(f"the hook returned {got} without being awaited: write async def")
+                returned = await user_code.awaited(hook, playing)
+                return read(returned, engine)
+        except Exception as error:
+            if isinstance(returned, Rollout):
+                returned.settle(f"no group can have the rollout: {error}")
+            if policy.failure is not None:
+                raise policy.failure from None
+            if isinstance(error, TimeoutError) and limit.expired():
+                known = getattr(error.__cause__, "__notes__", ["does its engine hang?"])  # of the hook's CancelledError
+                return RolloutError(f"it took longer than {timeout:g} s (rollout_timeout): {known[0]}")
+            return error
+
+    playing = [asyncio.create_task(one(task)) for task in tasks]
+    running, done = set(playing), set(playing)
+    try:
+        while running and done:
+            done, running = await asyncio.wait(running, timeout=patience(), return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
+    finally:
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)  # the error of one is enough
+        await policy.close()
+    return [error for each in playing if each not in running and (error := each.result()) is not None]
+
+
+def read(returned: Any, engine: Engine) -> PlayedRollout:
+    """What a hook returned. Raises RolloutError if no group can be made of it, or the engine does not know a token."""
+    rollout = checked(returned)
+    why = why_unreadable(engine, rollout)
+    if why:
+        raise RolloutError(f"the hook returned a sequence with {why}")
+    try:
+        played = PlayedRollout.of(rollout)
+        check_sequences(played.sequences)
+    except Exception as error:  # a hook may have put anything into a sequence
+        raise RolloutError(
+            f"the hook returned a rollout of which no group can be made: {user_code.in_words(error)}; tokens come into "
+            f"a sequence by `sampled` and `append_observation`"
+        ) from error
+    return played
+
+
+def checked(rollout: Any) -> Rollout:
+    """What a hook returned. Raises RolloutError if no group can be made of it."""
+    if not isinstance(rollout, Rollout):
+        returned = user_code.shown(rollout, 80)
+        raise RolloutError(f"the hook returned {returned}, not a Rollout: return Rollout([sequence])")
+    if not rollout.sequences:
+        raise RolloutError("the hook returned a rollout without sequences: return Rollout([sequence])")
+    for sequence in rollout.sequences:
+        if not isinstance(sequence, RolloutSequence):
+            returned = user_code.shown(sequence, 80)
+            raise RolloutError(f"the hook returned a rollout of {returned}, which is no RolloutSequence")
+    if len({id(sequence) for sequence in rollout.sequences}) < len(rollout.sequences):
+        raise RolloutError("the hook returned one sequence twice: make a RolloutSequence for each")
+    if not isinstance(rollout.info, Mapping):
+        raise RolloutError(f"info must be a dictionary, not {user_code.shown(rollout.info, 80)}")
+    if all(turn.role != "assistant" for turn in rollout.turns):
+        raise RolloutError("the policy wrote nothing in the rollout: add what policy.generate returns by `sampled`")
+    try:
+        rollout.reward, rollout.metrics = numbers_of(rollout.reward, rollout.metrics)
+        for turn in rollout.turns:
+            check_name(turn.role, "the role of a turn")
+        for reason in (rollout.finish_reason, rollout.sequences[-1].finish_reason):
+            is_absent = reason is None or (isinstance(reason, str) and not reason)
+            if not is_absent:
+                check_name(reason, "finish_reason")
+    except ValueError as error:
+        raise RolloutError(f"the hook returned a rollout that no group can hold: {error}") from error
+    return rollout
+
+
+def why_unreadable(engine: Engine, rollout: Rollout) -> str:
+    """Which token of a rollout the model of the engine does not have, and the remedy; "" if it has all.
+
+    The engine is not asked to go on after the last tokens of a rollout, but the trainer reads them.
+    """
+    for sequence in rollout.sequences:
+        if why := why_unknown(engine, sequence.token_ids):
+            return why
+    return ""
+
+
+def where(failure: Exception) -> str:
+    """The line of the hook's own file from which a failure of `play` came; "" if it came from elsewhere."""
+    frames = [
+        each
+        for each in traceback.extract_tb(failure.__traceback__)
+        if user_code.PACKAGE not in Path(each.filename).parents
+    ]
+    return user_code.own_line(frames) if frames else ""

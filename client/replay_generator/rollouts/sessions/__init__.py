@@ -1,0 +1,24 @@
+"""Sessions: rollouts of agents that ask an address which speaks the protocols of OpenAI and Anthropic."""
+
+from __future__ import annotations
+
+from replay_generator.config import GeneratorConfig
+from replay_generator.rollouts.rollout import RolloutHook
+
+
+def load_sessions(
+    agent: str | None, sessions: str | None, config: GeneratorConfig, *, needs_reward: bool
+) -> RolloutHook:
+    """The hook of an agent: a command or package.module:function, or those that come to `sessions`, host:port.
+
+    `needs_reward`: no reward function scores what they play. Raises ValueError or OSError for what cannot be used.
+    """
+    from replay_generator.rollouts.sessions.agents import SessionHook, load_agent
+    from replay_generator.rollouts.sessions.remote import RemoteHook
+
+    if agent is None:
+        return RemoteHook(str(sessions), config, needs_reward=needs_reward)
+    return SessionHook(load_agent(agent), config, needs_reward=needs_reward)
+
+
+__all__ = ["load_sessions"]

@@ -1,0 +1,277 @@
+"""Connections: the listening side of a server of aiohttp, with the bounds of `replay_protos.connection_bounds`.
+
+    a connection ──▶ TLS ──▶ a request, whole within SECONDS_PER_REQUEST ──▶ its answer, however long ──▶ the next
+
+* Where as many are open as may be, a new one takes the place of the oldest that waits for nothing: of one with half a
+  request, else of an idle one. If all wait for answers, the new one waits.
+* A connection that waits for an answer is never cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from ssl import SSLContext
+from typing import Any, cast
+
+from aiohttp import web
+
+from replay_protos import connection_bounds
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 1024
+"""Connections that the kernel keeps until they are accepted."""
+_PAUSE = 0.1
+"""Seconds after an error of the machine, such as that it has no more file descriptors."""
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: aiohttp's protocol, and when it has to be ready."""
+
+    def __init__(
+        self,
+        inner: asyncio.Protocol,
+        begun: Callable[[_Connection, asyncio.Transport], None],
+        lost: Callable[[_Connection, asyncio.Transport | None], None],
+    ) -> None:
+        """`begun` and `lost` are called when bytes may come, and when none comes any more."""
+        self._inner = inner
+        self._begun = begun
+        self._lost = lost
+        self._loop = asyncio.get_running_loop()
+        self._late: asyncio.TimerHandle | None = None
+        self.since = self._loop.time()
+        """When it came, or when the newest of its requests began."""
+        self._transport: asyncio.Transport | None = None
+        self.opening: asyncio.Task[None] | None = None
+        """While TLS is agreed on."""
+        self.is_answered = False
+        """The server has a whole request, and makes its answer."""
+        self.is_idle = False
+        """The client has its answer, and has sent no byte since."""
+        self._came = False
+        """The client has sent bytes behind the request that is being answered."""
+        self.wait(connection_bounds.SECONDS_PER_REQUEST)
+
+    def wait(self, seconds: float | None) -> None:
+        """Ends the connection after so many seconds, unless this is called again. None: never."""
+        if self._late is not None:
+            self._late.cancel()
+        self._late = None if seconds is None else self._loop.call_later(seconds, self.abort)
+
+    def begin(self) -> None:
+        """The head of a request is there."""
+        if self.is_idle:
+            self.is_idle = False
+            self.since = self._loop.time()
+            self.wait(connection_bounds.SECONDS_PER_REQUEST)
+
+    def answer(self) -> None:
+        """A request is there as a whole."""
+        self.is_answered = True
+        self.is_idle = False
+        self._came = False
+        self.wait(None)
+
+    def answered(self) -> None:
+        """Its answer is made, and has to be taken."""
+        if self.is_answered:
+            self.is_answered = False
+            self.is_idle = not self._came
+            self.wait(connection_bounds.SECONDS_IDLE if self.is_idle else connection_bounds.SECONDS_PER_REQUEST)
+
+    def abort(self) -> None:
+        """Ends the connection without a word."""
+        self.wait(None)
+        if self._transport is not None:
+            self._transport.abort()
+        elif self.opening is not None:
+            self.opening.cancel()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass
+        self._begun(self, self._transport)
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_answered:
+            self._came = True
+        else:
+            self.begin()
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.wait(None)
+        self._lost(self, self._transport)
+        self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+
+class Connections:
+    """The connections of one address. `make` makes aiohttp's protocol for one of them."""
+
+    def __init__(self, make: Callable[[], asyncio.Protocol], ssl_context: SSLContext | None) -> None:
+        self._make = make
+        self._ssl = ssl_context
+        self._most = connection_bounds.most_connections()
+        self._open: dict[_Connection, None] = {}
+        """The oldest first."""
+        self._by_transport: dict[asyncio.BaseTransport, _Connection] = {}
+        self._changed = asyncio.Event()
+        """Set when one is lost or idle."""
+        self._is_full_said = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listeners: list[socket.socket] = []
+
+    async def listen(self, host: str, port: int) -> tuple[str, int]:
+        """Returns host and port. Raises OSError if the address cannot be had."""
+        loop = asyncio.get_running_loop()
+        kind = socket.SOCK_STREAM
+        found = await loop.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
+        try:
+            for family, _, _, _, address in dict.fromkeys(found):
+                where: Any = address
+                if self._listeners and port == 0:  # the same port for all families
+                    where = (where[0], self._listeners[0].getsockname()[1], *where[2:])
+                self._listeners.append(_listener(family, where))
+        except BaseException:
+            self._close_listeners()
+            raise
+        for listener in self._listeners:
+            # In a context of its own: this one may be that of a hook, whose code is guarded.
+            accepting = loop.create_task(self._accept(listener), context=contextvars.Context())
+            self._tasks.add(accepting)
+        return self._listeners[0].getsockname()[:2]  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        """Accepts no more. Connections that are open go on."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._close_listeners()
+
+    @asynccontextmanager
+    async def answering(self, request: web.Request) -> AsyncIterator[None]:
+        """Surrounds one request from its head to its answer."""
+        transport = request.transport
+        connection = None if transport is None else self._by_transport.get(transport)
+        if connection is None:  # the client has gone
+            yield
+            return
+        connection.begin()
+        is_made = False
+
+        def whole() -> None:
+            connection.answer()
+            if is_made:  # nobody read the body
+                connection.answered()
+
+        request.content.on_eof(whole)
+        try:
+            yield
+        finally:
+            is_made = True
+            connection.answered()
+            self._changed.set()
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                logger.debug("a connection cannot be accepted: %s", error)
+                await asyncio.sleep(_PAUSE)
+                continue
+            try:
+                await self._make_room()
+                connection = _Connection(self._make(), self._begun, self._lost)
+            except BaseException:
+                accepted.close()
+                raise
+            self._open[connection] = None
+            opening = loop.create_task(self._serve(connection, accepted), context=contextvars.Context())
+            connection.opening = opening
+            self._tasks.add(opening)
+            opening.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: _Connection, accepted: socket.socket) -> None:
+        """Agrees on TLS. From then on aiohttp's protocol gets the bytes."""
+        timeout = connection_bounds.SECONDS_PER_REQUEST if self._ssl is not None else None
+        transport = None
+        try:
+            transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, accepted, ssl=self._ssl, ssl_handshake_timeout=timeout
+            )
+        except (OSError, TimeoutError, asyncio.CancelledError) as error:
+            logger.debug("a connection was not agreed on: %s", error)
+        finally:
+            connection.opening = None
+            if transport is None:
+                connection.wait(None)
+                self._lost(connection, None)
+
+    def _begun(self, connection: _Connection, transport: asyncio.Transport) -> None:
+        self._by_transport[transport] = connection
+
+    def _lost(self, connection: _Connection, transport: asyncio.Transport | None) -> None:
+        if transport is not None:
+            self._by_transport.pop(transport, None)
+        self._open.pop(connection, None)
+        self._changed.set()
+
+    async def _make_room(self) -> None:
+        """Waits until one more may be open."""
+        while len(self._open) >= self._most:
+            if not self._is_full_said:
+                self._is_full_said = True
+                logger.warning(
+                    "%d connections are open, a quarter of the files that this process may open: those that wait for "
+                    "nothing are closed for new ones; raise the limit (ulimit -n) if they are agents (said once)",
+                    len(self._open),
+                )
+            self._changed.clear()
+            now = asyncio.get_running_loop().time()
+            halves = [each for each in self._open if not each.is_answered and not each.is_idle]
+            halves.sort(key=lambda each: each.since)
+            idle = [each for each in self._open if each.is_idle]
+            safe = None if not halves else halves[0].since + connection_bounds.SECONDS_SAFE - now
+            if safe is not None and safe <= 0:
+                halves[0].abort()
+            elif idle:
+                idle[0].abort()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if safe is None or safe <= 0 else safe):
+                    await self._changed.wait()
+
+
+def _listener(family: int, where: Any) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.setblocking(False)
+        listener.bind(where)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

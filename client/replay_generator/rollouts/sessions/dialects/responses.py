@@ -1,0 +1,153 @@
+"""Responses: OpenAI's `/v1/responses`, without anything that the server would have to store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from replay_generator.rollouts.sessions.dialects import fields
+from replay_generator.rollouts.sessions.turns import Answer, Ask, Refusal
+
+_NO_DETAILS = {
+    "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+    "output_tokens_details": {"reasoning_tokens": 0},
+}
+_TOOLS = "additional_tools"
+_NO_WORDS = (_TOOLS, "configuration_update")
+"""Kinds of items with which Codex sends what others send in fields of the body. No message comes of them."""
+
+
+class Responses:
+    """A conversation as a list of items, and the items that the policy answers."""
+
+    path = "/v1/responses"
+
+    def ask(self, body: dict[str, Any], answers: Sequence[Answer] = ()) -> Ask:
+        """`answers`: those that the client has, for it may name their items in the place of them."""
+        fields.check(body, "prompt", fields.WHOLE)
+        fields.check(body.get("text") or {}, "format", fields.FREE)
+        included = [name for name in body.get("include") or () if "logprobs" in name]
+        fields.check({"include": included}, "include", fields.LOGPROBS_STORED)
+        inputs = fields.few("messages", body.get("input") or ())
+        items = [{"role": "user", "content": inputs}] if isinstance(inputs, str) else [*inputs]
+        if body.get("instructions"):
+            items.insert(0, {"role": "system", "content": body["instructions"]})
+        items = _resolved(items, answers)
+        given_tools = [*(body.get("tools") or ())]
+        for item in items:
+            if item.get("type") == _TOOLS:
+                given_tools += item["tools"]
+        tools = fields.tools_of({**body, "tools": given_tools}, "function")
+        messages = _messages([item for item in items if item.get("type") not in _NO_WORDS])
+        return fields.ask_of(body, messages=messages, tools=tools)
+
+    def answer(self, answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
+        read, drawn = answer.prompt_tokens, answer.completion_tokens
+        is_cut = answer.finish_reason == "length"
+        return {
+            "id": f"resp_{answer.id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": body.get("model") or fields.MODEL,
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "error": None,
+            "output": _items(answer),
+            "parallel_tool_calls": True,
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": body.get("tools") or [],
+            "usage": {"input_tokens": read, "output_tokens": drawn, "total_tokens": read + drawn, **_NO_DETAILS},
+        }
+
+    def events(self, answer: Answer, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for number, event in enumerate(_events(self.answer(answer, body))):
+            yield {**event, "sequence_number": number}
+
+    def error(self, refusal: Refusal) -> dict[str, Any]:
+        # An event has the fields at its top, and a body has them in `error`, where `openai` looks for them in both.
+        error = fields.error_of(refusal)
+        return {**error, "error": error, "type": "error", "sequence_number": 0}
+
+
+def _resolved(items: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """The items, each that an `item_reference` names in its place."""
+    if all(item.get("type") != "item_reference" for item in items):
+        return [*items]
+    sent = {item["id"]: item for answer in answers for item in _items(answer)}
+    resolved = []
+    for item in items:
+        if item.get("type") == "item_reference":
+            if item["id"] not in sent:
+                raise fields.refused("item_reference", item["id"], fields.WHOLE)
+            item = sent[item["id"]]
+        resolved.append(item)
+    return resolved
+
+
+def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of items. Those of one turn of the policy become one message."""
+    messages: list[dict[str, Any]] = []
+    before = None
+    for item in items:
+        kind = fields.kind_of(item, "message", "reasoning", "function_call", "function_call_output", None) or "message"
+        if kind == "function_call_output":
+            messages.append(fields.answered(item["call_id"], item["output"]))
+        elif kind == "message" and item["role"] != "assistant":
+            messages.append(fields.input_message(item))
+        else:
+            # Its thoughts, its text and its calls follow each other in this order.
+            goes_on = kind == "function_call" or (kind == "message" and before == "reasoning")
+            if not goes_on or not messages or messages[-1]["role"] != "assistant":
+                messages.append(fields.assistant_message(""))
+            _add(item, kind, messages[-1])
+        before = kind
+    return messages
+
+
+def _add(item: dict[str, Any], kind: str, message: dict[str, Any]) -> None:
+    """Adds an item to the message of its turn."""
+    if kind == "message":
+        message["content"] = fields.text_of(item["content"])
+    elif kind == "function_call":
+        message.setdefault("tool_calls", []).append(fields.call_of(item["call_id"], item))
+    elif parts := item.get("content") or item.get("summary"):
+        message["reasoning_content"] = "".join(part["text"] for part in parts)
+
+
+def _items(answer: Answer) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if answer.reasoning:
+        content = [{"type": "reasoning_text", "text": answer.reasoning}]
+        items.append({"type": "reasoning", "id": f"rs_{answer.id}", "summary": [], "content": content})
+    if answer.text or not answer.calls:
+        text = {"type": "output_text", "text": answer.text, "annotations": []}
+        items.append({"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "content": [text]})
+    for number, call in enumerate(answer.calls):
+        # Some models write the ids of their calls, and write one twice.
+        about = {"id": f"fc_{answer.id}_{number}", "name": call.name, "arguments": call.arguments}
+        items.append({"type": "function_call", "call_id": call.id, **about})
+    return [{**item, "status": "completed"} for item in items]
+
+
+def _events(response: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    begun = {**response, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    yield {"type": "response.created", "response": begun}
+    yield {"type": "response.in_progress", "response": begun}
+    for n, item in enumerate(response["output"]):
+        at = {"output_index": n, "item_id": item["id"]}
+        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        yield {"type": "response.output_item.added", **at, "item": {**item, **empty, "status": "in_progress"}}
+        if item["type"] == "function_call":
+            name = "response.function_call_arguments"
+            yield {"type": f"{name}.delta", **at, "delta": item["arguments"]}
+            yield {"type": f"{name}.done", **at, "name": item["name"], "arguments": item["arguments"]}
+        for part in item.get("content", ()):
+            name = f"response.{part['type']}"
+            at |= {"content_index": 0}
+            yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
+            yield {"type": f"{name}.delta", **at, "delta": part["text"], "logprobs": []}
+            yield {"type": f"{name}.done", **at, "text": part["text"], "logprobs": []}
+            yield {"type": "response.content_part.done", **at, "part": part}
+        yield {"type": "response.output_item.done", **at, "item": item}
+    yield {"type": f"response.{response['status']}", "response": response}

@@ -1,0 +1,433 @@
+"""SessionServer: the address at which agents ask the policy in the protocols of OpenAI and Anthropic.
+
+    /sessions/ID/v1/… ──▶ the dialect of the path ──Ask──▶ the session ──Answer──▶ a body, or events
+
+* What a path ends with decides. Clients differ in what they write before it: nothing, /v1, or /v1 twice.
+* An answer is sent when its turn has been drawn whole. Until then a stream gets comments, so that it stays open.
+* A failure has a status and a body in the words of the protocol; in a stream that has begun it is an event, the last.
+* A client that hangs up ends nothing: it may ask again, and gets the answer. Only a session that closes ends turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from ssl import SSLContext
+from typing import Any
+
+from aiohttp import web
+
+from replay_generator.notices import Watch
+from replay_generator.rollouts.sessions.connections import Connections
+from replay_generator.rollouts.sessions.dialects.chat import Chat, Completions
+from replay_generator.rollouts.sessions.dialects.fields import MODEL
+from replay_generator.rollouts.sessions.dialects.messages import Messages
+from replay_generator.rollouts.sessions.dialects.responses import Responses
+from replay_generator.rollouts.sessions.large_requests import worked
+from replay_generator.rollouts.sessions.refusals import Refusals
+from replay_generator.rollouts.sessions.session import Session
+from replay_generator.rollouts.sessions.turns import Answer, Ask, Refusal, is_deep
+from replay_protos import connection_bounds
+
+logger = logging.getLogger(__name__)
+
+_REFUSALS = web.AppKey("refusals", Refusals)
+Dialect = Chat | Responses | Messages
+_MOST = 32
+"""Requests of one session that are answered at once. Further ones wait."""
+MOST_WAITING = 1024
+"""Requests of one session that wait."""
+MOST_WAITING_BYTES = 64 << 20
+"""Of their bodies."""
+_MOST_VALUES = 1 << 18
+"""Values in a request, beside a token each. Python makes so many in some hundredths of a second, at a stretch."""
+_MOST_NESTED = 256
+"""Lists and objects in each other in a request. What reads and writes them further does it by recursion."""
+_EMPTY = Answer("", "", "", (), "stop", None, 0, 0)
+_QUIET_S = 10.0
+"""After so many seconds without an answer a stream gets a comment."""
+
+
+class _AtDebug(logging.LoggerAdapter[logging.Logger]):
+    """What aiohttp says of bytes that are no request. Anybody can send them, as often as they like."""
+
+    def exception(self, msg: object, *args: object, **options: Any) -> None:
+        self.debug(msg, *args, **{"exc_info": True, **options})
+
+
+@web.middleware
+async def _faults(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
+    """Says in the log what fails here for another reason than the request."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        request.config_dict[_REFUSALS].count(error.status, error.text or error.reason)
+        raise
+    except ConnectionError:  # the client has gone
+        raise
+    except Refusal as refusal:
+        request.config_dict[_REFUSALS].count(refusal.status, str(refusal))
+        return web.Response(status=refusal.status, text=str(refusal))
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        request.config_dict[_REFUSALS].count(500, f"{type(error).__name__}: {error}")
+        return web.Response(status=500, text=f"the generator failed with {type(error).__name__}")
+
+
+class _Line:
+    """The requests of one session: some are answered, and the others wait in the order in which they came."""
+
+    def __init__(self, *, is_taken: bool) -> None:
+        self.is_taken = is_taken
+        """Whether an agent has come for the session."""
+        self.under_way = 0
+        """Requests that are answered, or wait."""
+        self.asked_at = time.monotonic()
+        """When a request came or was answered last, or an agent took the session."""
+        self._turns = asyncio.Semaphore(_MOST)
+        self._waiting = 0
+        self._waiting_bytes = 0
+
+    def take(self) -> None:
+        """An agent has come for the session."""
+        self.is_taken = True
+        self.asked_at = time.monotonic()
+
+    @asynccontextmanager
+    async def turn(self, size: int) -> AsyncIterator[None]:
+        """The turn of a request of so many bytes. Raises Refusal if too much waits."""
+        is_full = self._waiting >= MOST_WAITING or self._waiting_bytes + size > MOST_WAITING_BYTES
+        if self._turns.locked() and is_full:
+            why = f"the session has {_MOST} requests under way, and {self._waiting} wait: wait for an answer"
+            raise Refusal(why, status=429)
+        self.under_way += 1
+        self._waiting += 1
+        self._waiting_bytes += size
+        try:
+            await self._acquire(size)
+            try:
+                yield
+            finally:
+                self._turns.release()
+        finally:
+            self.under_way -= 1
+            self.asked_at = time.monotonic()
+
+    async def _acquire(self, size: int) -> None:
+        try:
+            await self._turns.acquire()
+        finally:
+            self._waiting -= 1
+            self._waiting_bytes -= size
+
+
+class SessionServer(Watch):
+    """A server of HTTP. Whoever knows the address of a session may ask it."""
+
+    agents_come = False
+    """Whether a session waits until an agent comes for it (`take`)."""
+
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, *, ssl_context: SSLContext | None = None, largest: int = 8 << 20
+    ) -> None:
+        """`port` 0: any that is free. `largest`: bytes of a request. A million tokens have fewer."""
+        self.app = web.Application(client_max_size=largest, middlewares=[self._answering, _faults])
+        """Others may add routes before it is entered."""
+        self.app[_REFUSALS] = Refusals()
+        self.base_url = ""
+        """Once it is entered, with scheme, host and port."""
+        self._at, self._ssl = (host, port), ssl_context
+        self._sessions: dict[str, tuple[Session, _Line]] = {}
+        strangers = _AtDebug(logger, {})
+        self._connections: Connections | None = None
+        self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0, logger=strangers)
+
+    async def __aenter__(self) -> SessionServer:
+        self.app.router.add_route("*", "/sessions/{id}{rest:/.*|}", self._serve)
+        self.app.router.add_route("*", "/{rest:.*}", self._serve)
+        await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        self._connections = Connections(server, self._ssl)
+        try:
+            host, port = await self._connections.listen(*self._at)
+        except BaseException:
+            await self._runner.cleanup()
+            raise
+        scheme = "http" if self._ssl is None else "https"
+        if ":" in host:
+            host = f"[{host}]"
+        self.base_url = f"{scheme}://{host}:{port}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._connections is not None:
+            await self._connections.close()
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _answering(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        assert self._connections is not None
+        async with self._connections.answering(request):
+            return await handler(request)
+
+    @property
+    def description(self) -> dict[str, str]:
+        """What the server is to be told of the sessions: how many are open, and for what each waits.
+
+        `nobody`: for an agent to come, `policy`: for an answer of the policy, `agent`: for its agent to ask or to end;
+        `silent`: the most seconds for which such an agent has asked nothing, in tens.
+        """
+        lines = [line for _, line in self._sessions.values()]
+        taken = [line for line in lines if line.is_taken]
+        silent = [line for line in taken if not line.under_way]
+        facts: dict[str, Any] = {"open": len(lines), "nobody": len(lines) - len(taken)}
+        facts["policy"] = len(taken) - len(silent)
+        facts["agent"] = len(silent)
+        if silent:
+            seconds = time.monotonic() - min(line.asked_at for line in silent)
+            facts["silent"] = 10 * int(seconds / 10)
+        return {"sessions": json.dumps(facts | self.app[_REFUSALS].facts())}
+
+    def open(self, session: Session) -> str:
+        """Serves a session from now on. Returns its address: Anthropic's base URL. OpenAI's has "/v1" behind it."""
+        self._sessions[session.id] = session, _Line(is_taken=not self.agents_come)
+        return f"{self.base_url}/sessions/{session.id}"
+
+    def take(self, session_id: str) -> None:
+        """An agent has come for a session that is open."""
+        self._sessions[session_id][1].take()
+
+    def close(self, session: Session) -> None:
+        """Serves a session no more."""
+        self._sessions.pop(session.id, None)
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        dialect, work = _work_of(request)
+        session, line = self._sessions.get(request.match_info.get("id", ""), (None, None))
+        try:
+            if session is None or line is None:
+                raise Refusal("no session is open at this address: it has ended, or never began", status=404)
+            raw = await read_body(request)
+            async with line.turn(len(raw)):
+                if request.transport is None or request.transport.is_closing():
+                    raise Refusal("the client has hung up while its request waited", status=410)
+                return await work(dialect, session, request, raw)
+        except Exception as error:
+            refusal = _refusal(request, error, session if request.method == "POST" else None)
+            headers = {"Retry-After": "1"} if refusal.status == 429 else None
+            return web.json_response(dialect.error(refusal), status=refusal.status, headers=headers)
+
+
+_Work = Callable[[Dialect, Session, web.Request, bytes], Awaitable[web.StreamResponse]]
+
+
+async def _answer(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
+    key = request.headers.get("Idempotency-Key", "")
+    repeated = bool(key) or request.headers.get("x-stainless-retry-count", "0") != "0"
+    ask, body = await _ask(dialect, session, raw)
+    size = len(raw)
+    about = b"\n".join([dialect.path.encode(), key.encode(errors="surrogatepass"), b""])
+    digest = await worked(size, partial(_digest_of, about, raw))
+    drawing = asyncio.ensure_future(session.ask(ask, digest, repeated))
+    streams = bool(body.get("stream"))
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream" if streams else "application/json"})
+    while not (await asyncio.wait({drawing}, timeout=_QUIET_S))[0]:
+        if streams:
+            await _written(request, response, b": waiting\n\n")
+    try:
+        answer = await drawing
+        data = await worked(size, lambda: _answered(dialect, answer, body))
+    except Exception as error:
+        if not response.prepared:
+            raise
+        await _written(request, response, _event(dialect.error(_refusal(request, error, session))), is_all=True)
+    else:
+        if await _written(request, response, data, is_all=True):
+            session.delivered(answer)
+    return response
+
+
+async def _count(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
+    ask, _ = await _ask(dialect, session, raw)
+    return web.json_response({"input_tokens": await session.count(ask)})
+
+
+async def _models(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
+    return web.json_response({"object": "list", "data": [_card(session, MODEL)]})
+
+
+async def _model(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
+    return web.json_response(_card(session, request.path.rstrip("/").rpartition("/models/")[2]))
+
+
+def _card(session: Session, name: str) -> dict[str, Any]:
+    """What is told of the policy, by whichever name the client knows it."""
+    about = {"id": name, "object": "model", "created": 0, "owned_by": "replay"}
+    return about | {"max_model_len": session.task.max_length - 1}  # the policy writes at least one more
+
+
+async def _unknown(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
+    if request.headers.get("Upgrade", "").lower() == "websocket":
+        # Codex asks by a web socket first. At this status it posts at once, at any other after seven seconds.
+        raise Refusal("no path is served by web sockets: send a request by POST", status=426)
+    paths = ", ".join(each.path for each in (Chat, Completions, Responses, Messages))
+    path = request.match_info["rest"] or "/"
+    raise Refusal(f"{request.method} {path} is not served; there are {paths}", status=404, field="path")
+
+
+_CHAT, _MESSAGES = Chat(), Messages()
+_POSTED: tuple[tuple[str, Dialect, _Work], ...] = (
+    ("/chat/completions", _CHAT, _answer),
+    ("/completions", Completions(), _answer),
+    ("/responses", Responses(), _answer),
+    ("/messages/count_tokens", _MESSAGES, _count),
+    ("/messages", _MESSAGES, _answer),
+)
+"""What is done at the paths with these ends; the first decides."""
+
+
+def _work_of(request: web.Request) -> tuple[Dialect, _Work]:
+    """What a request is for, and in whose words it is answered."""
+    path = request.path.rstrip("/")
+    if request.method == "POST":
+        for end, dialect, work in _POSTED:
+            if path.endswith(end):
+                return dialect, work
+    elif request.method == "GET" and path.endswith("/models"):
+        return _CHAT, _models
+    elif request.method == "GET" and "/models/" in path:
+        return _CHAT, _model
+    return _CHAT, _unknown
+
+
+def _digest_of(*parts: bytes) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+async def _ask(dialect: Dialect, session: Session, raw: bytes) -> tuple[Ask, dict[str, Any]]:
+    """What a request asks, and its body. Raises Refusal."""
+    return await worked(len(raw), lambda: _parsed(dialect, session.answers, session.task.max_length, raw))
+
+
+def _parsed(dialect: Dialect, answers: Sequence[Answer], max_length: int, raw: bytes) -> tuple[Ask, dict[str, Any]]:
+    """As `_ask`. It runs in a thread where the request is large."""
+    try:
+        values = _values(raw)
+        if values > _MOST_VALUES + max_length:
+            raise Refusal(
+                f"the request has {values} values, and at most {_MOST_VALUES + max_length} are served: send less",
+                status=413,
+                field="body",
+            )
+        body = json.loads(raw)
+        if is_deep(body, _MOST_NESTED):
+            raise Refusal(f"the request has more than {_MOST_NESTED} lists and objects in each other", field="body")
+        if rb"\u" in raw:
+            json.dumps(body, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        ask = dialect.ask(body, answers) if isinstance(dialect, Responses) else dialect.ask(body)
+        _answered(dialect, _EMPTY, body)  # what cannot be written is refused before it is drawn
+        return replace(ask, size=len(raw)), body
+    except Refusal:
+        raise
+    except Exception as error:  # whatever comes of a body that is not whole, or not of the form of its path
+        why = f"this is no request for {dialect.path}: {type(error).__name__}: {error}"
+        raise Refusal(why, field=f"body of {dialect.path}") from error
+
+
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
+def _values(raw: bytes) -> int:
+    """At least as many as the values of a JSON text: its lists, objects and commas.
+
+    The parser holds all threads until it has read the last one. This looks at one text after the other.
+    """
+    count = _structure(raw)
+    if count <= _MOST_VALUES:
+        return count
+    for text in _TEXT.finditer(raw):  # those in texts do not count
+        count -= _structure(text[0])
+    return count
+
+
+def _structure(raw: bytes) -> int:
+    return raw.count(b"[") + raw.count(b"{") + raw.count(b",")
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole body, which the request does not keep. Raises Refusal for one that is too large, or is not what its
+    headers say."""
+    body = bytearray()
+    try:
+        async for piece in request.content.iter_any():
+            body += piece
+            if len(body) > request.client_max_size:
+                raise Refusal(
+                    f"the request is too large: at most {request.client_max_size} bytes are served",
+                    status=413,
+                    field="body",
+                )
+    except Refusal:
+        raise
+    except Exception as error:  # of its length, its chunks or its compression
+        why = f"the body is not what its headers say: {type(error).__name__}: {error}"
+        raise Refusal(why, field="body") from error
+    return bytes(body)
+
+
+def _answered(dialect: Dialect, answer: Answer, body: dict[str, Any]) -> bytes:
+    """The body of an answer, or its events if the request asks for a stream."""
+    if body.get("stream"):
+        return b"".join(map(_event, dialect.events(answer, body)))
+    return json.dumps(dialect.answer(answer, body)).encode()
+
+
+def _event(data: dict[str, Any] | str) -> bytes:
+    """A server-sent event. Protocols that name their events have the name in the data too."""
+    name = f"event: {data['type']}\n" if isinstance(data, dict) and "type" in data else ""
+    return f"{name}data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
+
+
+def _refusal(request: web.Request, error: Exception, session: Session | None) -> Refusal:
+    """The words for a client. `session`: it remembers why a request of its agent was refused; None: nobody does."""
+    if not isinstance(error, Refusal):
+        logger.error("a request of an agent failed with %s: %s", type(error).__name__, error)
+        error = Refusal(f"the policy failed with {type(error).__name__}: {error}", status=500)
+        session = None
+    request.config_dict[_REFUSALS].count(error.status, str(error))
+    if session is not None:
+        session.refused(error)
+    return error
+
+
+async def _written(request: web.Request, response: web.StreamResponse, data: bytes, *, is_all: bool = False) -> bool:
+    """Writes to a client. Returns whether it was still there when all of it was written."""
+    try:
+        if request.transport is not None:
+            request.transport.set_write_buffer_limits(0)  # otherwise the last of it may wait in a buffer
+        async with asyncio.timeout(connection_bounds.SECONDS_IDLE):
+            await response.prepare(request)
+            await response.write(data)
+            if is_all:
+                await response.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        return False
+    except ConnectionError:
+        return False
+    return request.transport is not None and not request.transport.is_closing()

@@ -1,0 +1,139 @@
+"""Parsers: which part of a turn are thoughts, which are calls of tools, and which is text, by vLLM's own parsers.
+
+Each family of models writes calls and thoughts in a format of its own. vLLM has a parser for each, by the names that
+`vllm serve --tool-call-parser` and `--reasoning-parser` take; whoever serves the model later uses the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from replay_generator.engines import Completion, text_of
+from replay_generator.rollouts.sessions.turns import Refusal, WrittenCall, whole_text
+
+logger = logging.getLogger(__name__)
+
+_HARMONY = ("openai", "openai_gptoss")
+"""Names of vLLM that stand for a parser of gpt-oss, which vLLM takes by the model and not by the name."""
+
+
+class Parsers:
+    """The parsers of one model, for all its sessions."""
+
+    def __init__(self, tool_parser: str | None = None, reasoning_parser: str | None = None) -> None:
+        """Raises ValueError for a name that vLLM does not know, and if vLLM is not installed. Without names every turn
+        is text."""
+        self.knows_tools = tool_parser is not None
+        self._kind: Any = None
+        if not (tool_parser or reasoning_parser):
+            return
+        try:
+            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+            from vllm.parser import ParserManager
+            from vllm.reasoning import ReasoningParserManager
+            from vllm.tool_parsers import ToolParserManager
+        except ImportError as missing:
+            raise ValueError(f"tool_parser and reasoning_parser name parsers of vLLM 0.32: {missing}") from missing
+        for option, name, known in (
+            ("tool_parser", tool_parser, ToolParserManager.list_registered()),
+            ("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered()),
+        ):
+            if name is not None and name not in known:
+                raise ValueError(f"{option} {name!r} is none of vLLM's: {', '.join(known)}")
+            if name in _HARMONY:
+                raise ValueError(
+                    f"{option} {name!r} is not served: the turns of gpt-oss are messages of Harmony, which no chat "
+                    "template goes on after: train an agent of another model"
+                )
+        self._request = ChatCompletionRequest
+        self._kind = ParserManager.get_parser(tool_parser, reasoning_parser, True)
+
+    def ready(
+        self, tokenizer: Any, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
+    ) -> TurnParser:
+        """The parser of a turn that is not drawn yet. `prompt_ids`: what the policy reads; `template`: arguments of the
+        chat template. Raises Refusal if the tokenizer lacks what the parser needs."""
+        if self._kind is None:
+            return TurnParser(tokenizer)
+        try:
+            request = self._request(
+                model="", messages=[], tools=list(tools) or None, chat_template_kwargs=dict(template) or None
+            )
+        except ValueError as error:
+            why = f"{type(error).__name__}: {error}"
+            raise Refusal(f"the tools are none that the parser can read: {why}", field="tools") from error
+        try:
+            parser = self._kind(tokenizer, request.tools, chat_template_kwargs=dict(template))
+            parser.set_prompt_token_ids(list(prompt_ids))
+            adjusted = parser.adjust_request(request)
+        except Exception as error:  # whatever the parser of some model misses
+            raise Refusal(
+                f"the parser that the generator names does not fit the tokenizer: {type(error).__name__}: {error}: "
+                "start the generator with the --tool-parser and the --reasoning-parser of its model",
+                field="parser",
+            ) from error
+        return TurnParser(tokenizer, parser, request, bool(tools), adjusted.skip_special_tokens)
+
+
+@dataclass(frozen=True)
+class TurnParser:
+    """The parser of one turn."""
+
+    tokenizer: Any
+    parser: Any = None
+    """Of vLLM; None: every turn is text."""
+    request: Any = None
+    has_tools: bool = False
+    skips_special_tokens: bool = True
+    """False: some formats consist of them."""
+
+    def parse(
+        self, completion: Completion, stopped_by: str | None, *, objects_only: bool = False
+    ) -> tuple[str, str, list[WrittenCall]]:
+        """The thoughts, the text and the calls of a turn up to the text that stopped it. `objects_only`: see Ask.
+
+        A policy may write anything. A turn at which the parser fails is a text, as it is written.
+        """
+        if self.parser is None:
+            return "", _up_to(stopped_by, completion.text), []
+        text, ids = completion.text, completion.token_ids
+        if not self.skips_special_tokens:
+            if completion.finish_reason == "stop" and ids[-1] in self.tokenizer.all_special_ids:
+                text = text_of(self.tokenizer, ids[:-1], skip_special_tokens=False)
+            else:
+                text = text_of(self.tokenizer, ids, skip_special_tokens=False)
+        text = _up_to(stopped_by, text)
+        if self.has_tools:
+            try:
+                thoughts, content, written = _parsed(self.parser, text, self.request, ids, with_calls=True)
+            except Exception as error:  # of the parser of some model
+                logger.debug("a turn of the policy is a text: its parser fails: %s: %s", type(error).__name__, error)
+            else:
+                if not objects_only or all(call.object is not None for call in written):
+                    return thoughts, content, written
+        try:
+            thoughts, content, _ = _parsed(self.parser, text, self.request, ids, with_calls=False)
+        except Exception as error:
+            logger.debug("a turn of the policy is a text: its parser fails: %s: %s", type(error).__name__, error)
+            return "", whole_text(text), []
+        return thoughts, content, []
+
+
+def _parsed(
+    parser: Any, text: str, request: Any, ids: Sequence[int], *, with_calls: bool
+) -> tuple[str, str, list[WrittenCall]]:
+    """The thoughts, the text and the calls that vLLM's parser finds. Raises whatever the parser does."""
+    thoughts, content, found = parser.parse(text, request, with_calls, ids)
+    calls = []
+    for call in found or ():
+        id = call.id or f"call_{secrets.token_hex(12)}"
+        calls.append(WrittenCall(whole_text(id), whole_text(call.name), whole_text(call.arguments)))
+    return whole_text(thoughts or ""), whole_text(content or ""), calls
+
+
+def _up_to(end: str | None, text: str) -> str:
+    return text if end is None else text.partition(end)[0]

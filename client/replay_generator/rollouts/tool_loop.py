@@ -1,0 +1,140 @@
+"""Tool loop: a rollout in which the policy calls Python functions, turn by turn, in the format of its chat template.
+
+    prompt with the tools ──▶ the policy writes ──▶ no call: the rollout ends
+                                   ▲                  a call ──▶ the function ──▶ its answer, as a turn of the tool
+                                   └──────────────────────────────────────────────────────┘
+
+What the policy wrote stays as the ids that it drew (sessions/conversation.py). A template that would let it read
+something else ends the rollout, with an error that says so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from replay_generator.prompts.chat import tools_of
+from replay_generator.rollouts.rollout import Rollout, RolloutError, RolloutHook, RolloutPolicy, RolloutSequence, Task
+from replay_generator.rollouts.sessions.conversation import Conversation
+from replay_generator.user_code import calls as user_code
+
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that the policy wrote."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def json_calls(text: str) -> list[ToolCall]:
+    """The calls of a turn in the format of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+    Raises ValueError for a call that is not in this format; the policy gets its message as the answer of the tool.
+    """
+    calls = []
+    for body in _CALL.findall(text):
+        try:
+            call = json.loads(body)
+            name, arguments = call["name"], call.get("arguments", {})
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError(f'not a call: {body:.200}; write {{"name": ..., "arguments": {{...}}}}') from None
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise ValueError(f"not a call: {body:.200}; the name is a string, and the arguments are an object")
+        calls.append(ToolCall(name, arguments))
+    return calls
+
+
+def tool_loop(
+    tools: Sequence[Callable[..., Any]],
+    *,
+    max_turns: int = 8,
+    parse: Callable[[str], Sequence[ToolCall]] = json_calls,
+) -> RolloutHook:
+    """A hook for the generator in which the policy may call `tools`, until it writes a turn without a call.
+
+    The tools are Python functions with types and a docstring, as `transformers` wants them for its chat templates; the
+    async ones are awaited, the others run in a thread. What a tool raises goes back to the policy as its answer. After
+    `max_turns` turns of the policy the rollout ends with the reason "turns". `parse` finds the calls in a turn; the
+    ValueError that it raises goes back to the policy too. `Rollout.info["calls"]` has all calls, in order.
+
+    The prompts must consist of messages, and the tokenizer needs a chat template. A row with `tools` chooses among the
+    functions, by their names: only these can be called, and the template gets what the row says of them. If the last
+    message is one of the assistant, the first turn of the policy goes on with it.
+    """
+    by_name = {tool.__name__: tool for tool in tools}
+    if len(by_name) < len(tools):
+        raise ValueError(f"tools need names of their own, not {', '.join(tool.__name__ for tool in tools)}")
+    if max_turns < 1:
+        raise ValueError(f"max_turns must be at least 1, not {max_turns}")
+
+    async def play(task: Task, policy: RolloutPolicy) -> Rollout:
+        if task.messages is None:
+            raise RolloutError("a tool loop needs prompts of messages (--chat), and a chat template that knows tools")
+        wanted_tools = tools_of(task.row.get("tools"))
+        callable_now = _chosen(by_name, wanted_tools)
+        conversation, begins = Conversation.begin(task, task.messages, wanted_tools or tools)
+        sequence, calls = RolloutSequence(begins), []
+        for turn in range(1, max_turns + 1):
+            policy_turn = sequence.append_completion(await policy.generate(sequence.token_ids))
+            if sequence.finish_reason != "stop":
+                break
+            try:
+                wanted = list(user_code.call_plain(parse, policy_turn.text))
+                answers = [await _answer(callable_now, call) for call in wanted]
+                calls += wanted
+                if not wanted:
+                    break
+            except ValueError as error:
+                answers = [f"error: {error}"]
+            if turn == max_turns:
+                return Rollout([sequence], finish_reason="turns", info={"calls": calls})
+            messages = [{"role": "tool", "content": answer} for answer in answers]
+            conversation, between = conversation.go_on(policy_turn.text, sequence.token_ids[-1], messages)
+            sequence.append_observation(between, text="\n".join(answers))
+            if len(sequence.token_ids) >= task.max_length:
+                return Rollout([sequence], finish_reason="length", info={"calls": calls})
+        return Rollout([sequence], info={"calls": calls})
+
+    return play
+
+
+def _chosen(
+    functions: Mapping[str, Callable[..., Any]], wanted: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Callable[..., Any]]:
+    """The functions that a row's `tools` name; all of them if it names none. Raises RolloutError for another name."""
+    if not wanted:
+        return functions
+    chosen = {}
+    for tool in wanted:
+        name = tool.get("function", tool)["name"]
+        if name not in functions:
+            raise RolloutError(
+                f"the row's 'tools' name {name!r:.80}, and the tool loop has {', '.join(functions)}: give it this "
+                "function too, or leave out the column"
+            )
+        chosen[name] = functions[name]
+    return chosen
+
+
+async def _answer(tools: Mapping[str, Callable[..., Any]], call: ToolCall) -> str:
+    """What the tool returns, as text; or, in words, why it does not."""
+    if (tool := tools.get(call.name)) is None:
+        return f"error: there is no tool {call.name!r:.80}; there are {', '.join(tools)}"
+    try:
+        answer = await user_code.call(tool, **call.arguments)
+        if isinstance(answer, str):
+            return answer
+        return str(user_code.call_here(json.dumps, answer, default=_as_json))
+    except Exception as error:
+        return f"error: {user_code.in_words(error)}"
+
+
+def _as_json(value: Any) -> Any:
+    """Numbers and arrays of NumPy, and tensors, as those of Python; all else that JSON has no type for as its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,145 @@
+"""GroupScorer: the stage that gives rewards to groups that generators have played.
+
+    [ unscored ] ──▶ rewards, rollout by rollout; advantages; priority ──▶ [ rollouts ]
+
+Who dies leaves its groups to others. Then reward functions run again; their results count once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replay_client import AsyncReplayClient, RolloutGroup, Sample, tracing
+from replay_client.scoring import carries_gradient
+from replay_generator.config import ScorerConfig
+from replay_generator.errors import PromptError
+from replay_generator.groups.inserting import Handoff, run_worker
+from replay_generator.groups.partial_groups import decoded
+from replay_generator.groups.scoring import ByFunction, Scoring
+from replay_generator.metrics import GeneratorStats, GroupTimes
+from replay_generator.prompts.prompt import Prompt
+from replay_generator.rewards.functions import RewardError, Rewards, Scorer
+from replay_generator.rollouts.rollout import PlayedRollout
+from replay_generator.stages.stage import CONCURRENCY, Stage
+from replay_generator.user_code import calls as user_code
+
+_PAUSE = 1.0
+"""Seconds before the second attempt."""
+
+
+class GroupScorer(Stage):
+    """A stage that gives groups their rewards. `run` also raises PromptError when all groups fail."""
+
+    config: ScorerConfig
+    part = "scorer"
+
+    def __init__(
+        self,
+        client: AsyncReplayClient,
+        reward: Rewards | None,
+        config: ScorerConfig,
+        *,
+        group_filter: Callable[[RolloutGroup], bool] | None = None,
+        on_group: Callable[[GeneratorStats], None] | None = None,
+    ) -> None:
+        """`reward` None: rollouts bring their own. `group_filter` decides whether a scored group is handed on.
+        `on_group` is called on the event loop after each group, with the current statistics. The client stays the
+        caller's."""
+        super().__init__(client, self._score, config, on_group)
+        if config.drop_zero_variance:
+            group_filter = _carries_gradient_and(group_filter)
+        scorer = Scorer(reward, threads=config.concurrency, timeout=config.reward_timeout)
+        self._scoring = RolloutScoring(scorer, config, config.source_table, group_filter, self.stats)
+        self._server.watches = self._scoring.watches
+        self._rollouts = 0  # of the groups that it has
+
+    @property
+    def _has_room(self) -> bool:
+        # Twice: slots that a slow rollout's group leaves free are for the next group.
+        return self._rollouts < 2 * (self.config.concurrency or CONCURRENCY)
+
+    async def _score(self, sample: Sample) -> Handoff:
+        work = decoded(sample)
+        self._rollouts += (size := len(work.rollouts))
+        try:
+            version, failures = sample.info.policy_version, work.spec.failures
+            group, _ = await self._scoring.score(work, version, GroupTimes(), failures)
+            group.meta |= tracing.carrier()
+            return self._server.hand_on(group, sample.info.tags, work.spec.key)
+        finally:
+            self._rollouts -= size
+
+
+def _carries_gradient_and(group_filter: Callable[[RolloutGroup], bool] | None) -> Callable[[RolloutGroup], bool]:
+    """A filter that takes the groups that carry a gradient and that `group_filter` takes."""
+
+    def both(group: RolloutGroup) -> bool:
+        return carries_gradient(group) and (group_filter is None or user_code.decision_of(group_filter, group))
+
+    return both
+
+
+class RolloutScoring(Scoring):
+    """Scores each rollout on its own, a bounded number at a time, and again if that fails."""
+
+    def __init__(self, scorer: Scorer, config: ScorerConfig, *others: Any) -> None:
+        super().__init__(scorer, config, *others)
+        self._slots = asyncio.Semaphore(config.concurrency or CONCURRENCY)
+        self._attempts = config.attempts
+
+    async def _rewards(
+        self, scorer: Scorer, prompt: Prompt, played: list[PlayedRollout]
+    ) -> tuple[list[PlayedRollout], npt.NDArray[np.float32], ByFunction, list[str]]:
+        parts = [played] if scorer.scores_groups else [[each] for each in played]
+        finished = list[PlayedRollout]()
+        rewards = list[Any]()
+        functions = list[ByFunction]()
+        errors = list[RewardError]()
+        results = await asyncio.gather(*(self._tried(scorer, prompt, part) for part in parts))
+        for part, result in zip(parts, results, strict=True):
+            if isinstance(result, RewardError):
+                errors += [result] * len(part)
+                continue
+            total, by_name = result
+            has_reward = ~np.isnan(total)
+            errors += [scorer.unscored()] * int((~has_reward).sum())
+            if has_reward.any():
+                finished += [each for each, has in zip(part, has_reward, strict=True) if has]
+                rewards.append(total[has_reward])
+                functions.append({name: values[has_reward] for name, values in by_name.items()})
+        failures = self.see_failures(prompt, errors, len(finished), len(played))
+        if len({*map(frozenset, functions)}) > 1:
+            raise PromptError(f"prompt {prompt.prompt_id!r}: some rollouts have a reward of their own, and some none")
+        by_function = {name: np.concatenate([each[name] for each in functions]) for name in functions[0]}
+        return finished, np.concatenate(rewards), by_function, failures
+
+    async def _tried(
+        self, scorer: Scorer, prompt: Prompt, played: list[PlayedRollout]
+    ) -> tuple[npt.NDArray[np.float32], ByFunction] | RewardError:
+        """The rewards, or why there are none after all attempts."""
+        rollouts = [each.rollout for each in played]
+        texts = [rollout.text for rollout in rollouts]
+        async with self._slots:
+            for attempt in range(self._attempts):
+                if attempt:
+                    await asyncio.sleep(_PAUSE * 2 ** (attempt - 1))
+                try:
+                    return await scorer.score(prompt.row, texts, rollouts)
+                except RewardError as error:
+                    failure = error
+        return failure
+
+
+def run_scorer(
+    connect: Callable[[], AsyncReplayClient], reward: Rewards | None, config: ScorerConfig, **options: Any
+) -> GeneratorStats:
+    """Run a GroupScorer to its end, for callers without an event loop. Returns the last statistics.
+
+    As `run_stage`. `options`: those of GroupScorer.
+    """
+    return run_worker(connect, lambda client: GroupScorer(client, reward, config, **options))

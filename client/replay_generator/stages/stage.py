@@ -1,0 +1,160 @@
+"""Stage: takes items out of a table, works at each, and puts what it makes of them into others.
+
+    [ source ] ──draw, under a lease──▶ work ──▶ one insert: what was made takes the item's place
+         ▲                               │ └──▶ None: the item leaves
+         └── its stage has died ─────────┘
+
+Any number of processes share a table: each draws an item when it has few left, so that a slow one takes fewer. Who dies
+leaves its items to the others when its leases end. Then the work is done again; its result counts once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from replay_client import AsyncReplayClient, RolloutGroup, Sample, tracing
+from replay_client.errors import DeadlineExceededError, LeaseEndedError
+from replay_client.waits import LAST_WORD, beat
+from replay_generator.config import StageConfig
+from replay_generator.errors import PromptError
+from replay_generator.groups.inserting import Handoff, InsertingServer, LeftOut, run_worker
+from replay_generator.metrics import GeneratorMetrics, GeneratorStats, GroupTimes
+from replay_generator.prompts.queue import LeasedItems
+from replay_generator.user_code import calls as user_code
+
+CONCURRENCY = 8
+_DRAW_SECONDS = 30.0
+_MOST_SKIPPED = 20
+
+Work = Callable[[Sample], Any]
+"""Makes a group of an item, for the tables of the settings; or a Handoff, for others; or None: the item leaves.
+
+A function without async runs in a thread."""
+
+
+class Stage:
+    """Passes items on until `stop`, `max_items` or an error. What is not handed on by then goes back.
+
+    A ValueError of the work leaves its item out, with a warning; any other error ends the run, and so do 20 in a row.
+    Whatever passes by itself is waited for: a full table, a server that is away or busy. `run` raises
+    ServerUnavailableError for one that stays away longer than the client's timeout.
+    """
+
+    part = "stage"
+    """What it is in traces and logs."""
+
+    def __init__(
+        self,
+        client: AsyncReplayClient,
+        work: Work,
+        config: StageConfig,
+        on_item: Callable[[GeneratorStats], None] | None = None,
+    ) -> None:
+        """`on_item` is called on the event loop after each item, with the current statistics. The client stays the
+        caller's."""
+        self.config, self._client, self._work, self._on_item = config, client, work, on_item
+        self._metrics = GeneratorMetrics(solved_reward=1.0)
+        self.stats = stats = self._metrics.stats
+        self._server = InsertingServer(client, config, stats, f"the {self.part}")
+        answer, source, lease = self._server.answer, config.source_table, config.lease
+        self._items = LeasedItems(client, answer, source, lease, self.part, lambda _: None, self._lose, stats)
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by lease
+        self._passed_on, self._ended = asyncio.Event(), asyncio.Event()
+
+    async def run(self) -> None:
+        """Work until `stop` is called, `max_items` are done or something fails. What is not handed on goes back."""
+        with user_code.LoopWatch():
+            await self._run()
+
+    async def _run(self) -> None:
+        await self._server.observe(await self._server.look(self.config.source_table))
+        tasks = [asyncio.create_task(each) for each in (self._pass_all_on(), self._server.watch(), self._ended.wait())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # it may have failed
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._items.close()
+        await self._client.leave(timeout=LAST_WORD)
+
+    def stop(self) -> None:
+        """Draw and work no more."""
+        self._ended.set()
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._tasks) < (self.config.concurrency or CONCURRENCY)
+
+    async def _pass_all_on(self) -> None:
+        drawn = 0
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while drawn != self.config.max_items:
+                    while not self._has_room:
+                        self._passed_on.clear()
+                        await self._passed_on.wait()
+                    with contextlib.suppress(DeadlineExceededError):
+                        sample, _ = await self._items.draw(_DRAW_SECONDS)
+                        task = tasks.create_task(tracing.in_span(f"replay.{self.part}", partial(self._pass_on, sample)))
+                        self._tasks[sample.info.lease_id] = task
+                        task.add_done_callback(partial(self._end, sample))
+                        drawn += 1
+                        await asyncio.sleep(0)  # it begins, and knows how much room it takes
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0]  # noqa: B904  its cause tells more than the group
+
+    async def _pass_on(self, sample: Sample) -> None:
+        """Works at one item, and hands on what was made, or nothing."""
+        info = sample.info
+        try:
+            made = await user_code.call(self._work, sample)
+            if made is None:
+                await self._items.end([sample])
+            else:
+                if isinstance(made, RolloutGroup):
+                    made = self._server.hand_on(made, info.tags)
+                if not isinstance(made, Handoff):
+                    how = f"returned {user_code.shown(made)}: return a RolloutGroup, a Handoff, or None"
+                    raise user_code.UserCodeError(user_code.name_of(self._work), how, user_code.where(self._work))
+                item_facts = {"tags": info.tags, "policy_version": info.policy_version, "closes": (sample,)}
+                await self._server.insert_into(f"item {info.key}", made, **item_facts)
+                self._items.forget([sample])
+                if isinstance(made.group, RolloutGroup):
+                    self._metrics.count_inserted(made.group, {"": made.group.rewards}, info.staleness, GroupTimes())
+        except LeaseEndedError:
+            self._items.forget([sample])
+            self.stats["leases_lost"] += 1
+        except (LeftOut, PromptError, ValueError) as error:
+            await self._items.end([sample])
+            if not isinstance(error, LeftOut):
+                self._metrics.count_skipped(error, _MOST_SKIPPED)
+            elif error.counts_as is not None:
+                self.stats[error.counts_as] += 1
+        self.stats["threads_left"] = user_code.threads_left()
+        beat()
+        if self._on_item is not None:
+            user_code.call_plain(self._on_item, self.stats)
+
+    def _lose(self, sample: Sample, _: None) -> None:
+        """Another one may work at it."""
+        self.stats["leases_lost"] += 1
+        self._tasks[sample.info.lease_id].cancel()
+
+    def _end(self, sample: Sample, _: object) -> None:
+        del self._tasks[sample.info.lease_id]
+        self._passed_on.set()
+
+
+def run_stage(connect: Callable[[], AsyncReplayClient], work: Work, config: StageConfig) -> GeneratorStats:
+    """Runs a stage to its end, for callers without an event loop. Returns the last statistics.
+
+    `connect` makes the client; it is called on the event loop that uses it. Ctrl-C and SIGTERM stop the run gracefully.
+    """
+    return run_worker(connect, lambda client: Stage(client, work, config))

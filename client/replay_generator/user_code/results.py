@@ -1,0 +1,113 @@
+"""Results: which numbers and names users' code may give, as rewards, metrics and priorities.
+
+A metric becomes a column of its group: its name travels on the wire, its numbers are stored in float32. Whoever brings
+a result from outside checks it here, where it comes in: one bad number would otherwise be found when the whole group
+is made.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from replay_client.columns import OFFSETS
+from replay_client.rollout import MAX_VALUE
+from replay_generator.user_code import calls as user_code
+
+MOST_METRICS = 256
+"""Metrics of one rollout. A group has room for about a thousand columns, and others need some."""
+MOST_NAME = 200
+"""Bytes in UTF-8 of the name of a metric, of a reward function, and of a turn's role. That of a column may have 256."""
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def number_of(value: Any) -> float:
+    """A number of Python or NumPy, or a tensor with one element. Raises ValueError for all else, also for texts."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")
+    is_number = isinstance(value, numbers.Number) or hasattr(value, "item")
+    if kind not in "biufc" or not is_number:
+        raise ValueError(f"{user_code.shown(value)}, which is no number")
+    try:
+        return float(user_code.call_here(float, value))
+    except Exception as error:  # an object of the user may raise anything
+        raise ValueError(f"{user_code.shown(value)}: {user_code.in_words(error)}") from error
+
+
+def number_or_nan(value: Any) -> float:
+    """The number as by `number_of`; NaN: it is none."""
+    try:
+        return number_of(value)
+    except ValueError:
+        return math.nan
+
+
+def bounded(value: Any, largest: float = LARGEST) -> float:
+    """The value as a number that float32 holds too, and that is at most `largest` off 0.
+
+    Raises ValueError in words that stand behind the name of the value.
+    """
+    number = number_or_nan(value)
+    if not abs(number) <= largest:
+        raise ValueError(f"is {user_code.shown(value, 80)}: give a number from {-largest:g} to {largest:g}")
+    return number
+
+
+def check_name(name: Any, what: str) -> None:
+    """Raises ValueError for a text that cannot be the name of a column. `what` is it, in the words of its user."""
+    if not isinstance(name, str):
+        raise ValueError(f"{what} must be a text, not {user_code.shown(name, 80)}")
+    if not name.isprintable():  # half of a surrogate pair is not printable either
+        raise ValueError(f"{what} must have printable characters only, not {name!a:.80}")
+    if not 0 < len(name.encode()) <= MOST_NAME:
+        raise ValueError(f"{what} must have 1 to {MOST_NAME} bytes, and {name!r:.80} has {len(name.encode())}")
+    if name.endswith(OFFSETS):
+        raise ValueError(f"{what} must not end with {OFFSETS!r}, as {name!r:.80} does")
+
+
+def numbers_of(reward: Any, metrics: Any) -> tuple[float | None, dict[str, float]]:
+    """The reward (None: there is none) and the metrics as numbers. A metric that is None is left out.
+
+    Raises ValueError for what no group can hold.
+    """
+    if reward is not None:
+        try:
+            reward = bounded(reward, MAX_VALUE)
+        except ValueError as error:
+            raise ValueError(f"the reward {error}") from None
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"metrics must be numbers by name, not {user_code.shown(metrics, 80)}")
+    if len(metrics) > MOST_METRICS:
+        raise ValueError(f"there are {len(metrics)} metrics: give at most {MOST_METRICS}")
+    found = {}
+    for name, value in metrics.items():
+        check_name(name, "the name of a metric")
+        if value is None:
+            continue
+        try:
+            found[name] = bounded(value)
+        except ValueError as error:
+            raise ValueError(f"the metric {name!r} {error}") from None
+    return reward, found
+
+
+def utf8(text: str) -> str:
+    """The text with halves of surrogate pairs spelled out, so that it can be sent and stored."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def encode_info(info: Mapping[str, Any]) -> bytes:
+    """The bytes of the `info` of a rollout. Raises ValueError for one that msgpack cannot hold."""
+    plain = dict(info) if isinstance(info, Mapping) else info  # msgpack knows no other mappings
+    try:
+        packed: bytes = msgpack.packb(plain)
+        return packed
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            "Rollout.info is stored until its group is finished, and holds what msgpack cannot (it can None, "
+            f"bool, int, float, str, bytes, list and dict): {error}"
+        ) from error

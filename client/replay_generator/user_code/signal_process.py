@@ -1,0 +1,374 @@
+"""SignalProcess: a process that calls one function in its main thread, because that function asks for signals.
+
+    thread of a function ──asks for a signal──▶ `signal_requests` notes it ──▶ SignalProcess calls it from then on
+
+Python gives signals to the main thread of a process alone. Graders set alarms against answers that take for ever
+(math-verify does), and many take the ValueError of another thread for a wrong answer. So what a function asks for is
+noted, whatever it makes of the error. The import of this module puts functions that note into `signal`: modules that
+are imported later, and say `from signal import alarm`, have them too. Elsewhere they do what Python's do.
+
+The process is a child of this one, and both speak through a pair of sockets. It imports the module of the function, and
+the file of the program only if the function is defined there: that file may do work when it is imported.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # the module behind `signal` has no stub
+import ast
+import atexit
+import functools
+import importlib
+import multiprocessing.spawn
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+from replay_client.waits import in_daemon_thread, stop_signals
+
+SignalRequests = list[str]
+"""What a function asked for, in order, such as "signal.signal(SIGALRM)"."""
+_CALLS = ("signal", "alarm", "setitimer", "set_wakeup_fd")
+"""The functions of `signal` that only work, or only make sense, in the main thread."""
+_REFUSAL = "signal only works in main thread of the main interpreter"
+"""As Python says it."""
+_noting = threading.local()
+_PROGRAM = """
+import sys
+from multiprocessing.connection import Connection
+from multiprocessing.spawn import prepare
+
+connection = Connection(int(sys.argv[1]))
+prepare(connection.recv())
+
+from replay_generator.user_code.signal_process import serve
+
+serve(connection)
+"""
+"""What the process runs. `prepare` gives it the search path and the folder of its parent."""
+
+
+class NotImportableError(Exception):
+    """No other process can take this function, or the arguments of its call. The message says why and what to do."""
+
+
+class FunctionFailedError(Exception):
+    """The function raised, or its process ended. The message says so, without the function's name."""
+
+    def __init__(self, message: str, place: str = "", *, is_value_error: bool = False) -> None:
+        """`place`: the line of the function's file, in brackets."""
+        super().__init__(message)
+        self.place = place
+        self.is_value_error = is_value_error
+
+
+# ------------------------------------------------------------------------------------------------ requests
+
+
+@contextmanager
+def signal_requests() -> Iterator[SignalRequests]:
+    """Notes what the code of the block asks of `signal` in this thread, and refuses it as Python does."""
+    requests: SignalRequests = []
+    _noting.requests = requests
+    try:
+        yield requests
+    finally:
+        _noting.requests = None
+
+
+def _note_requests() -> None:
+    """Puts functions that note requests in the place of those of `signal`, for the rest of the process."""
+    for name in _CALLS:
+        real = getattr(_signal, name)
+        noted = _noted(name, real)
+        # `signal.signal` is a function around that of `_signal`; the others are the same in both modules.
+        for module in (_signal, signal):
+            if getattr(module, name) is real:
+                setattr(module, name, noted)
+
+
+def _noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(real)
+    def request(*args: Any, **options: Any) -> Any:
+        requests = getattr(_noting, "requests", None)
+        # A child that the function forks has this thread as its main thread, and may ask for signals there.
+        if requests is None or threading.current_thread() is threading.main_thread():
+            return real(*args, **options)
+        about = ""
+        if name == "signal" and args:
+            about = _name_of_signal(args[0])
+        requests.append(f"signal.{name}({about})")
+        raise ValueError(_REFUSAL)
+
+    return request
+
+
+def _name_of_signal(number: Any) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+_note_requests()
+
+
+# ------------------------------------------------------------------------------------------------ the function
+
+
+def portable(function: Callable[..., Any]) -> bytes:
+    """The function as bytes that another process can load. Raises NotImportableError."""
+    try:
+        return bytes(ForkingPickler.dumps(function))
+    except Exception as error:
+        place = _place_of(function)
+        if place is None:
+            raise NotImportableError(
+                "no process of its own can import it by name: define it at the top of a module "
+                f"({type(error).__name__}: {error})"
+            ) from error
+    return bytes(ForkingPickler.dumps(_ByName(*place)))
+
+
+class _ByName:
+    """Is loaded as what a module has under a name, such as a lambda or a decorated function."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._place = module, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _imported, self._place
+
+
+def _imported(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _place_of(function: Callable[..., Any]) -> tuple[str, str] | None:
+    """A module and the name that the function has at its top; None: no module has it."""
+    for module_name, module in list(sys.modules.items()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is function:
+                return module_name, name
+    return None
+
+
+def _preparation(function: bytes) -> dict[str, Any]:
+    """What a process needs before it can load the function. Raises NotImportableError."""
+    prepared = multiprocessing.spawn.get_preparation_data("replay-signals")
+    prepared.pop("authkey")  # for processes of multiprocessing, and this is none
+    if b"__main__" not in function:
+        prepared.pop("init_main_from_name", None)
+        prepared.pop("init_main_from_path", None)
+    elif not _is_main_guarded():
+        raise NotImportableError(
+            "a process of its own that imports it from the file of the program would run that program again: define "
+            'it in a module, or begin the work of the program with `if __name__ == "__main__":`'
+        )
+    return prepared
+
+
+def _is_main_guarded() -> bool:
+    """Whether the file of the program does its work only where it is the program; true if there is no file to run."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is None:
+        return True
+    try:
+        statements = ast.parse(Path(path).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return False
+    tests = [statement.test for statement in statements if isinstance(statement, ast.If)]
+    return any("__name__" in ast.unparse(test) for test in tests)
+
+
+# ------------------------------------------------------------------------------------------------ the process
+
+
+class SignalProcess:
+    """Calls one function in the main thread of a process, one call after the other. It starts with the first call."""
+
+    def __init__(self, function: Callable[..., Any], requests: str) -> None:
+        """`requests`: the signals that it asks for, in words."""
+        self.requests = requests
+        self._function = function
+        self._turn = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._caller: object = None
+        atexit.register(self.end)
+
+    async def call_each(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Any]:
+        """The results of these calls. Raises NotImportableError and FunctionFailedError.
+
+        If the caller gives up, the process ends: the function may hang. The next call starts another one.
+        """
+        groups_aborted = threading.Event()
+        try:
+            results: list[Any] = await in_daemon_thread(functools.partial(self._ask, calls, groups_aborted))
+        finally:
+            groups_aborted.set()
+            if self._caller is groups_aborted:
+                self.end()
+        return results
+
+    def end(self) -> None:
+        """Kills the process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _ask(self, calls: Sequence[Any], groups_aborted: threading.Event) -> list[Any]:
+        with self._turn:
+            if groups_aborted.is_set():
+                return []
+            self._caller = groups_aborted
+            try:
+                answer = self._answered(self._packed(calls))
+            finally:
+                self._caller = None
+        kind, *values = answer
+        if kind == "raised":
+            message, place, is_value_error = values
+            raise FunctionFailedError(message, place, is_value_error=is_value_error)
+        results: list[Any] = values[0]
+        return results
+
+    def _answered(self, calls: bytes) -> Any:
+        """The answer to these calls.
+
+        A scheduler sends the signals that stop a program to its children too. The program still waits for this answer,
+        so that another process is asked, once.
+        """
+        try:
+            return self._answer_to(self._connected(), calls)
+        except FunctionFailedError:
+            process = self._process
+            if process is None or process.returncode is None or -process.returncode not in stop_signals():
+                raise
+        return self._answer_to(self._connected(), calls)
+
+    def _connected(self) -> Connection:
+        """The connection to the process that has the function. Raises NotImportableError."""
+        if self._connection is not None and self._process is not None and self._process.poll() is None:
+            return self._connection
+        function = portable(self._function)
+        prepared = _preparation(function)
+        parent_socket, child_socket = socket.socketpair()
+        with child_socket:
+            number = child_socket.fileno()
+            command = [sys.executable, "-c", _PROGRAM, str(number)]
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C of the terminal is for the parent, which still waits for answers
+            )
+        connection = Connection(parent_socket.detach())
+        connection.send(prepared)
+        failure = self._answer_to(connection, function)
+        if failure is not None:
+            self.end()
+            raise NotImportableError(f"a process of its own cannot import it ({failure})")
+        self._connection = connection
+        return connection
+
+    def _packed(self, calls: Sequence[Any]) -> bytes:
+        try:
+            return bytes(ForkingPickler.dumps(list(calls)))
+        except Exception as error:
+            raise NotImportableError(
+                f"its arguments cannot be sent to a process of its own ({type(error).__name__}: {error})"
+            ) from error
+
+    def _answer_to(self, connection: Connection, question: bytes) -> Any:
+        """Raises FunctionFailedError if the process ended, and for an answer that cannot be loaded."""
+        try:
+            connection.send_bytes(question)
+            return connection.recv()
+        except (EOFError, OSError):
+            code = None if self._process is None else self._process.wait()
+            self._connection = None
+            raise FunctionFailedError(f"ended the process that called it, with exit code {code}") from None
+        except Exception as error:
+            raise FunctionFailedError(
+                f"returned what this process cannot load ({type(error).__name__}: {error})"
+            ) from error
+
+
+def serve(connection: Connection) -> None:
+    """What the process does: gets the function, and calls it in this thread until its parent is gone."""
+    questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, questions), daemon=True).start()
+    try:
+        function = ForkingPickler.loads(questions.get())
+    except BaseException as error:
+        connection.send(f"{type(error).__name__}: {error}")
+        return
+    connection.send(None)
+    while True:
+        answer = _called(function, questions.get())
+        try:
+            connection.send(answer)
+        except OSError:
+            return
+        except Exception as error:
+            connection.send(_raised(error))
+
+
+def _read(connection: Connection, questions: queue.SimpleQueue[bytes]) -> None:
+    """Passes on what the parent sends, and ends the process when it is gone: the function may hang."""
+    while True:
+        try:
+            questions.put(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+def _called(function: Callable[..., Any], question: bytes) -> tuple[Any, ...]:
+    try:
+        # Loaded here, in the main thread: a module that is imported for it may ask for signals.
+        calls = ForkingPickler.loads(question)
+        return "returned", [at_once(function(*args, **options)) for args, options in calls]
+    except BaseException as error:
+        return _raised(error)
+
+
+def at_once(result: Any) -> Any:
+    """The result; what an iterator yields, as a list."""
+    if isinstance(result, Iterator) and not isinstance(result, Awaitable):
+        return list(result)
+    return result
+
+
+def _raised(error: BaseException) -> tuple[Any, ...]:
+    return "raised", f"raised {type(error).__name__}: {error}", _line_of(error), isinstance(error, ValueError)
+
+
+def _line_of(error: BaseException) -> str:
+    """The last line of the function's own file, in brackets; "" if the call failed before it began."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    if not frames:
+        return ""
+    last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+    return f" ({last.filename}, line {last.lineno})"
+
+
+__all__ = [
+    "FunctionFailedError",
+    "NotImportableError",
+    "SignalProcess",
+    "SignalRequests",
+    "at_once",
+    "serve",
+    "signal_requests",
+]

@@ -1,0 +1,16 @@
+"""Counts in sentences for people. Every package writes them by this."""
+
+from __future__ import annotations
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 item`, `12 items`, `1 batch`, `2 batches`, `2 entries`."""
+    return f"{count} {noun if count == 1 else _plural(noun)}"
+
+
+def _plural(noun: str) -> str:
+    if noun.endswith(("s", "x", "ch", "sh")):
+        return f"{noun}es"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return f"{noun}s"

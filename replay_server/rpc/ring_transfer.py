@@ -1,0 +1,95 @@
+"""Ring transfer: passes the payloads of a call through rings of its client, where the client has some.
+
+Where no ring can be had, payloads travel in the messages. Nothing above this module can tell.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from replay_protos.framing import Frame, SharedFrame
+from replay_protos.shared_memory import FrameWriter, RingReader, Segment, take_frame
+from replay_server.errors import invalid, try_again
+
+Ring = Segment | FrameWriter | RingReader
+
+
+class Rings:
+    """The rings that clients have mapped, by connection and id."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[str, int], Ring] = {}
+        """Those that no call uses now."""
+        self._open: set[tuple[str, int]] = set()
+        """Those whose call of ShareMemory lasts."""
+
+    def add(self, client: str, segment: Segment) -> None:
+        self._open.add((client, segment.ring_id))
+        self._idle[client, segment.ring_id] = segment
+
+    def end(self, client: str, ring_id: int) -> None:
+        """A call that uses the ring has it until it ends."""
+        self._open.discard((client, ring_id))
+        self._idle.pop((client, ring_id), None)
+
+    def lend(self, client: str, ring_id: int) -> Ring | None:
+        """The ring for one call; None: it has ended, or another call uses it."""
+        return self._idle.pop((client, ring_id), None)
+
+    def put_down(self, client: str, ring_id: int, ring: Ring) -> None:
+        """The client's next call may use the ring as it is."""
+        if (client, ring_id) in self._open:
+            self._idle[client, ring_id] = ring
+
+
+class Carrier:
+    """Carries the payloads of one call: its requests out of a ring, its responses into another one."""
+
+    def __init__(self, rings: Rings, client: str) -> None:
+        self._rings = rings
+        self._client = client
+        self._reader: RingReader | None = None
+        self._writer: FrameWriter | None = None
+
+    def bring(self, request: Any) -> Any:
+        """The request, with the payloads that lie in a ring. It may name the ring for the responses. Raises Refused."""
+        if isinstance(request, Frame):
+            try:
+                return take_frame(request, self._reader_of)
+            except LookupError as error:  # the ring ended with its call: the client connects again
+                raise try_again(str(error)) from None
+            except ValueError as error:
+                raise invalid(str(error)) from None
+        if request.ring:
+            ring = self._rings.lend(self._client, request.ring)
+            if isinstance(ring, Segment):
+                ring = FrameWriter(ring)
+            # If the ring has ended meanwhile, the payloads travel in the messages.
+            self._writer = ring if isinstance(ring, FrameWriter) else None
+        return request
+
+    async def place(self, response: Frame[Any]) -> Frame[Any] | SharedFrame[Any] | None:
+        """The message for gRPC; None: it will be a part of the next one."""
+        if self._writer is None:
+            return response
+        gathered = self._writer.gather(response)
+        return None if gathered is None else await self._writer.place(gathered)
+
+    def close(self, *, reuse_writer: bool) -> None:
+        """The call has ended. Its reader is for the client's next call, and so is a writer that nothing was left in."""
+        if self._reader is not None:
+            self._rings.put_down(self._client, self._reader.ring_id, self._reader)
+        if self._writer is not None and reuse_writer:
+            self._rings.put_down(self._client, self._writer.segment.ring_id, self._writer)
+        self._reader = self._writer = None  # its memory goes now, whoever still refers to the call
+
+    def _reader_of(self, ring_id: int) -> RingReader | None:
+        if self._reader is not None and self._reader.ring_id == ring_id:
+            return self._reader
+        if (ring := self._rings.lend(self._client, ring_id)) is None:
+            return None
+        if isinstance(ring, Segment):
+            ring = RingReader(ring)
+        # A stream reads one ring; another one replaces it.
+        self._reader = ring if isinstance(ring, RingReader) else None
+        return self._reader

@@ -1,0 +1,248 @@
+"""GroupPool: one replay table as another project's trainer uses it. Draws groups, inserts groups, counts versions.
+
+A server that is away does not end a run that could go on without it: draws are empty, inserts are lost, and the next
+call asks again (`on_unavailable="continue"`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar, get_args
+
+from replay_client import ReplayClient, RolloutGroup, Sample
+from replay_client.errors import (
+    GONE,
+    DeadlineExceededError,
+    InvalidRequestError,
+    ReplayError,
+    ServerBusyError,
+    StaleItemError,
+    StorageError,
+    TableFullError,
+)
+from replay_client.scoring import carries_gradient, trained_priority
+from replay_client.settings import check_choice
+from replay_client.waits import try_patiently
+from replay_trainer.config import OnEmpty
+
+logger = logging.getLogger(__name__)
+K = TypeVar("K")
+T = TypeVar("T")
+
+OnUnavailable = Literal["continue", "raise"]
+"""What happens when the server does not come back in time.
+continue: train on fresh groups alone, and ask again with the next call. raise: end the run."""
+AWAY = (*GONE, ServerBusyError, StorageError)
+"""Errors that mean: the server cannot answer now."""
+_PAUSE = 0.1
+"""Seconds between two attempts."""
+_RETRY = 1.0
+"""Seconds for the one attempt of each call while the server is away."""
+
+
+def why_no_rows(group: RolloutGroup, *, sequences: bool = False, vocabulary: int | None = None) -> str:
+    """Why a trainer of rows cannot train on a group; empty: it can.
+
+    Such a trainer has one advantage for all tokens of a row. Without `sequences` it also counts each row as a rollout,
+    so that a rollout of several would weigh more than the others. `vocabulary`: tokens of its model; None: unknown.
+    """
+    most = max(ids.max(initial=0) for ids in (group.prompt_ids, group.completion_ids))
+    if vocabulary is not None and most >= vocabulary:
+        return f"the token {most} of another tokenizer (this model has {vocabulary})"
+    if group.token_advantages is not None:
+        return "token_advantages"
+    if not sequences and group.num_sequences > group.group_size:
+        return "sequence_counts with several sequences for a rollout"
+    return ""
+
+
+@dataclass
+class GroupPool:
+    """A table of informative groups. Calls wait for a server that restarts.
+
+    Raises TableNotFoundError if the server has no such table, ServerUnavailableError if none answers, ValueError for an
+    unknown `on_unavailable`.
+    """
+
+    client: ReplayClient
+    table: str = "replay"
+    on_empty: OnEmpty = "keep"
+    timeout: float | None = 60.0
+    """Seconds that a call waits for a server that went away and, with `on_empty="wait"`, for groups."""
+    max_staleness: int | None = None
+    """Groups that lag by more policy versions are not drawn."""
+    sequences: bool = False
+    """Whether the trainer takes rollouts of several sequences: see `why_no_rows`."""
+    vocabulary: int | None = None
+    """Tokens of the trainer's model; None: unknown."""
+    on_unavailable: OnUnavailable = "continue"
+    problem: ReplayError | None = field(default=None, init=False)
+    """Why the server is away; None: the last call reached it."""
+
+    def __post_init__(self) -> None:
+        check_choice("on_unavailable", self.on_unavailable, get_args(OnUnavailable))
+        self._away_since = 0.0
+        self._offset: int | None = None
+        self._warned = False
+        self._unusable: set[int] = set()
+        self._newly_unusable = 0
+        self.client.server_info(tables=[self.table])
+
+    def advance(self, step: int) -> int:
+        """Tell the server that `step` updates are done. Returns the policy version of groups generated now.
+
+        Several trainers may share a server. So the version never goes back: a trainer that joins starts to count at
+        the version that it finds, and a trainer behind the others generates at the version of the fastest.
+        """
+        version = self.version_of(step)
+        if (policy := self.ask(self.client.policy)) is None:
+            return version
+        current = policy.version
+        if version > current:
+            # InvalidRequestError: another trainer has set a higher version since.
+            with suppress(InvalidRequestError):
+                self.ask(self.client.set_policy_version, version)
+        return max(version, current)
+
+    def version_of(self, step: int, at_least: int = 0) -> int:
+        """The policy version after `step` updates. The first call that reaches the server fixes where it counts on.
+
+        It counts on from the server's version, or from `at_least` if that is higher.
+        """
+        if self._offset is None and (policy := self.ask(self.client.policy)) is not None:
+            self._offset = max(0, max(policy.version, at_least) - step)
+        return step + (self._offset or 0)
+
+    def replace(
+        self, groups: Mapping[K, RolloutGroup], scope: str, accept: Callable[[RolloutGroup], bool]
+    ) -> tuple[dict[K, Sample], dict[str, float]]:
+        """What the table has for the places of zero-variance groups, by place, and metrics `replay/*`.
+
+        `groups`: those of a step, by place; the others of them are stored. Groups in which a rollout failed are smaller
+        than the rest, and stay. `scope` and `accept` are as in `draw`.
+        """
+        zero_variance = [place for place, group in groups.items() if not carries_gradient(group)]
+        size = max((group.group_size for group in groups.values()), default=0)
+        places = [place for place in zero_variance if groups[place].group_size == size]
+        drawn = self.draw(len(places), scope, lambda group: group.group_size == size and accept(group))
+        self.insert(group for place, group in groups.items() if place not in zero_variance)
+        rewards = [float(group.rewards.mean()) for group in groups.values()]
+        staleness = [sample.info.staleness for sample in drawn]
+        return dict(zip(places, drawn, strict=False)), {
+            "replay/fresh_reward": sum(rewards) / max(1, len(rewards)),
+            "replay/fresh_zero_variance": len(zero_variance) / max(1, len(groups)),
+            "replay/groups_replaced": len(drawn),
+            "replay/groups_missing": len(zero_variance) - len(drawn),
+            "replay/groups_unusable": self.take_unusable(),
+            "replay/staleness": sum(staleness) / max(1, len(staleness)),
+            "replay/unavailable": float(self.problem is not None),
+        }
+
+    def draw(
+        self, count: int, scope: str, accept: Callable[[RolloutGroup], bool], exclude: Iterable[int] = ()
+    ) -> list[Sample]:
+        """At most `count` informative samples that `accept` takes; fewer only if the table has no more.
+
+        The server gives no group twice under one `scope`: ranks that name the same scope in a step get different
+        groups. It gives none with a key in `exclude`. Raises DeadlineExceededError with on_empty="wait" if groups are
+        missing at the end of the timeout. Groups that the trainer cannot train on are rejected. Empty while the server
+        is away.
+        """
+        chosen: list[Sample] = []
+        waits = self.on_empty == "wait"
+        while (missing := count - len(chosen)) > 0:
+            least, timeout = (missing, self.timeout) if waits else (1, 0.0)
+            try:
+                sample = partial(self.client.sample, self.table, missing, min_samples=least, exclude=exclude)
+                drawn = self._call(partial(sample, timeout=timeout, scope=scope), *AWAY)
+            except DeadlineExceededError:
+                if waits:
+                    raise
+                break
+            if drawn is None:
+                break
+            chosen += [sample for sample in drawn if self._usable(sample) and accept(sample.group)]
+        return chosen
+
+    def insert(self, groups: Iterable[RolloutGroup]) -> int:
+        """Insert groups with their `trained_priority`. Returns how many the table took; 0 while the server is away."""
+        taken = 0
+        for group in groups:
+            try:
+                if self.ask(self.client.insert, group, {self.table: trained_priority(group)}) is None:
+                    break
+                taken += 1
+            except (StaleItemError, TableFullError) as error:
+                # The trainer has used the group already: only its second use is lost.
+                if not self._warned:
+                    logger.warning("%s refused a group; this is the only warning: %s", self.table, error)
+                self._warned = True
+        return taken
+
+    def take_unusable(self) -> int:
+        """How many draws since the last call gave a group that the trainer cannot train on. They stay in the table."""
+        count, self._newly_unusable = self._newly_unusable, 0
+        return count
+
+    def puts_aside(self, sample: Sample, table: str, why: str = "") -> bool:
+        """Whether the trainer cannot train on a group that `table` gave, for `why_no_rows` or for `why` of its own.
+
+        A warning names each such group once.
+        """
+        why = why or why_no_rows(sample.group, sequences=self.sequences, vocabulary=self.vocabulary)
+        if why and sample.info.key not in self._unusable:
+            self._unusable.add(sample.info.key)
+            logger.warning(
+                "the group with the key %d in table %r has %s, which this trainer cannot train on: it is rejected. "
+                "Give the trainer a table without such groups",
+                sample.info.key,
+                table,
+                why,
+            )
+        self._newly_unusable += bool(why)
+        return bool(why)
+
+    def _usable(self, sample: Sample) -> bool:
+        fresh_enough = self.max_staleness is None or sample.info.staleness <= self.max_staleness
+        return not self.puts_aside(sample, self.table) and fresh_enough and carries_gradient(sample.group)
+
+    def ask(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        """What a method of the client gives that waits for nothing but an answer; None while the server is away."""
+        limit = self.timeout if self.problem is None else _RETRY
+        return self._call(partial(method, *args, timeout=limit, **kwargs), *AWAY, DeadlineExceededError)
+
+    def _call(self, attempt: Callable[[], T], *away: type[ReplayError]) -> T | None:
+        """The result of `attempt`; None if the server is away for the timeout, and `on_unavailable` is "continue".
+
+        `away`: the errors that mean so.
+        """
+
+        def judge(error: Exception, late: bool) -> None:
+            if late or not isinstance(error, away):
+                raise error
+
+        try:
+            result = try_patiently(attempt, judge, 0.0 if self.problem else self.timeout, longest=_PAUSE)
+        except away as error:
+            if self.on_unavailable == "raise":
+                raise
+            self._leave(error)
+            return None
+        if self.problem is not None:
+            logger.warning("the replay server is back after %.0f s", time.monotonic() - self._away_since)
+            self.problem = None
+        return result
+
+    def _leave(self, error: ReplayError) -> None:
+        if self.problem is None:
+            self._away_since = time.monotonic()
+            logger.warning(
+                "the replay server is away: training goes on with fresh groups alone (see on_unavailable): %s",
+                error,
+            )
+        self.problem = error

@@ -1,0 +1,135 @@
+"""LeasedTable: a table of fresh groups as another project's trainer reads it, which takes each group once.
+
+table ──lease──▶ draw ──▶ the trainer ──checkpoint on the disk──▶ acknowledge
+                  └────────the run ends, or dies────────────────▶ requeued
+
+It joins what such a trainer needs: the lock of its folder, the leases and the file that lists them, the protocol of a
+resume, a stream of groups, and the pool. A call waits for a server that is away, however long that takes, and says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from replay_adapters.group_pool import AWAY, GroupPool
+from replay_client import ReplayClient, Sample
+from replay_client.errors import DeadlineExceededError, TableFullError
+from replay_client.folder_lock import FolderLock
+from replay_client.waits import WaitLog, try_patiently
+from replay_trainer.leases import GroupLeases, TrainedGroups
+from replay_trainer.resume import ResumeProtocol
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_LATER = (*AWAY, DeadlineExceededError, TableFullError)
+"""Errors after which the same request may succeed."""
+_PAUSE = 0.2
+"""Seconds between two attempts."""
+_POLL = 1.0
+"""Seconds after which a draw that found nothing returns."""
+
+
+class LeasedTable:
+    """One reader of a table. Only `leases.expect`, `reach` and `closed` may be used by several threads at once."""
+
+    def __init__(
+        self,
+        who: str,
+        table: str,
+        folder: Path,
+        lease: float,
+        *,
+        pool: str | None = None,
+        max_staleness: int | None = None,
+        prefetch: int = 2,
+        **access: Any,
+    ) -> None:
+        """`who` waits for the server, in the words of the log. `folder`: of the lock, and of the list of leases.
+
+        `lease`: seconds after which the server takes back the groups of a reader that died and was not started again.
+        `pool`: the table of groups that were trained on; None: only its count of versions is used. `access`: of the
+        client, in the place of the environment. Raises TableNotFoundError if the server lacks a table.
+        """
+        self.client = ReplayClient.from_env(**access)
+        self.table = table
+        try:
+            config = self.client.server_info(tables=[table]).tables[table].config
+            self.pool = GroupPool(
+                self.client, pool or table, max_staleness=max_staleness, sequences=True, on_unavailable="raise"
+            )
+        except BaseException:
+            self.client.close()
+            raise
+        self.leases = GroupLeases(self.client, table, lease, folder, rank=0)
+        self.protocol = ResumeProtocol(self.client, self.leases, config, renumbers=False, reach=self.reach)
+        self.waiting = WaitLog(who)
+        self._who = who
+        self._lock = FolderLock(folder)
+        self._closed = threading.Event()
+        self._batches = self.client.sampler(
+            table, prefetch=prefetch, timeout=_POLL, lease=lease, on_lease=self.leases.expect
+        )
+
+    def lock(self) -> None:
+        """Raises RuntimeError if another run uses the folder."""
+        if why := self._lock.acquire():
+            raise RuntimeError(why)
+
+    def draw(self) -> list[Sample]:
+        """The groups of the next batch that no checkpoint contains; none if none came in time."""
+        try:
+            drawn = self.leases.hold(next(self._batches))
+        except _LATER as error:
+            self._judge(error)
+            return []
+        self.waiting.go_on()
+        return drawn
+
+    def acknowledge(self, groups: TrainedGroups) -> bool:
+        """A checkpoint on the disk contains `groups`. Returns whether the server has heard of it."""
+        try:
+            self.leases.acknowledge(groups)
+        except _LATER as error:
+            logger.warning("the groups of this checkpoint are acknowledged with the next one: %s", error)
+            return False
+        self.leases.settled(groups)
+        return True
+
+    def reach(self, attempt: Callable[[], T]) -> T:
+        """The result of `attempt`, however long the table is full or the server is away."""
+        result = try_patiently(attempt, self._judge, first=0.0)
+        self.waiting.go_on()
+        return result
+
+    def close(self, leave: bool = True) -> None:
+        """Requeues the groups that no checkpoint contains, and closes the connection; a second call does nothing.
+
+        `leave`: the run has ended, and nobody has to miss this reader.
+        """
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._batches.close()
+        self.leases.requeue()
+        if leave:  # last: any other call would be a sign of life
+            self.client.leave()
+        self._lock.release()
+        self.client.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed.is_set()
+
+    def _judge(self, error: Exception, _: bool = False) -> None:
+        """Before the next attempt. Raises an error that does not pass, and any after `close`."""
+        if self._closed.is_set() or not isinstance(error, _LATER):
+            raise error
+        if not isinstance(error, DeadlineExceededError):  # that attempt has waited already
+            self.waiting.wait(f"the server is away, and {self._who} waits for it: {error}")
+            self._closed.wait(_PAUSE)
