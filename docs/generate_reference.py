@@ -35,11 +35,17 @@ from replay_server.tables.config import TableConfig  # noqa: E402
 from replay_server.telemetry.prometheus import Latencies, server_metrics  # noqa: E402
 
 PROTO = ROOT / "protos/replay_protos/replay.proto"
+_BELOW = "search:\n  boost: 0.2\n"
+"""A reference has all words. Whoever searches for a symptom or a task wants the page that explains it first."""
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the generated pages; mkdocs calls it before it builds."""
     for name, content in pages().items():
+        front = "" if name == "configuration" else _BELOW
+        if name in PYTHON:
+            front += "tags: [API]\n"
+        content = f"---\n{front}---\n{content}"
         files.append(File.generated(config, f"reference/{name}.md", content=content))
     return files
 
@@ -90,9 +96,9 @@ PYTHON: dict[str, dict[str, tuple[str, ...]]] = {
             "replay_generator.config.GeneratorConfig",
             "replay_generator.metrics.GeneratorStats",
             "replay_generator.engines",
-            "replay_generator.prompts",
-            "replay_generator.environments",
-            "replay_generator.rewards",
+            "replay_generator.prompts.prompt",
+            "replay_generator.rollouts.environments",
+            "replay_generator.rewards.functions",
         ),
     },
     "server": {
@@ -159,8 +165,8 @@ def configuration() -> Iterator[str]:
         yield f"`replay_server.{model.__name__}`. {paragraphs(inspect.getdoc(model) or '')}\n"
         yield from table(model)
     yield from recipes()
-    yield "## Without a file\n"
-    yield "`replay serve` without `--config` has these tables:\n\n```python"
+    yield "## Without tables\n"
+    yield "`replay serve` has these tables without `--config`, and with a file that has no `[[tables]]`:\n\n```python"
     for one in DEFAULT_TABLES:
         values = one.model_dump(exclude_defaults=True, mode="json")
         yield f"TableConfig({', '.join(f'{name}={value!r}' for name, value in values.items())})"
@@ -276,7 +282,7 @@ def command_line() -> Iterator[str]:
     yield "# Command line\n"
     yield (
         "One command, `replay`. Where it fails it says so in one line on standard error. `replay --install-completion` "
-        "lets the shell complete it.\n"
+        "lets the shell complete it. The options of the connection stand before a command, or behind it.\n"
     )
     runner = CliRunner(env={"COLUMNS": "110", "TERM": "dumb", "NO_COLOR": "1"})
     group = typer.main.get_command(app)
