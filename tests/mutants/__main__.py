@@ -1,0 +1,58 @@
+"""The commands of the gate of mutants; `tests.mutants` says what they are for."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tests.mutants import judging, mutations, reach
+
+SAMPLE = Path(__file__).with_name("sample.jsonl")
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def _sample() -> list[mutations.Mutant]:
+    return [mutations.Mutant(**json.loads(line)) for line in SAMPLE.read_text().splitlines()]
+
+
+@app.command()
+def sample(seed: int = 0, count: int = 400) -> None:
+    """Draw mutants from all packages, and store them in sample.jsonl."""
+    lines = [json.dumps(asdict(mutant)) for mutant in mutations.drawn(count, seed)]
+    SAMPLE.write_text("\n".join(lines) + "\n")
+
+
+@app.command(name="reach")
+def learn_reach(tests: Annotated[list[str] | None, typer.Argument()] = None, jobs: int = 2) -> None:
+    """Run each test file alone, and store which lines of the packages it runs."""
+    reach.learn(tests or reach.test_files(), jobs)
+
+
+@app.command()
+def judge(out: Path, jobs: int = 2, first: int = 0, count: int = 400, most_seconds: float = 600.0) -> None:
+    """Plant each mutant of the sample in turn, and append what became of it to OUT."""
+    chosen = _sample()[first : first + count]
+    judging.judge(chosen, reach.known(), out, jobs, most_seconds)
+    outcomes = Counter(verdict.outcome for verdict in judging.read_verdicts(out).values())
+    print(", ".join(f"{number} {outcome}" for outcome, number in outcomes.most_common()))
+
+
+@app.command()
+def compare(old: Path, new: Path) -> None:
+    """Name the mutants that OLD killed and NEW does not; the status is 1 if there are any."""
+    judged = judging.read_verdicts(new)
+    lost = 0
+    for mutant, before in judging.read_verdicts(old).items():
+        after = judged.get(mutant)
+        if before.is_killed and after is not None and not after.is_killed and after.outcome != "gone":
+            lost += 1
+            print(f"{after.outcome}: {mutant.path} {mutant.function}: {mutant.kind} {mutant.piece}; once {before.by}")
+    raise typer.Exit(lost > 0)
+
+
+app()
