@@ -40,7 +40,7 @@ def test_groups_of_the_one_command_get_their_rewards_from_the_other(tmp_path, re
         assert not info.admission.running + info.admission.partial_groups
         assert info.admission.accepted == 6 + info.tables["rollouts"].size
         wrong = replay(*scoring, "--reward", "exact_match", "--set", "leese=3")
-        assert refused.wait(timeout=200) == 1
-        assert wrong.wait(timeout=200) == 2, wrong.output()  # no setting has this name: a wrong command line
+        assert refused.wait(timeout=200) == 2, refused.output()
+        assert wrong.wait(timeout=200) == 2, wrong.output()
         assert "lease" in wrong.output()
         assert "--reward and --drop-zero-variance belong to `replay score`" in refused.output()
