@@ -247,7 +247,7 @@ def test_a_tap_tells_what_is_cut_off_and_what_stands_behind_an_element(opened, p
     meaning = ".curve:has-text('train/entropy') p >> nth=0"
     assert tab.eval_on_selector(meaning, "each => each.scrollHeight > each.clientHeight")
     tab.tap(meaning)
-    tab.wait_for_selector("#told >> text=a fall to 0 while no reward rises is collapse")
+    tab.wait_for_selector("#told >> text=If it falls to 0 and no reward rises, the policy has collapsed")
     assert is_on_the_screen(tab, "#told p")
     tab.tap(".curve h3 >> nth=0")
     tab.wait_for_selector("#told p", state="detached")
