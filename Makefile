@@ -14,6 +14,7 @@ BENCH_PYTHON ?= $(shell python3 benchmarks/interpreter.py)
 FUZZ_SECONDS ?= 60
 SOAK_MINUTES ?= 20
 N ?= 100
+LONG_REPORT ?= runs/test-long.xml
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -63,7 +64,7 @@ endef
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-annotate --custom-compile-command "make constraints" pyproject.toml
 
-.PHONY: demo demo-real test test-core test-long adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page metrics-page lint format protos docs constraints \
+.PHONY: demo demo-real test test-core test-long test-long-share long-seconds adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page metrics-page lint format protos docs constraints \
   agents agents-page setup setup-dev setup-real clean
 
 demo: setup
@@ -87,8 +88,19 @@ test-core:
 
 # What takes long: kills, cut connections, demos, adapters, ranks. Its last figures are in docs/record/reliability.md.
 test-long: setup-dev $(VERIFIERS)/.ready agents
-	$(BIN)/python -m pytest -m long --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
+	$(BIN)/python -m pytest -m long --numprocesses $(TEST_JOBS) --dist loadfile \
+	  --override-ini junit_family=xunit1 --junitxml $(LONG_REPORT) $(TEST_ARGS)
 	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m long --numprocesses 0 $(VERIFIERS_TESTS))
+
+# The share of test-long that CI runs with this commit, a quarter of an hour: tests/long_share.py.
+test-long-share: setup-dev $(VERIFIERS)/.ready
+	@share=$$($(BIN)/python -m tests.long_share); \
+	case "$$share" in *sessions/test_packaged_agents*) $(MAKE) agents;; esac; \
+	$(BIN)/python -m pytest -m long --numprocesses $(TEST_JOBS) --dist loadfile $(TEST_ARGS) $$share
+
+# After a whole run: how long each file takes, from which the shares are made.
+long-seconds: setup-dev
+	$(BIN)/python -m tests.long_share learn $(LONG_REPORT)
 
 # The adapters of frameworks that are on no index, with their own classes: SOURCES is a folder with a checkout of each, at
 # the commits that tests/adapters/conformance/sources.py names. verl and TransferQueue are installed for theirs.
