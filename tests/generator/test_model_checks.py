@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import ModelOutput
 
 from replay_generator.engines import EngineError, SamplingConfig
@@ -171,4 +171,11 @@ def test_a_model_that_fails_in_a_batch_is_refused_with_its_error(tmp_path, monke
     with pytest.raises(
         EngineError, match=r"cannot draw from llama .*NotImplementedError: no decoding. Take --engine vllm"
     ):
+        TransformersEngine(folder)
+
+
+def test_a_model_whose_cache_does_not_follow_the_rows_of_a_batch_is_refused(tmp_path, monkeypatch):
+    folder = save(Family("llama"), tmp_path / "model")
+    monkeypatch.setattr(DynamicCache, "reorder_cache", lambda cache, rows: None)
+    with pytest.raises(EngineError, match=r"cannot draw from llama .*Take --engine vllm"):
         TransformersEngine(folder)

@@ -220,6 +220,25 @@ MANY = {
     "mamba, no cache of keys": Family(
         "mamba", "padded", engine=False, config={"state_size": 8, "num_hidden_layers": 2}
     ),
+    "deepseek_v4, compressed keys": Family(
+        "deepseek_v4",
+        "padded",
+        engine=False,
+        config={
+            "head_dim": 8,
+            "q_lora_rank": 16,
+            "o_groups": 2,
+            "o_lora_rank": 16,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_topk": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "sliding_window": WINDOW,
+            "layer_types": ["heavily_compressed_attention", "heavily_compressed_attention"],
+        },
+    ),
     "bert": Family("bert", "refused", engine=False, config=BERT),
     "roberta": Family("roberta", "refused", engine=False, config=BERT),
     "gemma3, both ways": Family(

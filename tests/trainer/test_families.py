@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from tests.trainer.families import FAMILIES, FEW, VOCABULARY, Family
 
 CLOSE = 1e-4
 """Nats. Faults of this kind are 0.05 nats and more."""
+SECONDS = 60.0
+"""After which a wait has failed."""
 
 
 def families(*, engine: bool | None = None, trained: bool | None = None) -> list[Any]:
@@ -144,16 +147,31 @@ def publish(family: Family, base: Path, folder: Path, *, seed: int) -> tuple[Pat
 async def draw_through_a_reload(
     engine: TransformersEngine, prompts: Sequence[list[int]], tokens: int, version: Path
 ) -> list[list[Completion]]:
-    """Completions of all prompts at once. New weights come when the first tokens are drawn."""
-    begun = asyncio.Event()
+    """Completions of all prompts at once. New weights come when the first tokens are drawn.
+
+    The engine writes the text of the first completion only when it has been asked to load them. Tiny models may draw
+    everything before the event loop gets its turn.
+    """
+    loop, begun, asked = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    decode = engine.tokenizer.decode
+
+    def decode_once_asked(*arguments: Any, **options: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        assert asked.wait(SECONDS)
+        return decode(*arguments, **options)
+
+    engine.tokenizer.decode = decode_once_asked
     short = SamplingConfig(max_tokens=2, seed=3)
     drawing = [
         asyncio.create_task(engine.generate(prompt, SamplingConfig(max_tokens=tokens, seed=index), 2))
         for index, prompt in enumerate(prompts)
     ]
-    first = asyncio.create_task(engine.generate([7, 8], short, 1, lambda *_: begun.set()))
+    first = asyncio.create_task(engine.generate([7, 8], short, 1))
     await begun.wait()
-    await engine.load_weights(str(version), 1)
+    loading = asyncio.create_task(engine.load_weights(str(version), 1))
+    await asyncio.sleep(0)  # it asks before it waits
+    asked.set()
+    await loading
     await first
     return [await task for task in drawing]
 

@@ -239,8 +239,8 @@ class TransformersEngine:
 
 _SOONER, _LATER = (2, 7), (4,)
 """Lengths of the prompts in a trial: two that are read at once, and one that joins them a token later."""
-_DRAWN = 2
-"""Tokens that each prompt of a trial gets at least."""
+_DRAWN = (2, 3)
+"""Tokens of the two completions of each prompt of a trial. They share what was read, and one leaves the batch first."""
 
 
 def _check_batches(model: Any) -> None:
@@ -282,20 +282,29 @@ def _why_unequal(model: Any, seed: int) -> str:
 
     Returns why their log-probabilities are not those of each row alone; empty: they are.
     """
-    sampling, lengths = SamplingConfig(max_tokens=_DRAWN + 1), [*_SOONER, *_LATER]
-    batch = ContinuousBatch(model, end_ids=(), max_length=max(lengths) + _DRAWN + 1, max_rows=len(lengths), seed=seed)
+    lengths = [*_SOONER, *_LATER]
+    batch = ContinuousBatch(
+        model,
+        end_ids=(),
+        max_length=max(lengths) + max(_DRAWN),
+        max_rows=len(lengths) * len(_DRAWN),
+        seed=seed,
+    )
     vocabulary = len(model.get_input_embeddings().weight)
     random = torch.Generator().manual_seed(seed)
+    rows: list[Row] = []
 
-    def add(length: int) -> Row:
+    def add(length: int) -> None:
         prompt_ids = torch.randint(0, vocabulary, (length,), generator=random).tolist()
-        (row,) = batch.add(prompt_ids, sampling, [Future()])
-        return row
+        for count in _DRAWN:
+            rows.extend(batch.add(prompt_ids, SamplingConfig(max_tokens=count), [Future()]))
 
-    rows = [add(length) for length in _SOONER]
+    for length in _SOONER:
+        add(length)
     batch.step()
-    rows += [add(length) for length in _LATER]
-    while any(len(row.token_ids) < _DRAWN for row in rows):
+    for length in _LATER:
+        add(length)
+    while batch.active:
         batch.step()
     for row in rows:
         alone = torch.tensor(score_alone(model, [*row.prompt_ids, *row.token_ids])[len(row.prompt_ids) - 1 :])

@@ -1,7 +1,8 @@
 """TemplateRenderer: makes token ids of chats for models that the package `renderers` does not know by name.
 
-Its own renderer for these renders a whole chat again for each turn, and so tokenizes again what the policy wrote. This
-one keeps the ids of all turns so far, and renders only what comes after them.
+Its own renderer for these gives the messages to the chat template as they come. It also renders a whole chat again for
+each turn, and so tokenizes again what the policy wrote. This one renders by `chat.render`, as all prompts are rendered.
+It keeps the ids of all turns so far, and renders only what comes after them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from renderers.base import RenderedTokens
 from renderers.configs import DefaultRendererConfig
 from renderers.default import DefaultRenderer
 
-from replay_generator.prompts.chat import render, rendered_ids
+from replay_generator.prompts.chat import ChatError, clean, render, rendered_ids
 
 _MARK = "[a turn of the policy]"
 
@@ -21,6 +22,33 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
     """The chat template of the tokenizer. `renderers` makes it by its name, with the fields of `config_class`."""
 
     config_class = DefaultRendererConfig
+
+    def render(
+        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> RenderedTokens:
+        """The tokens of a chat, and the message that each token belongs to.
+
+        `renderers` finds that out by rendering the first messages alone. Their end may differ from that of the whole.
+        """
+        rendered = super().render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        rendered.message_indices = rendered.message_indices[: len(rendered.token_ids)]
+        return rendered
+
+    def _apply(
+        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> list[int]:
+        if add_generation_prompt:
+            return rendered_ids(
+                self._tokenizer, render(self._tokenizer, messages, tools or (), self.config.model_extra)
+            )
+        # These tokens only tell where a message ends. Many templates refuse a beginning of a chat.
+        try:
+            ids: list[int] = super()._apply(clean(messages), tools=tools)
+        except ChatError:
+            raise
+        except Exception:
+            return []
+        return ids
 
     def bridge_to_next_turn(
         self,

@@ -152,6 +152,9 @@ class VerifiersEnvironment:
     def _context(self, task: Task, base_url: str) -> Any:
         """Which model the agents of an episode ask, where, and how."""
         sampling, model = task.sampling, task.tokenizer.name_or_path
+        template = {}
+        if task.chat_template_kwargs:
+            template["chat_template_kwargs"] = dict(task.chat_template_kwargs)
         return vf.ModelContext(
             model=MODEL,
             client=vf.TrainClientConfig(
@@ -161,7 +164,7 @@ class VerifiersEnvironment:
                 renderer_model_name=model,
             ),
             sampling=vf.SamplingConfig(
-                temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens
+                temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens, **template
             ),
         )
 
