@@ -50,6 +50,7 @@ from replay_trainer.groups import (
 )
 from replay_trainer.leases import GroupLeases
 from replay_trainer.logprobs import LogprobModel
+from replay_trainer.loss_functions import check_loss
 from replay_trainer.metrics import (
     Alarms,
     GroupFacts,
@@ -89,6 +90,7 @@ class GRPOTrainer:
         callbacks: Sequence[Callback] = (),
         evaluate: Callable[[GRPOTrainer], Mapping[str, float]] | None = None,
     ) -> None:
+        check_loss(config)
         self.config = config
         self.ranks = Ranks(config.device)
         self.device = self.ranks.device
