@@ -90,10 +90,10 @@ class GRPOTrainer:
         callbacks: Sequence[Callback] = (),
         evaluate: Callable[[GRPOTrainer], Mapping[str, float]] | None = None,
     ) -> None:
-        check_loss(config)
         self.config = config
         self.ranks = Ranks(config.device)
         self.device = self.ranks.device
+        check_loss(config, self.device)
         self.client = client
         self.tokenizer = tokenizer
         self.evaluate = evaluate

@@ -146,9 +146,10 @@ def token_losses(inputs: LossInputs, loss_type: str) -> tuple[Tensor, dict[str, 
     return loss_BT, {str(name): _of_tokens(name, value, inputs, loss_type) for name, value in metrics.items()}
 
 
-def check_loss(config: LossConfig) -> None:
+def check_loss(config: LossConfig, device: torch.device | str = "cpu") -> None:
     """Calls the user's function once with two made-up rollouts, so that a mistake ends a run before its first step.
 
+    device: where the tensors lie, as they do in training: the function may have tensors of its own there.
     Does nothing for a loss of the trainer. Raises ValueError as `token_losses` does, and for losses or gradients that
     are not finite.
     """
@@ -156,13 +157,15 @@ def check_loss(config: LossConfig) -> None:
         return
     if traits_of(config.loss_type).aggregate_like == "dr_grpo" and config.max_completion_length is None:
         raise ValueError(f"the loss {config.loss_type!r} aggregates like dr_grpo, and needs max_completion_length")
-    mask_BT = torch.tensor([[True, True, True], [True, True, False]])
-    old_BT = torch.tensor([[-0.5, -1.0, -2.0], [-0.1, -3.0, 0.0]])
-    logprobs_BT = torch.where(mask_BT, old_BT + torch.tensor([0.0, 0.1, -0.4]), 0.0).requires_grad_()
+    mask_BT = torch.tensor([[True, True, True], [True, True, False]], device=device)
+    old_BT = torch.tensor([[-0.5, -1.0, -2.0], [-0.1, -3.0, 0.0]], device=device)
+    differences_T = torch.tensor([0.0, 0.1, -0.4], device=device)
+    advantages_B1 = torch.tensor([[1.0], [-1.0]], device=device)
+    logprobs_BT = torch.where(mask_BT, old_BT + differences_T, 0.0).requires_grad_()
     inputs = LossInputs(
         logprobs_BT=logprobs_BT,
         old_logprobs_BT=old_BT,
-        advantages_BT=torch.where(mask_BT, torch.tensor([[1.0], [-1.0]]), 0.0),
+        advantages_BT=torch.where(mask_BT, advantages_B1, 0.0),
         mask_BT=mask_BT,
         weights_BT=mask_BT.float(),
         correction_mask_BT=mask_BT,
