@@ -141,7 +141,7 @@ FEW = {
             "shared_expert_intermediate_size": 16,
             "use_sliding_window": True,
             "sliding_window": WINDOW,
-            "max_window_layers": 0,
+            "max_window_layers": 2,
         },
     ),
     "falcon, ALiBi": Family("falcon", "padded", config={"alibi": True, "new_decoder_architecture": False}),
