@@ -13,7 +13,7 @@ from replay_generator.engines import EngineError, SamplingConfig
 from replay_generator.engines.model_checks import check_model, choose_attention
 from replay_generator.engines.transformers import TransformersEngine
 from replay_trainer.logprobs import LogprobModel
-from tests.trainer.families import FAMILIES, HALVES, MOE, Family
+from tests.trainer.families import FAMILIES, HALVES, MOE, WINDOW, Family
 from tests.trainer.test_families import save
 
 CAPPED = Family("gemma2", config=HALVES | {"head_dim": 8, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8})
@@ -50,6 +50,14 @@ def test_the_engine_refuses_lengths_at_which_a_model_scales_by_places_in_the_row
     TransformersEngine(folder, max_length=16)
     with pytest.raises(EngineError, match=r"llama4_text .* beyond 16 tokens.* set max_length = 16"):
         TransformersEngine(folder)
+
+
+def test_the_engine_refuses_lengths_at_which_a_cache_forgets_what_attention_reads(tmp_path):
+    family = FAMILIES["moshi, window of the cache alone"]
+    folder = save(family, tmp_path / "model")
+    TransformersEngine(folder, max_length=WINDOW)
+    with pytest.raises(EngineError, match=rf"moshi .* beyond {WINDOW} tokens.* set max_length = {WINDOW}"):
+        TransformersEngine(folder, max_length=WINDOW + 1)
 
 
 def test_a_model_whose_sdpa_differs_is_refused_unless_a_table_says_that_it_is_right():

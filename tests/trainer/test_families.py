@@ -6,6 +6,7 @@ import asyncio
 import copy
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,16 @@ def table() -> str:
 def test_the_page_of_models_has_what_the_tests_look_at():
     page = Path(__file__).parents[2] / "docs/reference/models.md"
     assert table() in page.read_text()
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "window" in name and family.engine])
+def test_a_family_with_a_window_computes_something_else_without_it(name):
+    family = FAMILIES[name]
+    open_family = replace(family, config={**family.config, "sliding_window": 2 * family.longest})
+    token_ids = [int(token) for token in np.random.default_rng(0).integers(3, VOCABULARY, family.longest)]
+    with_window = family.alone(family.reference(), token_ids)
+    without = family.alone(open_family.reference(), token_ids)
+    assert float((with_window - without).abs().max()) > 100 * CLOSE
 
 
 @pytest.mark.parametrize("family", families(trained=True))

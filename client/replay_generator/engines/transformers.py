@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import queue
 import threading
@@ -15,11 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from replay_client.sampling_masks import mask_fields
 from replay_client.waits import ENGINE_STOP
 from replay_generator.engines import Completion, EngineError, OnFinished, SamplingConfig, text_of
-from replay_generator.engines.continuous_batch import ContinuousBatch, Row, routers_of
+from replay_generator.engines.continuous_batch import ContinuousBatch, Row, name_of_cache, routers_of
 from replay_generator.engines.model_checks import check_model, choose_attention, name_of, tolerance_of, tries_of
 from replay_generator.engines.rotary_frequencies import default_length, fix_frequencies
 from replay_generator.engines.weights import check_base, end_ids, holds_adapter, load_causal_model, read_adapter
@@ -83,6 +85,7 @@ class TransformersEngine:
             or getattr(text_config, "max_position_embeddings", self.tokenizer.model_max_length)
         )
         _check_positions(self._model, self.max_length)
+        _check_windows(self._model, self.max_length)
         experts = getattr(text_config, "num_experts", 0)
         if routing and not (0 < experts <= _MOST_EXPERTS and routers_of(self._model)):
             raise ValueError(
@@ -275,6 +278,50 @@ def _check_positions(model: Any, max_length: int) -> None:
             "attention there by places in a padded row (attn_temperature_tuning): take --engine vllm, or set "
             f"max_length = {step}"
         )
+
+
+def _check_windows(model: Any, max_length: int) -> None:
+    """Check that the cache of a model forgets only tokens that the masks of its attention leave out.
+
+    Moshi has a window for its cache, and its attention has none. The first token that this moves comes behind a whole
+    window, far beyond any trial. Raises EngineError.
+    """
+    of_cache, of_masks = _windows(model)
+    of_cache_alone = of_cache - of_masks
+    if of_cache_alone and max_length > min(of_cache_alone):
+        window = min(of_cache_alone)
+        raise EngineError(
+            f"the transformers engine cannot draw from {name_of(model)} beyond {window} tokens, because its cache "
+            "forgets tokens there that its attention reads: take --engine vllm, or set "
+            f"max_length = {window}"
+        )
+
+
+@torch.inference_mode()
+def _windows(model: Any) -> tuple[set[int], set[int]]:
+    """The windows, in tokens, of the layers of a cache, and those of the masks that the model makes for attention."""
+    of_masks: set[int] = set()
+    implementation = model.config._attn_implementation
+    make_mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
+
+    def note_window(*arguments: Any, **options: Any) -> Any:
+        window = options.get("local_size")
+        if window is not None:
+            of_masks.add(int(window))
+        return make_mask(*arguments, **options)
+
+    if make_mask is None:  # nothing would tell the windows of its masks
+        return set(), set()
+    name = name_of_cache(model, inspect.signature(model.forward).parameters)
+    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+    ALL_MASK_ATTENTION_FUNCTIONS[implementation] = note_window
+    try:
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
+    finally:
+        ALL_MASK_ATTENTION_FUNCTIONS[implementation] = make_mask
+    layers = getattr(output[name], "layers", [])
+    of_cache = {int(layer.sliding_window) for layer in layers if getattr(layer, "is_sliding", False)}
+    return of_cache, of_masks
 
 
 def _why_unequal(model: Any, seed: int) -> str:
