@@ -10,6 +10,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,24 @@ async def test_the_template_of_an_environment_gets_the_arguments_of_the_generato
         make_environment("sums"), RecordedEngine(folder), chat_template_kwargs={"opening": "=9"}
     )
     assert tokenizer.decode(group.prompt_ids).endswith("+1==9")
+
+
+class LongAgo(datetime):
+    """A clock that stands on a day in 1987."""
+
+    @classmethod
+    def now(cls, tz=None):
+        return cls(1987, 6, 5, 23, 59)
+
+
+async def test_the_template_of_an_environment_gets_the_day_on_which_the_group_began(tmp_path, monkeypatch):
+    folder = make_chat_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE + "{% if add_generation_prompt %}{{ strftime_now('%Y') }}{% endif %}"
+    tokenizer.save_pretrained(folder)
+    monkeypatch.setattr("replay_generator.generator.datetime", LongAgo)
+    _, (group,) = await generate(make_environment("sums"), RecordedEngine(folder))
+    assert tokenizer.decode(group.prompt_ids).endswith("1987")
 
 
 # -------------------------------------------------------------------------------------------------- what fails

@@ -7,6 +7,7 @@ It keeps the ids of all turns so far, and renders only what comes after them.
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from renderers.base import RenderedTokens
@@ -15,6 +16,8 @@ from renderers.default import DefaultRenderer
 
 from replay_generator.prompts.chat import ChatError, clean, render, rendered_ids
 
+DAY = "replay_day"
+"""The field that has the day on which the rollout began, in ISO format, for templates that ask for today's date."""
 _MARK = "[a turn of the policy]"
 
 
@@ -38,9 +41,7 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
         self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
         if add_generation_prompt:
-            return rendered_ids(
-                self._tokenizer, render(self._tokenizer, messages, tools or (), self.config.model_extra)
-            )
+            return rendered_ids(self._tokenizer, self._text(messages, tools))
         # These tokens only tell where a message ends. Many templates refuse a beginning of a chat.
         try:
             ids: list[int] = super()._apply(clean(messages), tools=tools)
@@ -64,7 +65,7 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
         follows that turn. None if the template does not show the mark: then the whole chat is rendered.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, *new_messages]
-        rendered = render(self._tokenizer, chat, tools or (), self.config.model_extra)
+        rendered = self._text(chat, tools)
         _, mark, after = rendered.partition(_MARK)
         if not mark:
             return None
@@ -78,3 +79,10 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
             message_indices=[-1] * len(before) + [len(new_messages) - 1] * len(added),
             message_roles=[str(message["role"]) for message in new_messages],
         )
+
+    def _text(self, messages: list[Any], tools: list[Any] | None) -> str:
+        """The text that the policy goes on after, with the date of the day on which the rollout began."""
+        arguments = dict(self.config.model_extra or {})
+        day = arguments.pop(DAY, None)
+        began = None if day is None else datetime.fromisoformat(day)
+        return render(self._tokenizer, messages, tools or (), arguments, began)
