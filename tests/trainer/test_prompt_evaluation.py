@@ -33,6 +33,7 @@ from tests.factories import make_group
 from tests.generator.factories import EOS, loaded
 from tests.generator.factories import make_model as make_folder
 from tests.generator.user_functions import grader_of_evaluations
+from tests.trainer.families import FAMILIES
 
 torch.set_num_threads(1)  # matrices this small only wait for a second one
 
@@ -63,6 +64,24 @@ def test_each_prompt_gets_the_completion_that_it_would_get_alone():
     assert metrics["prompts"] == 5
     assert 1 <= metrics["completion_length_mean"] <= 4
     assert model.training  # as before
+
+
+def test_a_model_that_counts_places_in_the_row_completes_each_prompt_as_alone(tokenizer: Any):
+    family = FAMILIES["bart, positions of the row"]
+    prompts = [Prompt.of({"prompt": text}) for text in ("1+1=", "12+34=12+34=12+34=", "5+6=5+6=")]
+
+    def completed(some: list[Prompt]) -> list[str]:
+        texts: list[str] = []
+
+        def noted(row: Any, text: str) -> float:
+            texts.append(text)
+            return 0.0
+
+        PromptEvaluation(some, noted, max_tokens=12)(run_with(family.make(), tokenizer))
+        return texts
+
+    alone = [text for prompt in prompts for text in completed([prompt])]
+    assert completed(prompts) == alone
 
 
 def test_an_evaluation_grades_with_signals_as_a_script_does_and_leaves_out_what_nobody_scores():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -74,7 +75,7 @@ class PromptEvaluation:
     max_tokens: int = 256
     """The longest completion."""
     batch_size: int = 16
-    """Prompts that are completed at the same time."""
+    """Prompts that are completed at the same time. A model that takes no `position_ids` completes one at a time."""
     chat_template_kwargs: Mapping[str, Any] | None = field(default_factory=dict)
     """Arguments of the chat template, as `GeneratorConfig.chat_template_kwargs` has them.
 
@@ -123,10 +124,13 @@ class PromptEvaluation:
         template = self.chat_template_kwargs
         if template is None:
             template = _template_of_generators(trainer.client)
+        # Models of this kind, such as BART's decoder, count places in the row, and padding would move the tokens.
+        takes_positions = "position_ids" in inspect.signature(_base_of(model).forward).parameters
+        batch_size = self.batch_size if takes_positions else 1
         try:
-            for start in range(0, len(prompts), self.batch_size):
+            for start in range(0, len(prompts), batch_size):
                 beat()
-                batch = prompts[start : start + self.batch_size]
+                batch = prompts[start : start + batch_size]
                 ids = [_known_ids(trainer, prompt, template) for prompt in batch]
                 for completion in self._generate(model, ends, ids):
                     stops = [place for place, token in enumerate(completion) if token in ends]
@@ -140,8 +144,7 @@ class PromptEvaluation:
 
     def _generate(self, model: Any, ends: Set[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """The tokens after each prompt, with what follows the end of a completion."""
-        # A model with an adapter computes with it in the layers of its base.
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = _base_of(model)
         pad = next(iter(ends), 0)
         longest = max(map(len, ids))
         # Padded on the left: the first new token follows the last token of each prompt.
@@ -158,6 +161,11 @@ class PromptEvaluation:
             generated_BT = type(base).generate(base, tokens_BP, greedy, attention_mask=mask_BP)
         completions: list[list[int]] = generated_BT[:, longest:].tolist()
         return completions
+
+
+def _base_of(model: Any) -> Any:
+    """The model of transformers. One with an adapter computes with it in the layers of its base."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @contextmanager
