@@ -92,7 +92,7 @@ test-long: setup-dev $(VERIFIERS)/.ready agents
 	  --override-ini junit_family=xunit1 --junitxml $(LONG_REPORT) $(TEST_ARGS)
 	$(if $(TEST_ARGS),,$(VERIFIERS)/bin/python -m pytest -m long --numprocesses 0 $(VERIFIERS_TESTS))
 
-# The share of test-long that CI runs with this commit, a quarter of an hour: tests/long_share.py.
+# The share of test-long that belongs to this commit, a quarter of an hour: tests/long_share.py.
 test-long-share: setup-dev $(VERIFIERS)/.ready
 	@share=$$($(BIN)/python -m tests.long_share); \
 	case "$$share" in *sessions/test_packaged_agents*) $(MAKE) agents;; esac; \

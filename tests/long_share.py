@@ -1,7 +1,7 @@
-"""The share of the long tests that CI runs with each commit, so that a week of commits sees all of them.
+"""The share of the long tests that belongs to a commit, so that a week of commits sees all of them.
 
-`make test-long` takes longer than CI has. Each commit gets a share of its files, chosen by a hash of what the commit
-holds: whoever runs `.ci/run` before a push runs the very share that CI will run.
+`make test-long` takes too long for every commit. Each commit gets a share of its files, chosen by a hash of what the
+commit holds: whoever runs `make test-long-share` for the same commit runs the same files.
 
     python -m tests.long_share                  the files of the share, one a line
     python -m tests.long_share learn REPORT     renews long_seconds.json from a JUnit report of a whole `make test-long`

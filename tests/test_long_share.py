@@ -1,4 +1,4 @@
-"""The share of long tests of each commit: small enough for CI, and no file is left out for a week."""
+"""The share of long tests of each commit: it fits its time, and no file is left out for a week."""
 
 import pytest
 
