@@ -401,8 +401,9 @@ def test_an_engine_that_dies_ends_the_command_with_one_sentence(model, tmp_path,
     (tmp_path / "rewards.py").write_text("def length(row, text):\n    return len(text)\n")
     command = [sys.executable, "-m", "replay_cli", "generate", "--model", str(model)]
     command += ["--prompts", str(tmp_path / "prompts.jsonl"), "--reward", "rewards:length", "--max-tokens", "4"]
-    if how == "request":  # somebody switches on what this engine switches off
-        command += ["--engine-arg", "enable_chunked_prefill=true"]
+    if how == "request":  # somebody switches on what this engine switches off, and no prompt fits into a step
+        for argument in ("enable_chunked_prefill=true", "max_num_seqs=4", "max_num_batched_tokens=16"):
+            command += ["--engine-arg", argument]
     # Without what the engine of the other tests has set in this process.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
@@ -421,7 +422,7 @@ def test_an_engine_that_dies_ends_the_command_with_one_sentence(model, tmp_path,
                 for child in processes_of(process):
                     if "EngineCore" in " ".join(child.cmdline()):
                         child.kill()
-            _, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=300)
         finally:
             process.kill()
     lines = [line for line in errors.splitlines() if "Triton is installed" not in line]
