@@ -67,6 +67,7 @@ def ask(server, tmp_path_factory):
             with ReplayClient(server.address) as client:
                 uptime = "count_over_time(replay_uptime_seconds[1m]) > 5"
                 until(lambda: work(client) or seen(uptime), pause=0.2)
+                client.leave()  # so that nobody misses it while the tests take their time
             yield ask
         finally:
             process.terminate()
@@ -95,8 +96,9 @@ def test_each_line_of_the_dashboard_has_data(ask, expression):
 
 @pytest.mark.parametrize("expression", ALERTS)
 def test_no_alert_of_the_documentation_goes_off_without_need(ask, expression):
+    # After a scrape that failed, a gauge has no value until the next one.
+    until(lambda: ask(re.sub(r" > .*", "", expression)))
     assert ask(expression) == []
-    assert ask(re.sub(r" > .*", "", expression)), "it asks for metrics that are not there"
 
 
 NEEDS_PROMTOOL = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
@@ -185,13 +187,9 @@ def test_no_alert_goes_off_for_a_healthy_server(tmp_path, course):
 def test_a_real_server_has_the_metrics_of_each_alert_and_is_healthy(ask, alert):
     assert ask(f'ALERTS{{alertname="{alert}"}}') == []
     names = set(re.findall(r"replay_\w+|up", RULES[alert]))
-    missing = {name for name in names if not ask(name)}
-    assert missing <= {
-        "replay_commit_failing",
-        "replay_damaged_total",
-        "replay_fell_back",
-        "replay_disk_available_bytes",
-    }
+    of_disks = {"replay_commit_failing", "replay_damaged_total", "replay_fell_back", "replay_disk_available_bytes"}
+    for name in names - of_disks:
+        until(lambda name=name: ask(name))
 
 
 def test_a_server_on_disk_has_the_metrics_of_the_disk(tmp_path):
