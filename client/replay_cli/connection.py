@@ -23,20 +23,20 @@ R = TypeVar("R")
 
 _REACH = 5.0
 """Seconds in which a server must answer before a command lets it work for long."""
-ByShard = Annotated[bool, typer.Option("--by-shard", help="With each server of several beside the whole.")]
+ByShard = Annotated[bool, typer.Option("--by-shard", help="Also show each server, if there are several.")]
 
 _reaching = partial(option, rich_help_panel="Connection")
 CONNECTION = (
     _reaching(
         "address",
-        "The server, or several with commas. [env: REPLAY_ADDRESS; default: 127.0.0.1:7400]",
+        "Address of the server, or of several, separated by commas. [env: REPLAY_ADDRESS; default: 127.0.0.1:7400]",
         metavar="HOST:PORT",
     ),
     _reaching("token_file", "File that holds the token. [env: REPLAY_TOKEN_FILE, REPLAY_TOKEN]", metavar="FILE"),
     _reaching("tls", "Use TLS, and trust the public authorities. [env: REPLAY_TLS]", bool),
     _reaching("tls_ca", "Use TLS, and trust the authorities in this PEM file. [env: REPLAY_TLS_CA]", metavar="FILE"),
     _reaching("tls_cert", "PEM file with this client's certificate. [env: REPLAY_TLS_CERT]", metavar="FILE"),
-    _reaching("tls_key", "PEM file with its private key. [env: REPLAY_TLS_KEY]", metavar="FILE"),
+    _reaching("tls_key", "PEM file with the private key of that certificate. [env: REPLAY_TLS_KEY]", metavar="FILE"),
     _reaching("tls_server_name", "Name in the server's certificate. [env: REPLAY_TLS_SERVER_NAME]"),
     _reaching("allow_insecure_token", "Send the token without TLS. [env: REPLAY_ALLOW_INSECURE_TOKEN]", bool),
     _reaching("name", "Name of a generator, trainer or archiver. [env: REPLAY_NAME; default: host:pid]"),
@@ -118,6 +118,6 @@ TableName = Annotated[str, typer.Argument(metavar="TABLE", help="A table.", auto
 Key = Annotated[int, typer.Argument(metavar="KEY", parser=parse_key, help="Key of an item.")]
 TagTexts = Annotated[
     list[str] | None,
-    typer.Option("--tag", metavar="NAME=VALUE", help="Only items with this tag; several: with all of them."),
+    typer.Option("--tag", metavar="NAME=VALUE", help="Only items with this tag; repeat it for items with all tags."),
 ]
 MaybeKeys = Annotated[list[int] | None, typer.Argument(metavar="KEY", parser=parse_key, help="Keys of items.")]

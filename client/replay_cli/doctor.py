@@ -32,8 +32,8 @@ def doctor(
         float | None,
         typer.Option(
             min=0,
-            help="How many policy versions old fresh groups may be in the mean: says what keeps them within. [default: "
-            "as their table and its permits say]",
+            help="Mean staleness of fresh groups that you accept, in policy versions; the doctor says how to stay "
+            "below it. [default: as their table and its permits say]",
         ),
     ] = None,
     by_shard: ByShard = False,

@@ -55,7 +55,7 @@ _of_engine = partial(in_panel, "Engine")
 SETTINGS = CommandSettings(GeneratorConfig, SamplingConfig, without=("sampling", "seed"))
 OF_ONE = "a group of one has no variance, so its advantage is 0 and it teaches nothing"
 _IN_GROUPS: dict[str, Any] = {"rich_help_panel": "Groups"}
-_ABOUT_MOST = "Groups at the same time; 0: as many as permits. [default: 16]"
+_ABOUT_MOST = "Groups that are generated at the same time; 0: as many as there are permits. [default: 16]"
 _FIELDS = (
     *options_of(GeneratorConfig, "Data", "prompts_table", "tool_parser", "reasoning_parser"),
     *options_of(SamplingConfig, "Sampling", "temperature", "top_p", "max_tokens"),
@@ -74,20 +74,29 @@ def generate(
     chosen: dict[str, Any],
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
-    prompts: Annotated[str | None, _data("JSON lines or Parquet: a file, a folder, or of the hub.")] = None,
-    prompt_field: Annotated[str, _data("Field with text or messages, or a path: a.b.")] = "prompt",
+    prompts: Annotated[str | None, _data("JSON lines or Parquet: a file, a folder, or a data set on the hub.")] = None,
+    prompt_field: Annotated[str, _data("Field with the text or the messages, or its path, such as a.b.")] = "prompt",
     split: Annotated[str, _data("Split of the data set.")] = "train",
     chat: Annotated[bool, _data("Make each text prompt a chat message of the user.", "--chat")] = False,
-    system: Annotated[str | None, _data("With --chat, the message of the system.")] = None,
+    system: Annotated[str | None, _data("With --chat: the system message.")] = None,
     reward: Annotated[
         list[str] | None,
-        _data("exact_match, math_answer or module:function, =WEIGHT; repeatable."),
+        _data("exact_match, math_answer or package.module:function; =WEIGHT may follow; repeatable."),
     ] = None,
     rollout: Annotated[str | None, _data("package.module:function that plays rollouts of several turns.")] = None,
-    agent: Annotated[str | None, _data("A command, or package.module:function, that plays by an address.")] = None,
-    sessions: Annotated[str | None, _data("Where agents that run elsewhere get rollouts.", metavar="HOST:PORT")] = None,
+    agent: Annotated[
+        str | None,
+        _data(
+            "An agent: a command, or package.module:function. It plays each rollout through the address that it gets."
+        ),
+    ] = None,
+    sessions: Annotated[
+        str | None, _data("Address at which agents that run elsewhere get their rollouts.", metavar="HOST:PORT")
+    ] = None,
     environment: Annotated[str | None, _data("verifiers:NAME: prompts and rewards of that package.")] = None,
-    environment_args: Annotated[str | None, _data('Its arguments, like {"agent": {"max_turns": 4}}.')] = None,
+    environment_args: Annotated[
+        str | None, _data('Arguments of the environment, like {"agent": {"max_turns": 4}}.')
+    ] = None,
     engine: Annotated[str, _of_engine("What generates.", metavar="|".join(ENGINES))] = "vllm",
     base_url: Annotated[
         list[str] | None, _of_engine("http://HOST:PORT of a `vllm serve`; repeatable.", metavar="URL")
@@ -106,7 +115,7 @@ def generate(
     check: Check = False,
     log_format: LogFormat = "text",
 ) -> None:
-    """Complete prompts, score and insert groups. It ends when the server is away for --timeout, 30 s.
+    """Complete prompts, score and insert groups. It ends if it cannot reach the server for --timeout (30 s).
 
     Example: replay generate --model Qwen/Qwen3-0.6B --prompts prompts.jsonl --reward exact_match
     """
@@ -209,7 +218,7 @@ def score(
     context: typer.Context,
     source_table: Annotated[str, typer.Option("--source-table", help="Table of `replay generate --unscored-table`.")],
     table: Annotated[list[str], typer.Option("--table", help="Table of scored groups; repeatable.")],
-    reward: Annotated[list[str], _data("exact_match or package.module:function, perhaps =WEIGHT; repeatable.")],
+    reward: Annotated[list[str], _data("exact_match or package.module:function; =WEIGHT may follow; repeatable.")],
     more: Annotated[
         list[str] | None, in_panel("Scoring", "A field of ScorerConfig; repeatable.", "--set", metavar="NAME=VALUE")
     ] = None,

@@ -133,7 +133,7 @@ def in_flags(message: str, names: Collection[str]) -> str:
 
 # ------------------------------------------------------------------------------------------------ files and recipes
 
-ABOUT_RECIPE = "Begin with settings that belong together."
+ABOUT_RECIPE = "Start from the settings of a recipe; your own settings override them."
 RECIPE_CHOICES = "|".join(RECIPES)
 
 

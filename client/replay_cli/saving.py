@@ -145,11 +145,16 @@ def import_items(
         ),
     ] = None,
     new_keys: Annotated[
-        bool, typer.Option("--new-keys", help="Under new keys: also what was deleted or taken before.")
+        bool,
+        typer.Option(
+            "--new-keys",
+            help="Insert under new keys, so that items that were deleted or consumed before come back too.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Insert the items of files, under their keys. Items that are there stay. Status 1 if some are not there then.
+    """Insert the items of files under the keys that they had. Items that are already there stay as they are. Status 1
+    if some of the items are not there afterwards.
 
     Example: replay table import replay.parquet
     """

@@ -197,7 +197,7 @@ def serve_weights(
 ) -> None:
     """Serve the versions in a folder over HTTP, until SIGTERM or Ctrl-C.
 
-    --token-file, --tls-cert and --tls-key, or their variables, are those of this address.
+    The options --token-file, --tls-cert and --tls-key, or their environment variables, secure this address.
 
     Example: replay weights serve runs/mine --listen 0.0.0.0:7410
     """

@@ -28,7 +28,8 @@ class GeneratorConfig:
     group_size: Annotated[Count, Field(le=MOST_ROLLOUTS)] = 8
     """Completions of each prompt, G."""
     min_rollouts: Count | None = None
-    """Rollouts that a group needs if others failed; otherwise all, G. Advantages are those over the finished ones."""
+    """Finished rollouts that are enough for a group when others fail; otherwise all, G. Advantages are those over the
+    finished ones."""
     # Nothing else ends a completion of an engine that hangs and still answers for its health. An hour is several times
     # what 32,000 tokens take, and the patience with servers that are away.
     rollout_timeout: Seconds | None = 3600.0
@@ -280,7 +281,7 @@ class ScorerConfig(StageConfig):
     reward_timeout: Seconds | None = 300.0
     """Most seconds for one reward function and one rollout, each attempt. Then it has failed."""
     min_rollouts: Count | None = None
-    """Rollouts that a group needs if others cannot be scored; otherwise all that it came with.
+    """Scored rollouts that are enough for a group when others fail; otherwise all that it came with.
 
     A group with fewer is dropped."""
     scale_rewards: Literal["group", "none"] = "group"

@@ -121,7 +121,8 @@ class GRPOConfig(LossConfig):
     replay_timeout: Annotated[float, Field(ge=0)] | None = 300.0
     """With replay_on_empty="wait": seconds to wait for the pool; then the run ends. None: without limit."""
     zero_variance: ZeroVariance = "replace"
-    """What happens to groups without variance: see ZeroVariance."""
+    """What a step does with groups without variance: replace them from the pool, train on them (none), or leave them
+    out and draw others (dynamic). See ZeroVariance."""
     replay_on_empty: OnEmpty = "keep"
     """With "replace": what happens to such a group if the pool has no replacement. See OnEmpty."""
     replay_max_staleness: Whole | None = None
@@ -157,7 +158,7 @@ class GRPOConfig(LossConfig):
     over their tokens. The pool then gives groups less often that the correction no longer trusts."""
 
     learning_rate: Finite = 1e-6
-    """Of AdamW, its highest value."""
+    """The highest learning rate of AdamW."""
     lr_scheduler_type: Schedule = "constant"
     """The learning rate after the warm-up: constant, or falling to 0 at max_steps."""
     warmup_steps: Whole = 0
