@@ -208,7 +208,10 @@ class GeneratorConfig:
         load_priority(self.priority)
 
     def decided(self, *, agents: bool) -> GeneratorConfig:
-        """These settings with an `on_prompt_error`. `agents`: whether agents play the rollouts."""
+        """These settings with an `on_prompt_error`. `agents`: whether agents play the rollouts. Raises ValueError if
+        they need agents, and none play."""
+        if self.untrained_models and not agents:
+            raise ValueError("untrained_models needs --agent or --sessions: nobody else asks by the name of a model")
         if self.on_prompt_error is not None:
             return self
         return replace(self, on_prompt_error="skip" if agents else "raise")
