@@ -45,6 +45,7 @@ def our_side() -> Side:
     return Side("ours", (table,), (Task("fill", "pool", 100, items=512),))
 
 
+@pytest.mark.long
 def test_every_operation_runs_against_our_server_in_processes_of_its_own():
     figures = {
         "insert": (Figure("insert", "items/s", rate),),
@@ -65,6 +66,7 @@ def test_every_operation_runs_against_our_server_in_processes_of_its_own():
         assert all(each.ours > 0 and each.theirs > 0 and math.isfinite(each.ratio) for each in cell.rounds)
 
 
+@pytest.mark.long
 def test_groups_pass_from_generators_to_a_reader_that_decodes_them():
     side = Side("ours", (Table("queue", "fifo", "fifo", 16, queue=True),))
     nbytes = 8 * 16 * BYTES_A_TOKEN
@@ -97,6 +99,7 @@ def test_a_dict_of_arrays_comes_back_as_it_was():
 
 
 @pytest.mark.parametrize("durability", ["always", pytest.param(CHECKPOINT, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_a_restart_is_timed_only_if_all_items_are_there_after_it(durability):
     side = Side("ours", (Table("kept", "fifo", "fifo", 64),), durability=durability)
     restart = Measurement((Figure("restart", "items/s", rate),), Task("restart", "kept", 400, items=64), rounds=1)
@@ -108,6 +111,7 @@ def test_a_restart_is_timed_only_if_all_items_are_there_after_it(durability):
     assert not any(FILES.glob("ours-*"))
 
 
+@pytest.mark.long
 def test_a_cell_that_fails_says_why_and_the_next_one_is_measured():
     figure = Figure("bad", "items/s", rate)
     bad = Measurement((figure,), Task("insert", "no-such-table", 100))

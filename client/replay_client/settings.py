@@ -117,14 +117,20 @@ def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any
     except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(f"{kind} {name!r}: {error}") from error
     except (Exception, SystemExit) as error:
-        # Only lines of the module itself count: not those of Python that import it.
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        lines = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
-        location = f" ({lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
-        raise ValueError(
-            f"{kind} {name!r}: its module cannot be imported, for it raised {type(error).__name__}: {error}{location}"
-        ) from error
+        raised = f"{type(error).__name__}: {error}{raised_in(error, skip=1)}"
+        raise ValueError(f"{kind} {name!r}: its module cannot be imported, for it raised {raised}") from error
     if not callable(function):
         raise ValueError(f"{kind} {name!r} is a {type(function).__name__}, which cannot be called")
     loaded: Callable[..., Any] = function
     return loaded
+
+
+def raised_in(error: BaseException, *, skip: int) -> str:
+    """The file and line that raised an error, in brackets after a space; empty if only the caller did.
+
+    `skip`: the innermost frames of the caller, which are not the user's. Lines of Python that import a module do not
+    count.
+    """
+    frames = traceback.extract_tb(error.__traceback__)[skip:]
+    lines = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
+    return f" ({lines[-1].filename}, line {lines[-1].lineno})" if lines else ""

@@ -16,6 +16,13 @@ SECONDS_IDLE = 75.0
 """Seconds from an answer to the next request of a connection, and for taking an answer that is ready."""
 SECONDS_SAFE = 1.0
 """Seconds in which no other connection takes the place of one that has just come: its request is on the way."""
+SECONDS_SILENT = 60.0
+"""Seconds in which whoever fetches a large file has to take some of it. Otherwise the connection is closed."""
+SECONDS_PER_PIECE = 60.0
+"""Seconds in which whoever fetches a large file has to take BYTES_PER_PIECE of it. Otherwise the connection is closed
+as soon as another one needs its descriptor."""
+BYTES_PER_PIECE = 4 << 20
+"""With SECONDS_PER_PIECE 70 kB/s: a link with which a model of a billion parameters takes eight hours."""
 _SHARE = 4
 """One file descriptor of so many may be a connection."""
 _MOST = 1 << 14

@@ -58,6 +58,7 @@ def test_formulas_stand_behind_a_why_that_stays_open_while_the_page_lives(opened
     assert "≥ min_size 1" in tab.inner_text(card)
 
 
+@pytest.mark.long
 def test_the_best_and_the_worst_answer_are_those_of_all_groups_of_the_newest_version(opened, tmp_path):
     tokenizer = make_tokenizer(tmp_path)
     with (

@@ -400,6 +400,7 @@ def test_groups_begin_with_the_table_that_holds_the_most_and_an_empty_one_says_s
             tab.wait_for_selector(".space .row.none >> text=rollouts holds no group now")
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_items_scroll_to_the_last(opened, tmp_path):
     config = '[server]\nmax_bytes = "1GB"\n[[tables]]\nname = "pool"\nmax_size = 200000\n'
     with server_process(tmp_path, config) as server, ReplayClient(server.address) as client:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import ModelOutput
 
 from replay_generator.engines import EngineError, SamplingConfig
 from replay_generator.engines.model_checks import check_model, choose_attention
 from replay_generator.engines.transformers import TransformersEngine
 from replay_trainer.logprobs import LogprobModel
-from tests.trainer.families import FAMILIES, HALVES, MOE, Family
+from tests.trainer.families import FAMILIES, HALVES, MOE, WINDOW, Family
 from tests.trainer.test_families import save
 
 CAPPED = Family("gemma2", config=HALVES | {"head_dim": 8, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8})
@@ -50,6 +50,14 @@ def test_the_engine_refuses_lengths_at_which_a_model_scales_by_places_in_the_row
     TransformersEngine(folder, max_length=16)
     with pytest.raises(EngineError, match=r"llama4_text .* beyond 16 tokens.* set max_length = 16"):
         TransformersEngine(folder)
+
+
+def test_the_engine_refuses_lengths_at_which_a_cache_forgets_what_attention_reads(tmp_path):
+    family = FAMILIES["moshi, window of the cache alone"]
+    folder = save(family, tmp_path / "model")
+    TransformersEngine(folder, max_length=WINDOW)
+    with pytest.raises(EngineError, match=rf"moshi .* beyond {WINDOW} tokens.* set max_length = {WINDOW}"):
+        TransformersEngine(folder, max_length=WINDOW + 1)
 
 
 def test_a_model_whose_sdpa_differs_is_refused_unless_a_table_says_that_it_is_right():
@@ -171,4 +179,11 @@ def test_a_model_that_fails_in_a_batch_is_refused_with_its_error(tmp_path, monke
     with pytest.raises(
         EngineError, match=r"cannot draw from llama .*NotImplementedError: no decoding. Take --engine vllm"
     ):
+        TransformersEngine(folder)
+
+
+def test_a_model_whose_cache_does_not_follow_the_rows_of_a_batch_is_refused(tmp_path, monkeypatch):
+    folder = save(Family("llama"), tmp_path / "model")
+    monkeypatch.setattr(DynamicCache, "reorder_cache", lambda cache, rows: None)
+    with pytest.raises(EngineError, match=r"cannot draw from llama .*Take --engine vllm"):
         TransformersEngine(folder)

@@ -141,7 +141,7 @@ FEW = {
             "shared_expert_intermediate_size": 16,
             "use_sliding_window": True,
             "sliding_window": WINDOW,
-            "max_window_layers": 0,
+            "max_window_layers": 2,
         },
     ),
     "falcon, ALiBi": Family("falcon", "padded", config={"alibi": True, "new_decoder_architecture": False}),
@@ -217,8 +217,30 @@ MANY = {
         config=scaled("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=ORIGINAL),
     ),
     "bart, positions of the row": Family("bart", "padded", engine=False, config=BART),
+    "moshi, window of the cache alone": Family(
+        "moshi", "padded", engine=False, config={"ffn_dim": 48, "head_dim": 8, "sliding_window": WINDOW}
+    ),
     "mamba, no cache of keys": Family(
         "mamba", "padded", engine=False, config={"state_size": 8, "num_hidden_layers": 2}
+    ),
+    "deepseek_v4, compressed keys": Family(
+        "deepseek_v4",
+        "padded",
+        engine=False,
+        config={
+            "head_dim": 8,
+            "q_lora_rank": 16,
+            "o_groups": 2,
+            "o_lora_rank": 16,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_topk": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "sliding_window": WINDOW,
+            "layer_types": ["heavily_compressed_attention", "heavily_compressed_attention"],
+        },
     ),
     "bert": Family("bert", "refused", engine=False, config=BERT),
     "roberta": Family("roberta", "refused", engine=False, config=BERT),

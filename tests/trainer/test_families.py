@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from tests.trainer.families import FAMILIES, FEW, VOCABULARY, Family
 
 CLOSE = 1e-4
 """Nats. Faults of this kind are 0.05 nats and more."""
+SECONDS = 60.0
+"""After which a wait has failed."""
 
 
 def families(*, engine: bool | None = None, trained: bool | None = None) -> list[Any]:
@@ -88,6 +92,16 @@ def test_the_page_of_models_has_what_the_tests_look_at():
     assert table() in page.read_text()
 
 
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "window" in name and family.engine])
+def test_a_family_with_a_window_computes_something_else_without_it(name):
+    family = FAMILIES[name]
+    open_family = replace(family, config={**family.config, "sliding_window": 2 * family.longest})
+    token_ids = [int(token) for token in np.random.default_rng(0).integers(3, VOCABULARY, family.longest)]
+    with_window = family.alone(family.reference(), token_ids)
+    without = family.alone(open_family.reference(), token_ids)
+    assert float((with_window - without).abs().max()) > 100 * CLOSE
+
+
 @pytest.mark.parametrize("family", families(trained=True))
 def test_the_trainer_computes_what_each_sequence_has_alone(family):
     groups = make_groups(family)
@@ -144,16 +158,31 @@ def publish(family: Family, base: Path, folder: Path, *, seed: int) -> tuple[Pat
 async def draw_through_a_reload(
     engine: TransformersEngine, prompts: Sequence[list[int]], tokens: int, version: Path
 ) -> list[list[Completion]]:
-    """Completions of all prompts at once. New weights come when the first tokens are drawn."""
-    begun = asyncio.Event()
+    """Completions of all prompts at once. New weights come when the first tokens are drawn.
+
+    The engine writes the text of the first completion only when it has been asked to load them. Tiny models may draw
+    everything before the event loop gets its turn.
+    """
+    loop, begun, asked = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    decode = engine.tokenizer.decode
+
+    def decode_once_asked(*arguments: Any, **options: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        assert asked.wait(SECONDS)
+        return decode(*arguments, **options)
+
+    engine.tokenizer.decode = decode_once_asked
     short = SamplingConfig(max_tokens=2, seed=3)
     drawing = [
         asyncio.create_task(engine.generate(prompt, SamplingConfig(max_tokens=tokens, seed=index), 2))
         for index, prompt in enumerate(prompts)
     ]
-    first = asyncio.create_task(engine.generate([7, 8], short, 1, lambda *_: begun.set()))
+    first = asyncio.create_task(engine.generate([7, 8], short, 1))
     await begun.wait()
-    await engine.load_weights(str(version), 1)
+    loading = asyncio.create_task(engine.load_weights(str(version), 1))
+    await asyncio.sleep(0)  # it asks before it waits
+    asked.set()
+    await loading
     await first
     return [await task for task in drawing]
 

@@ -298,8 +298,8 @@ def stop_and_die(address: str, folder: Path, phase: str, **options: Any) -> None
 @pytest.mark.parametrize(
     ("phase", "resumed_from"),
     [
-        ("the state is half written", "step-0"),
-        ("no manifest names it", "step-0"),
+        pytest.param("the state is half written", "step-0", marks=pytest.mark.long),
+        pytest.param("no manifest names it", "step-0", marks=pytest.mark.long),
         ("its groups are not acknowledged", "step-2"),
     ],
 )

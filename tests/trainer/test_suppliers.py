@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,6 +136,21 @@ def test_a_generator_that_comes_within_the_time_begins_it_anew(address, tmp_path
     thread.start()
     assert train(address, tmp_path / "run", 2) == [1, 2]
     thread.join()
+
+
+def test_ten_minutes_pass_from_the_last_departure_to_the_end(address, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(suppliers, "time", SimpleNamespace(monotonic=lambda: now))
+    with come(address, "generator", "gen-1") as client:
+        client.leave()
+    with ReplayClient(address, name="the-trainer") as trainer:
+        waiting = suppliers.Suppliers(trainer)
+        assert "the trainer ends in 600 s" in waiting.check()
+        now += 599.0
+        assert "the trainer ends in 1 s" in waiting.check()
+        now += 1.0
+        with pytest.raises(DeadlineExceededError, match="no fresh groups for 600 s"):
+            waiting.check()
 
 
 def test_a_limit_that_somebody_sets_names_itself_and_the_remedy(address, tmp_path):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from replay_trainer.evaluation import PromptEvaluation, TableEvaluation
     from replay_trainer.groups import ZeroVarianceReplacer
     from replay_trainer.grpo import GRPOTrainer
+    from replay_trainer.loss_functions import LossInputs, loss_function
     from replay_trainer.losses import policy_loss
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "GRPOConfig",
     "GRPOTrainer",
     "LossConfig",
+    "LossInputs",
     "PaddedBatch",
     "PromptEvaluation",
     "Rejection",
@@ -35,13 +37,14 @@ __all__ = [
     "ZeroVarianceReplacer",
     "correct",
     "from_padded",
+    "loss_function",
     "policy_loss",
     "to_padded",
 ]
 
 _MODULES = tuple(
     f"replay_trainer.{name}"
-    for name in ("correction", "losses", "batching", "callbacks", "evaluation", "groups", "grpo")
+    for name in ("correction", "loss_functions", "losses", "batching", "callbacks", "evaluation", "groups", "grpo")
 )
 
 

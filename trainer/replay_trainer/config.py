@@ -28,7 +28,7 @@ all: every one. right: those with an advantage above 0, with all their sequences
 Where a group has token_advantages, the advantages of its rollouts still decide."""
 Schedule = Literal["constant", "linear", "cosine"]
 Reporter = Literal["tensorboard", "wandb"]
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"]
+BUILT_IN_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo")
 
 
 @settings()
@@ -38,8 +38,9 @@ class LossConfig:
     Raises ValueError for an unknown loss type, and if the type needs a constant that is missing.
     """
 
-    loss_type: LossType = "dapo"
-    """See replay_trainer.losses."""
+    loss_type: str = "dapo"
+    """grpo, bnpo, dr_grpo, dapo, cispo or gspo: see replay_trainer.losses. Or a loss of your own, as
+    "package.module:function": see replay_trainer.loss_functions."""
     epsilon: Finite = 0.2
     """The ratio is clipped below 1 - epsilon."""
     epsilon_high: Annotated[float, Field(ge=0)] | None = None
@@ -50,6 +51,9 @@ class LossConfig:
     its rollout is, or on how it is cut into sequences."""
 
     def __post_init__(self) -> None:
+        if ":" not in self.loss_type and self.loss_type not in BUILT_IN_LOSSES:
+            built_in = ", ".join(map(repr, BUILT_IN_LOSSES))
+            raise ValueError(f"loss_type must be {built_in} or 'package.module:function', not {self.loss_type!r}")
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise ValueError("loss_type='cispo' needs epsilon_high, the cap of the ratio itself, such as 5.0")
         if self.loss_type == "dr_grpo" and self.max_completion_length is None:
@@ -258,6 +262,17 @@ class GRPOConfig(LossConfig):
         if (self.publish == "delta" or self.weights_url) and not apart:
             raise ValueError("publish='delta' and weights_url need a weights_dir that is not output_dir")
         LossConfig.__post_init__(self)
+        if self.loss_type not in BUILT_IN_LOSSES:
+            if self.correction.objective == "bypass_reinforce":
+                raise ValueError(
+                    f"with the objective 'bypass_reinforce' the loss of a token is fixed, and loss_type="
+                    f"{self.loss_type!r} would not be called: choose a built-in loss_type, or another objective"
+                )
+            if self.correction.clip_ratio_c is not None:
+                raise ValueError(
+                    f"clip_ratio_c belongs to the built-in losses, and loss_type={self.loss_type!r} would not see it: "
+                    f"leave it out of the correction, and clip in your function"
+                )
 
     def described(self) -> dict[str, str]:
         """What the trainer says of itself to the server (`describe`)."""

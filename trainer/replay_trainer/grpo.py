@@ -50,6 +50,7 @@ from replay_trainer.groups import (
 )
 from replay_trainer.leases import GroupLeases
 from replay_trainer.logprobs import LogprobModel
+from replay_trainer.loss_functions import check_loss
 from replay_trainer.metrics import (
     Alarms,
     GroupFacts,
@@ -92,6 +93,7 @@ class GRPOTrainer:
         self.config = config
         self.ranks = Ranks(config.device)
         self.device = self.ranks.device
+        check_loss(config, self.device)
         self.client = client
         self.tokenizer = tokenizer
         self.evaluate = evaluate

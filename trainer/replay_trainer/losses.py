@@ -11,6 +11,8 @@ Axes: B rollouts, T tokens of the longest one. m: response mask, A: advantage, w
     grpo        as dapo                                      sum_B(sum_T(l m) / sum_T m) / N  rollouts
     gspo        as dapo, with the c of the rollout           as grpo                          rollouts
     dr_grpo     as dapo                                      sum(l m) / (N max_completion_length)  rollouts
+    a:b         what the user's function b of module a returns for a token, times w; aggregated as the function says:
+                see `replay_trainer.loss_functions`
 
 What the papers call a response or a sequence is all that the policy wrote in answer to one prompt: here a rollout. A
 rollout of several sequences is one row: `batching.Rollouts` joins the tokens that they are trained on. So it counts
@@ -37,10 +39,11 @@ import math
 import torch
 from torch import Tensor
 
-from replay_trainer.config import LossConfig, LossType
+from replay_trainer.config import BUILT_IN_LOSSES, LossConfig
 from replay_trainer.correction import CorrectionConfig, correct
 from replay_trainer.correction.config import LOG_RATIO_LIMIT
 from replay_trainer.correction.correction import at_least_float32
+from replay_trainer.loss_functions import LossInputs, token_losses, traits_of
 
 
 def distillation_advantages(
@@ -61,9 +64,10 @@ def distillation_advantages(
     return advantages_BT + weight * difference_BT
 
 
-def loss_normalizer(mask: Tensor, loss_type: LossType) -> int:
+def loss_normalizer(mask: Tensor, loss_type: str) -> int:
     """N of this (B, T) response mask: its tokens, or its rollouts (see the module)."""
-    return mask.shape[0] if loss_type in ("grpo", "gspo", "dr_grpo") else int(mask.bool().sum())
+    counts_rollouts = traits_of(loss_type).aggregate_like in ("grpo", "gspo", "dr_grpo")
+    return mask.shape[0] if counts_rollouts else int(mask.bool().sum())
 
 
 def policy_loss(
@@ -94,9 +98,10 @@ def policy_loss(
     Metrics, means over the tokens of `mask` (NaN without any; weigh them by tokens to join micro-batches):
     ratio_mean of c; approx_kl = c - 1 - log c; clip_low_fraction and clip_high_fraction, where clipping removed
     the gradient (c < 1 - ε with A < 0; c > 1 + ε_high with A > 0), or for cispo capped c with A > 0;
-    dual_clip_fraction, where the dual clip removed it.
+    dual_clip_fraction, where the dual clip removed it. loss/NAME of each metric NAME of a loss function of the user;
+    the fractions are 0 then.
 
-    Raises ValueError for shapes that do not fit.
+    Raises ValueError for shapes that do not fit, and for a loss function of the user as `token_losses` does.
     """
     config, correction = config or LossConfig(), correction or CorrectionConfig()
     _check_shapes(
@@ -119,8 +124,21 @@ def policy_loss(
     ratio_BT = log_ratio_BT.exp()
 
     low_BT = high_BT = dual_BT = torch.zeros_like(mask_BT)
+    own_metrics: dict[str, Tensor] = {}
     if correction.objective == "bypass_reinforce":
         loss_BT = -advantages_BT * logprobs_BT
+    elif config.loss_type not in BUILT_IN_LOSSES:
+        inputs = LossInputs(
+            logprobs_BT=logprobs_BT,
+            old_logprobs_BT=old_BT,
+            advantages_BT=advantages_BT,
+            mask_BT=mask_BT,
+            weights_BT=_inside(mask_BT, weights).to(logprobs_BT.dtype),
+            correction_mask_BT=_inside(mask_BT, correction_mask).bool(),
+            normalizer=_divisor(mask_BT, config, normalizer),
+            config=config,
+        )
+        loss_BT, own_metrics = token_losses(inputs, config.loss_type)
     elif config.loss_type == "cispo":
         loss_BT = -ratio_BT.detach().clamp(max=config.clip_high) * advantages_BT * logprobs_BT
         high_BT = (ratio_BT > config.clip_high) & (advantages_BT > 0)
@@ -146,6 +164,7 @@ def policy_loss(
             "clip_high_fraction": high_BT.float(),
             "dual_clip_fraction": dual_BT.float(),
         }
+        values.update({f"loss/{name}": value_BT for name, value_BT in own_metrics.items()})
         means = torch.stack([value_BT[mask_BT].mean() for value_BT in values.values()]).tolist()
     return loss, dict(zip(values, means, strict=True))
 
@@ -247,16 +266,28 @@ def aggregate_loss(
     """
     mask_BT = mask.bool()
     loss_BT = torch.where(mask_BT, loss_BT, 0.0)
+    divisor = _divisor(mask_BT, config, normalizer)
+    aggregate_like = traits_of(config.loss_type).aggregate_like
+    if aggregate_like in ("grpo", "gspo"):
+        tokens_B = mask_BT.sum(dim=1) if tokens is None else tokens
+        return (loss_BT.sum(dim=1) / tokens_B.clamp(min=1)).sum() / divisor
+    if aggregate_like == "dr_grpo":
+        assert config.max_completion_length is not None  # LossConfig and check_loss check it
+        divisor = divisor * config.max_completion_length
+    return loss_BT.sum() / divisor
+
+
+def _divisor(mask_BT: Tensor, config: LossConfig, normalizer: float | None) -> float:
+    """N: the normalizer, or the count of this mask. Raises ValueError unless it is positive."""
     divisor = max(loss_normalizer(mask_BT, config.loss_type), 1) if normalizer is None else normalizer
     if divisor <= 0:
         raise ValueError(f"normalizer must be positive, not {divisor}")
-    if config.loss_type in ("grpo", "gspo"):
-        tokens_B = mask_BT.sum(dim=1) if tokens is None else tokens
-        return (loss_BT.sum(dim=1) / tokens_B.clamp(min=1)).sum() / divisor
-    if config.loss_type == "dr_grpo":
-        assert config.max_completion_length is not None  # LossConfig checks it
-        divisor = divisor * config.max_completion_length
-    return loss_BT.sum() / divisor
+    return divisor
+
+
+def _inside(mask_BT: Tensor, values: Tensor | None) -> Tensor:
+    """(B, T) the values of the tokens of the mask, 0 elsewhere; 1 where there are no values."""
+    return mask_BT if values is None else torch.where(mask_BT, values.detach(), torch.zeros_like(values))
 
 
 def _check_shapes(logprobs: Tensor, others: dict[str, Tensor | None], advantages: Tensor) -> None:

@@ -2,9 +2,9 @@
 
 * Where groups make a pass fail, every rank leaves it with a StepFailure. No weight has changed then.
 * A micro-batch may hold some sequences of a rollout, and another one the rest. Most losses of a token need nothing of
-  the other tokens, or only their number. Where the loss needs their ratios (gspo, a correction of whole rollouts), a
-  first pass computes all log-probabilities, the gradient of the loss by each of them follows without the model, and a
-  second pass takes it through the model.
+  the other tokens, or only their number. Where the loss needs their ratios (gspo, a loss of the user that does not say
+  otherwise, a correction of whole rollouts), a first pass computes all log-probabilities, the gradient of the loss by
+  each of them follows without the model, and a second pass takes it through the model.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from replay_trainer.batching import Batch, bare_group, micro_batches, to_batch
 from replay_trainer.config import GRPOConfig
 from replay_trainer.correction import Correction, CorrectionConfig, correct
 from replay_trainer.logprobs import LogprobModel
+from replay_trainer.loss_functions import traits_of
 from replay_trainer.losses import corrected_policy_loss, kl_loss, loss_normalizer
 from replay_trainer.metrics import Metrics
 from replay_trainer.packing.shared_prefixes import Ints
@@ -168,7 +169,8 @@ class Passes:
 
     def _needs_whole_rollouts(self, batch: Batch) -> bool:
         """Whether the loss of a token depends on tokens in another micro-batch. The same on every rank."""
-        if self.config.loss_type != "gspo" and not self.config.correction.judges_rollouts:
+        reads_whole_rollouts = traits_of(self.config.loss_type).reads_whole_rollouts
+        if not reads_whole_rollouts and not self.config.correction.judges_rollouts:
             return False
         split = False
         if batch.rollouts.joins:

@@ -104,7 +104,7 @@ class ContinuousBatch:
         self._model = model
         self._version = version
         self._accepts = set(inspect.signature(model.forward).parameters)
-        self._cache = _name_of_cache(model, self._accepts)
+        self._cache = name_of_cache(model, self._accepts)
         while self._hooks:
             self._hooks.pop().remove()
         if self._routing:
@@ -211,7 +211,7 @@ class ContinuousBatch:
         self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
 
 
-def _name_of_cache(model: Any, accepts: Iterable[str]) -> str:
+def name_of_cache(model: Any, accepts: Iterable[str]) -> str:
     """The name under which a model takes and returns its keys and values.
 
     Raises ValueError for a model that keeps something else, such as the states of a recurrence.

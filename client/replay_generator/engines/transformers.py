@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import queue
 import threading
@@ -15,11 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from replay_client.sampling_masks import mask_fields
 from replay_client.waits import ENGINE_STOP
 from replay_generator.engines import Completion, EngineError, OnFinished, SamplingConfig, text_of
-from replay_generator.engines.continuous_batch import ContinuousBatch, Row, routers_of
+from replay_generator.engines.continuous_batch import ContinuousBatch, Row, name_of_cache, routers_of
 from replay_generator.engines.model_checks import check_model, choose_attention, name_of, tolerance_of, tries_of
 from replay_generator.engines.rotary_frequencies import default_length, fix_frequencies
 from replay_generator.engines.weights import check_base, end_ids, holds_adapter, load_causal_model, read_adapter
@@ -83,6 +85,7 @@ class TransformersEngine:
             or getattr(text_config, "max_position_embeddings", self.tokenizer.model_max_length)
         )
         _check_positions(self._model, self.max_length)
+        _check_windows(self._model, self.max_length)
         experts = getattr(text_config, "num_experts", 0)
         if routing and not (0 < experts <= _MOST_EXPERTS and routers_of(self._model)):
             raise ValueError(
@@ -239,8 +242,8 @@ class TransformersEngine:
 
 _SOONER, _LATER = (2, 7), (4,)
 """Lengths of the prompts in a trial: two that are read at once, and one that joins them a token later."""
-_DRAWN = 2
-"""Tokens that each prompt of a trial gets at least."""
+_DRAWN = (2, 3)
+"""Tokens of the two completions of each prompt of a trial. They share what was read, and one leaves the batch first."""
 
 
 def _check_batches(model: Any) -> None:
@@ -277,25 +280,78 @@ def _check_positions(model: Any, max_length: int) -> None:
         )
 
 
+def _check_windows(model: Any, max_length: int) -> None:
+    """Check that the cache of a model forgets only tokens that the masks of its attention leave out.
+
+    Moshi has a window for its cache, and its attention has none. The first token that this moves comes behind a whole
+    window, far beyond any trial. Raises EngineError.
+    """
+    of_cache, of_masks = _windows(model)
+    of_cache_alone = of_cache - of_masks
+    if of_cache_alone and max_length > min(of_cache_alone):
+        window = min(of_cache_alone)
+        raise EngineError(
+            f"the transformers engine cannot draw from {name_of(model)} beyond {window} tokens, because its cache "
+            "forgets tokens there that its attention reads: take --engine vllm, or set "
+            f"max_length = {window}"
+        )
+
+
+@torch.inference_mode()
+def _windows(model: Any) -> tuple[set[int], set[int]]:
+    """The windows, in tokens, of the layers of a cache, and those of the masks that the model makes for attention."""
+    of_masks: set[int] = set()
+    implementation = model.config._attn_implementation
+    make_mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
+
+    def note_window(*arguments: Any, **options: Any) -> Any:
+        window = options.get("local_size")
+        if window is not None:
+            of_masks.add(int(window))
+        return make_mask(*arguments, **options)
+
+    if make_mask is None:  # nothing would tell the windows of its masks
+        return set(), set()
+    name = name_of_cache(model, inspect.signature(model.forward).parameters)
+    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+    ALL_MASK_ATTENTION_FUNCTIONS[implementation] = note_window
+    try:
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
+    finally:
+        ALL_MASK_ATTENTION_FUNCTIONS[implementation] = make_mask
+    layers = getattr(output[name], "layers", [])
+    of_cache = {int(layer.sliding_window) for layer in layers if getattr(layer, "is_sliding", False)}
+    return of_cache, of_masks
+
+
 def _why_unequal(model: Any, seed: int) -> str:
     """Draws some tokens in a batch of its own.
 
     Returns why their log-probabilities are not those of each row alone; empty: they are.
     """
-    sampling, lengths = SamplingConfig(max_tokens=_DRAWN + 1), [*_SOONER, *_LATER]
-    batch = ContinuousBatch(model, end_ids=(), max_length=max(lengths) + _DRAWN + 1, max_rows=len(lengths), seed=seed)
+    lengths = [*_SOONER, *_LATER]
+    batch = ContinuousBatch(
+        model,
+        end_ids=(),
+        max_length=max(lengths) + max(_DRAWN),
+        max_rows=len(lengths) * len(_DRAWN),
+        seed=seed,
+    )
     vocabulary = len(model.get_input_embeddings().weight)
     random = torch.Generator().manual_seed(seed)
+    rows: list[Row] = []
 
-    def add(length: int) -> Row:
+    def add(length: int) -> None:
         prompt_ids = torch.randint(0, vocabulary, (length,), generator=random).tolist()
-        (row,) = batch.add(prompt_ids, sampling, [Future()])
-        return row
+        for count in _DRAWN:
+            rows.extend(batch.add(prompt_ids, SamplingConfig(max_tokens=count), [Future()]))
 
-    rows = [add(length) for length in _SOONER]
+    for length in _SOONER:
+        add(length)
     batch.step()
-    rows += [add(length) for length in _LATER]
-    while any(len(row.token_ids) < _DRAWN for row in rows):
+    for length in _LATER:
+        add(length)
+    while batch.active:
         batch.step()
     for row in rows:
         alone = torch.tensor(score_alone(model, [*row.prompt_ids, *row.token_ids])[len(row.prompt_ids) - 1 :])

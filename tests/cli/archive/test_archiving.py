@@ -133,6 +133,7 @@ def test_each_group_is_archived_once_whatever_is_killed(tmp_path):
     assert list(folder.glob("*.tmp")) == []
 
 
+@pytest.mark.long
 def test_what_a_killed_archiver_had_in_its_hands_is_archived_once_by_the_next(tmp_path):
     folder = tmp_path / "archive"
     with server_process(tmp_path, config()) as server, ReplayClient(server.address) as client:
@@ -148,6 +149,7 @@ def test_what_a_killed_archiver_had_in_its_hands_is_archived_once_by_the_next(tm
     assert list(folder.glob("*.tmp")) == []
 
 
+@pytest.mark.long
 def test_inserts_go_on_while_the_archiver_stands_still_and_what_it_misses_is_counted(tmp_path):
     folder = tmp_path / "archive"
     text = config('max_bytes = "4MiB"', 'max_bytes = "8MiB"')
@@ -313,6 +315,7 @@ def test_a_mistake_is_answered_with_one_line(stored, words, said):
     assert said in fails("archive", *given, status=status)
 
 
+@pytest.mark.long
 def test_a_server_that_comes_back_is_archived_on_and_one_that_stays_away_ends_its_archiver(tmp_path, monkeypatch):
     monkeypatch.setattr(archiving, "MOST_SILENCE", 10.0)
     folder, address = tmp_path / "archive", f"127.0.0.1:{free_port()}"

@@ -10,6 +10,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from replay_client.scoring import group_advantages
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.engines import Completion, EngineError, SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
+from replay_generator.prompts.prompt import Prompt
 from replay_generator.rollouts.environments import load_environment
 from replay_server import ReplayServer, TableConfig
 from tests.docs.blocks import ROOT, write_files
@@ -33,6 +35,7 @@ from tests.generator.factories import (
     RecordedEngine,
     RecordingClient,
     assert_drawn,
+    make_chat_tokenizer,
     make_model,
     parts,
     recomputed,
@@ -157,6 +160,85 @@ async def test_an_agent_that_is_not_trained_asks_the_policy_and_is_left_out(mode
     assert trained
     assert len(trained) < len(drawn)
     assert all(each in drawn for each in trained)
+
+
+# ------------------------------------------------------------------------------------------- what the policy reads
+
+
+STRICT = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') if messages|length == 1 }}{% endif %}"
+    "{% for m in messages %}[{{ m['role'] }}:{{ m['content'] }}"
+    "{% for call in m.tool_calls %}{{ call.function.arguments.city }}{% endfor %}]{% endfor %}"
+    "{% if add_generation_prompt %}{{ opening or '(' }}{% endif %}"
+)
+"""A chat template that refuses a system message alone, and wants texts as content and objects as arguments."""
+CHATS: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "a null field": ([{"role": "user", "content": "1+1=", "name": None, "tool_calls": None}], "[user:1+1=]("),
+    "content in parts": (
+        [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]}],
+        "[user:1+1=](",
+    ),
+    "a system message": (
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1="}],
+        "[system:be brief][user:1+1=](",
+    ),
+    "a call without content": (
+        [
+            {"role": "user", "content": "?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"city": "rome"}'}}],
+            },
+            {"role": "tool", "content": "9"},
+        ],
+        "[user:?][assistant:rome][tool:9](",
+    ),
+    "words of the assistant": (
+        [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "it is"}],
+        "[user:1+1=](it is",
+    ),
+}
+
+
+@pytest.mark.parametrize(("messages", "expected"), CHATS.values(), ids=CHATS)
+def test_a_chat_of_an_environment_is_rendered_as_all_others_are(messages, expected):
+    from replay_generator.rollouts.environments.template_renderer import TemplateRenderer
+
+    tokenizer = make_chat_tokenizer(STRICT)
+    rendered = TemplateRenderer(tokenizer).render(messages, add_generation_prompt=True)
+    assert tokenizer.decode(rendered.token_ids) == expected
+    assert len(rendered.message_indices) == len(rendered.token_ids)
+    assert rendered.token_ids == Prompt.of(messages).tokenize(tokenizer)
+
+
+async def test_the_template_of_an_environment_gets_the_arguments_of_the_generator(tmp_path):
+    folder = make_chat_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE + "{% if add_generation_prompt %}{{ opening }}{% endif %}"
+    tokenizer.save_pretrained(folder)
+    _, (group,) = await generate(
+        make_environment("sums"), RecordedEngine(folder), chat_template_kwargs={"opening": "=9"}
+    )
+    assert tokenizer.decode(group.prompt_ids).endswith("+1==9")
+
+
+class LongAgo(datetime):
+    """A clock that stands on a day in 1987."""
+
+    @classmethod
+    def now(cls, tz=None):
+        return cls(1987, 6, 5, 23, 59)
+
+
+async def test_the_template_of_an_environment_gets_the_day_on_which_the_group_began(tmp_path, monkeypatch):
+    folder = make_chat_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE + "{% if add_generation_prompt %}{{ strftime_now('%Y') }}{% endif %}"
+    tokenizer.save_pretrained(folder)
+    monkeypatch.setattr("replay_generator.generator.datetime", LongAgo)
+    _, (group,) = await generate(make_environment("sums"), RecordedEngine(folder))
+    assert tokenizer.decode(group.prompt_ids).endswith("1987")
 
 
 # -------------------------------------------------------------------------------------------------- what fails

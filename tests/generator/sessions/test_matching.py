@@ -211,6 +211,7 @@ def test_a_conversation_is_found_by_its_later_turns_where_the_earlier_ones_are_a
     assert found.count == 4
 
 
+@pytest.mark.long
 def test_a_session_of_thousands_of_turns_is_one_sequence():
     exchanges = Exchanges()
     before = None

@@ -409,6 +409,7 @@ def test_many_keys_and_tables_that_nobody_knows_are_only_said_to_be_missing(pois
 # ------------------------------------------------------------------------------------------------ messages
 
 
+@pytest.mark.long
 def test_a_message_of_very_many_rows_is_decided_whole(stub, client):
     rows = 20_000
     client.update_table("plain", max_size=100, remover="min_heap")  # each row evicts, depending on the row before

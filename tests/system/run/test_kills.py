@@ -14,6 +14,7 @@ def test_a_run_whose_parts_are_killed_ends_by_itself_with_each_step_once(tmp_pat
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_a_run_that_is_killed_leaves_no_process_and_the_same_command_finishes_it(tmp_path):
     books = kill_run(tmp_path / "run", make_model_folder(tmp_path), seed=2, kills=1, stubborn=True)
     assert books.violations == []

@@ -5,7 +5,8 @@
 * It reads and never writes. Nothing but these files can be had, whatever a path says.
 * Each connection has a thread, which ends after a minute without a sign of the other side.
 * The bounds are those of `replay_protos.connection_bounds`. Where as many connections are open as may be, a new one
-  takes the place of the oldest with half a request. If all are being answered, it is closed: who fetches comes again.
+  takes the place of the oldest with half a request, or of a client that reads its file too slowly. If there is none,
+  the new one is closed: who fetches comes again. A client that reads fast enough is never cut.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler
@@ -26,13 +28,36 @@ from typing import Any
 
 from replay_client.access import ListenAddress
 from replay_generator.engines.weights import MANIFEST
-from replay_protos.connection_bounds import SECONDS_PER_REQUEST, SECONDS_SAFE, most_connections
+from replay_protos import connection_bounds
 
 logger = logging.getLogger(__name__)
 
 
 _LOOK = 0.05
 """Seconds between two looks for a place."""
+_CHUNK = 1 << 16
+"""Bytes of a file that are sent at once."""
+
+
+@dataclass
+class _Progress:
+    """How far a connection has come."""
+
+    since: float = field(default_factory=lambda: time.monotonic())
+    """When it came, when its request was there, or when the client had taken the newest whole piece of its file."""
+    has_request: bool = False
+    taken: int = 0
+    """Bytes that the client has taken since then."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a request does not come in time."""
+        return not self.has_request and self.since + connection_bounds.SECONDS_PER_REQUEST < time.monotonic()
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a client reads its file too slowly."""
+        return self.has_request and self.since + connection_bounds.SECONDS_PER_PIECE < time.monotonic()
 
 
 class WeightsServer(ThreadingTCPServer):
@@ -45,9 +70,9 @@ class WeightsServer(ThreadingTCPServer):
     def __init__(self, folder: Path, listen: ListenAddress) -> None:
         self._folder, self.listen = folder.resolve(), listen
         self._lock = threading.Lock()
-        self._open: dict[socket.socket, float | None] = {}
-        """Connections, the oldest first, each with the time at which its request must be there; None: it is there."""
-        self._most = most_connections()
+        self._open: dict[socket.socket, _Progress] = {}
+        """Connections, the oldest first."""
+        self._most = connection_bounds.most_connections()
         self.address_family = socket.AF_INET6 if ":" in listen.socket_address[0] else socket.AF_INET
         super().__init__(listen.socket_address, partial(_VersionsHandler, directory=str(self._folder)))
 
@@ -70,22 +95,33 @@ class WeightsServer(ThreadingTCPServer):
         while True:
             with self._lock:
                 if len(self._open) < self._most:
-                    self._open[request] = time.monotonic() + SECONDS_PER_REQUEST
+                    self._open[request] = _Progress()
                     return True
-                halves = [(each, end) for each, end in self._open.items() if end is not None]
-                if not halves:
+                replaced, seconds = self._replaceable()
+                if replaced is None:
                     return False
-                oldest, end = halves[0]
-                safe = end - SECONDS_PER_REQUEST + SECONDS_SAFE - time.monotonic()
-                if safe <= 0:
-                    self._end(oldest)
-            time.sleep(min(max(safe, 0.0), _LOOK))
+                if seconds <= 0:
+                    self._end(replaced)
+            time.sleep(min(max(seconds, 0.0), _LOOK))
+
+    def _replaceable(self) -> tuple[socket.socket | None, float]:
+        """The connection whose place a new one may take, and in how many seconds."""
+        now = time.monotonic()
+        half = next((each for each, progress in self._open.items() if not progress.has_request), None)
+        safe = 0.0
+        if half is not None:
+            safe = self._open[half].since + connection_bounds.SECONDS_SAFE - now
+            if safe <= 0:
+                return half, 0.0
+        slow = [each for each, progress in self._open.items() if progress.is_slow]
+        if slow:
+            return min(slow, key=lambda each: self._open[each].since), 0.0
+        return half, safe
 
     def service_actions(self) -> None:
-        now = time.monotonic()
         with self._lock:
-            for connection, end in list(self._open.items()):
-                if end is not None and end < now:
+            for connection, progress in list(self._open.items()):
+                if progress.is_late:
                     self._end(connection)
 
     def shutdown_request(self, request: Any) -> None:
@@ -98,7 +134,18 @@ class WeightsServer(ThreadingTCPServer):
         with self._lock:
             if connection not in self._open:
                 raise ConnectionAbortedError("the request came too late")
-            self._open[connection] = None
+            self._open[connection] = _Progress(has_request=True)
+
+    def taken(self, connection: socket.socket, count: int) -> None:
+        """The client of this connection has taken so many bytes of its file. Raises ConnectionError if it was cut."""
+        with self._lock:
+            progress = self._open.get(connection)
+            if progress is None:
+                raise ConnectionAbortedError("the file was read too slowly")
+            progress.taken += count
+            if progress.taken >= connection_bounds.BYTES_PER_PIECE:
+                progress.taken = 0
+                progress.since = time.monotonic()
 
     def _end(self, connection: socket.socket) -> None:
         """Wakes the thread of a connection, which closes it. A handshake of TLS goes through the plain socket too."""
@@ -112,7 +159,10 @@ class WeightsServer(ThreadingTCPServer):
 
 class _VersionsHandler(SimpleHTTPRequestHandler):
     server: WeightsServer
-    timeout = 60.0
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(connection_bounds.SECONDS_SILENT)
 
     def send_head(self) -> Any:
         self.server.read_whole(self.connection)
@@ -123,6 +173,11 @@ class _VersionsHandler(SimpleHTTPRequestHandler):
         else:
             return super().send_head()
         return None
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        while data := source.read(_CHUNK):
+            outputfile.write(data)
+            self.server.taken(self.connection, len(data))
 
     def log_message(self, format: str, *values: object) -> None:
         logger.debug(format, *values)

@@ -1,19 +1,23 @@
 """TemplateRenderer: makes token ids of chats for models that the package `renderers` does not know by name.
 
-Its own renderer for these renders a whole chat again for each turn, and so tokenizes again what the policy wrote. This
-one keeps the ids of all turns so far, and renders only what comes after them.
+Its own renderer for these gives the messages to the chat template as they come. It also renders a whole chat again for
+each turn, and so tokenizes again what the policy wrote. This one renders by `chat.render`, as all prompts are rendered.
+It keeps the ids of all turns so far, and renders only what comes after them.
 """
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from renderers.base import RenderedTokens
 from renderers.configs import DefaultRendererConfig
 from renderers.default import DefaultRenderer
 
-from replay_generator.prompts.chat import render, rendered_ids
+from replay_generator.prompts.chat import ChatError, clean, render, rendered_ids
 
+DAY = "replay_day"
+"""The field that has the day on which the rollout began, in ISO format, for templates that ask for today's date."""
 _MARK = "[a turn of the policy]"
 
 
@@ -21,6 +25,31 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
     """The chat template of the tokenizer. `renderers` makes it by its name, with the fields of `config_class`."""
 
     config_class = DefaultRendererConfig
+
+    def render(
+        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> RenderedTokens:
+        """The tokens of a chat, and the message that each token belongs to.
+
+        `renderers` finds that out by rendering the first messages alone. Their end may differ from that of the whole.
+        """
+        rendered = super().render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        rendered.message_indices = rendered.message_indices[: len(rendered.token_ids)]
+        return rendered
+
+    def _apply(
+        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> list[int]:
+        if add_generation_prompt:
+            return rendered_ids(self._tokenizer, self._text(messages, tools))
+        # These tokens only tell where a message ends. Many templates refuse a beginning of a chat.
+        try:
+            ids: list[int] = super()._apply(clean(messages), tools=tools)
+        except ChatError:
+            raise
+        except Exception:
+            return []
+        return ids
 
     def bridge_to_next_turn(
         self,
@@ -36,7 +65,7 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
         follows that turn. None if the template does not show the mark: then the whole chat is rendered.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, *new_messages]
-        rendered = render(self._tokenizer, chat, tools or (), self.config.model_extra)
+        rendered = self._text(chat, tools)
         _, mark, after = rendered.partition(_MARK)
         if not mark:
             return None
@@ -50,3 +79,10 @@ class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
             message_indices=[-1] * len(before) + [len(new_messages) - 1] * len(added),
             message_roles=[str(message["role"]) for message in new_messages],
         )
+
+    def _text(self, messages: list[Any], tools: list[Any] | None) -> str:
+        """The text that the policy goes on after, with the date of the day on which the rollout began."""
+        arguments = dict(self.config.model_extra or {})
+        day = arguments.pop(DAY, None)
+        began = None if day is None else datetime.fromisoformat(day)
+        return render(self._tokenizer, messages, tools or (), arguments, began)

@@ -37,6 +37,7 @@ from replay_client.sampling_masks import TRUNCATING
 from replay_generator.config import GeneratorConfig
 from replay_generator.engines import Completion
 from replay_generator.prompts.prompt import Prompt, cycle_prompts
+from replay_generator.rollouts.environments.template_renderer import DAY
 from replay_generator.rollouts.rollout import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.rollouts.sessions.dialects.chat import Chat
 from replay_generator.rollouts.sessions.dialects.fields import MODEL
@@ -140,6 +141,11 @@ class VerifiersEnvironment(SessionServer):
     def _context(self, task: Task, base_url: str) -> Any:
         """Which model the agents of an episode ask, where, and how."""
         sampling, model = task.sampling, task.tokenizer.name_or_path
+        arguments = dict(task.chat_template_kwargs)
+        if self._asks_for_date(task.tokenizer, model):
+            # The day alone: `verifiers` keeps a renderer for each set of arguments.
+            arguments[DAY] = task.began.date().isoformat()
+        template = {"chat_template_kwargs": arguments} if arguments else {}
         return vf.ModelContext(
             model=MODEL,
             client=vf.TrainClientConfig(
@@ -149,9 +155,16 @@ class VerifiersEnvironment(SessionServer):
                 renderer_model_name=model,
             ),
             sampling=vf.SamplingConfig(
-                temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens
+                temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens, **template
             ),
         )
+
+    def _asks_for_date(self, tokenizer: Any, model: str) -> bool:
+        """Whether our renderer is at work, and the chat template asks for today's date."""
+        renderer = self._renderer_of(model) or {}
+        if renderer.get("import_path") != _TEMPLATE_RENDERER:
+            return False
+        return "strftime_now" in str(getattr(tokenizer, "chat_template", ""))
 
     def _renderer_of(self, model: str) -> dict[str, Any] | None:
         """The fields of the RendererConfig; None: `renderers` knows the model by its name."""

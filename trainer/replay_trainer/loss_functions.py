@@ -1,0 +1,215 @@
+"""Loss functions of the user: `loss_type = "package.module:function"`.
+
+The function says what one token loses. The trainer does the rest as with its own losses: it multiplies the loss by the
+weights of the correction, leaves out what the correction rejects, and adds the tokens up, over micro-batches and ranks.
+
+    @loss_function(aggregate_like="grpo")
+    def pull(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_BT = -inputs.advantages_BT * inputs.ratio_BT
+        return loss_BT, {"ratio_squared": inputs.ratio_BT.square()}
+
+Axes: B rollouts, T tokens of the longest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from replay_client.settings import check_choice, load_function, raised_in
+from replay_trainer.config import BUILT_IN_LOSSES, LossConfig
+from replay_trainer.correction.config import LOG_RATIO_LIMIT
+
+Metric = Tensor | float
+LossFunction = Callable[["LossInputs"], tuple[Tensor, Mapping[str, Metric]]]
+F = TypeVar("F", bound=LossFunction)
+
+_ATTRIBUTE = "replay_loss"
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss function gets: the rollouts of one micro-batch, one row for each.
+
+    Every tensor is 0 (or False) outside of `mask_BT`. The gradient flows through `logprobs_BT` alone.
+    """
+
+    logprobs_BT: Tensor
+    """log-probabilities of the tokens under the policy that is trained, in nats, float32 or more."""
+    old_logprobs_BT: Tensor
+    """Those under the policy before the step; under the objective "bypass" those of the rollout engine."""
+    advantages_BT: Tensor
+    """The advantage of each token."""
+    mask_BT: Tensor
+    """Which tokens are trained on, before the correction rejects any."""
+    weights_BT: Tensor
+    """The weights of the correction, 1 without one. The trainer multiplies the loss by them: the function must not."""
+    correction_mask_BT: Tensor
+    """Which tokens of `mask_BT` the correction accepts. The trainer leaves the others out of the sum."""
+    normalizer: float
+    """The tokens or rollouts of the whole step, over all micro-batches and ranks, that the sum is divided by."""
+    config: LossConfig
+    """The constants: `epsilon`, `clip_high`, `max_completion_length`."""
+
+    @cached_property
+    def log_ratio_BT(self) -> Tensor:
+        """log θ - log old, between -20 and 20 as in the losses of the trainer."""
+        return (self.logprobs_BT - self.old_logprobs_BT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+    @cached_property
+    def ratio_BT(self) -> Tensor:
+        """θ / old."""
+        return self.log_ratio_BT.exp()
+
+
+@dataclass(frozen=True)
+class LossTraits:
+    """How the trainer treats a loss."""
+
+    aggregate_like: str
+    """The loss of the trainer whose sum and denominator it has: see the table of `replay_trainer.losses`."""
+    reads_whole_rollouts: bool
+    """Whether the loss of a token depends on other tokens of its rollout. Where a micro-batch has only some sequences
+    of a rollout, such a loss needs one more forward pass."""
+
+
+def loss_function(
+    *, aggregate_like: Literal["dapo", "grpo", "dr_grpo"] = "dapo", reads_whole_rollouts: bool = True
+) -> Callable[[F], F]:
+    """Decorates a loss function; one without this decorator has these defaults.
+
+    aggregate_like: the trainer's loss whose sum and denominator it has: "dapo" divides the sum over all tokens by
+    their number, "grpo" takes the mean of the rollouts' means, "dr_grpo" divides by rollouts and max_completion_length.
+    reads_whole_rollouts: False promises that the loss of a token depends on no other token, which saves a forward pass
+    for rollouts of several sequences.
+
+    Raises ValueError for another `aggregate_like`.
+    """
+    check_choice("aggregate_like", aggregate_like, ("dapo", "grpo", "dr_grpo"))
+    traits = LossTraits(aggregate_like, reads_whole_rollouts)
+
+    def decorate(function: F) -> F:
+        setattr(function, _ATTRIBUTE, traits)
+        return function
+
+    return decorate
+
+
+def traits_of(loss_type: str) -> LossTraits:
+    """The traits of a loss of the trainer, or of the user's function. Raises ValueError as `load_loss` does."""
+    if loss_type in BUILT_IN_LOSSES:
+        return LossTraits(aggregate_like=loss_type, reads_whole_rollouts=loss_type == "gspo")
+    traits: LossTraits = getattr(load_loss(loss_type), _ATTRIBUTE, LossTraits("dapo", reads_whole_rollouts=True))
+    return traits
+
+
+@lru_cache
+def load_loss(loss_type: str) -> LossFunction:
+    """The function that "package.module:function" names. Raises ValueError if there is none."""
+    return load_function("loss_type", loss_type, {})
+
+
+def token_losses(inputs: LossInputs, loss_type: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """(B, T) what the user's function returns, checked: the loss of each token, and its metrics.
+
+    Raises ValueError, which names the function, for an exception of it and for a result that cannot be trained on.
+    """
+    try:
+        result = load_loss(loss_type)(inputs)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}{raised_in(error, skip=1)}"
+        raise ValueError(f"the loss function {loss_type!r} raised {what}") from error
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise ValueError(
+            f"the loss function {loss_type!r} must return the losses of the tokens and a dict of metrics, "
+            f"not {_shown(result)}"
+        )
+    loss_BT, metrics = result
+    shape = tuple(inputs.mask_BT.shape)
+    if not (isinstance(loss_BT, Tensor) and tuple(loss_BT.shape) == shape):
+        raise ValueError(
+            f"the loss function {loss_type!r} must return one loss for each token, a tensor of shape {shape}, "
+            f"not {_shown(loss_BT)}"
+        )
+    if inputs.logprobs_BT.requires_grad and not loss_BT.requires_grad:
+        raise ValueError(
+            f"the loss function {loss_type!r} returned a loss without a gradient: it must depend on logprobs_BT, "
+            f"without detach() or no_grad()"
+        )
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"the loss function {loss_type!r} must return its metrics as a dict, not {_shown(metrics)}")
+    return loss_BT, {str(name): _of_tokens(name, value, inputs, loss_type) for name, value in metrics.items()}
+
+
+def check_loss(config: LossConfig, device: torch.device | str = "cpu") -> None:
+    """Calls the user's function once with two made-up rollouts, so that a mistake ends a run before its first step.
+
+    device: where the tensors lie, as they do in training: the function may have tensors of its own there.
+    Does nothing for a loss of the trainer. Raises ValueError as `token_losses` does, and for losses or gradients that
+    are not finite.
+    """
+    if config.loss_type in BUILT_IN_LOSSES:
+        return
+    if traits_of(config.loss_type).aggregate_like == "dr_grpo" and config.max_completion_length is None:
+        raise ValueError(f"the loss {config.loss_type!r} aggregates like dr_grpo, and needs max_completion_length")
+    mask_BT = torch.tensor([[True, True, True], [True, True, False]], device=device)
+    old_BT = torch.tensor([[-0.5, -1.0, -2.0], [-0.1, -3.0, 0.0]], device=device)
+    differences_T = torch.tensor([0.0, 0.1, -0.4], device=device)
+    advantages_B1 = torch.tensor([[1.0], [-1.0]], device=device)
+    logprobs_BT = torch.where(mask_BT, old_BT + differences_T, 0.0).requires_grad_()
+    inputs = LossInputs(
+        logprobs_BT=logprobs_BT,
+        old_logprobs_BT=old_BT,
+        advantages_BT=torch.where(mask_BT, advantages_B1, 0.0),
+        mask_BT=mask_BT,
+        weights_BT=mask_BT.float(),
+        correction_mask_BT=mask_BT,
+        normalizer=5.0,
+        config=config,
+    )
+    loss_BT, _ = token_losses(inputs, config.loss_type)
+    try:
+        (gradient_BT,) = torch.autograd.grad(loss_BT[mask_BT].sum(), logprobs_BT)
+    except RuntimeError as error:
+        raise ValueError(f"the loss function {config.loss_type!r} has no gradient by logprobs_BT: {error}") from error
+    if not loss_BT[mask_BT].isfinite().all():
+        raise ValueError(
+            f"the loss function {config.loss_type!r} is not finite for two ordinary rollouts: "
+            f"{loss_BT[mask_BT].tolist()}"
+        )
+    if not gradient_BT.isfinite().all():
+        raise ValueError(
+            f"the gradient of the loss function {config.loss_type!r} is not finite for two ordinary rollouts: "
+            f"{gradient_BT.tolist()}"
+        )
+    if not gradient_BT.any():
+        raise ValueError(
+            f"the gradient of the loss function {config.loss_type!r} is 0 for two ordinary rollouts: it would learn "
+            f"nothing"
+        )
+
+
+def _of_tokens(name: object, value: object, inputs: LossInputs, loss_type: str) -> Tensor:
+    """(B, T) a metric of the user's function, which gives one number, or one for each token."""
+    shape = inputs.mask_BT.shape
+    if isinstance(value, Tensor) and value.shape == shape:
+        return value.detach().float()
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().float().reshape(1, 1).expand(shape)
+    if isinstance(value, bool | int | float):
+        return torch.full(shape, float(value), device=inputs.mask_BT.device)
+    raise ValueError(
+        f"the metric {name!r} of the loss function {loss_type!r} must be a number or a tensor of shape {tuple(shape)}, "
+        f"not {_shown(value)}"
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
