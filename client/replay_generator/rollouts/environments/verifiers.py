@@ -132,8 +132,6 @@ class VerifiersEnvironment(SessionServer):
         async with self.playing(session) as address:
             (slot,) = self._env.slots(task.row["task"])
             episode = await self._env.run_slot(slot, self._context(task, f"{address}/v1"))
-            if session.fault is not None:
-                raise session.fault
             if not self._env.complete(episode):
                 raise RolloutError(_why(episode))
         return _rollout(episode, session)

@@ -226,10 +226,13 @@ class SessionServer(Watch):
     async def playing(self, session: Session) -> AsyncIterator[str]:
         """Serves a session until the block ends, at the address that it returns.
 
-        An error of the block is replaced by the fault of the session, or names the last request that was refused.
+        Raises the fault of the session, even if the block ends without an error. A RolloutError of the block gets the
+        last request that was refused.
         """
         try:
             yield self.open(session)
+            if session.fault is not None:
+                raise session.fault
         except Exception as error:
             if session.fault is not None and error is not session.fault:
                 raise session.fault from error
