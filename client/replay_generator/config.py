@@ -160,7 +160,7 @@ class GeneratorConfig:
     summaries beside the task, which would get its reward."""
     max_session_turns: Count = MOST_TURNS
     """Turns of the policy in one rollout of an agent. Then its requests are refused, and the rollout ends for its
-    length."""
+    length. An episode of `verifiers` fails instead."""
     max_session_bytes: Count = MOST_BYTES
     """Bytes of texts and tokens that a rollout of an agent may hold, 64 for each token. Then its requests are refused.
 
