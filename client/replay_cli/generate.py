@@ -157,7 +157,7 @@ def generate(
         beat()  # now and not in the middle of the run: its file may be impossible to write
         if environment:
             need("--environment", "verifiers", "verifiers")
-            played = load_environment(environment, environment_args)
+            played = load_environment(environment, environment_args, settings)
             hook = played
             rows: Iterable[PromptSource] | PromptRows = played.prompts(seed)
         else:
@@ -270,8 +270,6 @@ def check_options(options: dict[str, Any], named: Mapping[str, Any]) -> Generato
     check_source(named["prompts"], ways, named["environment_args"], named["chat"], named["system"])
     if environment and "prompts_table" in options:
         raise ValueError("--prompts-table needs --prompts: an environment gives its own prompts one by one")
-    if options.get("untrained_models") and not (named["agent"] or named["sessions"]):
-        raise ValueError("untrained_models needs --agent or --sessions: nobody else asks by the name of a model")
     settings = _settings_of(options, named["seed"], environment)
     settings = settings.decided(agents=bool(named["agent"] or named["sessions"]))
     if settings.unscored_table and (reward or named["drop_zero_variance"]):

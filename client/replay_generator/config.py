@@ -161,7 +161,7 @@ class GeneratorConfig:
     summaries beside the task, which would get its reward."""
     max_session_turns: Count = MOST_TURNS
     """Turns of the policy in one rollout of an agent. Then its requests are refused, and the rollout ends for its
-    length."""
+    length. An episode of `verifiers` fails instead."""
     max_session_bytes: Count = MOST_BYTES
     """Bytes of texts and tokens that a rollout of an agent may hold, 64 for each token. Then its requests are refused.
 
@@ -209,7 +209,10 @@ class GeneratorConfig:
         load_priority(self.priority)
 
     def decided(self, *, agents: bool) -> GeneratorConfig:
-        """These settings with an `on_prompt_error`. `agents`: whether agents play the rollouts."""
+        """These settings with an `on_prompt_error`. `agents`: whether agents play the rollouts. Raises ValueError if
+        they need agents, and none play."""
+        if self.untrained_models and not agents:
+            raise ValueError("untrained_models needs --agent or --sessions: nobody else asks by the name of a model")
         if self.on_prompt_error is not None:
             return self
         return replace(self, on_prompt_error="skip" if agents else "raise")

@@ -468,3 +468,9 @@ async def test_metrics_that_all_rollouts_have_are_stored_and_do_not_count_in_the
 def test_an_environment_is_named_by_its_package_and_has_an_object_of_arguments(source, args, words):
     with pytest.raises(ValueError, match=words):
         load_environment(source, args)
+
+
+def test_models_that_are_not_trained_need_a_hook_of_agents():
+    config = GeneratorConfig(untrained_models=("titles",))
+    with pytest.raises(ValueError, match="untrained_models needs --agent or --sessions"):
+        RolloutGenerator(RecordingClient(), ScriptedEngine(), [], config=config)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -25,11 +26,12 @@ from replay_client.scoring import group_advantages
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.engines import Completion, EngineError, SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
+from replay_generator.groups import inserting
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.rollouts.environments import load_environment
 from replay_server import ReplayServer, TableConfig
 from tests.docs.blocks import ROOT, write_files
-from tests.factories import in_a_thread
+from tests.factories import async_until, in_a_thread
 from tests.generator.factories import (
     EOS,
     RecordedEngine,
@@ -40,6 +42,8 @@ from tests.generator.factories import (
     parts,
     recomputed,
 )
+from tests.generator.prompts.test_epoch import serving
+from tests.generator.test_noticed import said_by_doctor
 from tests.trainer.factories import lines_of, make_trainer
 
 pytest.importorskip("verifiers", reason="make test runs it in .venv-verifiers")
@@ -308,6 +312,73 @@ def test_an_environment_that_cannot_work_is_refused_in_one_line(name, args, word
     with pytest.raises(ValueError, match=words) as raised:
         load_environment(f"verifiers:{name}", args)
     assert "\n" not in str(raised.value)
+
+
+# ---------------------------------------------------------------------------------- what its address tells and bounds
+
+
+async def test_requests_of_an_episode_that_wait_for_the_policy_are_told_as_waiting(model):
+    class Held(RecordedEngine):
+        held = asyncio.Event()
+
+        async def generate(
+            self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, *_: Any
+        ) -> list[Completion]:
+            await self.held.wait()
+            return await super().generate(prompt_ids, sampling, n)
+
+    engine = Held(model)
+    environment = make_environment("sums")
+    run = asyncio.create_task(generate(environment, engine))
+
+    def sessions() -> Any:
+        return json.loads(environment.description["sessions"])
+
+    await async_until(lambda: sessions()["policy"] == 4)
+    assert sessions()["open"] == 4
+    engine.held.set()
+    _, groups = await run
+    assert len(groups) == 1
+    assert sessions()["open"] == 0
+    assert "refused" not in sessions()
+
+
+async def test_a_turn_beyond_the_bounds_is_refused_with_their_name_and_the_doctor_tells_of_it(model, monkeypatch):
+    monkeypatch.setattr(inserting, "SECONDS_PER_LOOK", 0.1)
+    config = GeneratorConfig(
+        group_size=4, max_session_turns=1, max_concurrent_groups=1, on_prompt_error="skip", sampling=SAMPLING
+    )
+    environment = load_environment("verifiers:guesses", {"agent": HERE}, config)
+    async with serving() as client:
+        generator = RolloutGenerator(
+            client, RecordedEngine(model), environment.prompts(0), config=config, rollout=environment
+        )
+        run = asyncio.create_task(generator.run())
+        said = await said_by_doctor(client, "agents-refused")
+        generator.stop()
+        await run
+    assert "with status 400" in said
+    assert "the generator's max_session_turns is 1" in said
+
+
+async def test_a_completion_that_no_policy_can_have_drawn_fails_its_rollout_with_that_sentence(model, caplog):
+    class Breaking(RecordedEngine):
+        async def generate(
+            self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, *_: Any
+        ) -> list[Completion]:
+            return [Completion([EOS], [7.0], "", "stop", [0]) for _ in range(n)]
+
+    environment = make_environment("sums")
+    generator = RolloutGenerator(
+        RecordingClient(),
+        Breaking(model),
+        itertools.islice(environment.prompts(0), 1),
+        config=GeneratorConfig(group_size=4, sampling=SAMPLING),
+        rollout=environment,
+    )
+    await generator.run()
+    assert generator.stats["groups_skipped"] == 1
+    assert "log-probability 7: that of a drawn token is finite" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------- the command

@@ -17,12 +17,15 @@ import openai
 import pytest
 from aiohttp import web
 
+from replay_generator.engines import CompletionError
 from replay_generator.rollouts.sessions import endpoint
+from replay_generator.rollouts.sessions.dialects.chat import Chat
 from replay_generator.rollouts.sessions.endpoint import SessionServer
 from replay_generator.rollouts.sessions.turns import Answer, Refusal
 from tests.certificates import make_certificate
 from tests.factories import stopped_clock
 from tests.generator.sessions.fakes import ScriptedSession, answer, of_anthropic, of_openai, serving, until
+from tests.generator.sessions.test_session import Drawing, session_of
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 FULL = Refusal("the context is full", code="context_length_exceeded")
@@ -84,6 +87,44 @@ async def test_what_a_path_ends_with_decides(path, body, before, after):
         answered = await client.post(f"{address}{before}{path}{after}", json=body)
     assert answered.status_code == 200
     assert len(session.read) == 1
+
+
+async def test_a_path_that_a_hook_adds_waits_in_line_and_its_refusals_are_counted():
+    released = asyncio.Event()
+
+    async def work(*_: Any) -> web.StreamResponse:
+        await released.wait()
+        raise Refusal("no images", field="features")
+
+    session: Any = ScriptedSession()
+    server = SessionServer(posted=(("/added", Chat(), work),))
+
+    def sessions() -> Any:
+        return json.loads(server.description["sessions"])
+
+    async with server, httpx.AsyncClient() as client:
+        asked = asyncio.create_task(client.post(f"{server.open(session)}/added", json={}))
+        await until(lambda: sessions()["policy"] == 1)
+        released.set()
+        answered = await asked
+        told = sessions()
+    assert answered.status_code == 400
+    assert answered.json()["error"]["message"] == "no images"
+    assert told["policy"] == 0
+    assert told["refused"] == {"400": 1}
+    assert [str(refusal) for refusal in session.refusals] == ["no images"]
+
+
+async def test_a_fault_of_the_engine_fails_a_rollout_that_ends_without_an_error():
+    session = session_of(Drawing())
+    fault = CompletionError("a log-probability of 7")
+    session.fault = fault
+    async with SessionServer() as server:
+        with pytest.raises(CompletionError) as raised:
+            async with server.playing(session):
+                pass
+        assert json.loads(server.description["sessions"])["open"] == 0
+    assert raised.value is fault
 
 
 async def test_models_and_tokens_are_told_at_all_these_paths():

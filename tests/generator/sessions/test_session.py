@@ -392,6 +392,26 @@ async def test_a_session_that_has_enough_refuses_further_turns_and_ends_for_its_
     assert session.rollout(1.0).finish_reason == "length"
 
 
+@pytest.mark.parametrize(
+    ("bounds", "name"),
+    [({"most_turns": 2}, "max_session_turns"), ({"most_bytes": 7_000}, "max_session_bytes")],
+)
+async def test_completions_of_a_client_that_makes_tokens_itself_count_towards_the_bounds(bounds, name):
+    engine = Drawing(says=["x"] * 9)
+    session = session_of(engine, bounds=bounds)
+    prompt = engine.tokenizer.encode("go")
+    refusals = []
+    for _ in range(9):
+        try:
+            await session.draw(Ask(prompt=prompt))
+        except Refusal as refusal:
+            refusals.append(str(refusal))
+    assert 0 < len(refusals) < 9
+    assert f"the generator's {name} is" in refusals[0]
+    assert len(engine.drawn) == 9 - len(refusals)
+    assert session.context_full
+
+
 async def test_a_turn_that_failed_takes_nothing_of_the_bounds():
     engine = Drawing(says=["x"])
     session = session_of(engine, bounds={"most_turns": 1})

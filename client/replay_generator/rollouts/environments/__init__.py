@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from replay_generator.config import GeneratorConfig
     from replay_generator.rollouts.environments.verifiers import VerifiersEnvironment
 
 
-def load_environment(source: str, args: str | Mapping[str, Any] | None = None) -> VerifiersEnvironment:
-    """The environment "verifiers:NAME". `args`: its arguments, as a mapping or as JSON.
+def load_environment(
+    source: str, args: str | Mapping[str, Any] | None = None, config: GeneratorConfig | None = None
+) -> VerifiersEnvironment:
+    """The environment "verifiers:NAME". `args`: its arguments, as a mapping or as JSON. `config`: of its generator,
+    which bounds each rollout (`max_session_turns`, `max_session_bytes`); None: the defaults.
 
     Raises ValueError that says what is wrong: with the name, with the arguments, or with what the environment needs.
     """
@@ -28,7 +32,7 @@ def load_environment(source: str, args: str | Mapping[str, Any] | None = None) -
         )
     from replay_generator.rollouts.environments.verifiers import VerifiersEnvironment
 
-    return VerifiersEnvironment(name, arguments)
+    return VerifiersEnvironment(name, arguments, config)
 
 
 __all__ = ["load_environment"]

@@ -1,7 +1,7 @@
 """VerifiersEnvironment: an environment of the package `verifiers` as a source of rollouts.
 
     its tasks ──▶ prompts
-    its episode ──chat──▶ `verifiers`, which makes token ids of it ──ids──▶ a Session ──▶ RolloutPolicy
+    its episode ──chat──▶ `verifiers`, which makes token ids of it ──ids──▶ SessionServer, a Session ──▶ RolloutPolicy
          └──traces──▶ branches ──▶ sequences of the session; rewards ──▶ the reward
 
 An episode of `verifiers` has a trace for each agent. A trace is a tree of messages, each with the tokens that it added,
@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,27 +33,47 @@ try:
 except ImportError as missing:
     raise ImportError(f"an environment of verifiers needs the package verifiers 0.4: {missing}") from missing
 
+from replay_client.sampling_masks import TRUNCATING
+from replay_generator.config import GeneratorConfig
+from replay_generator.engines import Completion
 from replay_generator.prompts.prompt import Prompt, cycle_prompts
 from replay_generator.rollouts.environments.template_renderer import DAY
 from replay_generator.rollouts.rollout import Rollout, RolloutError, RolloutPolicy, Task
+from replay_generator.rollouts.sessions.dialects.chat import Chat
 from replay_generator.rollouts.sessions.dialects.fields import MODEL
-from replay_generator.rollouts.sessions.endpoint import SessionServer
+from replay_generator.rollouts.sessions.endpoint import Dialect, SessionServer, parsed
 from replay_generator.rollouts.sessions.exchanges import Exchange
+from replay_generator.rollouts.sessions.large_requests import worked
 from replay_generator.rollouts.sessions.parsers import Parsers
 from replay_generator.rollouts.sessions.session import Session
+from replay_generator.rollouts.sessions.turns import Ask, Refusal
 from replay_protos.settings import explain
 
 _TEMPLATE_RENDERER = "replay_generator.rollouts.environments.template_renderer.TemplateRenderer"
+_PATH = "/inference/v1/generate"
 _TRACE = "X-Session-ID"
 """The header in which `verifiers` names the trace that a request belongs to."""
 
 
-class VerifiersEnvironment:
-    """Its tasks as prompts, and the hook that plays an episode for each rollout."""
+class EpisodeSession(Session):
+    """The session of an episode, which remembers the traces that asked for anything."""
 
-    def __init__(self, name: str, args: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, task: Task, policy: RolloutPolicy, config: GeneratorConfig) -> None:
+        super().__init__(
+            task, policy, Parsers(), most_turns=config.max_session_turns, most_bytes=config.max_session_bytes
+        )
+        self.trace_ids: set[str] = set()
+
+
+class VerifiersEnvironment(SessionServer):
+    """Its tasks as prompts, and a server of sessions that is the hook that plays an episode for each rollout."""
+
+    def __init__(self, name: str, args: Mapping[str, Any] | None = None, config: GeneratorConfig | None = None) -> None:
         """`name`: of the taskset, as `verifiers` finds it. `args`: the fields of its EnvConfig, and beside them
-        `renderer`, the fields of a RendererConfig. Raises ValueError."""
+        `renderer`, the fields of a RendererConfig. `config`: of the generator, which bounds each rollout. Raises
+        ValueError."""
+        super().__init__(posted=((_PATH, Chat(), _generate),))
+        self._config = config or GeneratorConfig()
         raw = {key: value for key, value in dict(args or {}).items() if key != "renderer"}
         self._renderer = (args or {}).get("renderer") or {}
         self._name = name
@@ -71,10 +92,6 @@ class VerifiersEnvironment:
             raise ValueError(f"environment 'verifiers:{name}': {_in_one_line(error)}") from error
         except Exception as error:  # a module of the user's own, which may raise anything
             raise ValueError(f"environment 'verifiers:{name}': {type(error).__name__}: {error}") from error
-        self._server = SessionServer()
-        self._server.app.router.add_post("/sessions/{id}/inference/v1/generate", self._generate)
-        self._under_way: dict[str, tuple[Session, set[str]]] = {}
-        """By its id: a session, and the traces that asked for anything."""
         self._held = AsyncExitStack()
 
     def prompts(self, seed: int = 0) -> Iterator[Prompt]:
@@ -100,7 +117,8 @@ class VerifiersEnvironment:
         # second run in the same process would fail.
         renderers.client._max_prompt_len_lock = asyncio.Lock()
         async with AsyncExitStack() as held:
-            await held.enter_async_context(self._server)
+            await super().__aenter__()
+            held.push_async_exit(super().__aexit__)
             await held.enter_async_context(self._env.serving())
             self._held = held.pop_all()
         return self
@@ -110,45 +128,13 @@ class VerifiersEnvironment:
 
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
         """Plays one episode. Raises RolloutError if it failed, with the reason that it gives."""
-        session = Session(task, policy, Parsers())
-        trace_ids: set[str] = set()
-        address = self._server.open(session)
-        self._under_way[session.id] = session, trace_ids
-        try:
+        session = EpisodeSession(task, policy, self._config)
+        async with self.playing(session) as address:
             (slot,) = self._env.slots(task.row["task"])
             episode = await self._env.run_slot(slot, self._context(task, f"{address}/v1"))
-        finally:
-            del self._under_way[session.id]
-            self._server.close(session)
-            await session.close()
-        if not self._env.complete(episode):
-            raise RolloutError(_why(episode))
-        return _rollout(episode, session, trace_ids)
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        if (found := self._under_way.get(request.match_info["id"])) is None:
-            return _refusal("no rollout is under way with this session")
-        session, trace_ids = found
-        body = await request.json()
-        if body.get("features") or body.get("content_parts"):
-            return _refusal("the generator takes texts only, no images")
-        trace_ids.add(request.headers.get(_TRACE, ""))
-        try:
-            completion = await session.draw(body["token_ids"], body.get("sampling_params") or {})
-        except Exception as error:
-            return _refusal(str(error))
-        logprobs = [
-            # Only finite numbers may pass. What is trained on is the completion itself, whose unknown ones stay so.
-            {"token": f"token_id:{token}", "logprob": logprob if math.isfinite(logprob) else 0.0}
-            for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
-        ]
-        choice = {
-            "index": 0,
-            "token_ids": completion.token_ids,
-            "logprobs": {"content": logprobs},
-            "finish_reason": completion.finish_reason,
-        }
-        return web.json_response({"request_id": "", "choices": [choice]})
+            if not self._env.complete(episode):
+                raise RolloutError(_why(episode))
+        return _rollout(episode, session)
 
     def _context(self, task: Task, base_url: str) -> Any:
         """Which model the agents of an episode ask, where, and how."""
@@ -187,6 +173,45 @@ class VerifiersEnvironment:
         return {"name": "custom", "import_path": _TEMPLATE_RENDERER, **self._renderer}
 
 
+async def _generate(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
+    """Answers a request of vLLM's `/inference/v1/generate`."""
+    assert isinstance(session, EpisodeSession)
+    ask = await worked(len(raw), partial(parsed, _PATH, raw, session.task.max_length, partial(_ask_of, len(raw))))
+    session.trace_ids.add(request.headers.get(_TRACE, ""))
+    return web.json_response(_answer(await session.draw(ask)))
+
+
+def _ask_of(size: int, body: dict[str, Any]) -> Ask:
+    """The request with this body, of so many bytes. Raises Refusal."""
+    if body.get("features") or body.get("content_parts"):
+        raise Refusal("the generator takes text only, no images", field="features")
+    token_ids = body["token_ids"]
+    if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
+        raise Refusal("token_ids must be a list of whole numbers", field="token_ids")
+    params = body.get("sampling_params") or {}
+    sampling = {}
+    for name in ("temperature", *TRUNCATING):
+        if params.get(name) is not None:
+            sampling[name] = params[name]
+    return Ask(prompt=token_ids, max_tokens=params.get("max_tokens"), sampling=sampling, size=size)
+
+
+def _answer(completion: Completion) -> dict[str, Any]:
+    """The body of an answer with this completion."""
+    logprobs = []
+    for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
+        # Only finite numbers may pass. What is trained on is the completion itself, whose unknown ones stay so.
+        known = logprob if math.isfinite(logprob) else 0.0
+        logprobs.append({"token": f"token_id:{token}", "logprob": known})
+    choice = {
+        "index": 0,
+        "token_ids": completion.token_ids,
+        "logprobs": {"content": logprobs},
+        "finish_reason": completion.finish_reason,
+    }
+    return {"request_id": "", "choices": [choice]}
+
+
 def _prompt(task: Any) -> Prompt:
     """A task as a prompt. Its text is for people and reward functions: what the policy reads, the episode decides."""
     text = task.data.prompt_text or task.data.name or "(the user of the environment begins)"
@@ -194,9 +219,9 @@ def _prompt(task: Any) -> Prompt:
     return Prompt(prompt_id=task.key, content=text, row=row)
 
 
-def _rollout(episode: Any, session: Session, trace_ids: Collection[str]) -> Rollout:
+def _rollout(episode: Any, session: EpisodeSession) -> Rollout:
     """What the engine drew in the episode, with its reward."""
-    traces = [trace for trace in episode.traces if trace.agent.trainable and trace.id in trace_ids]
+    traces = [trace for trace in episode.traces if trace.agent.trainable and trace.id in session.trace_ids]
     ends: list[Exchange] = []
     for trace in traces:
         for tokens in _branches(trace):
@@ -211,7 +236,7 @@ def _rollout(episode: Any, session: Session, trace_ids: Collection[str]) -> Roll
             f"a rollout has one reward, and the agents of the environment got different ones ({listed}): make all but "
             "one not trainable, or give them the same"
         )
-    values: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {"refusals": [float(session.refusals)]}
     for trace in traces:
         parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
         parts |= {name: value for name, value in trace.metrics.items() if value is not None}
@@ -267,8 +292,3 @@ def _in_one_line(error: object) -> str:
     if isinstance(error, ValidationError):
         return explain(error)
     return " ".join(str(error).split())
-
-
-def _refusal(message: str) -> web.Response:
-    """A status at which no client tries again."""
-    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=400)

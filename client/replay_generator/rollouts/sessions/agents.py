@@ -132,27 +132,18 @@ class SessionHook(SessionServer):
             most_bytes=config.max_session_bytes,
             untrained_models=config.untrained_models,
         )
-        try:
-            playing = user_code.call_here(self._agent, task, Address(self.open(session), session.id))
-            end = await user_code.awaited(self._agent, playing)
+        async with self.playing(session) as url:
+            try:
+                playing = user_code.call_here(self._agent, task, Address(url, session.id))
+                end = await user_code.awaited(self._agent, playing)
+            except asyncio.CancelledError as error:
+                error.add_note("its agent has not ended")  # rollouts.play shows the first note
+                raise
             try:
                 result = result_of(end, needs_reward=self._needs_reward)
                 return session.rollout(result.reward, metrics=result.metrics, info=result.info)
             except (ValueError, RolloutError) as error:
                 raise RolloutError(f"{error}; the agent ended with {user_code.shown(end)}") from None
-        except asyncio.CancelledError as error:
-            error.add_note("its agent has not ended")  # rollouts.play shows the first note
-            raise
-        except Exception as error:
-            if session.fault is not None and error is not session.fault:
-                raise session.fault from error
-            if not isinstance(error, RolloutError) or session.last_refusal is None:
-                raise
-            why = f"{error}; the last request that was refused: {session.last_refusal}"
-            raise RolloutError(why).with_traceback(error.__traceback__) from error
-        finally:
-            self.close(session)
-            await session.close()
 
 
 def load_agent(name: str) -> Agent:

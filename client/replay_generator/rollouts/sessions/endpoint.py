@@ -21,11 +21,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from ssl import SSLContext
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from replay_generator.notices import Watch
+from replay_generator.rollouts.rollout import RolloutError
 from replay_generator.rollouts.sessions.connections import Connections
 from replay_generator.rollouts.sessions.dialects.chat import Chat, Completions
 from replay_generator.rollouts.sessions.dialects.fields import MODEL
@@ -40,6 +41,7 @@ from replay_protos import connection_bounds
 logger = logging.getLogger(__name__)
 
 _REFUSALS = web.AppKey("refusals", Refusals)
+T = TypeVar("T")
 Dialect = Chat | Responses | Messages
 _MOST = 32
 """Requests of one session that are answered at once. Further ones wait."""
@@ -136,9 +138,17 @@ class SessionServer(Watch):
     """Whether a session waits until an agent comes for it (`take`)."""
 
     def __init__(
-        self, host: str = "127.0.0.1", port: int = 0, *, ssl_context: SSLContext | None = None, largest: int = 8 << 20
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        ssl_context: SSLContext | None = None,
+        largest: int = 8 << 20,
+        posted: Sequence[PostedPath] = (),
     ) -> None:
-        """`port` 0: any that is free. `largest`: bytes of a request. A million tokens have fewer."""
+        """`port` 0: any that is free. `largest`: bytes of a request. A million tokens have fewer. `posted`: paths of a
+        session that are served besides those of OpenAI and Anthropic."""
+        self._posted = (*posted, *_POSTED)
         self.app = web.Application(client_max_size=largest, middlewares=[self._answering, _faults])
         """Others may add routes before it is entered."""
         self.app[_REFUSALS] = Refusals()
@@ -212,8 +222,31 @@ class SessionServer(Watch):
         """Serves a session no more."""
         self._sessions.pop(session.id, None)
 
+    @asynccontextmanager
+    async def playing(self, session: Session) -> AsyncIterator[str]:
+        """Serves a session until the block ends, at the address that it returns.
+
+        Raises the fault of the session, even if the block ends without an error. A RolloutError of the block gets the
+        last request that was refused.
+        """
+        try:
+            yield self.open(session)
+            if session.fault is not None:
+                raise session.fault
+        except Exception as error:
+            if session.fault is not None and error is not session.fault:
+                raise session.fault from error
+            refusal = session.last_refusal
+            if not isinstance(error, RolloutError) or refusal is None or refusal in str(error):
+                raise
+            why = f"{error}; the last request that was refused: {refusal}"
+            raise RolloutError(why).with_traceback(error.__traceback__) from error
+        finally:
+            self.close(session)
+            await session.close()
+
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        dialect, work = _work_of(request)
+        dialect, work = _work_of(request, self._posted)
         session, line = self._sessions.get(request.match_info.get("id", ""), (None, None))
         try:
             if session is None or line is None:
@@ -229,7 +262,10 @@ class SessionServer(Watch):
             return web.json_response(dialect.error(refusal), status=refusal.status, headers=headers)
 
 
-_Work = Callable[[Dialect, Session, web.Request, bytes], Awaitable[web.StreamResponse]]
+Work = Callable[[Dialect, Session, web.Request, bytes], Awaitable[web.StreamResponse]]
+"""Answers a request with this body. Raises Refusal."""
+PostedPath = tuple[str, Dialect, Work]
+"""The end of a path, the dialect in whose words its requests are refused, and what is done at it."""
 
 
 async def _answer(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
@@ -287,7 +323,7 @@ async def _unknown(dialect: Dialect, session: Session, request: web.Request, raw
 
 
 _CHAT, _MESSAGES = Chat(), Messages()
-_POSTED: tuple[tuple[str, Dialect, _Work], ...] = (
+_POSTED: tuple[PostedPath, ...] = (
     ("/chat/completions", _CHAT, _answer),
     ("/completions", Completions(), _answer),
     ("/responses", Responses(), _answer),
@@ -297,11 +333,11 @@ _POSTED: tuple[tuple[str, Dialect, _Work], ...] = (
 """What is done at the paths with these ends; the first decides."""
 
 
-def _work_of(request: web.Request) -> tuple[Dialect, _Work]:
+def _work_of(request: web.Request, posted: Sequence[PostedPath]) -> tuple[Dialect, Work]:
     """What a request is for, and in whose words it is answered."""
     path = request.path.rstrip("/")
     if request.method == "POST":
-        for end, dialect, work in _POSTED:
+        for end, dialect, work in posted:
             if path.endswith(end):
                 return dialect, work
     elif request.method == "GET" and path.endswith("/models"):
@@ -325,6 +361,17 @@ async def _ask(dialect: Dialect, session: Session, raw: bytes) -> tuple[Ask, dic
 
 def _parsed(dialect: Dialect, answers: Sequence[Answer], max_length: int, raw: bytes) -> tuple[Ask, dict[str, Any]]:
     """As `_ask`. It runs in a thread where the request is large."""
+
+    def read(body: dict[str, Any]) -> tuple[Ask, dict[str, Any]]:
+        ask = dialect.ask(body, answers) if isinstance(dialect, Responses) else dialect.ask(body)
+        _answered(dialect, _EMPTY, body)  # what cannot be written is refused before it is drawn
+        return replace(ask, size=len(raw)), body
+
+    return parsed(dialect.path, raw, max_length, read)
+
+
+def parsed(path: str, raw: bytes, max_length: int, read: Callable[[dict[str, Any]], T]) -> T:
+    """The result of `read` for the JSON of a request. Raises Refusal for a body that is not what `path` takes."""
     try:
         values = _values(raw)
         if values > _MOST_VALUES + max_length:
@@ -338,14 +385,12 @@ def _parsed(dialect: Dialect, answers: Sequence[Answer], max_length: int, raw: b
             raise Refusal(f"the request has more than {_MOST_NESTED} lists and objects in each other", field="body")
         if rb"\u" in raw:
             json.dumps(body, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-        ask = dialect.ask(body, answers) if isinstance(dialect, Responses) else dialect.ask(body)
-        _answered(dialect, _EMPTY, body)  # what cannot be written is refused before it is drawn
-        return replace(ask, size=len(raw)), body
+        return read(body)
     except Refusal:
         raise
     except Exception as error:  # whatever comes of a body that is not whole, or not of the form of its path
-        why = f"this is no request for {dialect.path}: {type(error).__name__}: {error}"
-        raise Refusal(why, field=f"body of {dialect.path}") from error
+        why = f"this is no request for {path}: {type(error).__name__}: {error}"
+        raise Refusal(why, field=f"body of {path}") from error
 
 
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)

@@ -16,9 +16,10 @@ from bisect import bisect_left
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
-from replay_client.sampling_masks import TRUNCATING, other_sampling
+from replay_client.sampling_masks import other_sampling
 from replay_generator.config import MOST_BYTES, MOST_TURNS
 from replay_generator.engines import Completion, CompletionError, text_of
 from replay_generator.notices import say_once
@@ -112,12 +113,14 @@ class Session:
             self.refusals += 1
             say_once(f"a request of an agent is refused: {refusal}", f"refused {refusal.kind}")
 
-    async def draw(self, token_ids: Sequence[int], params: Mapping[str, Any]) -> Completion:
-        """A completion of these tokens, for a client that makes tokens itself. `params`: what it says of sampling."""
-        known = ("temperature", *TRUNCATING, "max_tokens")
-        sampling = {name: params[name] for name in known if params.get(name) is not None}
-        exchange, _ = await self._exchange(Ask(prompt=token_ids))
-        return await _result(self._begin(self._draw(exchange, sampling, ())))
+    async def draw(self, ask: Ask) -> Completion:
+        """A completion of the tokens that a client made itself, drawn with the sampling that it asks for.
+
+        Raises Refusal, and any error of the engine.
+        """
+        exchange, _ = await self._exchange(ask)
+        limit = ask.max_tokens or self.task.sampling.max_tokens
+        return await _result(self._begin(self._drawn_within_bounds(ask, exchange, limit, ask.sampling)))
 
     def rollout(
         self,
@@ -210,8 +213,11 @@ class Session:
             self.exchanges.answered(exchange, beginning, answer)
         return answer
 
-    async def _drawn_within_bounds(self, ask: Ask, exchange: Exchange, limit: int) -> Completion:
-        """Draws a turn, if the session may have one more. Raises Refusal."""
+    async def _drawn_within_bounds(
+        self, ask: Ask, exchange: Exchange, limit: int, sampling: Mapping[str, Any] = MappingProxyType({})
+    ) -> Completion:
+        """Draws a turn, if the session may have one more. `sampling`: in the place of the generator's own. Raises
+        Refusal."""
         begun = len(exchange.words) if exchange.before is not None else max(ask.size, len(exchange.words))
         new = begun + _TOKEN * (len(exchange.new_ids) + limit)
         for name, has, more, most in (
@@ -228,7 +234,7 @@ class Session:
         self._turns += 1
         self._bytes += new
         try:
-            completion = await self._draw(exchange, {"max_tokens": limit}, ask.stop)
+            completion = await self._draw(exchange, {**sampling, "max_tokens": limit}, ask.stop)
         except BaseException:
             self._turns -= 1
             self._bytes -= new
