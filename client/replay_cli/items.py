@@ -253,8 +253,9 @@ def _group_lines(group: Document, text: TokenText, tokens: bool) -> list[str | T
     failures = group["meta"].pop("failures", [])
     for name in ("sampling", "meta"):
         # The roles stand with the texts below.
-        if facts := ", ".join(f"{field} {value}" for field, value in group[name].items() if field not in shown_below):
-            lines.append(one_line(f"{name}: {facts}"))
+        facts = [f"{field} {value}" for field, value in group[name].items() if field not in shown_below]
+        if facts:
+            lines.append(one_line(f"{name}: {', '.join(facts)}"))
     lines += [
         one_line(f"a rollout failed: {failure}") for failure in (failures if isinstance(failures, list) else [failures])
     ]

@@ -308,7 +308,8 @@ def read_described(text: str) -> Mapping[str, Any]:
     A client may say anything. `tables` is a list of names here, or nothing. Nobody may change the result.
     """
     settings = {name: _parsed(value) for name, value in json.loads(text or "{}").items()}
-    if not (isinstance(tables := settings.get("tables"), list) and all(isinstance(each, str) for each in tables)):
+    tables = settings.get("tables")
+    if not (isinstance(tables, list) and all(isinstance(name, str) for name in tables)):
         settings.pop("tables", None)
     return MappingProxyType(settings)
 

@@ -69,7 +69,10 @@ class SharedMemory:
             async with asyncio.timeout(_ANSWER):
                 async with self._one_exchange:  # a ring may be on its way
                     pass
-                if not self.carries and (request := self.ask(0)) is not None:
+                if self.carries:
+                    return
+                request = self.ask(0)
+                if request is not None:
                     await asyncio.wait({request})
 
     def ask(self, capacity: int = _CAPACITY) -> asyncio.Task[Segment | None] | None:
@@ -81,20 +84,27 @@ class SharedMemory:
 
     async def ring(self, kind: type[R]) -> R | None:
         """A ring for one call; None while there is no ring."""
-        if not (idle := self._idle[kind]) and kind not in self._requested_kinds and (request := self.ask()) is not None:
-            self._requested_kinds.add(kind)
-            request.add_done_callback(partial(self._came, kind))
-            await asyncio.wait({request}, timeout=_MOMENT)
+        idle = self._idle[kind]
+        if not idle and kind not in self._requested_kinds:
+            request = self.ask()
+            if request is not None:
+                self._requested_kinds.add(kind)
+                request.add_done_callback(partial(self._came, kind))
+                await asyncio.wait({request}, timeout=_MOMENT)
         return idle.pop() if idle else None
 
     def _came(self, kind: type[Ring], request: asyncio.Task[Segment | None]) -> None:
         self._requested_kinds.discard(kind)
-        if not request.cancelled() and request.exception() is None and (segment := request.result()) is not None:
+        if request.cancelled() or request.exception() is not None:
+            return
+        segment = request.result()
+        if segment is not None:
             self.keep(kind(segment))
 
     def keep(self, ring: Ring) -> None:
         """Keeps a ring for later calls. Its call, if it had one, has ended in good order."""
-        if len(idle := self._idle[type(ring)]) < _MOST_IDLE:
+        idle = self._idle[type(ring)]
+        if len(idle) < _MOST_IDLE:
             idle.append(ring)
         else:
             self.close(ring)

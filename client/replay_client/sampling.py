@@ -270,7 +270,8 @@ class SingleBatches:
         deadline = Deadline(seconds)
         same_call = request.SerializeToString(deterministic=True)
         while True:
-            if (drawn := self._unconfirmed.pop(same_call, None)) is None:
+            drawn = self._unconfirmed.pop(same_call, None)
+            if drawn is None:
                 drawn = await self._draw(request, deadline)
             draw_id, samples = drawn
             if request.lease or await self._acknowledge(draw_id, samples, same_call, deadline.seconds):
@@ -280,7 +281,8 @@ class SingleBatches:
         self, samples: Iterable[Sample], what: str, timeout: float | None, lease: float = 0.0
     ) -> MutationResult:
         """Ends the leases of samples, or renews them for `lease` seconds; `what`: acknowledge, requeue or renew."""
-        if not (leases := sorted(chain.from_iterable(leases_of(samples).values()))):
+        leases = sorted(chain.from_iterable(leases_of(samples).values()))
+        if not leases:
             return MutationResult(0, ())
         answer = await self._stream.finish(ending(what, leases, lease), timeout)
         return MutationResult(len(answer.done), tuple(answer.missing))

@@ -30,9 +30,9 @@ class Part:
         self.status: int | None = None
         """The exit status of its last process, as shells have it; None: it runs, or has not been started."""
         self.finished = False
-        """Whether it has done all of its work: it is not started again."""
+        """True once the part has done all of its work. The runner does not start it again then."""
         self.is_stopping = False
-        """Whether it was told to end."""
+        """True once the runner has told the part to end."""
         self._command = list(command)
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
@@ -45,7 +45,7 @@ class Part:
 
     @property
     def runs(self) -> bool:
-        """Whether its process is there, as `poll` found it last."""
+        """True while the part has a process, as the last `poll` found."""
         return self._process is not None
 
     @property
@@ -79,7 +79,7 @@ class Part:
         self.status = None
 
     def poll(self) -> bool:
-        """Whether the process has ended since it was started or polled last."""
+        """True if the process has ended since it was started or polled last."""
         if self._process is None:
             return False
         status = self._process.poll()
@@ -102,7 +102,7 @@ class Part:
             self._process.wait()
 
     def output(self) -> str:
-        """What the command has written since its last start: at most the last MOST_READ bytes."""
+        """The output of the command since its last start; of a long one, the last MOST_READ bytes."""
         try:
             with self.log.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
@@ -117,7 +117,7 @@ class Part:
         return lines[-1] if lines else "it wrote nothing"
 
     def ending(self) -> str:
-        """How it ended, in words: after "the trainer"."""
+        """The end of a sentence that says how the process ended, such as "ended with status 1"."""
         assert self.status is not None, f"{self.name} has not ended"
         if self.status > 128:
             try:

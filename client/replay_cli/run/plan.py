@@ -1,4 +1,4 @@
-"""What runs where: the processes of a run, with their commands, GPUs and files.
+"""The plan of a run: which processes it has, with their commands, GPUs and files.
 
 Each part is an ordinary command with a file of its own, `output_dir/config/NAME.toml`, with which a person can start it
 by hand.
@@ -26,9 +26,9 @@ from replay_protos.words import counted
 
 _COMMAND = (sys.executable, "-m", "replay_cli")
 _GPU_SHARE = 0.9
-"""Of the memory of a GPU: what vLLM takes by default."""
+"""The share of a GPU's memory that vLLM takes by default."""
 _BESIDE_TRAINER = 0.45
-"""Of a GPU that the trainer uses too, all engines on it together."""
+"""The share of a GPU's memory that all engines on it take together, if the trainer uses the GPU too."""
 _LONG = str(7 * 24 * 3600)
 """Seconds that torchrun lets its ranks end: `replay run` decides when they have had enough."""
 SERVER_PATIENCE = "600"
@@ -44,7 +44,7 @@ class PartPlan:
     command: tuple[str, ...]
     """The whole command line. Whoever starts it sets REPLAY_ADDRESS, or appends `--listen` for the server."""
     environment: Mapping[str, str]
-    """What it gets beside the environment of the shell."""
+    """Variables that the process gets besides those of the shell."""
 
 
 def environment_of(part: PartPlan, environ: Mapping[str, str]) -> dict[str, str]:
@@ -77,9 +77,9 @@ class RunPlan:
     train_dir: Path
     """The trainer's output_dir, with metrics.jsonl."""
     generator_metrics: tuple[Path, ...]
-    """Of each generator."""
+    """The metrics file of each generator."""
     files: Mapping[Path, str]
-    """What to write before the start, by absolute path."""
+    """The text of each file that the runner writes before it starts a process, by absolute path."""
     client_config: Path | None
     """One of these files: how clients reach the server. None: by its address alone."""
     about: Mapping[str, str]

@@ -272,5 +272,6 @@ class PermitOffice:
 
     async def _release_other(self, asking: asyncio.Task[PermitGrant], first: PermitGrant | None) -> None:
         with suppress(ReplayError):
-            if (grant := await asking) is not first:
+            grant = await asking
+            if grant is not first:
                 await self.release(grant, pb.ReleasePermitsRequest(grant=grant.id), self._fleet.timeout)
