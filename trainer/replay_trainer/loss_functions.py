@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from replay_trainer.correction.config import LOG_RATIO_LIMIT
 Metric = Tensor | float
 LossFunction = Callable[["LossInputs"], tuple[Tensor, Mapping[str, Metric]]]
 F = TypeVar("F", bound=LossFunction)
+Aggregation = Literal["dapo", "grpo", "dr_grpo"]
+"""The losses of the trainer whose sum and denominator a function may have."""
 
 _ATTRIBUTE = "replay_loss"
 
@@ -78,9 +80,7 @@ class LossTraits:
     of a rollout, such a loss needs one more forward pass."""
 
 
-def loss_function(
-    *, aggregate_like: Literal["dapo", "grpo", "dr_grpo"] = "dapo", reads_whole_rollouts: bool = True
-) -> Callable[[F], F]:
+def loss_function(*, aggregate_like: Aggregation = "dapo", reads_whole_rollouts: bool = True) -> Callable[[F], F]:
     """Decorates a loss function; one without this decorator has these defaults.
 
     aggregate_like: the trainer's loss whose sum and denominator it has: "dapo" divides the sum over all tokens by
@@ -90,7 +90,7 @@ def loss_function(
 
     Raises ValueError for another `aggregate_like`.
     """
-    check_choice("aggregate_like", aggregate_like, ("dapo", "grpo", "dr_grpo"))
+    check_choice("aggregate_like", aggregate_like, get_args(Aggregation))
     traits = LossTraits(aggregate_like, reads_whole_rollouts)
 
     def decorate(function: F) -> F:
