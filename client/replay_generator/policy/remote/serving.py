@@ -32,7 +32,6 @@ from replay_protos import connection_bounds
 
 logger = logging.getLogger(__name__)
 
-
 _LOOK = 0.05
 """Seconds between two looks for a place."""
 _CHUNK = 1 << 16
@@ -41,22 +40,22 @@ _CHUNK = 1 << 16
 
 @dataclass
 class _Progress:
-    """How far a connection has come."""
+    """How far one connection has come."""
 
     since: float = field(default_factory=lambda: time.monotonic())
-    """When it came, when its request was there, or when the client had taken the newest whole piece of its file."""
+    """When the newest of these happened: the client connected, its whole request was there, it had taken a whole piece."""
     has_request: bool = False
     taken: int = 0
-    """Bytes that the client has taken since then."""
+    """Bytes of its file that the client has taken since then."""
 
     @property
     def is_late(self) -> bool:
-        """Whether a request does not come in time."""
+        """True if the client has not sent its whole request in time."""
         return not self.has_request and self.since + connection_bounds.SECONDS_PER_REQUEST < time.monotonic()
 
     @property
     def is_slow(self) -> bool:
-        """Whether a client reads its file too slowly."""
+        """True if the client has not taken a whole piece of its file in time."""
         return self.has_request and self.since + connection_bounds.SECONDS_PER_PIECE < time.monotonic()
 
 
@@ -68,7 +67,8 @@ class WeightsServer(ThreadingTCPServer):
     daemon_threads = True
 
     def __init__(self, folder: Path, listen: ListenAddress) -> None:
-        self._folder, self.listen = folder.resolve(), listen
+        self._folder = folder.resolve()
+        self.listen = listen
         self._lock = threading.Lock()
         self._open: dict[socket.socket, _Progress] = {}
         """Connections, the oldest first."""
@@ -86,7 +86,8 @@ class WeightsServer(ThreadingTCPServer):
 
     def get_request(self) -> tuple[Any, Any]:
         connection, where = super().get_request()
-        if (tls := self.listen.tls()) is not None:
+        tls = self.listen.tls()
+        if tls is not None:
             # The handshake comes with the first read, in the thread of the connection: here it would hold up others.
             connection = tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         return connection, where

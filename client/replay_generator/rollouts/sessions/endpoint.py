@@ -224,7 +224,7 @@ class SessionServer(Watch):
 
     @asynccontextmanager
     async def playing(self, session: Session) -> AsyncIterator[str]:
-        """Serves a session until the block ends, at the address that it returns.
+        """Serves a session until the block ends; the block gets the address of the session.
 
         Raises the fault of the session, even if the block ends without an error. A RolloutError of the block gets the
         last request that was refused.
