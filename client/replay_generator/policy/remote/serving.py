@@ -43,7 +43,7 @@ class _Progress:
     """How far one connection has come."""
 
     since: float = field(default_factory=lambda: time.monotonic())
-    """When the newest of these happened: the client connected, its whole request was there, it had taken a whole piece."""
+    """When the client last came a step further: it connected, sent its whole request, or took a whole piece."""
     has_request: bool = False
     taken: int = 0
     """Bytes of its file that the client has taken since then."""
