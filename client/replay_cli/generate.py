@@ -55,7 +55,7 @@ _of_engine = partial(in_panel, "Engine")
 SETTINGS = CommandSettings(GeneratorConfig, SamplingConfig, without=("sampling", "seed"))
 OF_ONE = "a group of one has no variance, so its advantage is 0 and it teaches nothing"
 _IN_GROUPS: dict[str, Any] = {"rich_help_panel": "Groups"}
-_ABOUT_MOST = "Groups that are generated at the same time; 0: as many as there are permits. [default: 16]"
+_ABOUT_MOST = "Groups at once; 0: as many as permits. [default: 16]"
 _FIELDS = (
     *options_of(GeneratorConfig, "Data", "prompts_table", "tool_parser", "reasoning_parser"),
     *options_of(SamplingConfig, "Sampling", "temperature", "top_p", "max_tokens"),
@@ -75,23 +75,21 @@ def generate(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of the model, or its name on the hub.")],
     prompts: Annotated[str | None, _data("JSON lines or Parquet: a file, a folder, or a data set on the hub.")] = None,
-    prompt_field: Annotated[str, _data("Field with the text or the messages, or its path, such as a.b.")] = "prompt",
+    prompt_field: Annotated[str, _data("Field with text or messages; a.b is a path.")] = "prompt",
     split: Annotated[str, _data("Split of the data set.")] = "train",
     chat: Annotated[bool, _data("Make each text prompt a chat message of the user.", "--chat")] = False,
     system: Annotated[str | None, _data("With --chat: the system message.")] = None,
     reward: Annotated[
         list[str] | None,
-        _data("exact_match, math_answer or package.module:function; =WEIGHT may follow; repeatable."),
+        _data("exact_match, math_answer or module:function; NAME=WEIGHT; repeatable."),
     ] = None,
     rollout: Annotated[str | None, _data("package.module:function that plays rollouts of several turns.")] = None,
     agent: Annotated[
         str | None,
-        _data(
-            "An agent: a command, or package.module:function. It plays each rollout through the address that it gets."
-        ),
+        _data("An agent that plays each rollout: a command, or module:function."),
     ] = None,
     sessions: Annotated[
-        str | None, _data("Address at which agents that run elsewhere get their rollouts.", metavar="HOST:PORT")
+        str | None, _data("Address where agents that run elsewhere get rollouts.", metavar="HOST:PORT")
     ] = None,
     environment: Annotated[str | None, _data("verifiers:NAME: prompts and rewards of that package.")] = None,
     environment_args: Annotated[
@@ -115,7 +113,7 @@ def generate(
     check: Check = False,
     log_format: LogFormat = "text",
 ) -> None:
-    """Complete prompts, score and insert groups. It ends if it cannot reach the server for --timeout (30 s).
+    """Complete prompts, score and insert groups. Ends if the server is away for --timeout (30 s).
 
     Example: replay generate --model Qwen/Qwen3-0.6B --prompts prompts.jsonl --reward exact_match
     """
@@ -218,7 +216,7 @@ def score(
     context: typer.Context,
     source_table: Annotated[str, typer.Option("--source-table", help="Table of `replay generate --unscored-table`.")],
     table: Annotated[list[str], typer.Option("--table", help="Table of scored groups; repeatable.")],
-    reward: Annotated[list[str], _data("exact_match or package.module:function; =WEIGHT may follow; repeatable.")],
+    reward: Annotated[list[str], _data("exact_match or package.module:function, or NAME=WEIGHT; repeatable.")],
     more: Annotated[
         list[str] | None, in_panel("Scoring", "A field of ScorerConfig; repeatable.", "--set", metavar="NAME=VALUE")
     ] = None,

@@ -133,7 +133,7 @@ def in_flags(message: str, names: Collection[str]) -> str:
 
 # ------------------------------------------------------------------------------------------------ files and recipes
 
-ABOUT_RECIPE = "Start from the settings of a recipe; your own settings override them."
+ABOUT_RECIPE = "Start from the settings of a recipe; yours override them."
 RECIPE_CHOICES = "|".join(RECIPES)
 
 
