@@ -32,9 +32,11 @@ from replay_generator.prompts.prompt import Prompt
 from replay_generator.rewards.functions import group_reward
 from replay_generator.rollouts.rollout import PlayedRollout, single_turn
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.factories import PATIENCE, async_until, make_group, turns
+from tests.factories import PATIENCE, make_group
 from tests.generator import test_generator_server
-from tests.generator.factories import ScriptedEngine, make_prompts
+from tests.generator.factories import ScriptedEngine
+from tests.kit.clocks import async_until, turns
+from tests.kit.generators import make_prompts
 
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
 

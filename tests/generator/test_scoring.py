@@ -18,9 +18,9 @@ from replay_generator.stages import scorer as scorer_module
 from replay_generator.stages import stage as stage_module
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_trainer.groups import why_unusable
-from tests.factories import async_until
 from tests.generator import test_partial_groups
 from tests.generator.test_partial_groups import SIZE, Hook, counts, inserted
+from tests.kit.clocks import async_until
 
 STAGES = ("partial_groups", "unscored")
 
