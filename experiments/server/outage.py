@@ -31,8 +31,9 @@ from pathlib import Path
 
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError, ServerClosedError
-from tests.commands import COMMAND
-from tests.factories import ServerProcess, free_port, keys_in, start_server, until
+from tests.factories import until
+from tests.kit.groups import keys_in
+from tests.kit.processes import COMMAND, ServerProcess, free_port, start_server
 from tests.system.proxy import Faults, FaultyProxy
 
 CONFIG = """

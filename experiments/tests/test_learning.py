@@ -15,7 +15,7 @@ from experiments.learning.tasks import TASKS, Task, make_problems
 from replay_client.scoring import group_advantages
 from replay_trainer.batching import to_batch
 from replay_trainer.logprobs import LogprobModel
-from tests.trainer.factories import make_group
+from tests.factories import make_group
 
 
 def record(

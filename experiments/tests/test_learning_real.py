@@ -16,7 +16,7 @@ from experiments.learning.real.gym import GYM_TASKS, GymProblems, gym_problems, 
 from experiments.learning.statistics import GENERATED, SOLVE_RATE
 from replay_trainer.batching import to_batch
 from replay_trainer.logprobs import LogprobModel
-from tests.trainer.factories import make_group
+from tests.factories import make_group
 
 CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}="
 

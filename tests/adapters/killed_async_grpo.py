@@ -27,7 +27,7 @@ from replay_client.scoring import group_priority
 from tests.adapters.async_grpo_on_cpu import OPTIONS
 from tests.docs.blocks import ROOT, blocks
 from tests.factories import make_group
-from tests.trainer.factories import make_model
+from tests.kit.models import make_model
 
 PAGE = ROOT / "docs/how-to/trl.md"
 VOCABULARY, FIRST_MARK, GROUP_SIZE = 512, 100, 4

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 from replay_client import ReplayClient, RolloutGroup, group_from_rows
 from replay_server import ReplayServer, TableConfig
-from tests.commands import run_replay
 from tests.docs.blocks import ROOT, blocks
 from tests.factories import make_group
-from tests.generator.factories import make_model
+from tests.kit.models import save_model
+from tests.kit.processes import run_replay
 
 
 def agents() -> RolloutGroup:
@@ -47,7 +47,7 @@ def by_prompt(client: ReplayClient) -> dict[tuple[int, ...], RolloutGroup]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    make_model(tmp_path / "MODEL")
+    save_model(tmp_path / "MODEL")
     return tmp_path
 
 

@@ -11,7 +11,7 @@ import pytest
 from replay_adapters.finished_groups import FinishedGroups
 from replay_client import ReplayClient, RolloutGroup
 from replay_server import ReplayServer, TableConfig
-from tests.trainer.factories import make_group
+from tests.factories import make_group
 
 TABLES: dict[str, dict[str, Any]] = {
     "finished": {},

@@ -39,7 +39,7 @@ from tests.adapters.trl_factories import (
     stored_row,
 )
 from tests.docs.blocks import blocks
-from tests.trainer.factories import make_model
+from tests.kit.models import make_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -38,8 +38,10 @@ from replay_generator.engines.weights import model_facts
 from replay_trainer.weights import published
 from tests.adapters.async_grpo_on_cpu import OPTIONS
 from tests.adapters.killed_async_grpo import block, insert, note_steps, save_model, train, trained
-from tests.factories import ServerProcess, free_port, make_group, server_process, until
-from tests.trainer.factories import in_pieces, make_model
+from tests.factories import make_group, until
+from tests.kit.groups import in_pieces
+from tests.kit.models import make_model
+from tests.kit.processes import ServerProcess, free_port, server_process
 
 pytestmark = pytest.mark.timeout(900)  # a guard against hanging; processes start where others may be busy
 BUDGET = 26

@@ -22,7 +22,8 @@ from tests.adapters.killed_async_grpo import (
     save_model,
     trained,
 )
-from tests.factories import ServerProcess, free_port, server_process, start, until
+from tests.factories import until
+from tests.kit.processes import ServerProcess, free_port, server_process, start
 
 # The limit is a guard against hanging; processes start where others may be busy.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

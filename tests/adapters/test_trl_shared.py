@@ -13,7 +13,7 @@ import torch
 
 from replay_client import ReplayClient
 from replay_client.errors import ServerUnavailableError
-from tests.factories import free_port, run_ranks, server_process
+from tests.kit.processes import free_port, run_ranks, server_process
 
 pytest.importorskip("trl", reason="pip install '.[trl]' in a clone of the repository")
 

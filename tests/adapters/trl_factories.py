@@ -14,7 +14,7 @@ from examples.demo.task import make_tokenizer, problems
 from replay_adapters.trl import ReplayGRPOConfig, ReplayGRPOTrainer
 from replay_adapters.trl_rows import GenerationStep
 from replay_client import RolloutGroup
-from tests.trainer.factories import make_model
+from tests.kit.models import make_model
 
 GROUP_SIZE = 4
 ROWS = 16  # of a step: four groups

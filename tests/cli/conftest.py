@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from replay_server import ReplayServer, TableConfig
-from tests.commands import run_replay
+from tests.kit.processes import run_replay
 
 Replay = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.commands import COMMAND, fails
+from tests.kit.processes import COMMAND, fails
 
 
 def config_of(client, table):

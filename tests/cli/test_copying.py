@@ -14,8 +14,8 @@ import pytest
 
 from replay_cli.archive.segments import SegmentWriter
 from replay_client import ReplayClient
-from tests.commands import COMMAND, fails, run_replay
-from tests.factories import free_port, server_process, until
+from tests.factories import until
+from tests.kit.processes import COMMAND, fails, free_port, run_replay, server_process
 
 moto = pytest.importorskip("moto.server", reason="make setup-dev installs it")
 fsspec = pytest.importorskip("fsspec")

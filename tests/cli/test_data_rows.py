@@ -11,7 +11,7 @@ import pytest
 from replay_cli.data_rows import items_of
 from replay_client import RolloutGroup
 from replay_server import ReplayServer, TableConfig
-from tests.commands import run_replay
+from tests.kit.processes import run_replay
 
 LEAST = {"prompt_ids": [3], "completion_ids": [5, 6], "reward": 1.0}
 

@@ -8,8 +8,8 @@ import pytest
 from replay_client import ReplayClient
 from replay_server import ReplayServer, SecurityConfig, TableConfig
 from replay_server.telemetry import host
-from tests.commands import COMMAND, run_replay
-from tests.factories import make_group, tokens_file, until
+from tests.factories import make_group, until
+from tests.kit.processes import COMMAND, run_replay, tokens_file
 
 
 @pytest.fixture(autouse=True)

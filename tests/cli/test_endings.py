@@ -15,8 +15,8 @@ import pytest
 
 from examples.demo.task import make_model, make_tokenizer
 from replay_client import ReplayClient
-from tests.commands import COMMAND, Running, fails, run_replay
-from tests.factories import free_port, server_process, until
+from tests.factories import until
+from tests.kit.processes import COMMAND, Running, fails, free_port, run_replay, server_process
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 from replay_client import ReplayClient
 from replay_generator.engines.vllm import VLLMEngine
 from replay_protos.transport import is_near
-from tests.commands import COMMAND, Running, run_replay
-from tests.factories import server_process, until
+from tests.factories import until
+from tests.kit.processes import COMMAND, Running, run_replay, server_process
 
 PROXIES = ("grpc_proxy", "http_proxy", "https_proxy")
 

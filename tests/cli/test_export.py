@@ -12,8 +12,8 @@ import pytest
 from examples.demo.task import make_tokenizer
 from replay_client import ReplayClient, group_from_rows
 from replay_server import ReplayServer, TableConfig
-from tests.commands import fails, run_replay
 from tests.factories import make_group
+from tests.kit.processes import fails, run_replay
 
 
 @pytest.fixture

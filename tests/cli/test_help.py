@@ -10,7 +10,7 @@ import typer.main
 
 from replay_cli.app import app
 from replay_cli.options import in_one_form
-from tests.commands import fails, run_replay
+from tests.kit.processes import fails, run_replay
 
 ROOT = typer.main.get_command(app)
 VALUE = r"[A-Z]+([:=][A-Z]+)?"

@@ -10,7 +10,7 @@ from replay_cli.process import TextFormatter
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayServicer, add_ReplayServicer_to_server
 from replay_server import TableConfig
-from tests.commands import run_replay
+from tests.kit.processes import run_replay
 
 EVIL = "\x1b]0;owned\x07\x9b2J\x9d0;owned\x9c\x7f\u202e\nok       memory: all is well"
 """A title, a cleared screen, both in their 8-bit forms too, a rubbed out character, writing from the right, and a line

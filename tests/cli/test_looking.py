@@ -21,8 +21,10 @@ from replay_client import ReplayClient, group_from_rows
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.prompts.stored import PromptCursor, StoredPrompt
 from replay_protos import replay_pb2 as pb
-from tests.commands import COMMAND, Running, fails
-from tests.factories import in_a_thread, make_group, make_sequences, server_process, until
+from tests.factories import make_group, until
+from tests.kit.clocks import in_a_thread
+from tests.kit.groups import make_sequences
+from tests.kit.processes import COMMAND, Running, fails, server_process
 
 
 def document(result):

@@ -11,7 +11,7 @@ from replay_cli.options import HELP_WIDTH
 from replay_generator import GeneratorConfig
 from replay_generator.engines import SamplingConfig
 from replay_trainer import GRPOConfig
-from tests.commands import fails, run_replay
+from tests.kit.processes import fails, run_replay
 
 ROOT = typer.main.get_command(app)
 MOST_LINES = 62

@@ -6,8 +6,7 @@ import shutil
 import pytest
 
 from replay_client import ReplayClient
-from tests.commands import fails, run_replay
-from tests.factories import server_process
+from tests.kit.processes import fails, run_replay, server_process
 
 CONFIG = """
 [server]

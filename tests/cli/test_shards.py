@@ -10,8 +10,7 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig
-from tests.commands import fails, run_replay
-from tests.factories import ServerProcess, start_server
+from tests.kit.processes import ServerProcess, fails, run_replay, start_server
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig
-from tests.commands import fails, run_replay
+from tests.kit.processes import fails, run_replay
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import time
 import pytest
 
 from replay_server import ReplayServer, TableConfig
-from tests.commands import COMMAND
 from tests.factories import PATIENCE
+from tests.kit.processes import COMMAND
 
 
 class Terminal:

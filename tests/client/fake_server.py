@@ -11,7 +11,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import BYTES_PER_MESSAGE, Frame
 from replay_server import TableConfig
 from replay_server.tables.table import SampleRequest, Table
-from tests.factories import insert_rows, remove_rows
+from tests.kit.tables import insert_rows, remove_rows
 
 
 class FakeServer:

@@ -7,7 +7,7 @@ import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.client import Wake
-from tests.factories import in_a_thread
+from tests.kit.clocks import in_a_thread
 
 METHODS = [name for name, _ in inspect.getmembers(AsyncReplayClient, inspect.isfunction) if not name.startswith("_")]
 WRAPPED = [name for name in METHODS if inspect.iscoroutinefunction(getattr(AsyncReplayClient, name))]

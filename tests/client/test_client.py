@@ -27,7 +27,9 @@ from replay_client.errors import (
 )
 from replay_client.transport import Stream
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.factories import ctrl_c_raises, in_a_thread, make_group, until
+from tests.factories import make_group, until
+from tests.kit.clocks import in_a_thread
+from tests.kit.faults import ctrl_c_raises
 
 TABLES = [
     TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}, forward_to="replay"),

@@ -13,7 +13,8 @@ from replay_client.errors import DeadlineExceededError, InvalidRequestError, Lea
 from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
 from replay_server.storage.lmdb import LmdbStorage
-from tests.factories import make_group, start_server, until
+from tests.factories import make_group, until
+from tests.kit.processes import start_server
 from tests.server.rpc.calls import connection
 
 TABLES = [

@@ -18,7 +18,8 @@ from replay_client.errors import (
 )
 from replay_protos import replay_pb2 as pb
 from replay_server import Config, ReplayServer, ServerConfig, TableConfig
-from tests.factories import in_a_thread, make_group, until
+from tests.factories import make_group, until
+from tests.kit.clocks import in_a_thread
 from tests.server.rpc.calls import connection
 
 QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 6}, requires=["teacher_logprobs"])

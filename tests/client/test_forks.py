@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient
-from tests.factories import server_process
+from tests.kit.processes import server_process
 
 
 @pytest.fixture(scope="module")

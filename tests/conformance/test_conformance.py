@@ -9,9 +9,8 @@ import pytest
 
 from replay_client import ReplayClient, RolloutGroup
 from replay_server import ReplayServer, TableConfig
-from tests.commands import run_replay
 from tests.conformance.shapes import COLUMNS, LATER, SHAPES, in_the_end
-from tests.factories import server_process
+from tests.kit.processes import run_replay, server_process
 
 Groups = dict[str, RolloutGroup]
 EXPECTED: Groups = SHAPES | in_the_end()

@@ -20,7 +20,8 @@ from replay_dashboard.app import Settings
 from replay_server import ReplayServer, TableConfig
 from tests.dashboard.conftest import serving, until
 from tests.dashboard.load import make_tokenizer
-from tests.factories import make_group, make_sequences
+from tests.factories import make_group
+from tests.kit.groups import make_sequences
 
 
 def answer_of(url: str, path: str, method: str = "GET", body: str = "", **headers: str) -> tuple[int, dict, Any]:

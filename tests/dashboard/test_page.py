@@ -21,7 +21,10 @@ from replay_server.rpc import info as rpc_info
 from tests.client.shards.conftest import connected
 from tests.dashboard.conftest import LAPTOP, PHONE, serving, until
 from tests.dashboard.load import HOSTILE, make_tokenizer
-from tests.factories import free_port, in_a_thread, make_group, make_sequences, server_process
+from tests.factories import make_group
+from tests.kit.clocks import in_a_thread
+from tests.kit.groups import make_sequences
+from tests.kit.processes import free_port, server_process
 
 AXE = Path(__file__).with_name("axe.min.js").read_text()
 LEVEL_AA = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]

@@ -23,8 +23,8 @@ from replay_dashboard.prompts import PromptLog
 from replay_dashboard.training import MOST_POINTS, Runs
 from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
-from tests.commands import Running, fails
 from tests.factories import PATIENCE
+from tests.kit.processes import Running, fails
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "client/replay_dashboard/page"

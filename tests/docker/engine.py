@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from tests.docker import files
-from tests.factories import free_port, until
+from tests.factories import until
+from tests.kit.processes import free_port
 
 BASE = next(
     rest.removeprefix("PYTHON=")

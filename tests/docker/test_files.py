@@ -13,9 +13,9 @@ import yaml
 from examples.demo.variants import GROUP_SIZE, GROUPS_PER_STEP
 from replay_client.waits import STOP_SECONDS
 from replay_server import Config
-from tests.commands import fails
 from tests.docker import files
 from tests.docker.engine import make_secrets
+from tests.kit.processes import fails
 
 DOCKERFILES = sorted(files.DOCKER.glob("Dockerfile.*"))
 BIN = Path(sys.executable).parent

@@ -19,9 +19,9 @@ from cryptography import x509
 
 from replay_client.waits import STOP_SECONDS
 from replay_server import Config
-from tests.commands import run_replay
 from tests.docker import files
 from tests.docker.chart import CHART, CPU, EVERYTHING, OVERLAYS, found, helm, rendered
+from tests.kit.processes import run_replay
 
 pytestmark = pytest.mark.skipif(found("helm") is None, reason="needs helm: make .venv/bin/helm")
 PROJECT = tomllib.loads((files.ROOT / "pyproject.toml").read_text())["project"]

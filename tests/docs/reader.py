@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.docs.blocks import ROOT, Block, blocks, write_files
-from tests.factories import free_port, until
+from tests.factories import until
+from tests.kit.processes import free_port
 
 SECOND = "second terminal"
 """The title of blocks that the reader types while the run goes on."""

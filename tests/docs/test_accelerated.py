@@ -13,8 +13,9 @@ from replay_client import ReplayClient
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from tests.docs.blocks import ROOT, write_files
-from tests.factories import make_group, run_ranks
-from tests.trainer.factories import NEAR, assert_same_weights, make_model
+from tests.factories import make_group
+from tests.kit.models import NEAR, assert_same_weights, make_model
+from tests.kit.processes import run_ranks
 
 # The limit is a guard against hanging; two processes start where others may be busy.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1000)]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from replay_generator.groups import partial_groups, server
-from tests.generator.factories import EOS, make_adapter, make_model
+from tests.generator.factories import EOS
+from tests.kit.models import make_adapter, save_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +41,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_model(tmp_path_factory.mktemp("models") / "model")
+    folder = save_model(tmp_path_factory.mktemp("models") / "model")
     (folder / "generation_config.json").write_text(json.dumps(SETTINGS))
     return folder
 

@@ -15,16 +15,10 @@ from replay_generator import GeneratorConfig, RolloutGenerator
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.vllm_http import Weights
-from tests.generator.factories import (
-    RecordingClient,
-    check_completion,
-    check_scores,
-    make_adapter,
-    make_model,
-    make_prompts,
-    make_version,
-    scores,
-)
+from tests.kit.clients import RecordingClient
+from tests.kit.engines import check_completion, check_scores
+from tests.kit.generators import make_prompts
+from tests.kit.models import make_adapter, make_version, save_model, scores
 
 TOKENS = [3, 9, 4, 13, 5]
 
@@ -84,7 +78,7 @@ async def test_the_generator_checks_an_adapter_with_its_probe(model, adapters, t
 
     assert (await run(adapters[0])).inserts[0][0].policy_version == 1
     # An adapter of another base: the tensors fit, and the probe says that the result is something else.
-    other = make_adapter(make_model(tmp_path / "base", seed=5), tmp_path / "step-1")
+    other = make_adapter(save_model(tmp_path / "base", seed=5), tmp_path / "step-1")
     with pytest.raises(Exception, match="differ by up to"):
         await run(other)
 

@@ -13,7 +13,7 @@ from replay_generator.prompts.chat import ChatError, render, text_ids
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.rollouts.rollout import RolloutError, Task
 from replay_generator.rollouts.sessions.conversation import Conversation
-from tests.generator.factories import make_chat_tokenizer, shipped_template
+from tests.kit.models import make_chat_tokenizer, shipped_template
 
 ASKED = {"role": "user", "content": "Weather in Rome?"}
 SEEN = {"role": "tool", "tool_call_id": "c1", "content": "24"}

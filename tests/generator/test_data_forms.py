@@ -6,7 +6,7 @@ import pytest
 
 from replay_generator.prompts.prompt import load_prompts
 from replay_generator.rewards.functions import load_reward
-from tests.generator.factories import make_chat_tokenizer, shipped_template
+from tests.kit.models import make_chat_tokenizer, shipped_template
 
 datasets = pytest.importorskip("datasets")
 

@@ -34,15 +34,13 @@ from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.metrics import InsertRate
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.rewards.functions import Reward
-from tests.factories import PATIENCE, async_until, stopped_clock, turns
-from tests.generator.factories import (
-    EOS,
-    RecordingClient,
-    ScriptedEngine,
-    check_group,
-    make_prompts,
-    make_version,
-)
+from tests.factories import PATIENCE
+from tests.generator.factories import EOS, ScriptedEngine
+from tests.kit.clients import RecordingClient
+from tests.kit.clocks import async_until, stopped_clock, turns
+from tests.kit.engines import check_group
+from tests.kit.generators import make_prompts
+from tests.kit.models import make_version
 
 # Work that nobody awaits has held back its group, and perhaps its permit.
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")

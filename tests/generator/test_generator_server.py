@@ -23,8 +23,10 @@ from replay_generator import GeneratorConfig, RolloutGenerator, StaleWeightsErro
 from replay_generator.engines.weights import model_facts
 from replay_generator.rollouts.rollout import single_turn
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.factories import async_until, free_port, server_process, turns
-from tests.generator.factories import ScriptedEngine, make_prompts
+from tests.generator.factories import ScriptedEngine
+from tests.kit.clocks import async_until, turns
+from tests.kit.generators import make_prompts
+from tests.kit.processes import free_port, server_process
 
 TABLES = [
     TableConfig(name="rollouts", sampler="fifo", max_staleness=2),

@@ -3,9 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from replay_generator import (
     GeneratorConfig,
     PromptError,
     Rollout,
-    RolloutGenerator,
     RolloutPolicy,
     RolloutSequence,
     Task,
@@ -31,58 +28,17 @@ from replay_generator.groups.server import GeneratorServer
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.rewards.functions import group_reward
 from replay_generator.rollouts.rollout import PlayedRollout, single_turn
-from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.factories import PATIENCE, async_until, make_group, turns
-from tests.generator import test_generator_server
-from tests.generator.factories import ScriptedEngine, make_prompts
+from replay_server import TableConfig
+from tests.factories import PATIENCE, make_group
+from tests.generator.factories import ScriptedEngine
+from tests.kit.clocks import async_until, turns
+from tests.kit.engines import SAID
+from tests.kit.generators import Hook, make_prompts, zero
+from tests.kit.stack import Counts, Stack, Worker
 
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
 
 SIZE = 4
-
-
-@contextmanager
-def serving(
-    *, groups: int = 1, partial_groups: str | None = "partial_groups", max_staleness: int | None = None
-) -> Iterator[str]:
-    """A server that lets so many groups be under way."""
-    admission = AdmissionConfig(
-        table="rollouts", fresh_groups_per_step=groups, max_staleness=0, permit_tables=partial_groups
-    )
-    tables = [TableConfig(name="rollouts", sampler="fifo", max_staleness=max_staleness)]
-    with ReplayServer(tables=tables, port=0, admission=admission) as server:
-        yield server.address
-
-
-class Hook:
-    """Plays rollouts one after the other as they are let go, and remembers which it began."""
-
-    def __init__(self, *free: int, fails: tuple[int, ...] = (), info: Any = None) -> None:
-        """`free`: numbers of rollouts that need not be let go."""
-        self.free = set(free)
-        self.fails = fails
-        self.info = info
-        self.gate = asyncio.Event()
-        self.began: dict[str, list[int]] = defaultdict(list)
-        self.ended = 0
-
-    async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
-        self.began[task.prompt_id].append(task.index)
-        if task.index not in self.free:
-            await self.gate.wait()
-        if task.index in self.fails:
-            raise RuntimeError("the environment broke")
-        sequence = RolloutSequence(task.prompt_ids)
-        sequence.append_completion(await policy.generate(sequence.token_ids))
-        sequence.append_observation([9, task.index], text="said")
-        sequence.append_completion(await policy.generate(sequence.token_ids))
-        info = {"number": task.index} if self.info is None else self.info
-        self.ended += 1
-        return Rollout([sequence], reward=float(task.index), info=info, metrics={"steps": 2.0})
-
-
-def zero(row: Any, text: str) -> float:
-    return 0.0
 
 
 @group_reward
@@ -92,61 +48,49 @@ def sum_of_numbers(row: Any, texts: list[str], rollouts: list[Rollout]) -> list[
     return [total + len(rollout.turns) / 10 + row["bonus"] for rollout in rollouts]
 
 
-@asynccontextmanager
-async def generating(
-    address: str, hook: Any, *, engine: Any = None, reward: Any = sum_of_numbers, prompts: Any = None, **config: Any
-) -> AsyncIterator[tuple[RolloutGenerator, AsyncReplayClient, asyncio.Task[None]]]:
-    """A generator that runs until the end of the block, and then stops at once."""
-    if prompts is None:
-        prompts = [{"prompt": "+", "prompt_id": f"p{number}", "bonus": 100} for number in range(3)]
-    settings = {
-        "group_size": SIZE,
-        "stop_grace": 0.0,
-        "partial_groups_table": "partial_groups",
-        "max_concurrent_groups": 2,
-    } | config
-    engine = engine or ScriptedEngine(completions=[Completion([7, 8], [-0.1, -0.2], "78", "stop", [])])
-    async with test_generator_server.generating(
-        address, engine, prompts=prompts, reward=reward, rollout=hook, **settings
-    ) as running:
-        yield running
+PROMPTS = [{"prompt": "+", "prompt_id": f"p{number}", "bonus": 100} for number in range(3)]
 
 
-async def counts(client: AsyncReplayClient) -> tuple[int, int, int]:
-    info = (await client.server_info()).admission
-    assert info is not None
-    return info.accepted, info.running, info.partial_groups
+@pytest.fixture
+async def make_stack():
+    """Makes runs that let so many groups be under way, one unless told otherwise."""
+    async with AsyncExitStack() as runs:
+
+        async def make(groups: int = 1, permit_tables: Any = "partial_groups", **options: Any) -> PartialStack:
+            return await runs.enter_async_context(PartialStack(groups=groups, permit_tables=permit_tables, **options))
+
+        yield make
 
 
-async def inserted(client: AsyncReplayClient, count: int = 1) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while (await client.server_info()).tables["rollouts"].size < count:
-            await asyncio.sleep(0.01)
+@pytest.fixture
+async def stack(make_stack):
+    return await make_stack()
 
 
-async def waits_for_a_permit(client: AsyncReplayClient) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not (await client.server_info()).admission.acquiring.count:  # type: ignore[union-attr]
-            await asyncio.sleep(0.01)
+class PartialStack(Stack):
+    """A run whose generators store what they have finished, and stop at once."""
+
+    async def generate(self, rollout: Any, **config: Any) -> Worker:
+        engine = ScriptedEngine(completions=[SAID])
+        own = {"engine": engine, "prompts": PROMPTS, "reward": sum_of_numbers, "group_size": SIZE, "stop_grace": 0.0}
+        own |= {"partial_groups_table": "partial_groups", "max_concurrent_groups": 2}
+        return await super().generate(rollout, **own | config)
 
 
-async def stored(generator: RolloutGenerator, rollouts: int) -> None:
-    await async_until(lambda: generator.stats["rollouts_stored"] >= rollouts)
-
-
-async def test_a_group_that_two_generators_made_is_whole_and_nothing_in_it_was_played_twice():
-    with serving() as address:
-        first, second = Hook(0, 2), Hook()
-        async with generating(address, first) as (generator, client, _task):
-            await stored(generator, 2)
-            assert await counts(client) == (0, 1, 1)
-        second.gate.set()
-        async with generating(address, second) as (generator, client, _task):
-            await inserted(client)
-            assert generator.stats["groups_resumed"] == 1
-            assert generator.stats["tokens_resumed"] == 2 * 4
-            assert (await client.server_info()).tables["partial_groups"].size == 0
-            (sample,) = await client.sample("rollouts")
+async def test_a_group_that_two_generators_made_is_whole_and_nothing_in_it_was_played_twice(stack):
+    first, second = Hook(0, 2), Hook()
+    generator = await stack.generate(first)
+    await generator.counted("rollouts_stored", 2)
+    assert await stack.counts() == Counts(running=1, partial_groups=1)
+    await generator.stop()
+    second.gate.set()
+    generator = await stack.generate(second)
+    await stack.inserted()
+    assert generator.stats["groups_resumed"] == 1
+    assert generator.stats["tokens_resumed"] == 2 * 4
+    assert await stack.holds("partial_groups") == 0
+    (sample,) = await stack.client.sample("rollouts")
+    await generator.stop()
     group = sample.group
     assert second.began["p0"] == [1, 3]
     assert (first.began["p0"], group.prompt_id) == ([0, 1, 2, 3], "p0")
@@ -157,94 +101,95 @@ async def test_a_group_that_two_generators_made_is_whole_and_nothing_in_it_was_p
     assert group.meta["turns"][0] == [["prompt", 1], ["assistant", 2], ["tool", 2], ["assistant", 2]]
 
 
-async def test_the_last_permit_may_be_that_of_a_dead_generator_and_its_group_is_found_while_others_wait():
-    with serving() as address:
-        hook = Hook(*range(SIZE))
-        async with AsyncReplayClient(address) as dead:
-            lease = await dead.acquire_permits(1)
-            prompt = Prompt.of({"prompt": "+", "prompt_id": "of the dead", "bonus": 0})
-            spec = PartialGroupSpec(77, prompt, [5], 0, SIZE, SamplingConfig())
-            await dead.insert(spec.encode(), {"partial_groups": 1.0}, permits=lease)
-            held = await dead.sample("partial_groups", lease=600.0)
-            async with generating(address, hook) as (_, client, _task):
-                await waits_for_a_permit(client)
-                assert not hook.began
-                await dead.acknowledge(held, requeue=True)  # as the end of its lease does
-                await inserted(client)
-                assert list(hook.began) == ["of the dead"]
-                assert await counts(client) == (1, 0, 0)
-                assert (await client.get([77]))[0].group.prompt_id == "of the dead"
+async def test_the_last_permit_may_be_that_of_a_dead_generator_and_its_group_is_found_while_others_wait(stack):
+    hook = Hook(*range(SIZE))
+    async with AsyncReplayClient(stack.address) as dead:
+        lease = await dead.acquire_permits(1)
+        prompt = Prompt.of({"prompt": "+", "prompt_id": "of the dead", "bonus": 0})
+        spec = PartialGroupSpec(77, prompt, [5], 0, SIZE, SamplingConfig())
+        await dead.insert(spec.encode(), {"partial_groups": 1.0}, permits=lease)
+        held = await dead.sample("partial_groups", lease=600.0)
+        await stack.generate(hook)
+        await stack.permit_is_awaited()
+        assert not hook.began
+        await dead.acknowledge(held, requeue=True)  # as the end of its lease does
+        await stack.inserted()
+        assert list(hook.began) == ["of the dead"]
+        assert await stack.counts() == Counts(accepted=1)
+        assert (await stack.client.get([77]))[0].group.prompt_id == "of the dead"
 
 
-async def test_rollouts_that_would_be_too_old_on_arrival_are_dropped_and_their_prompt_begins_anew(tmp_path):
+async def test_rollouts_that_would_be_too_old_on_arrival_are_dropped_and_their_prompt_begins_anew(make_stack, tmp_path):
     engine = ScriptedEngine(completions=[Completion([7], [-0.1], "7", "stop", [])])
-    with serving(max_staleness=1) as address:
-        first, second = Hook(0, 1), Hook(*range(SIZE))
-        async with generating(address, first) as (generator, _client, _task):
-            await stored(generator, 2)
-        async with AsyncReplayClient(address) as trainer:
-            await trainer.update_table("partial_groups", max_staleness=None)  # the server would drop it by itself
-            await trainer.set_policy_version(3, weights=str(tmp_path))
-        async with generating(address, second, engine=engine) as (generator, client, _task):
-            await inserted(client)
-            assert generator.stats["groups_aborted"] == 1
-            (sample,) = await client.sample("rollouts")
-            assert (sample.group.prompt_id, sample.group.policy_version) == ("p0", 3)
-            await async_until(lambda: sorted(second.began["p0"])[:SIZE] == list(range(SIZE)))
+    stack = await make_stack(tables=[TableConfig(name="rollouts", sampler="fifo", max_staleness=1)])
+    first, second = Hook(0, 1), Hook(*range(SIZE))
+    generator = await stack.generate(first)
+    await generator.counted("rollouts_stored", 2)
+    await generator.stop()
+    async with AsyncReplayClient(stack.address) as trainer:
+        await trainer.update_table("partial_groups", max_staleness=None)  # the server would drop it by itself
+        await trainer.set_policy_version(3, weights=str(tmp_path))
+    generator = await stack.generate(second, engine=engine)
+    await stack.inserted()
+    assert generator.stats["groups_aborted"] == 1
+    (sample,) = await stack.client.sample("rollouts")
+    assert (sample.group.prompt_id, sample.group.policy_version) == ("p0", 3)
+    await async_until(lambda: sorted(second.began["p0"])[:SIZE] == list(range(SIZE)))
 
 
-async def test_after_its_time_a_group_is_inserted_with_the_rollouts_that_are_finished():
-    with serving() as address:
-        hook = Hook(1, 2)
-        async with generating(address, hook, min_rollouts=2, group_timeout=0.3) as (generator, client, _task):
-            await inserted(client)
-            assert generator.stats["rollouts_failed"] == 2
-            (sample,) = await client.sample("rollouts")
+async def test_after_its_time_a_group_is_inserted_with_the_rollouts_that_are_finished(stack):
+    hook = Hook(1, 2)
+    generator = await stack.generate(hook, min_rollouts=2, group_timeout=0.3)
+    await stack.inserted()
+    assert generator.stats["rollouts_failed"] == 2
+    (sample,) = await stack.client.sample("rollouts")
+    await generator.stop()
     assert sample.group.extras["rewards/rollout"].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(("least", "groups"), [(3, 1), (None, 0)])
-async def test_a_group_with_failed_rollouts_has_its_survivors_or_leaves_with_its_permit(least, groups):
-    with serving(groups=2) as address:
-        hook = Hook(*range(SIZE), fails=(2,))
-        options = {"min_rollouts": least, "on_prompt_error": "skip", "max_groups": 1}
-        async with generating(address, hook, **options) as (generator, client, task):
-            await task
-            assert await counts(client) == (groups, 0, 0)
-            assert (await client.server_info()).tables["partial_groups"].size == 0
-            assert generator.stats["groups_skipped"] == 1 - groups
+async def test_a_group_with_failed_rollouts_has_its_survivors_or_leaves_with_its_permit(make_stack, least, groups):
+    stack = await make_stack(groups=2)
+    hook = Hook(*range(SIZE), fails=(2,))
+    options = {"min_rollouts": least, "on_prompt_error": "skip", "max_groups": 1}
+    generator = await stack.generate(hook, **options)
+    await generator.task
+    assert await stack.counts() == Counts(accepted=groups)
+    assert await stack.holds("partial_groups") == 0
+    assert generator.stats["groups_skipped"] == 1 - groups
 
 
-async def test_who_finds_a_rollout_that_is_there_already_stops_and_the_next_one_sees_it():
-    with serving() as address:
-        hook = Hook()
+async def test_who_finds_a_rollout_that_is_there_already_stops_and_the_next_one_sees_it(stack):
+    hook = Hook()
 
-        async def all_but_the_last(task: Task, policy: RolloutPolicy) -> Rollout:
-            if task.index == SIZE - 1:  # a whole group would be inserted, and not stored
-                await asyncio.Event().wait()
-            return await hook(task, policy)
+    async def all_but_the_last(task: Task, policy: RolloutPolicy) -> Rollout:
+        if task.index == SIZE - 1:  # a whole group would be inserted, and not stored
+            await asyncio.Event().wait()
+        return await hook(task, policy)
 
-        async with AsyncReplayClient(address) as other:
-            lease = await other.acquire_permits(1)
-            spec = PartialGroupSpec(
-                77, Prompt.of({"prompt": "+", "prompt_id": "p", "bonus": 0}), [5], 0, SIZE, SamplingConfig()
-            )
-            key = await other.insert(spec.encode(), {"partial_groups": 1.0}, permits=lease)
-            async with generating(address, all_but_the_last, prompts=[], max_groups=1) as (generator, client, _task):
-                await async_until(lambda: len(hook.began["p"]) == SIZE - 1)
-                foreign = Rollout([RolloutSequence([5])], reward=50.0, info={"number": 1}, metrics={"steps": 2.0})
-                foreign.sequences[0].append_completion(Completion([6, 6, 6], [-0.5] * 3, "666", "stop", [0] * 3))
-                column = encode_rollout(PlayedRollout.of(foreign))
-                await other.extend(key, {"rollout/1": column}, axes={"rollout/1": "group"})
-                hook.gate.set()
-                await async_until(lambda: generator.stats["leases_lost"] == 1)
-            async with generating(address, Hook(*range(SIZE)), prompts=[]) as (_, client, _task):
-                await inserted(client)
-                (sample,) = await client.sample("rollouts")
+    async with AsyncReplayClient(stack.address) as other:
+        lease = await other.acquire_permits(1)
+        spec = PartialGroupSpec(
+            77, Prompt.of({"prompt": "+", "prompt_id": "p", "bonus": 0}), [5], 0, SIZE, SamplingConfig()
+        )
+        key = await other.insert(spec.encode(), {"partial_groups": 1.0}, permits=lease)
+        generator = await stack.generate(all_but_the_last, prompts=[], max_groups=1)
+        await async_until(lambda: len(hook.began["p"]) == SIZE - 1)
+        foreign = Rollout([RolloutSequence([5])], reward=50.0, info={"number": 1}, metrics={"steps": 2.0})
+        foreign.sequences[0].append_completion(Completion([6, 6, 6], [-0.5] * 3, "666", "stop", [0] * 3))
+        column = encode_rollout(PlayedRollout.of(foreign))
+        await other.extend(key, {"rollout/1": column}, axes={"rollout/1": "group"})
+        hook.gate.set()
+        await generator.counted("leases_lost")
+        await generator.stop()
+        generator = await stack.generate(Hook(*range(SIZE)), prompts=[])
+        await stack.inserted()
+        (sample,) = await stack.client.sample("rollouts")
+        await generator.stop()
     assert sample.group.extras["rewards/rollout"].tolist() == [0, 50, 2, 3]
 
 
-async def test_who_finds_that_an_unfinished_group_is_gone_stops():
+async def test_who_finds_that_an_unfinished_group_is_gone_stops(stack):
     hook = Hook()
 
     async def all_but_the_last(task: Task, policy: RolloutPolicy) -> Rollout:
@@ -252,36 +197,31 @@ async def test_who_finds_that_an_unfinished_group_is_gone_stops():
             await asyncio.Event().wait()
         return await hook(task, policy)
 
-    with serving() as address:
-        async with generating(address, all_but_the_last, max_groups=1, partial_groups_lease=3600.0) as (
-            generator,
-            client,
-            _,
-        ):
-            await async_until(lambda: len(hook.began["p0"]) == SIZE - 1)
-            await client.reset("partial_groups")
-            hook.gate.set()
-            await async_until(lambda: generator.stats["leases_lost"] == 1)
+    generator = await stack.generate(all_but_the_last, max_groups=1, partial_groups_lease=3600.0)
+    await async_until(lambda: len(hook.began["p0"]) == SIZE - 1)
+    await stack.client.reset("partial_groups")
+    hook.gate.set()
+    await generator.counted("leases_lost")
 
 
-async def test_a_rollout_that_cannot_be_stored_is_said_and_counts_all_the_same(caplog, monkeypatch):
+async def test_a_rollout_that_cannot_be_stored_is_said_and_counts_all_the_same(stack, caplog, monkeypatch):
     monkeypatch.setattr(partial_groups, "TOGETHER", 0.0)
-    with serving() as address, caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING):
         hook = Hook(*range(SIZE), fails=(3,), info={"number": 1, "what": object()})
-        async with generating(address, hook, max_groups=1, min_rollouts=3) as (generator, client, task):
-            await task
-            assert generator.stats["rollouts_stored"] == 0
-            assert await counts(client) == (1, 0, 0)
+        generator = await stack.generate(hook, max_groups=1, min_rollouts=3)
+        await generator.task
+        assert generator.stats["rollouts_stored"] == 0
+        assert await stack.counts() == Counts(accepted=1)
+        await generator.stop()
     assert "Rollout.info is stored until its group is finished, and holds what msgpack cannot" in caplog.text
 
 
-async def test_a_prompt_whose_row_cannot_be_stored_is_named_and_its_permit_goes_back():
-    with serving() as address:
-        rows = [{"prompt": "+", "prompt_id": "odd", "bonus": object()}]
-        async with generating(address, Hook(), prompts=rows) as (_, client, task):
-            with pytest.raises(PromptError, match="prompt 'odd' cannot be stored in a table: an object"):
-                await task
-            assert await counts(client) == (0, 0, 0)
+async def test_a_prompt_whose_row_cannot_be_stored_is_named_and_its_permit_goes_back(stack):
+    rows = [{"prompt": "+", "prompt_id": "odd", "bonus": object()}]
+    generator = await stack.generate(Hook(), prompts=rows)
+    with pytest.raises(PromptError, match="prompt 'odd' cannot be stored in a table: an object"):
+        await generator.task
+    assert await stack.counts() == Counts()
 
 
 @pytest.mark.parametrize(
@@ -291,75 +231,79 @@ async def test_a_prompt_whose_row_cannot_be_stored_is_named_and_its_permit_goes_
         ("partial_groups", "other", "the server has no table 'other'"),
     ],
 )
-async def test_a_server_without_the_table_is_named_with_the_remedy(partial_groups, wanted, words):
-    with serving(partial_groups=partial_groups) as address:
-        async with generating(address, Hook(), **{"partial_groups_table": wanted}) as (_, _client, task):
-            with pytest.raises(ReplayError, match=words):
-                await task
+async def test_a_server_without_the_table_is_named_with_the_remedy(make_stack, partial_groups, wanted, words):
+    stack = await make_stack(permit_tables=partial_groups)
+    generator = await stack.generate(Hook(), **{"partial_groups_table": wanted})
+    with pytest.raises(ReplayError, match=words):
+        await generator.task
 
 
-async def test_over_shards_a_group_stays_where_its_permit_came_from():
-    with serving(groups=2) as one, serving(groups=2) as other:  # of the run
-        async with generating(f"{one},{other}", Hook(*range(SIZE)), max_groups=2, prompts=None) as (_, client, task):
-            await task
-            assert await counts(client) == (2, 0, 0)
-        for address in (one, other):  # one permit each
-            async with AsyncReplayClient(address) as client:
-                assert await counts(client) == (1, 0, 0)
-                assert (await client.server_info()).tables["rollouts"].size == 1
+async def test_over_shards_a_group_stays_where_its_permit_came_from(make_stack):
+    stack = await make_stack(groups=2, servers=2)  # of the run
+    generator = await stack.generate(Hook(*range(SIZE)), max_groups=2)
+    await generator.task
+    assert await stack.counts() == Counts(accepted=2)
+    await generator.stop()
+    for address in stack.addresses:  # one permit each
+        shard = await (await stack.connect(address)).server_info()
+        assert shard.admission is not None
+        assert shard.admission.accepted == 1
+        assert shard.admission.running == 0
+        assert shard.tables["rollouts"].size == 1
 
 
-async def test_with_a_seed_a_group_has_the_completions_that_it_has_without_building():
+async def test_with_a_seed_a_group_has_the_completions_that_it_has_without_building(make_stack):
     seeds = []
     for table in ("partial_groups", None):
+        stack = await make_stack()
         engine = ScriptedEngine()
-        with serving() as address:
-            options = {"sampling": SamplingConfig(seed=5), "max_groups": 1, "reward": lambda row, text: 1.0}
-            async with generating(address, single_turn, engine=engine, partial_groups_table=table, **options) as (
-                _,
-                client,
-                task,
-            ):
-                await task
-                assert await counts(client) == (1, 0, 0)
+        options = {"sampling": SamplingConfig(seed=5), "max_groups": 1, "reward": lambda row, text: 1.0}
+        generator = await stack.generate(single_turn, engine=engine, partial_groups_table=table, **options)
+        await generator.task
+        assert await stack.counts() == Counts(accepted=1)
+        await generator.stop()
         seeds.append(engine.seeds)
     assert seeds[0] == seeds[1]
     assert len(seeds[0]) == 1  # one request for all
 
 
-async def test_what_a_dead_generator_has_not_finished_is_drawn_with_another_seed():
+async def test_what_a_dead_generator_has_not_finished_is_drawn_with_another_seed(stack):
     async def first_turn(task: Task, policy: RolloutPolicy) -> Rollout:
         if task.index > 1 and not handed_over:
             await asyncio.Event().wait()
         return await single_turn(task, policy)
 
     engines, handed_over, options = [ScriptedEngine(), ScriptedEngine()], False, {"sampling": SamplingConfig(seed=5)}
-    with serving() as address:
-        async with generating(address, first_turn, engine=engines[0], reward=zero, **options) as (generator, _, _task):
-            await stored(generator, 2)
-        handed_over = True
-        async with generating(address, first_turn, engine=engines[1], reward=zero, **options) as (_, client, _task):
-            await inserted(client)
+    generator = await stack.generate(first_turn, engine=engines[0], reward=zero, **options)
+    await generator.counted("rollouts_stored", 2)
+    await generator.stop()
+    handed_over = True
+    generator = await stack.generate(first_turn, engine=engines[1], reward=zero, **options)
+    await stack.inserted()
+    await generator.stop()
     assert engines[1].seeds
     assert not {*engines[0].seeds} & {*engines[1].seeds}
 
 
-async def test_a_finished_rollout_that_waits_for_others_is_stored_when_the_generator_stops(monkeypatch):
+async def test_a_finished_rollout_that_waits_for_others_is_stored_when_the_generator_stops(stack, monkeypatch):
     monkeypatch.setattr(partial_groups, "TOGETHER", 3600.0)
     first, second = Hook(1), Hook(*range(SIZE))
-    with serving() as address:
-        async with generating(address, first) as (generator, client, _task):
-            await async_until(lambda: first.ended)
-            await turns()
-            assert generator.stats["rollouts_stored"] == 0
-        async with generating(address, second) as (generator, client, _task):
-            await inserted(client)
-            assert generator.stats["tokens_resumed"] == 4
+    generator = await stack.generate(first)
+    await async_until(lambda: first.ended)
+    await turns()
+    assert generator.stats["rollouts_stored"] == 0
+    await generator.stop()
+    generator = await stack.generate(second)
+    await stack.inserted()
+    assert generator.stats["tokens_resumed"] == 4
+    await generator.stop()
     assert second.began["p0"] == [0, 2, 3]
 
 
 @pytest.mark.parametrize(("size", "requests"), [(0, [3]), (600_000, [1, 1, 1])], ids=["small", "large"])
-async def test_rollouts_that_end_together_are_stored_by_one_request_unless_they_are_large(monkeypatch, size, requests):
+async def test_rollouts_that_end_together_are_stored_by_one_request_unless_they_are_large(
+    stack, monkeypatch, size, requests
+):
     monkeypatch.setattr(partial_groups, "TOGETHER", 3600.0)  # the end of the generator ends the wait
     sent = []
 
@@ -369,56 +313,55 @@ async def test_rollouts_that_end_together_are_stored_by_one_request_unless_they_
 
     send = AsyncReplayClient.extend
     monkeypatch.setattr(AsyncReplayClient, "extend", extend)
-    with serving() as address:
-        hook = Hook(0, 1, 2, info={"number": 1, "page": bytes(size)})
-        async with generating(address, hook) as (generator, _client, _task):
-            await async_until(lambda: hook.ended == 3)
-            await turns()
-        assert generator.stats["rollouts_stored"] == 3
+    hook = Hook(0, 1, 2, info={"number": 1, "page": bytes(size)})
+    generator = await stack.generate(hook)
+    await async_until(lambda: hook.ended == 3)
+    await turns()
+    await generator.stop()
+    assert generator.stats["rollouts_stored"] == 3
     assert sent == requests
 
 
-async def test_a_whole_group_that_is_inserted_at_once_needs_no_request_for_its_rollouts(monkeypatch):
+async def test_a_whole_group_that_is_inserted_at_once_needs_no_request_for_its_rollouts(stack, monkeypatch):
     monkeypatch.setattr(partial_groups, "TOGETHER", 3600.0)
-    with serving() as address:
-        async with generating(address, Hook(*range(SIZE)), max_groups=1) as (generator, client, task):
-            await task
-            assert generator.stats["rollouts_stored"] == 0
-            assert await counts(client) == (1, 0, 0)
+    generator = await stack.generate(Hook(*range(SIZE)), max_groups=1)
+    await generator.task
+    assert generator.stats["rollouts_stored"] == 0
+    assert await stack.counts() == Counts(accepted=1)
 
 
-async def test_the_last_rollouts_are_stored_while_the_rewards_take_their_time():
+async def test_the_last_rollouts_are_stored_while_the_rewards_take_their_time(stack):
     judged, handed_over = threading.Event(), Hook()
 
     def slow(row: Any, text: str) -> float:
         assert judged.wait(PATIENCE)
         return 0.0
 
-    with serving() as address:
-        async with generating(address, Hook(*range(SIZE)), reward=slow) as (generator, _client, _task):
-            await stored(generator, SIZE)
-        judged.set()
-        async with generating(address, handed_over, reward=slow) as (_, client, _task):
-            await inserted(client)
+    generator = await stack.generate(Hook(*range(SIZE)), reward=slow)
+    await generator.counted("rollouts_stored", SIZE)
+    await generator.stop()
+    judged.set()
+    generator = await stack.generate(handed_over, reward=slow)
+    await stack.inserted()
+    await generator.stop()
     assert not handed_over.began["p0"]
 
 
-async def test_the_last_rollouts_are_stored_while_the_insert_waits_for_room():
-    admission = AdmissionConfig(
-        table="rollouts", fresh_groups_per_step=2, max_staleness=0, permit_tables="partial_groups"
-    )
+async def test_the_last_rollouts_are_stored_while_the_insert_waits_for_room(make_stack):
     tables = [TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 1})]
-    with ReplayServer(tables=tables, port=0, admission=admission) as server:
-        async with generating(server.address, Hook(*range(SIZE)), max_groups=2) as (generator, client, task):
-            await stored(generator, SIZE)
-            for _ in range(2):
-                await client.sample("rollouts")
-            await task
-            assert await counts(client) == (2, 0, 0)
-            assert generator.stats["leases_lost"] == 0
+    stack = await make_stack(groups=2, tables=tables)
+    generator = await stack.generate(Hook(*range(SIZE)), max_groups=2)
+    await generator.counted("rollouts_stored", SIZE)
+    for _ in range(2):
+        await stack.client.sample("rollouts")
+    await generator.task
+    assert await stack.counts() == Counts(accepted=2)
+    assert generator.stats["leases_lost"] == 0
 
 
-async def test_rollouts_that_are_to_be_stored_when_the_insert_has_closed_their_group_are_no_lost_lease(monkeypatch):
+async def test_rollouts_that_are_to_be_stored_when_the_insert_has_closed_their_group_are_no_lost_lease(
+    stack, monkeypatch
+):
     monkeypatch.setattr(partial_groups, "TOGETHER", 3600.0)
     send = GeneratorServer.insert
 
@@ -427,12 +370,11 @@ async def test_rollouts_that_are_to_be_stored_when_the_insert_has_closed_their_g
         await self.partial_groups.store(work)  # as if the answer to the insert had taken longer than TOGETHER
 
     monkeypatch.setattr(GeneratorServer, "insert", insert)
-    with serving() as address:
-        async with generating(address, Hook(*range(SIZE)), max_groups=1) as (generator, client, task):
-            await task
-            assert (generator.stats["leases_lost"], generator.stats["groups"]) == (0, 1)
-            assert generator.stats["rollouts_stored"] == 0
-            assert await counts(client) == (1, 0, 0)
+    generator = await stack.generate(Hook(*range(SIZE)), max_groups=1)
+    await generator.task
+    assert (generator.stats["leases_lost"], generator.stats["groups"]) == (0, 1)
+    assert generator.stats["rollouts_stored"] == 0
+    assert await stack.counts() == Counts(accepted=1)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from replay_generator import GeneratorConfig
 from replay_generator.errors import PromptError
 from replay_generator.priorities import load_priority
 from tests.factories import make_group
-from tests.generator.factories import RecordingClient, ScriptedEngine
+from tests.generator.factories import ScriptedEngine
 from tests.generator.test_generator import make_generator
+from tests.kit.clients import RecordingClient
 
 
 def test_the_built_in_scores_are_those_of_the_scoring_module():

@@ -24,8 +24,8 @@ from replay_generator.rewards.functions import (
     load_reward,
     thread_safe,
 )
-from tests.factories import stopped_clock
-from tests.generator.factories import make_model
+from tests.kit.clocks import stopped_clock
+from tests.kit.models import save_model
 
 
 def write(folder: Path, *lines: str) -> Path:
@@ -163,7 +163,7 @@ def test_a_text_becomes_a_chat_with_the_systems_message_before_it():
 
 
 def test_a_real_tokenizer_applies_its_template_and_without_one_says_so(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(make_model(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(save_model(tmp_path))
     prompt = Prompt.of([{"role": "user", "content": "1+1="}])
     with pytest.raises(PromptError, match=f"prompt '{prompt.prompt_id}' .* the tokenizer has no chat template"):
         prompt.tokenize(tokenizer)

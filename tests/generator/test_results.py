@@ -19,8 +19,11 @@ from replay_generator import (
 from replay_generator.rewards.functions import Reward
 from replay_generator.stages.scorer import GroupScorer
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.generator.factories import SAID, RecordingClient, ScriptedEngine, generate, make_prompts, zero
+from tests.generator.factories import ScriptedEngine
 from tests.generator.sessions.test_remote import running
+from tests.kit.clients import RecordingClient
+from tests.kit.engines import SAID
+from tests.kit.generators import generate, make_prompts, zero
 
 HALF = "\ud800"
 """Half of a surrogate pair."""

@@ -29,18 +29,12 @@ from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.rewards.functions import group_reward
 from replay_generator.rollouts.environments import load_environment
 from replay_server import ReplayServer, TableConfig
-from tests.factories import stopped_clock
-from tests.generator.factories import (
-    EXACT,
-    SAID,
-    RecordingClient,
-    ScriptedEngine,
-    generate,
-    make_prompts,
-    played,
-    recomputed,
-    zero,
-)
+from tests.generator.factories import ScriptedEngine
+from tests.kit.clients import RecordingClient
+from tests.kit.clocks import stopped_clock
+from tests.kit.engines import SAID
+from tests.kit.generators import generate, make_prompts, played, zero
+from tests.kit.models import EXACT, recomputed
 
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
 

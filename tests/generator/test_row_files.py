@@ -28,7 +28,7 @@ from replay_generator.prompts.prompt import (
     rows_in_turn,
 )
 from replay_generator.prompts.values import field_of
-from tests.commands import run_replay
+from tests.kit.processes import run_replay
 
 pandas = pytest.importorskip("pandas")
 pyarrow = pytest.importorskip("pyarrow")

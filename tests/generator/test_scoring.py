@@ -12,15 +12,19 @@ import pytest
 from replay_client import AsyncReplayClient
 from replay_client.errors import ReplayError
 from replay_client.records import read_described
-from replay_generator import GeneratorConfig, GroupScorer, PromptError, Rollout, ScorerConfig
+from replay_generator import GeneratorConfig, GroupScorer, PromptError, Rollout, RolloutGenerator, ScorerConfig
 from replay_generator.rewards.functions import group_reward
 from replay_generator.stages import scorer as scorer_module
 from replay_generator.stages import stage as stage_module
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_trainer.groups import why_unusable
-from tests.factories import async_until
-from tests.generator import test_partial_groups
-from tests.generator.test_partial_groups import SIZE, Hook, counts, inserted
+from tests.factories import PATIENCE
+from tests.generator import test_generator_server
+from tests.generator.factories import ScriptedEngine
+from tests.generator.test_partial_groups import PROMPTS, SIZE, sum_of_numbers
+from tests.kit.clocks import async_until
+from tests.kit.engines import SAID
+from tests.kit.generators import Hook
 
 STAGES = ("partial_groups", "unscored")
 
@@ -40,9 +44,41 @@ def serving(groups: int = 4, partial_groups: Any = STAGES, max_staleness: int | 
         yield server.address
 
 
+@asynccontextmanager
+async def generating_partially(
+    address: str, hook: Any, *, engine: Any = None, reward: Any = sum_of_numbers, prompts: Any = None, **config: Any
+) -> AsyncIterator[tuple[RolloutGenerator, AsyncReplayClient, asyncio.Task[None]]]:
+    """A generator that runs until the end of the block, and then stops at once."""
+    if prompts is None:
+        prompts = PROMPTS
+    settings = {
+        "group_size": SIZE,
+        "stop_grace": 0.0,
+        "partial_groups_table": "partial_groups",
+        "max_concurrent_groups": 2,
+    } | config
+    engine = engine or ScriptedEngine(completions=[SAID])
+    async with test_generator_server.generating(
+        address, engine, prompts=prompts, reward=reward, rollout=hook, **settings
+    ) as running:
+        yield running
+
+
+async def counts(client: AsyncReplayClient) -> tuple[int, int, int]:
+    info = (await client.server_info()).admission
+    assert info is not None
+    return info.accepted, info.running, info.partial_groups
+
+
+async def inserted(client: AsyncReplayClient, count: int = 1) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while (await client.server_info()).tables["rollouts"].size < count:
+            await asyncio.sleep(0.01)
+
+
 def generating(address: str, hook: Any = None, **config: Any) -> Any:
     hook = Hook(*range(SIZE)) if hook is None else hook
-    return test_partial_groups.generating(
+    return generating_partially(
         address,
         hook,
         reward=None,
@@ -323,7 +359,7 @@ def test_a_scorer_has_two_tables():
 
 async def test_a_generator_of_unscored_groups_has_no_reward_function_and_no_group_filter():
     with serving() as address, pytest.raises(ValueError, match="belong to the scorer"):
-        async with test_partial_groups.generating(address, Hook(), unscored_table="unscored"):
+        async with generating_partially(address, Hook(), unscored_table="unscored"):
             pass
 
 

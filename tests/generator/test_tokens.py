@@ -29,16 +29,12 @@ from replay_generator.rollouts.tool_loop import ToolCall, tool_loop
 from replay_server import TableConfig
 from tests.generator.engines.vllm_servers import answering, answers_for, choice
 from tests.generator.environments.test_tool_loop import chat_tokenizer
-from tests.generator.factories import (
-    SAID,
-    RecordingClient,
-    ScriptedEngine,
-    check_completion,
-    check_group,
-    generate,
-    loaded,
-)
+from tests.generator.factories import ScriptedEngine
 from tests.generator.prompts.test_epoch import TABLES, made, make_generator, serving
+from tests.kit.clients import RecordingClient
+from tests.kit.engines import SAID, check_completion, check_group
+from tests.kit.generators import generate
+from tests.kit.models import loaded
 
 SNOWMAN = "☃"
 """The text of a token that was added to a tokenizer, and not to the model."""

@@ -24,11 +24,13 @@ from replay_generator.rollouts.rollout import Rollout, single_turn
 from replay_generator.rollouts.tool_loop import tool_loop
 from replay_generator.user_code import calls as user_code
 from replay_generator.user_code.calls import LoopWatch, UserCodeError, call, run
-from tests.factories import async_until, stopped_clock
 from tests.generator import user_functions
 from tests.generator.environments.test_tool_loop import CHAT, Talking
-from tests.generator.factories import RecordingClient, ScriptedEngine, generate, make_prompts, played
+from tests.generator.factories import ScriptedEngine
 from tests.generator.test_stages import between, sizes
+from tests.kit.clients import RecordingClient
+from tests.kit.clocks import async_until, stopped_clock
+from tests.kit.generators import generate, make_prompts, played
 
 ENDINGS = {
     "exits": "SystemExit: 3",

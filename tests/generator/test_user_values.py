@@ -14,8 +14,10 @@ from replay_generator.rollouts.sessions.agents import result_of
 from replay_generator.user_code.calls import UserCodeError
 from tests.factories import make_group
 from tests.generator import user_functions
-from tests.generator.factories import RecordingClient, ScriptedEngine, generate, make_prompts
+from tests.generator.factories import ScriptedEngine
 from tests.generator.test_stages import between, sizes
+from tests.kit.clients import RecordingClient
+from tests.kit.generators import generate, make_prompts
 
 TOO_LARGE = 1e300
 """For float32, in which groups have their rewards."""

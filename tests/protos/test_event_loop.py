@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 from replay_protos import event_loop
-from tests.factories import server_process
+from tests.kit.processes import server_process
 
 _BOTH_SIDES = """
 import asyncio, gc, sys

@@ -17,8 +17,8 @@ from replay_dashboard.diagnosis import Level, diagnose
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import ReplayServer, SecurityConfig, TableConfig
-from tests.commands import run_replay
-from tests.factories import make_group, sample_of, scrape, tokens_file, until
+from tests.factories import make_group, until
+from tests.kit.processes import run_replay, sample_of, scrape, tokens_file
 
 QUEUE = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}, forward_to="replay")
 POOL = TableConfig(name="replay", sampler="uniform")

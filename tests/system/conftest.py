@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples.demo.task import make_model, make_tokenizer, problems
-from tests.commands import Running
+from tests.kit.processes import Running
 
 CONFIG = """
 tables = [

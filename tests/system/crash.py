@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from replay_client import ReplayClient
-from tests.system.harness import Crew, Servers, program, pull_the_plug
-from tests.system.ledger import AHEAD_BATCH, PERMITS, PLAIN_BATCH, Ledger, payload_of
+from tests.kit.faults import Crew, program, pull_the_plug
+from tests.kit.ledger import AHEAD_BATCH, PERMITS, PLAIN_BATCH, Ledger, payload_of
+from tests.kit.processes import Servers
 
 CONFIG = """
 server = { data_dir = "{folder}", fsync = "FSYNC" }

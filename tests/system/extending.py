@@ -22,7 +22,8 @@ import numpy as np
 from replay_client import ExtendResult, ReplayClient, RolloutGroup, StoredItem
 from replay_client.columns import encode_columns
 from tests.factories import make_group
-from tests.system.harness import Books, Crew, Servers, program, pull_the_plug
+from tests.kit.faults import Books, Crew, program, pull_the_plug
+from tests.kit.processes import Servers
 
 CONFIG = """
 server = { data_dir = "{folder}", fsync = "FSYNC" }

@@ -39,7 +39,7 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server.tables.buffer import MAX_ANSWERS, MAX_KNOWN_KEYS
 from replay_server.tables.outstanding import MAX_ACKNOWLEDGED
 from tests.factories import PATIENCE, until
-from tests.system.harness import Books, Crew
+from tests.kit.faults import Books, Crew
 
 TOKEN = "soak-0123456789abcdef"
 CONFIG = """

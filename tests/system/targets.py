@@ -19,7 +19,7 @@ from replay_server.config import LimitsConfig
 from replay_server.rpc.service import ReplayService
 from replay_server.storage.memory import read_payloads
 from replay_server.tables.config import AdmissionConfig, TableConfig
-from tests.factories import replay_buffer
+from tests.kit.tables import replay_buffer
 
 METHODS = list(pb.DESCRIPTOR.services_by_name["Replay"].methods)
 TABLES = [

@@ -24,7 +24,8 @@ import pytest
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
 from replay_protos import shared_memory
-from tests.factories import server_process, until
+from tests.factories import until
+from tests.kit.processes import server_process
 
 SECONDS = float(os.environ.get("REPLAY_ACCOUNTING_SECONDS", "10"))
 BATCH = 4

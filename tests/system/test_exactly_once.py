@@ -18,7 +18,7 @@ from replay_client.requests import new_id
 from replay_client.sampling import DrawStream
 from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
-from tests.factories import server_process
+from tests.kit.processes import server_process
 from tests.system.proxy import Faults, FaultyProxy
 
 STEP = int(os.environ.get("REPLAY_CUT_STEP", "29"))

@@ -14,10 +14,10 @@ import pytest
 from replay_client import ReplayClient
 from replay_dashboard import app, live
 from replay_dashboard.app import Settings
-from tests.commands import run_replay
 from tests.dashboard.conftest import serving
 from tests.dashboard.test_answers import looks_of
-from tests.factories import free_port, start_server, until
+from tests.factories import until
+from tests.kit.processes import free_port, run_replay, start_server
 from tests.system.conftest import Command
 
 CONFIG = """

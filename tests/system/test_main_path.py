@@ -13,7 +13,8 @@ from replay_client.scoring import is_zero_variance
 from replay_trainer import GRPOConfig, GRPOTrainer
 from replay_trainer.batching import Batch
 from replay_trainer.groups import Replacement, ZeroVarianceReplacer
-from tests.factories import server_process, until
+from tests.factories import until
+from tests.kit.processes import server_process
 from tests.system.conftest import CONFIG
 
 GROUPS, STEPS = 3, 12  # three groups of four completions a step: groups != generations

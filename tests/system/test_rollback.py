@@ -15,7 +15,8 @@ from replay_client import ReplayClient, Sample
 from replay_client.errors import InvalidRequestError, StaleItemError
 from replay_server import ReplayServer
 from replay_server.config import Config
-from tests.factories import free_port, make_group, server_process
+from tests.factories import make_group
+from tests.kit.processes import free_port, server_process
 
 CONFIG = """
 admission = { fresh_groups_per_step = 2, max_staleness = 8, table = "rollouts" }

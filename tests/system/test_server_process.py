@@ -8,7 +8,9 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError, ServerUnavailableError
-from tests.factories import free_port, in_a_thread, server_process, until
+from tests.factories import until
+from tests.kit.clocks import in_a_thread
+from tests.kit.processes import free_port, server_process
 
 CONFIG = """
 tables = [{ name = "plain", sampler = "fifo" }]

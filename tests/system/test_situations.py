@@ -23,10 +23,10 @@ from replay_dashboard.app import Settings
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_server.rpc import info
 from replay_server.telemetry import host
-from tests.commands import run_replay
 from tests.dashboard.conftest import serving
 from tests.dashboard.test_answers import looks_of
-from tests.factories import free_port, until
+from tests.factories import until
+from tests.kit.processes import free_port, run_replay
 
 GENERATOR = """
 import itertools, signal, sys, time

@@ -17,9 +17,10 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_trainer.weights import saved
-from tests.commands import Running
-from tests.factories import PATIENCE, ServerProcess, free_port, in_a_thread, server_process, until
-from tests.trainer.factories import make_model
+from tests.factories import PATIENCE, until
+from tests.kit.clocks import in_a_thread
+from tests.kit.models import make_model
+from tests.kit.processes import Running, ServerProcess, free_port, server_process
 from tests.trainer.test_stop import insert, is_waited_for, steps, trained
 
 pytestmark = pytest.mark.timeout(1500)  # what it guards against is waiting without an end

@@ -21,8 +21,8 @@ from torch import distributed
 
 from replay_client import ReplayClient
 from replay_trainer import Callback, GRPOConfig, GRPOTrainer, leases, partitions, publication, weights
-from tests.factories import start
-from tests.trainer.factories import make_model
+from tests.kit.models import make_model
+from tests.kit.processes import start
 
 PHASES = ("sampled", "backward", "updated", "writing", "written", "announced", "acknowledged")
 

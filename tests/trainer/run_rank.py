@@ -22,15 +22,10 @@ from replay_client import RolloutGroup, Sample
 from replay_trainer import GRPOTrainer, background, partitions, publication
 from replay_trainer.config import GRPOConfig
 from replay_trainer.weights import saved, version_of
-from tests.trainer.factories import (
-    FakeClient,
-    in_pieces,
-    make_batches,
-    make_model,
-    make_sample,
-    poison,
-    poisoned_sample,
-)
+from tests.kit.clients import FakeClient
+from tests.kit.groups import in_pieces, make_sample
+from tests.kit.models import make_model, poison
+from tests.kit.trainers import make_batches, poisoned_sample
 
 
 class ShareClient(FakeClient):

@@ -19,21 +19,12 @@ from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer import GRPOTrainer
 from replay_trainer.weights import published
-from tests.commands import fails, run_replay
 from tests.factories import make_group
-from tests.generator.factories import make_model as make_model_with_tokenizer
-from tests.trainer.factories import (
-    FakeClient,
-    Killed,
-    OnlineClient,
-    assert_same_weights,
-    killed_in,
-    lines_of,
-    make_batches,
-    make_model,
-    make_trainer,
-    probe_difference,
-)
+from tests.kit.clients import FakeClient, OnlineClient
+from tests.kit.models import assert_same_weights, make_model, probe_difference
+from tests.kit.models import save_model as make_model_with_tokenizer
+from tests.kit.processes import fails, run_replay
+from tests.kit.trainers import Killed, killed_in, lines_of, make_batches, make_trainer
 
 
 def lora(**options: Any) -> LoraConfig:

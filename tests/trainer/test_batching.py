@@ -28,7 +28,7 @@ from replay_trainer import logprobs
 from replay_trainer.batching import micro_batches, packed_input, padded_input, to_batch
 from replay_trainer.logprobs import LogprobModel, Route, chosen_logprobs
 from tests.factories import make_group
-from tests.trainer.factories import make_model
+from tests.kit.models import make_model
 
 RAGGED = [
     make_group(

@@ -7,10 +7,12 @@ import threading
 import pytest
 
 from replay_trainer.background import ServerWaits
-from tests.factories import async_until, turns, until
-from tests.generator.factories import RecordingClient, ScriptedEngine
+from tests.factories import until
+from tests.generator.factories import ScriptedEngine
 from tests.generator.test_generator import make_generator, running
-from tests.trainer.factories import FakeClient, make_batches, make_trainer
+from tests.kit.clients import FakeClient, RecordingClient
+from tests.kit.clocks import async_until, turns
+from tests.kit.trainers import make_batches, make_trainer
 from tests.trainer.test_wait_log import Server
 
 LONG_AGO = 1e9

@@ -12,7 +12,9 @@ from safetensors import SafetensorError
 
 from replay_trainer.callbacks import append_lines
 from replay_trainer.weights import writing
-from tests.trainer.factories import VOCABULARY, FakeClient, make_batches, make_trainer
+from tests.kit.clients import FakeClient
+from tests.kit.models import VOCABULARY
+from tests.kit.trainers import make_batches, make_trainer
 
 FULL = Path("/dev/full")
 

@@ -22,7 +22,7 @@ from replay_generator.engines.weights import Probe
 from replay_trainer.batching import Batch, bare_group, to_batch
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.weights import probe_tokens, publish_weights
-from tests.generator.factories import make_model as make_tokenizer
+from tests.kit.models import save_model as make_tokenizer
 from tests.trainer.families import FAMILIES, FEW, VOCABULARY, Family
 
 CLOSE = 1e-4

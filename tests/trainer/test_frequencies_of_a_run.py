@@ -12,10 +12,13 @@ from transformers import AutoTokenizer
 from replay_generator import WeightsMismatchError
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.vllm_server import VLLMServerEngine
+from tests.factories import make_group
 from tests.generator.engines.vllm_servers import answering, answers_for
-from tests.generator.factories import RecordingClient, ScriptedEngine
+from tests.generator.factories import ScriptedEngine
 from tests.generator.test_generator import make_generator
-from tests.trainer.factories import FakeClient, lines_of, make_batches, make_group, make_sample, make_trainer
+from tests.kit.clients import FakeClient, RecordingClient
+from tests.kit.groups import make_sample
+from tests.kit.trainers import lines_of, make_batches, make_trainer
 from tests.trainer.families import ORIGINAL, Family, longrope
 from tests.trainer.test_families import save
 

@@ -18,10 +18,12 @@ from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.weights import Probe
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
-from tests.commands import run_replay
 from tests.factories import make_group
-from tests.generator.factories import make_model as make_folder
-from tests.trainer.factories import FakeClient, make_batches, make_model, make_trainer
+from tests.kit.clients import FakeClient
+from tests.kit.models import make_model
+from tests.kit.models import save_model as make_folder
+from tests.kit.processes import run_replay
+from tests.kit.trainers import make_batches, make_trainer
 
 NAME = "generation_config.json"
 A_TEMPERATURE = b'{"eos_token_id": [2, 1],\n "temperature": 0.6}\n'

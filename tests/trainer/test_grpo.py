@@ -24,19 +24,10 @@ from replay_trainer.correction import CorrectionConfig, Rejection
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.weights import probe_tokens, publish_weights, published, saved
 from tests.factories import make_group
-from tests.trainer.factories import (
-    FakeClient,
-    Killed,
-    OnlineClient,
-    assert_same_weights,
-    killed_in,
-    lines_of,
-    make_batches,
-    make_model,
-    make_sample,
-    make_trainer,
-    probe_difference,
-)
+from tests.kit.clients import FakeClient, OnlineClient
+from tests.kit.groups import make_sample
+from tests.kit.models import assert_same_weights, make_model, probe_difference
+from tests.kit.trainers import Killed, killed_in, lines_of, make_batches, make_trainer
 
 ALL_WRONG = [0.0] * 3
 

@@ -16,15 +16,11 @@ from replay_client.rollout import RolloutGroup
 from replay_trainer import TableEvaluation
 from replay_trainer.groups import Inspector, ModelLimits, why_unusable
 from replay_trainer.ranks import Ranks
-from tests.trainer.factories import (
-    FakeClient,
-    lines_of,
-    make_batches,
-    make_group,
-    make_model,
-    make_sample,
-    make_trainer,
-)
+from tests.factories import make_group
+from tests.kit.clients import FakeClient
+from tests.kit.groups import make_sample
+from tests.kit.models import make_model
+from tests.kit.trainers import lines_of, make_batches, make_trainer
 
 SMALL = {"vocab_size": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
 OPT = OPTConfig(

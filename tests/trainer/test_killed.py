@@ -14,8 +14,10 @@ from replay_client import ReplayClient
 from replay_client.scoring import group_priority
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
-from tests.factories import free_port, make_group, server_process, until
-from tests.trainer.factories import NEAR, OnStep, assert_same_weights
+from tests.factories import make_group, until
+from tests.kit.models import NEAR, assert_same_weights
+from tests.kit.processes import free_port, server_process
+from tests.kit.trainers import OnStep
 from tests.trainer.killed_trainer import PHASES, kill_in_a_process, run, trained
 
 # The limit is a guard against hanging; processes start where others may be busy.

@@ -19,9 +19,9 @@ from replay_client import ReplayClient
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer.weights import saved
-from tests.factories import ServerProcess, server_process, start, until
-from tests.system.harness import Servers
-from tests.trainer.factories import OnStep
+from tests.factories import until
+from tests.kit.processes import ServerProcess, Servers, server_process, start
+from tests.kit.trainers import OnStep
 from tests.trainer.killed_trainer import kill_in_a_process, run, run_rank, trained
 from tests.trainer.test_killed import check_used_up, durable, insert, until_gone
 

@@ -18,15 +18,9 @@ from replay_trainer.loss_functions import check_loss
 from replay_trainer.losses import corrected_policy_loss
 from tests.docs.blocks import ROOT, write_files
 from tests.factories import make_group
-from tests.trainer.factories import (
-    FakeClient,
-    Killed,
-    killed_in,
-    lines_of,
-    make_batches,
-    make_sample,
-    make_trainer,
-)
+from tests.kit.clients import FakeClient
+from tests.kit.groups import make_sample
+from tests.kit.trainers import Killed, killed_in, lines_of, make_batches, make_trainer
 from tests.trainer.test_ranks import run
 
 OWN = "tests.trainer.own_losses"

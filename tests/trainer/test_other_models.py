@@ -24,10 +24,12 @@ from replay_client import ReplayClient
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer.partitions import load_weights_of_rank
-from tests.commands import fails, run_replay
 from tests.factories import make_group
-from tests.generator.factories import make_model as make_model_with_tokenizer
-from tests.trainer.factories import VOCABULARY, FakeClient, lines_of, make_batches, make_model, make_trainer
+from tests.kit.clients import FakeClient
+from tests.kit.models import VOCABULARY, make_model
+from tests.kit.models import save_model as make_model_with_tokenizer
+from tests.kit.processes import fails, run_replay
+from tests.kit.trainers import lines_of, make_batches, make_trainer
 
 REMEDY = r"resume with the model, the tokenizer and the adapter of that run, or choose another output_dir"
 SIZES: dict[str, Any] = {

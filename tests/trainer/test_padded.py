@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from replay_client import RolloutGroup
 from replay_trainer import PaddedBatch, from_padded, to_padded
-from tests.trainer.factories import make_group
+from tests.factories import make_group
 
 
 def make_groups() -> list[RolloutGroup]:

@@ -20,7 +20,9 @@ import torch
 from replay_trainer import partitions
 from replay_trainer.partitions import RankFiles, optimizer_state_of_rank, put_rows
 from replay_trainer.weights import checksum_of
-from tests.trainer.factories import FakeClient, assert_same_weights, make_batches
+from tests.kit.clients import FakeClient
+from tests.kit.models import assert_same_weights
+from tests.kit.trainers import make_batches
 from tests.trainer.test_publication import train
 
 pytestmark = pytest.mark.timeout(300)

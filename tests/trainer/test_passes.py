@@ -12,18 +12,10 @@ from replay_trainer import GRPOTrainer
 from replay_trainer.config import GRPOConfig
 from replay_trainer.weights import published
 from tests.factories import make_group
-from tests.trainer.factories import (
-    NEAR,
-    FakeClient,
-    OnStep,
-    assert_same_weights,
-    lines_of,
-    make_batches,
-    make_sample,
-    make_trainer,
-    poison,
-    poisoned_sample,
-)
+from tests.kit.clients import FakeClient
+from tests.kit.groups import make_sample
+from tests.kit.models import NEAR, assert_same_weights, poison
+from tests.kit.trainers import OnStep, lines_of, make_batches, make_trainer, poisoned_sample
 from tests.trainer.test_ranks import run
 
 EFFECTS = {"nan": "its loss was nan", "memory": "memory ran out in a micro-batch with it"}

@@ -28,11 +28,12 @@ from replay_trainer.correction import CorrectionConfig, correct
 from replay_trainer.evaluation import PromptEvaluation
 from replay_trainer.metrics import summary
 from replay_trainer.ranks import Ranks
-from tests.commands import run_replay
 from tests.factories import make_group
-from tests.generator.factories import EOS, loaded
-from tests.generator.factories import make_model as make_folder
+from tests.generator.factories import EOS
 from tests.generator.user_functions import grader_of_evaluations
+from tests.kit.models import loaded
+from tests.kit.models import save_model as make_folder
+from tests.kit.processes import run_replay
 from tests.trainer.families import FAMILIES
 
 torch.set_num_threads(1)  # matrices this small only wait for a second one

@@ -19,17 +19,10 @@ from replay_client.folder_lock import FolderLock
 from replay_trainer import publication
 from replay_trainer.background import BackgroundTask, HostCopy
 from replay_trainer.weights import publish_weights, published, saved
-from tests.factories import start
-from tests.trainer.factories import (
-    FakeClient,
-    Killed,
-    assert_same_weights,
-    killed_in,
-    lines_of,
-    make_batches,
-    make_model,
-    make_trainer,
-)
+from tests.kit.clients import FakeClient
+from tests.kit.models import assert_same_weights, make_model
+from tests.kit.processes import start
+from tests.kit.trainers import Killed, killed_in, lines_of, make_batches, make_trainer
 
 
 def train(client: FakeClient, output_dir: Path, *, tied: bool = False, **options: Any) -> Any:

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from replay_trainer.weights import WEIGHTS_FILE, published
-from tests.factories import run_ranks
-from tests.trainer.factories import NEAR, assert_same_weights, lines_of
+from tests.kit.models import NEAR, assert_same_weights
+from tests.kit.processes import run_ranks
+from tests.kit.trainers import lines_of
 from tests.trainer.run_rank import main
 
 pytestmark = pytest.mark.timeout(1000)  # a guard against hanging; two processes start where others may be busy

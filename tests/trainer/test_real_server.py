@@ -31,11 +31,13 @@ from replay_server import ReplayServer, TableConfig
 from replay_server.config import Config
 from replay_trainer import TableEvaluation
 from replay_trainer.weights import published
-from tests.commands import run_replay
 from tests.docs.blocks import ROOT, write_files
-from tests.factories import free_port, until
-from tests.generator.factories import ScriptedEngine, make_prompts
-from tests.trainer.factories import lines_of, make_group, make_model, make_trainer
+from tests.factories import make_group, until
+from tests.generator.factories import ScriptedEngine
+from tests.kit.generators import make_prompts
+from tests.kit.models import make_model
+from tests.kit.processes import free_port, run_replay
+from tests.kit.trainers import lines_of, make_trainer
 
 STEPS, FRESH = 6, 2
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -18,7 +18,8 @@ from replay_trainer.metrics import group_drifts
 from replay_trainer.ranks import Ranks
 from replay_trainer.stopping import Stopping
 from tests.factories import make_group
-from tests.trainer.factories import FakeClient, make_sample
+from tests.kit.clients import FakeClient
+from tests.kit.groups import make_sample
 
 ALL_WRONG, ALL_RIGHT = [0.0] * 4, [1.0] * 4
 MIXED = [0.0, 1.0, 1.0, 0.0]

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from replay_trainer import GRPOConfig, callbacks
-from tests.commands import fails
-from tests.trainer.factories import FakeClient, lines_of, make_batches, make_trainer
+from tests.kit.clients import FakeClient
+from tests.kit.processes import fails
+from tests.kit.trainers import lines_of, make_batches, make_trainer
 
 WANDB = '''
 """Notes each call in a file, and fails in those that FAILS names."""

@@ -23,19 +23,11 @@ from replay_trainer.correction import CorrectionConfig, Rejection
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.passes import Passes
 from replay_trainer.ranks import Ranks
-from tests.trainer.factories import (
-    NEAR,
-    FakeClient,
-    assert_same_weights,
-    in_pieces,
-    lines_of,
-    make_group,
-    make_model,
-    make_sample,
-    make_trainer,
-    poison,
-    poisoned_sample,
-)
+from tests.factories import make_group
+from tests.kit.clients import FakeClient
+from tests.kit.groups import in_pieces, make_sample
+from tests.kit.models import NEAR, assert_same_weights, make_model, poison
+from tests.kit.trainers import lines_of, make_trainer, poisoned_sample
 
 Cuts = Sequence[Sequence[int]]
 FLAT = [

@@ -27,8 +27,10 @@ from replay_trainer.publication import Publication
 from replay_trainer.ranks import Ranks
 from replay_trainer.stopping import Stopping
 from replay_trainer.weights import published
-from tests.factories import ctrl_c_raises, free_port, make_group, run_ranks, until
-from tests.trainer.factories import lines_of, make_trainer
+from tests.factories import make_group, until
+from tests.kit.faults import ctrl_c_raises
+from tests.kit.processes import free_port, run_ranks
+from tests.kit.trainers import lines_of, make_trainer
 
 STEPS = 4
 pytestmark = pytest.mark.timeout(200)  # what it guards against is waiting without an end

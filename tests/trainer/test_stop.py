@@ -21,8 +21,10 @@ from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer import GRPOTrainer, leases, publication, weights
 from replay_trainer.weights import published, saved
-from tests.factories import free_port, make_group, run_ranks, start, until
-from tests.trainer.factories import assert_same_weights, lines_of, make_trainer
+from tests.factories import make_group, until
+from tests.kit.models import assert_same_weights
+from tests.kit.processes import free_port, run_ranks, start
+from tests.kit.trainers import lines_of, make_trainer
 
 pytestmark = pytest.mark.timeout(400)  # what it guards against is waiting without an end
 STEPS, GROUPS = 4, 2

@@ -20,7 +20,7 @@ from replay_server.storage import checkpointer
 from replay_trainer import grpo, publication, suppliers
 from replay_trainer.background import ServerWaits
 from tests.factories import make_group, until
-from tests.trainer.factories import lines_of, make_trainer
+from tests.kit.trainers import lines_of, make_trainer
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -14,7 +14,8 @@ import pytest
 
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError, TableNotFoundError
 from replay_trainer.background import ServerWaits
-from tests.factories import in_a_thread, until
+from tests.factories import until
+from tests.kit.clocks import in_a_thread
 
 
 class Server:

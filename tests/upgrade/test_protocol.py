@@ -8,8 +8,7 @@ from replay_client import ReplayClient
 from replay_client.errors import UnsupportedError
 from replay_server import ReplayServer, SecurityConfig, TableConfig
 from replay_server.rpc import auth, service
-from tests.commands import fails
-from tests.factories import tokens_file
+from tests.kit.processes import fails, tokens_file
 
 SAID = "is of another version than this client, which speaks replay.v1.Replay: install one version of replay-server"
 CALLS = {

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from replay_client import PermitGrant
-from tests.factories import keys_in, make_group
+from tests.factories import make_group
+from tests.kit.groups import keys_in
 from tests.upgrade.written import CHECKPOINT, HERE, SCOPE, STATE, read, said, write
 
 VERSIONS = [path.name.removesuffix(".tar.gz") for path in sorted(HERE.glob("*.tar.gz"))]

@@ -22,7 +22,8 @@ from typing import Any
 
 from replay_client import ReplayClient
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.factories import every_item, make_group
+from tests.factories import make_group
+from tests.kit.groups import every_item
 
 HERE = Path(__file__).parent
 CHECKPOINT, STATE, SCOPE = "before-the-kill", "state-1", "step-1"

@@ -34,7 +34,8 @@ from tests.adapters.conformance.sample_factories import (
 )
 from tests.adapters.conformance.sources import missing
 from tests.docs.blocks import ROOT
-from tests.factories import free_port, make_group, server_process, start, until
+from tests.factories import make_group, until
+from tests.kit.processes import free_port, server_process, start
 
 QUEUE = {"type": "queue", "max_size": 8}
 TABLES = """

@@ -19,7 +19,8 @@ from replay_server import ReplayServer, TableConfig
 from tests.adapters.conformance.sample_factories import as_agents, equal, with_columns
 from tests.adapters.conformance.sources import missing
 from tests.docs.blocks import ROOT, blocks
-from tests.factories import make_group, server_process, start, until
+from tests.factories import make_group, until
+from tests.kit.processes import server_process, start
 
 if why := missing("miles"):
     pytest.skip(why, allow_module_level=True)

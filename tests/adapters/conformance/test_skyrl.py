@@ -22,7 +22,7 @@ from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig
 from tests.adapters.conformance.sources import VARIABLE, missing
 from tests.docs.blocks import blocks
-from tests.factories import server_process
+from tests.kit.processes import server_process
 
 PACKAGES = BuiltEnvironment(
     ROOT / ".venv-skyrl",

@@ -15,7 +15,8 @@ from replay_client import ReplayClient
 from replay_server import ReplayServer
 from tests.adapters.conformance import sample_factories
 from tests.adapters.conformance.sources import missing
-from tests.factories import make_group, server_process
+from tests.factories import make_group
+from tests.kit.processes import server_process
 
 if why := missing("slime"):
     pytest.skip(why, allow_module_level=True)

@@ -21,8 +21,10 @@ from replay_cli.archive.segments import SegmentWriter, remove_unfinished, segmen
 from replay_client import ReplayClient, RolloutGroup
 from replay_client.errors import ServerUnavailableError
 from replay_server import ReplayServer, TableConfig
-from tests.commands import COMMAND, fails, run_replay
-from tests.factories import free_port, in_a_thread, make_group, make_sequences, server_process, start_server, until
+from tests.factories import make_group, until
+from tests.kit.clocks import in_a_thread
+from tests.kit.groups import make_sequences
+from tests.kit.processes import COMMAND, fails, free_port, run_replay, server_process, start_server
 
 CONFIG = """
 [server]

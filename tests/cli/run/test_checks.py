@@ -14,7 +14,7 @@ import pytest
 
 from replay_cli.run.plan import check_deeply, read_run
 from tests.cli.run.runs import write_run
-from tests.commands import fails, run_replay
+from tests.kit.processes import fails, run_replay
 
 GENERATE = ("generate", "--model", "./model", "--prompts", "prompts.jsonl", "--engine", "transformers", "--check")
 TRAIN = ("train", "--model", "./model", "--output-dir", "runs/mine", "--check")

@@ -9,7 +9,8 @@ import pytest
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_server import ReplayServer, TableConfig
 from replay_server.tables.config import AdmissionConfig
-from tests.factories import PATIENCE, free_port, until
+from tests.factories import PATIENCE, until
+from tests.kit.processes import free_port
 
 TABLES = [
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000}, forward_to="pool"),

@@ -6,7 +6,9 @@ import signal
 import pytest
 
 from replay_client import ReplayClient
-from tests.factories import PATIENCE, free_port, in_a_thread, start_server, until
+from tests.factories import PATIENCE, until
+from tests.kit.clocks import in_a_thread
+from tests.kit.processes import free_port, start_server
 
 CONFIG = """
 tables = [

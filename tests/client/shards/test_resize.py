@@ -12,7 +12,8 @@ from replay_server import ReplayServer
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.extensions.admission import Admission
 from tests.client.shards.conftest import connected
-from tests.factories import PATIENCE, free_port, until
+from tests.factories import PATIENCE, until
+from tests.kit.processes import free_port
 
 GROUPS = 48
 QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000})

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from replay_client import ReplayClient, ServerInfo, ShardedInfo
 from replay_server import ReplayServer, TableConfig
-from tests.factories import free_port, until
+from tests.factories import until
+from tests.kit.processes import free_port
 
 QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}, retain_consumed=2)
 

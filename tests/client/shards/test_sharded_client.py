@@ -22,8 +22,9 @@ from replay_client.transport import failure
 from replay_server import ReplayServer
 from replay_server.tables.config import AdmissionConfig
 from tests.client.shards.conftest import TABLES, all_up, connected
-from tests.factories import PATIENCE, in_a_thread, until
-from tests.system.harness import Servers
+from tests.factories import PATIENCE, until
+from tests.kit.clocks import in_a_thread
+from tests.kit.processes import Servers
 
 MANY = 60
 """New items, so many that one of three shards gets none of them in one of 10^10 runs."""

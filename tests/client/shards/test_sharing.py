@@ -16,7 +16,7 @@ from replay_protos.labels import labels_of
 from replay_server import TableConfig
 from replay_server.tables.balance import ValueRows
 from replay_server.tables.table import SampleRequest, Table
-from tests.factories import insert_rows, remove_rows
+from tests.kit.tables import insert_rows, remove_rows
 
 SIZES = (8, 64, 128, 192, 256)
 """Items of each shard. The heavy ones are on the first ones."""

@@ -2,7 +2,8 @@
 
 from replay_client import ReplayClient
 from tests.client.shards.test_sharded_client import insert_many
-from tests.factories import PATIENCE, in_a_thread, until
+from tests.factories import PATIENCE, until
+from tests.kit.clocks import in_a_thread
 
 
 def test_three_shards_with_20_groups_each_give_48_at_once_and_64_as_soon_as_four_more_arrive(service, client):

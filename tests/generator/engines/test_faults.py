@@ -17,9 +17,13 @@ from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.vllm_http import VLLMServerError, VLLMServerGoneError
 from replay_generator.engines.vllm_server import VLLMServerEngine
 from replay_generator.rollouts.rollout import Rollout, RolloutPolicy, RolloutSequence, Task, single_turn
-from tests.factories import async_until, stopped_clock, turns
 from tests.generator.engines.vllm_servers import answering, answers_for, choice, post
-from tests.generator.factories import SAID, RecordingClient, ScriptedEngine, generate, loaded
+from tests.generator.factories import ScriptedEngine
+from tests.kit.clients import RecordingClient
+from tests.kit.clocks import async_until, stopped_clock, turns
+from tests.kit.engines import SAID
+from tests.kit.generators import generate
+from tests.kit.models import loaded
 
 NAN, INFINITE = float("nan"), float("inf")
 MOST = SamplingConfig(max_tokens=3)

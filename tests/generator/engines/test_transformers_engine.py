@@ -13,17 +13,10 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 from replay_generator.engines import Completion, EngineError, SamplingConfig
 from replay_generator.engines.continuous_batch import processed_logprobs
 from replay_generator.engines.transformers import TransformersEngine
-from tests.factories import turns
-from tests.generator.factories import (
-    EOS,
-    check_completion,
-    check_each_is_told,
-    check_masks,
-    check_scores,
-    loaded,
-    make_model,
-    make_version,
-)
+from tests.generator.factories import EOS
+from tests.kit.clocks import turns
+from tests.kit.engines import check_completion, check_each_is_told, check_masks, check_scores
+from tests.kit.models import loaded, make_version, save_model
 
 
 @pytest.fixture
@@ -52,7 +45,7 @@ async def test_requests_of_every_kind_share_a_batch_and_keep_their_own_numbers(m
 
 
 async def test_completions_end_with_the_end_token_or_at_the_limit(tmp_path):
-    engine = TransformersEngine(make_model(tmp_path, sharpness=1.0), seed=0)
+    engine = TransformersEngine(save_model(tmp_path, sharpness=1.0), seed=0)
     completions = await engine.generate([3, 9], SamplingConfig(temperature=2.0, max_tokens=12), 256)
     for completion in completions:
         ended = completion.token_ids[-1] == EOS
@@ -90,7 +83,7 @@ async def test_tokens_come_as_often_as_their_probabilities_say(engine, model):
 
 
 async def test_tied_embeddings_reload_whole(tmp_path):
-    tied = make_model(tmp_path / "tied", tied=True)
+    tied = save_model(tmp_path / "tied", tied=True)
     version = make_version(tied, tmp_path / "step-1")
     engine = TransformersEngine(tied)
     await engine.load_weights(str(version), 1)
@@ -158,7 +151,7 @@ async def test_a_model_whose_cache_cannot_be_merged_completes_as_exactly(tmp_pat
         num_key_value_heads=1, sliding_window=5, max_position_embeddings=64, pad_token_id=0, eos_token_id=EOS,
         bos_token_id=None,
     )  # fmt: skip
-    sliding = make_model(tmp_path / "sliding")
+    sliding = save_model(tmp_path / "sliding")
     torch.manual_seed(0)
     MistralForCausalLM(config).save_pretrained(sliding)
     version = make_version(sliding, tmp_path / "step-1", drift=0.2)
@@ -248,7 +241,7 @@ async def test_the_experts_of_each_token_that_was_read_come_with_a_completion(tm
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=6, num_experts_per_tok=2,
         max_position_embeddings=64, pad_token_id=0, eos_token_id=EOS, bos_token_id=None,
     )  # fmt: skip
-    folder = make_model(tmp_path / "mixture")
+    folder = save_model(tmp_path / "mixture")
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     engine = TransformersEngine(folder, seed=0, routing=True)

@@ -24,21 +24,13 @@ from replay_generator.engines.vllm import VLLMEngine, masks_of
 from replay_server import ReplayServer, TableConfig
 from tests.factories import until
 from tests.generator.engines.vllm_rollouts import TOOL, group_of, two_turns
-from tests.generator.factories import (
-    EOS,
-    RecordingClient,
-    check_completion,
-    check_each_is_told,
-    check_group,
-    check_masks,
-    check_scores,
-    loaded,
-    make_adapter,
-    make_model,
-    make_prompts,
-    make_version,
-)
-from tests.trainer.factories import FakeClient, lines_of, make_sample, make_trainer
+from tests.generator.factories import EOS
+from tests.kit.clients import FakeClient, RecordingClient
+from tests.kit.engines import check_completion, check_each_is_told, check_group, check_masks, check_scores
+from tests.kit.generators import make_prompts
+from tests.kit.groups import make_sample
+from tests.kit.models import loaded, make_adapter, make_version, save_model
+from tests.kit.trainers import lines_of, make_trainer
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
@@ -274,7 +266,7 @@ async def test_a_failed_reload_holds_completions_until_one_succeeds(engine, mode
 @pytest.mark.long
 @on_the_engines_loop
 async def test_tied_embeddings_end_in_right_weights_or_in_a_clear_error_whenever_they_are_reloaded(tmp_path):
-    tied = make_model(tmp_path / "tied", tied=True)
+    tied = save_model(tmp_path / "tied", tied=True)
     step = make_version(tied, tmp_path / "step-1")
     client = RecordingClient()
     engine = VLLMEngine(tied, dtype="float32", seed=0)

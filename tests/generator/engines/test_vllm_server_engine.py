@@ -25,7 +25,7 @@ from replay_generator.engines.vllm_server import VLLMServerEngine, completion_of
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from tests.docs.blocks import ROOT, blocks
-from tests.factories import PATIENCE, async_until
+from tests.factories import PATIENCE
 from tests.generator.engines.vllm_rollouts import group_of, two_turns
 from tests.generator.engines.vllm_servers import (
     CHUNKED,
@@ -40,17 +40,11 @@ from tests.generator.engines.vllm_servers import (
     post,
     server_info,
 )
-from tests.generator.factories import (
-    RecordingClient,
-    check_completion,
-    check_each_is_told,
-    check_group,
-    check_masks,
-    check_scores,
-    make_prompts,
-    make_version,
-    recomputed,
-)
+from tests.kit.clients import RecordingClient
+from tests.kit.clocks import async_until
+from tests.kit.engines import check_completion, check_each_is_told, check_group, check_masks, check_scores
+from tests.kit.generators import make_prompts
+from tests.kit.models import make_version, recomputed
 
 needs_vllm = [
     pytest.mark.vllm,

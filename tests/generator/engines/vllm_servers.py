@@ -20,7 +20,7 @@ import pytest
 
 from replay_generator.engines import vllm_server
 from replay_generator.engines.vllm_http import Timeouts, VLLMServer
-from tests.factories import free_port
+from tests.kit.processes import free_port
 
 
 @contextlib.contextmanager

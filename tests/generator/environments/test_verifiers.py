@@ -31,20 +31,14 @@ from replay_generator.prompts.prompt import Prompt
 from replay_generator.rollouts.environments import load_environment
 from replay_server import ReplayServer, TableConfig
 from tests.docs.blocks import ROOT, write_files
-from tests.factories import async_until, in_a_thread
-from tests.generator.factories import (
-    EOS,
-    RecordedEngine,
-    RecordingClient,
-    assert_drawn,
-    make_chat_tokenizer,
-    make_model,
-    parts,
-    recomputed,
-)
+from tests.generator.factories import EOS, make_chat_tokenizer
 from tests.generator.prompts.test_epoch import serving
 from tests.generator.test_noticed import said_by_doctor
-from tests.trainer.factories import lines_of, make_trainer
+from tests.kit.clients import RecordingClient
+from tests.kit.clocks import async_until, in_a_thread
+from tests.kit.engines import RecordedEngine, assert_drawn, parts
+from tests.kit.models import recomputed, save_model
+from tests.kit.trainers import lines_of, make_trainer
 
 pytest.importorskip("verifiers", reason="make test runs it in .venv-verifiers")
 
@@ -61,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_chat_model(folder: Path, **options: Any) -> Path:
-    make_model(folder, **options)
+    save_model(folder, **options)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)

@@ -6,10 +6,10 @@ from replay_client.errors import ReplayError
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.prompts.prompt import cycle_prompts, load_prompts
 from replay_server import TableConfig
-from tests.commands import run_replay
 from tests.generator.factories import ScriptedEngine
 from tests.generator.prompts.test_curriculum import TABLES as CURRICULUM
 from tests.generator.prompts.test_epoch import by_length, made, make_generator, serving
+from tests.kit.processes import run_replay
 
 BAD = [None, "", [], float("nan"), "\ud800", [{"role": "user", "content": [{"type": "image_url"}]}]]
 GOOD = [{"prompt": f"{index}+1=", "prompt_id": f"p{index}"} for index in range(6)]

@@ -18,11 +18,12 @@ from replay_generator.prompts.prompt import Prompt
 from replay_generator.prompts.stored import MAGIC, PromptCursor
 from replay_generator.rollouts.rollout import PlayedRollout
 from tests.factories import make_group
-from tests.generator.factories import SAID, Letters, ScriptedEngine
+from tests.generator.factories import Letters, ScriptedEngine
 from tests.generator.prompts.test_curriculum import TABLES as CURRICULUM
 from tests.generator.prompts.test_curriculum import make_curriculum
 from tests.generator.prompts.test_epoch import TABLES, held, made, make_generator, names, serving
 from tests.generator.prompts.test_partial_groups_of_prompts import PARTIAL_GROUPS
+from tests.kit.engines import SAID
 
 PROMPT = Prompt("odd", "1+1=", {"prompt": "1+1="})
 TOLD = {"prompt_id": "odd", "content": "1+1=", "row": {}, "tags": {}}

@@ -17,8 +17,8 @@ from replay_generator.engines.weights import MANIFEST
 from replay_generator.metrics import GeneratorMetrics
 from replay_generator.policy.remote import WeightsServer, checksum_of
 from replay_generator.policy.remote.fetching import Fetcher
-from tests.factories import free_port
 from tests.generator.sessions.test_remote import running
+from tests.kit.processes import free_port
 
 FILES = 256
 """File descriptors of the generator."""

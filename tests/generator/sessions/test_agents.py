@@ -19,9 +19,11 @@ from replay_generator import GeneratorConfig, PromptError, RolloutGenerator, Tas
 from replay_generator.groups.scoring import MOST_FAILURE, MOST_FAILURES
 from replay_generator.rollouts.sessions import agents, load_sessions
 from replay_generator.rollouts.sessions.agents import MOST_SHOWN, Address, SessionHook
-from tests.factories import async_until, until
-from tests.generator.factories import RecordingClient, make_prompts, played
+from tests.factories import until
 from tests.generator.sessions.test_session import Drawing, user
+from tests.kit.clients import RecordingClient
+from tests.kit.clocks import async_until
+from tests.kit.generators import make_prompts, played
 
 WITH_CLIENT = """
 import json, sys

@@ -16,7 +16,9 @@ from replay_generator.engines import SamplingConfig
 from replay_generator.prompts.prompt import cycle_prompts
 from replay_generator.rollouts.sessions import load_sessions
 from tests.docs.blocks import ROOT, write_files
-from tests.generator.factories import RecordedEngine, RecordingClient, assert_drawn, make_model, recomputed
+from tests.kit.clients import RecordingClient
+from tests.kit.engines import RecordedEngine, assert_drawn
+from tests.kit.models import recomputed, save_model
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
 PROMPTS = [{"prompt": f"{first}+1=", "answer": str(first + 1)} for first in range(9)]
@@ -26,7 +28,7 @@ TURNS = 3
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_model(tmp_path_factory.mktemp("model"))
+    folder = save_model(tmp_path_factory.mktemp("model"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)

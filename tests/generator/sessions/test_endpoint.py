@@ -23,9 +23,9 @@ from replay_generator.rollouts.sessions.dialects.chat import Chat
 from replay_generator.rollouts.sessions.endpoint import SessionServer
 from replay_generator.rollouts.sessions.turns import Answer, Refusal
 from tests.certificates import make_certificate
-from tests.factories import stopped_clock
 from tests.generator.sessions.fakes import ScriptedSession, answer, of_anthropic, of_openai, serving, until
 from tests.generator.sessions.test_session import Drawing, session_of
+from tests.kit.clocks import stopped_clock
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 FULL = Refusal("the context is full", code="context_length_exceeded")

@@ -19,9 +19,11 @@ from replay_generator.rollouts.sessions import load_sessions, remote
 from replay_generator.rollouts.sessions.agents import SessionHook
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.certificates import make_certificate
-from tests.factories import async_until, free_port, stopped_clock, turns
-from tests.generator.factories import RecordingClient, make_prompts
 from tests.generator.sessions.test_session import Drawing, user
+from tests.kit.clients import RecordingClient
+from tests.kit.clocks import async_until, stopped_clock, turns
+from tests.kit.generators import make_prompts
+from tests.kit.processes import free_port
 
 LONG = 600.0
 

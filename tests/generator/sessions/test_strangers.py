@@ -15,11 +15,13 @@ from replay_generator.rollouts.sessions import remote
 from replay_generator.rollouts.sessions.agents import SessionHook
 from replay_generator.rollouts.sessions.endpoint import SessionServer
 from replay_generator.rollouts.sessions.parsers import Parsers
-from tests.generator.factories import EOS, RecordingClient, generate
+from tests.generator.factories import EOS
 from tests.generator.sessions.fakes import answer, of_anthropic, of_openai, serving
 from tests.generator.sessions.test_endpoint import ASKS, EACH
 from tests.generator.sessions.test_remote import running
 from tests.generator.sessions.test_session import Drawing, session_of, user
+from tests.kit.clients import RecordingClient
+from tests.kit.generators import generate
 
 
 async def sent(url: str, data: bytes) -> tuple[int, bytes]:

@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from replay_generator import WeightsDamagedError, WeightsNotAllowedError
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
-from tests.factories import async_until
-from tests.generator.factories import RecordingClient, ScriptedEngine, make_adapter, make_model, make_version
+from tests.generator.factories import ScriptedEngine
 from tests.generator.test_generator import fake_weights, make_generator, running
+from tests.kit.clients import RecordingClient
+from tests.kit.clocks import async_until
+from tests.kit.models import make_adapter, make_version, save_model
 
 
 @pytest.mark.parametrize("where", ["outside", "inside/../outside", "inside/link", "inside-not", "."])
@@ -105,7 +107,7 @@ def other_tensors(folder: Path, *left_out: str, parts: int = 1, prefix: str = ""
 @pytest.mark.parametrize("probe", [False, True])
 @pytest.mark.parametrize("how", ["untied", "tied", "tied, with its head", "tied, the model with its head", "in parts"])
 async def test_whole_weights_are_loaded(tmp_path, how, probe):
-    base = make_model(tmp_path / "model", tied="tied" in how.split(", ")[0].split())
+    base = save_model(tmp_path / "model", tied="tied" in how.split(", ")[0].split())
     folder = make_version(base, tmp_path / "step-1", probe=probe)
     if "its head" in how:
         with_head = base if "model" in how else folder

@@ -10,8 +10,8 @@ import pytest
 
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.weights import load_causal_model
-from tests.commands import fails
-from tests.generator.factories import make_model
+from tests.kit.models import save_model
+from tests.kit.processes import fails
 
 OWN_CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
@@ -61,7 +61,7 @@ def check_sentence(said: str, folder: Path, words: str) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a tokenizer and weights, whose configuration is still to be written."""
-    return make_model(tmp_path / "model")
+    return save_model(tmp_path / "model")
 
 
 @pytest.mark.parametrize(("config", "words"), KINDS.values(), ids=KINDS)

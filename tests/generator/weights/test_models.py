@@ -23,11 +23,14 @@ from replay_generator.engines.weights import model_facts
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer.weights import Adapter, publish_weights
-from tests.factories import async_until, free_port
 from tests.generator.engines.vllm_servers import answering, answers_for
-from tests.generator.factories import EOS, RecordingClient, ScriptedEngine, make_model, scores
+from tests.generator.factories import EOS, ScriptedEngine
 from tests.generator.test_generator import make_generator, running
 from tests.generator.weights.test_remote import serving
+from tests.kit.clients import RecordingClient
+from tests.kit.clocks import async_until
+from tests.kit.models import save_model, scores
+from tests.kit.processes import free_port
 
 PROBE_TOKENS = [3, 9, 4, 13]
 SIZES: dict[str, Any] = {
@@ -351,6 +354,6 @@ async def test_what_a_generator_tells_the_server_of_a_model_of_many_sizes_fits_a
 
 
 def test_a_model_that_was_made_anew_by_the_same_sizes_has_the_same_facts(tmp_path):
-    first, second = make_model(tmp_path / "first"), make_model(tmp_path / "second", seed=5)
+    first, second = save_model(tmp_path / "first"), save_model(tmp_path / "second", seed=5)
     facts = [model_facts(str(folder), AutoTokenizer.from_pretrained(folder)) for folder in (first, second)]
     assert facts[0] == facts[1]

@@ -30,10 +30,12 @@ from replay_generator.policy.remote import WeightsServer, checksum_of
 from replay_generator.policy.remote.fetching import Fetcher, WeightsAwayError
 from replay_trainer.weights import WithDelta, publish_weights, published, remove
 from tests.certificates import make_certificate
-from tests.commands import Running, fails
-from tests.factories import async_until, free_port
-from tests.generator.factories import RecordingClient, ScriptedEngine, make_model
+from tests.generator.factories import ScriptedEngine
 from tests.generator.test_generator import make_generator, running
+from tests.kit.clients import RecordingClient
+from tests.kit.clocks import async_until
+from tests.kit.models import save_model
+from tests.kit.processes import Running, fails, free_port
 
 KEPT = 3
 
@@ -192,7 +194,7 @@ def test_where_no_delta_leads_to_a_version_the_whole_is_fetched_and_that_is_said
 def test_another_model_has_no_delta(run, tmp_path, caplog):
     disk = Disk(tmp_path / "cache")
     disk.fetch(run.publish(1))
-    run.model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "other", tied=True))
+    run.model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "other", tied=True))
     files, _ = disk.fetch(run.publish(2))
     assert files == run.files_of(2)
     assert "step-2/delta/base.json is not there (said once)" in caplog.text

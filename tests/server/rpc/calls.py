@@ -12,7 +12,7 @@ import grpc
 
 from replay_client import ReplayClient
 from replay_protos.replay_pb2_grpc import ReplayStub
-from tests.factories import in_a_thread
+from tests.kit.clocks import in_a_thread
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, SecurityConfig, TableConfig
 from replay_server.rpc.auth import ROLES, Role
 from tests.certificates import make_certificate
-from tests.commands import fails, run_replay
-from tests.factories import make_group, server_process, start_server, until
+from tests.factories import make_group, until
+from tests.kit.processes import fails, run_replay, server_process, start_server
 from tests.server.rpc.calls import Requests
 
 PLAIN = "[[tables]]\nname = 'plain'\n"

@@ -13,7 +13,7 @@ import pytest
 from replay_client import ReplayClient
 from replay_protos import replay_pb2 as pb
 from replay_protos.shared_memory import HEADER
-from tests.factories import server_process
+from tests.kit.processes import server_process
 from tests.server.rpc.calls import bystander
 from tests.server.rpc.rings import Asking, insert_of, open_rings, own_folder
 

@@ -12,7 +12,9 @@ from replay_server import LimitsConfig, ReplayServer, TableConfig
 from replay_server.errors import Code
 from replay_server.rpc import sampling
 from replay_server.rpc.limits import Backend
-from tests.factories import replay_buffer, turns, until
+from tests.factories import until
+from tests.kit.clocks import turns
+from tests.kit.tables import replay_buffer
 from tests.server.rpc.calls import Requests, bystander
 
 TABLES = [

@@ -5,7 +5,7 @@ import pytest
 
 from replay_server.rpc.info import MANY, quantiles_of, table_info
 from replay_server.tables.config import TableConfig
-from tests.factories import insert_rows, remove_rows, replay_buffer
+from tests.kit.tables import insert_rows, remove_rows, replay_buffer
 
 
 @pytest.fixture

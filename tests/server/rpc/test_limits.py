@@ -18,7 +18,8 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import Config, LimitsConfig, ReplayServer, ServerConfig, TableConfig
 from replay_server.rpc import inserting, limits
 from replay_server.tables import remembered as tables
-from tests.factories import replay_buffer, until
+from tests.factories import until
+from tests.kit.tables import replay_buffer
 from tests.server.rpc.calls import Requests, bystander, connection
 
 MB = 1 << 20

@@ -13,7 +13,7 @@ from replay_server.rpc.info import FIRST_STEPS, LONG_WAIT, clients, long_wait, o
 from replay_server.tables.config import AdmissionConfig, TableConfig, with_named
 from replay_server.tables.extensions.admission import Admission
 from replay_server.tables.table import SampleRequest
-from tests.factories import replay_buffer, rows_of
+from tests.kit.tables import replay_buffer, rows_of
 
 
 def context(name: str) -> SimpleNamespace:

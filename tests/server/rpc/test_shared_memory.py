@@ -27,7 +27,10 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import HEADER, Mailbox, Segment
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import LimitsConfig
-from tests.factories import free_port, in_a_thread, server_process, small_disk, until
+from tests.factories import until
+from tests.kit.clocks import in_a_thread
+from tests.kit.faults import small_disk
+from tests.kit.processes import free_port, server_process
 from tests.server.rpc.calls import Requests, bystander, connection
 from tests.server.rpc.rings import CAPACITY, Asking, insert_of, open_rings, own_folder
 

@@ -13,7 +13,7 @@ import grpc
 
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
-from tests.factories import start
+from tests.kit.processes import start
 from tests.server.rpc.calls import Requests
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]

@@ -32,7 +32,7 @@ from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.config import TableConfig
 from replay_server.tables.items import DamagedPayloads
-from tests.factories import replay_buffer, rows_of
+from tests.kit.tables import replay_buffer, rows_of
 
 TABLES = [TableConfig(name="a", sampler="prioritized"), TableConfig(name="b", max_times_sampled=2)]
 

@@ -17,8 +17,11 @@ from replay_server import AdmissionConfig, CheckpointsConfig, ReplayServer, Tabl
 from replay_server.rpc.limits import OpenCalls
 from replay_server.storage import checkpointer, checkpoints, state
 from replay_server.storage.checkpoints import CheckpointDirectory, DamagedCheckpoint, verified
-from tests.factories import in_a_thread, keys_in, make_group, small_disk, until
-from tests.system.ledger import payload_of
+from tests.factories import make_group, until
+from tests.kit.clocks import in_a_thread
+from tests.kit.faults import small_disk
+from tests.kit.groups import keys_in
+from tests.kit.ledger import payload_of
 
 TABLES = (
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000}, forward_to="pool"),

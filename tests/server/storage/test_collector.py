@@ -6,7 +6,7 @@ from replay_server.storage.records import State, pack_items, unpack_items
 from replay_server.storage.state import ChangeCollector, restore
 from replay_server.tables.config import TableConfig
 from replay_server.tables.table import SampleRequest
-from tests.factories import replay_buffer, rows_of
+from tests.kit.tables import replay_buffer, rows_of
 
 
 def test_what_could_not_be_written_comes_again():

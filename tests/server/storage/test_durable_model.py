@@ -22,7 +22,7 @@ from replay_server.storage.checkpointer import Checkpointer
 from replay_server.storage.checkpoints import CheckpointDirectory, seal
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.state import ChangeCollector, restore
-from tests.factories import replay_buffer
+from tests.kit.tables import replay_buffer
 from tests.server.tables import test_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -18,8 +18,10 @@ from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_server.storage import records
 from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
-from tests.commands import fails
-from tests.factories import keys_in, make_group, small_disk, until
+from tests.factories import make_group, until
+from tests.kit.faults import small_disk
+from tests.kit.groups import keys_in
+from tests.kit.processes import fails
 
 TABLES = (
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}, forward_to="pool"),

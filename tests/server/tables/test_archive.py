@@ -20,7 +20,7 @@ from replay_server.tables.config import (
 from replay_server.tables.extensions.admission import Admission
 from replay_server.tables.extensions.forwarding import Copying
 from replay_server.tables.table import SampleRequest
-from tests.factories import replay_buffer, rows_of
+from tests.kit.tables import replay_buffer, rows_of
 
 QUEUE = TableConfig(name="rollouts", rate_limiter=RateLimiterConfig(type="queue", max_size=4), forward_to="replay")
 POOL = TableConfig(

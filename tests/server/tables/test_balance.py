@@ -15,7 +15,7 @@ from replay_server.errors import Code, Refused
 from replay_server.tables.balance import ValueRows, choose
 from replay_server.tables.columns import MAX_BALANCED
 from replay_server.tables.table import SampleRequest, Table
-from tests.factories import insert_rows, remove_rows, replay_buffer, rows_of
+from tests.kit.tables import insert_rows, remove_rows, replay_buffer, rows_of
 
 Z_LIMIT = 5.0
 """Standard deviations of a count that is nearly normal: chance goes beyond once in 1.7 million times."""

@@ -13,7 +13,7 @@ from replay_server.errors import Code, Refused
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.extensions.admission import Admission
 from replay_server.tables.table import SampleRequest
-from tests.factories import replay_buffer, rows_of
+from tests.kit.tables import replay_buffer, rows_of
 
 
 class Bench:

@@ -10,7 +10,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import ReplayServer
 from replay_server.tables.config import TableConfig
-from tests.factories import replay_buffer, rows_of
+from tests.kit.tables import replay_buffer, rows_of
 
 
 @pytest.mark.parametrize("when_full", ["evict", "block"])

@@ -27,7 +27,7 @@ from replay_server.tables.extensions.admission import Admission, PendingPermits
 from replay_server.tables.extensions.extension import PolicyChange
 from replay_server.tables.extensions.history import History
 from replay_server.tables.table import InsertBatch, SampleRequest
-from tests.factories import replay_buffer, slots_of
+from tests.kit.tables import replay_buffer, slots_of
 from tests.server.tables.reference import Reference
 from tests.server.tables.reference_table import Insert, RefTable, Waiting, labels_for
 from tests.server.tables.strategies import forwards, limits, names, picks, priorities, tables, timeouts

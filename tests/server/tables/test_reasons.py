@@ -10,7 +10,7 @@ from replay_server import AdmissionConfig, Config, TableConfig
 from replay_server.errors import FEW_TABLES, Refused
 from replay_server.tables.extensions.admission import Admission
 from replay_server.tables.table import SampleRequest
-from tests.factories import replay_buffer
+from tests.kit.tables import replay_buffer
 
 
 class Clock:

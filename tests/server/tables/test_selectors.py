@@ -8,7 +8,7 @@ import pytest
 
 from replay_server.tables.columns import Columns
 from replay_server.tables.config import SelectorConfig
-from tests.factories import slots_of
+from tests.kit.tables import slots_of
 
 
 class Pool:

@@ -22,8 +22,8 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, SecurityConfig, TableConfig
 from tests.certificates import make_certificate
-from tests.commands import fails
-from tests.factories import free_port, make_group, sample_of, scrape, server_process, tokens_file, until
+from tests.factories import make_group, until
+from tests.kit.processes import fails, free_port, sample_of, scrape, server_process, tokens_file
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("opentelemetry.sdk", reason="spans need the SDK of OpenTelemetry")
 
-from tests.commands import fails
-from tests.factories import server_process, tokens_file
+from tests.kit.processes import fails, server_process, tokens_file
 
 # In a process of its own, because the SDK can be set up once in each.
 RUN = """

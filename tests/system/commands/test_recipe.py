@@ -13,8 +13,8 @@ import pytest
 from replay_cli.recipes import recipe_of
 from replay_client import ReplayClient
 from replay_client.records import read_described
-from tests.commands import run_replay
-from tests.factories import server_process, until
+from tests.factories import until
+from tests.kit.processes import run_replay, server_process
 
 STEPS = 24
 """Fewer than the versions that the server remembers."""

@@ -12,9 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from replay_client import ReplayClient
-from tests.commands import Running
-from tests.factories import server_process
 from tests.generator.user_functions import swallowing_grader
+from tests.kit.processes import Running, server_process
 
 CONFIG = """
 tables = [{ name = "rollouts", sampler = "fifo", max_times_sampled = 1, max_size = 1000 }]

@@ -28,8 +28,10 @@ from replay_client import AsyncReplayClient, ReplayClient
 from replay_generator import GeneratorConfig, run_generator
 from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.prompts import table as prompts_table
-from tests.factories import keys_in, start, until
-from tests.system.harness import BLOCKED, Books, Fleet, Servers, program
+from tests.factories import until
+from tests.kit.faults import BLOCKED, Books, Fleet, program
+from tests.kit.groups import keys_in
+from tests.kit.processes import Servers, start
 
 CONFIG = """
 server = { data_dir = "{folder}", fsync = "never" }

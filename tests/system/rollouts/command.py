@@ -1,4 +1,4 @@
-"""The command `replay` as a process that `tests.factories.start` forks from one with torch and transformers in it."""
+"""The command `replay` as a process that `tests.kit.processes.start` forks from one with torch and transformers."""
 
 from __future__ import annotations
 

@@ -25,9 +25,10 @@ import numpy as np
 from replay_client import ReplayClient, RolloutGroup
 from replay_client.records import AdmissionInfo
 from replay_client.scoring import group_advantages
-from tests.factories import server_process, start, until
-from tests.generator.factories import make_model
-from tests.system.harness import BLOCKED, Books, Fleet, Trainer, program
+from tests.factories import until
+from tests.kit.faults import BLOCKED, Books, Fleet, Trainer, program
+from tests.kit.models import save_model
+from tests.kit.processes import server_process, start
 from tests.system.rollouts.command import run_command
 from tests.system.rollouts.hooks import TOOL
 
@@ -64,7 +65,7 @@ def faults(group: RolloutGroup) -> Iterator[str]:
 
 def kill_generators(kills: int, folder: Path, seed: int, generators: int = 2) -> Books:
     """Kills so many, and all that are left. Returns what was counted, and what is wrong."""
-    books, rng, model = Books(), random.Random(seed), make_model(folder / "model")
+    books, rng, model = Books(), random.Random(seed), save_model(folder / "model")
     rows = [json.dumps({"prompt": f"{number}+{number}="}) + "\n" for number in range(50)]
     (folder / "prompts.jsonl").write_text("".join(rows))
     with server_process(folder, CONFIG) as server, ReplayClient(server.address, timeout=30.0) as client:

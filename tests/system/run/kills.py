@@ -27,8 +27,9 @@ from pathlib import Path
 from examples.demo.task import make_model, make_tokenizer, problems
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
-from tests.factories import make_group, start_server
-from tests.system.harness import Books, program
+from tests.factories import make_group
+from tests.kit.faults import Books, program
+from tests.kit.processes import start_server
 from tests.system.run.process import (
     GENERATOR,
     PATIENCE,

@@ -27,8 +27,8 @@ from replay_client.errors import ReplayError
 from replay_generator import GeneratorConfig, ScorerConfig, run_generator, run_scorer
 from replay_generator.engines import SamplingConfig
 from replay_generator.groups.codec import PartialGroupSpec
-from tests.factories import start
-from tests.system.harness import BLOCKED, Books, Servers, Trainer, kill_and_finish, program
+from tests.kit.faults import BLOCKED, Books, Trainer, kill_and_finish, program
+from tests.kit.processes import Servers, start
 from tests.system.partial_groups.engine import EngineServer, RemoteEngine
 from tests.system.partial_groups.kills import (
     CONCURRENT,

@@ -1,7 +1,8 @@
 """`replay generate --unscored-table` and `replay score` as their user runs them."""
 
 from replay_client import ReplayClient
-from tests.factories import server_process, until
+from tests.factories import until
+from tests.kit.processes import server_process
 
 CONFIG = """
 tables = [{ name = "rollouts", rate_limiter = { type = "queue", max_size = 12 } }]

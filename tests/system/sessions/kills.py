@@ -33,8 +33,8 @@ from replay_client.errors import ReplayError
 from replay_generator import GeneratorConfig, run_generator
 from replay_generator.engines import SamplingConfig
 from replay_generator.rollouts.sessions import load_sessions
-from tests.factories import free_port, start
-from tests.system.harness import BLOCKED, Books, Servers, Trainer, kill_and_finish, program
+from tests.kit.faults import BLOCKED, Books, Trainer, kill_and_finish, program
+from tests.kit.processes import Servers, free_port, start
 from tests.system.partial_groups.engine import EngineServer, OneToken, RemoteEngine, number_of
 from tests.system.partial_groups.kills import (
     CONCURRENT,

@@ -24,8 +24,9 @@ from typing import Any, Protocol
 
 from replay_client import ReplayClient
 from replay_client.scoring import group_priority
-from tests.factories import free_port, make_group, start, until
-from tests.system.harness import Books, Crew, Servers, program
+from tests.factories import make_group, until
+from tests.kit.faults import Books, Crew, program
+from tests.kit.processes import Servers, free_port, start
 from tests.system.shards.cluster import RECONNECT, RayCluster
 from tests.trainer.killed_trainer import run as train
 from tests.trainer.killed_trainer import trained

@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
 from tests.factories import until
-from tests.system.harness import Books, Crew, Servers
+from tests.kit.faults import Books, Crew
+from tests.kit.processes import Servers
 
 CONFIG = """
 admission = { fresh_groups_per_step = 10000, max_staleness = 10000, table = "queue" }

@@ -16,8 +16,9 @@ from replay_client import ReplayClient
 from replay_server import ReplayServer, TableConfig, shards
 from replay_server.config import AdmissionConfig, Config, SecurityConfig
 from replay_server.shards import ShardError, ShardStatus
-from tests.factories import keys_in, until
-from tests.system.harness import Books, Crew
+from tests.factories import until
+from tests.kit.faults import Books, Crew
+from tests.kit.groups import keys_in
 
 ADDRESS = "ray://replay/replay"
 TABLES = (

@@ -6,7 +6,7 @@ import pytest
 
 from replay_client import ReplayClient
 from tests.factories import until
-from tests.system.harness import Servers
+from tests.kit.processes import Servers
 
 STEPS = 12
 CONFIG = """

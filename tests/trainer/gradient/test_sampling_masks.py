@@ -25,18 +25,12 @@ from replay_trainer.batching import micro_batches, to_batch
 from replay_trainer.groups import ModelLimits, why_unusable
 from replay_trainer.logprobs import LogprobModel, chosen_logprobs
 from replay_trainer.packing.sampling_masks import TokenMasks
-from tests.generator.factories import loaded
-from tests.generator.factories import make_model as make_engine_model
-from tests.trainer.factories import (
-    FakeClient,
-    assert_same_weights,
-    in_pieces,
-    lines_of,
-    make_group,
-    make_model,
-    make_sample,
-    make_trainer,
-)
+from tests.factories import make_group
+from tests.kit.clients import FakeClient
+from tests.kit.groups import in_pieces, make_sample
+from tests.kit.models import assert_same_weights, loaded, make_model
+from tests.kit.models import save_model as make_engine_model
+from tests.kit.trainers import lines_of, make_trainer
 
 NUCLEUS = {"temperature": 0.8, "top_p": 0.9}
 

@@ -17,7 +17,7 @@ from replay_trainer.batching import micro_batches, packed_input, to_batch
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.packing.shared_prefixes import SharedPrefixes
 from tests.factories import make_group
-from tests.trainer.factories import in_pieces
+from tests.kit.groups import in_pieces
 from tests.trainer.test_batching import make_other_model
 from tests.trainer.test_sequences import OBJECTIVES, assert_same_gradient, gradient_of
 

@@ -22,7 +22,10 @@ from replay_trainer.config import Teacher
 from replay_trainer.groups import ModelLimits, why_unusable
 from replay_trainer.losses import distillation_advantages
 from tests.factories import make_group
-from tests.trainer.factories import FakeClient, lines_of, make_model, make_sample, make_trainer
+from tests.kit.clients import FakeClient
+from tests.kit.groups import make_sample
+from tests.kit.models import make_model
+from tests.kit.trainers import lines_of, make_trainer
 from tests.trainer.test_sequences import agents, by_hand, gradient_of
 
 COLUMN = "teacher_logprobs"

@@ -13,15 +13,12 @@ from aiohttp import web
 from replay_generator import GeneratorConfig
 from replay_generator.engines import SamplingConfig
 from replay_generator.rollouts.sessions import load_sessions
-from tests.generator.factories import (
-    RecordingClient,
-    assert_drawn,
-    generate,
-    make_chat_tokenizer,
-    shipped_template,
-)
 from tests.generator.sessions.agents.catalog import Client
 from tests.generator.sessions.test_session import Drawing
+from tests.kit.clients import RecordingClient
+from tests.kit.engines import assert_drawn
+from tests.kit.generators import generate
+from tests.kit.models import make_chat_tokenizer, shipped_template
 
 ROLLOUTS = 2
 PROTOCOLS = {

@@ -1,4 +1,4 @@
-"""What every kill program is made of: servers and processes that are killed, clients at work, books, a command line.
+"""Faults of a machine, and what every kill program is made of: clients at work, processes that are killed, books.
 
 A program starts its parts, kills one of them at a random moment, again and again, and compares what is there with its
 books. What it compares is its own.
@@ -9,21 +9,52 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
+
+import pytest
 
 from replay_client import ReplayClient, RolloutGroup
 from replay_client.errors import DeadlineExceededError, ReplayError
 from replay_protos import shared_memory
-from tests.factories import PATIENCE, ServerProcess, free_port, start_server, until
+from tests.factories import PATIENCE, until
+from tests.kit.processes import Servers
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system in memory of this size, such as 24m, at `folder`; skips where none can be mounted."""
+    folder.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]
+    mount = subprocess.run(command, capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mount.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """A Ctrl-C raises KeyboardInterrupt, whatever another test of this process has set."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+
 
 BLOCKED = 300.0
 """Seconds after which somebody counts as blocked, on a machine that is busy."""
@@ -42,53 +73,6 @@ class Books:
 
     def killed(self) -> None:
         self.totals["kills"] += 1
-
-
-class Servers:
-    """`replay serve`, one or several: each is killed and comes back on its port, over what it has stored."""
-
-    def __init__(self, folder: Path, configs: Sequence[str], named: bool = False) -> None:
-        """`configs`: one for each server, with {folder} for its own folder. `named`: they are shards "a", "b", …"""
-        self._configs = [folder / f"replay-{number}.toml" for number in range(len(configs))]
-        for number, (path, config) in enumerate(zip(self._configs, configs, strict=True)):
-            path.write_text(config.replace("{folder}", f"{folder}/shard-{number}"))
-        self.addresses = [f"127.0.0.1:{free_port()}" for _ in configs]
-        self.address = ",".join(
-            f"{chr(97 + i)}={address}" if named else address for i, address in enumerate(self.addresses)
-        )
-        self.running = [self._start(*each) for each in zip(self._configs, self.addresses, strict=True)]
-
-    def _start(self, config: Path, address: str = "127.0.0.1:0") -> ServerProcess:
-        return start_server(config, address=address)
-
-    def kill(self, number: int = 0) -> None:
-        self.running[number].kill()
-
-    def restart(self, number: int = 0) -> None:
-        self.running[number] = self._start(self._configs[number], self.addresses[number])
-
-    def kill_for_a_while(self, books: Books, rng: random.Random) -> None:
-        self.kill()
-        books.killed()
-        time.sleep(rng.random())
-        self.restart()
-
-    def end_leases(self, number: int) -> None:
-        """Ends the leases of a killed server while its clients cannot see it."""
-        server = self._start(self._configs[number])
-        with ReplayClient(server.address) as client:
-            until(lambda: client.server_info().tables["rollouts"].reserved == 0)
-        server.kill()
-
-    def close(self) -> None:
-        for server in self.running:
-            server.kill()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Crew:

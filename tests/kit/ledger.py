@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from replay_client import ReplayClient
 from replay_protos.replay_pb2 import TableInfo
-from tests.factories import every_item
-from tests.system.harness import Books
+from tests.kit.faults import Books
+from tests.kit.groups import every_item
 
 PLAIN_BATCH, AHEAD_BATCH = 3, 2
 """Items that a reader of "work", and one of "queue", gets at once."""

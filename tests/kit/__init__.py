@@ -1,0 +1,1 @@
+"""What tests are built from: one module for each noun, imported by every folder of tests."""

@@ -1,0 +1,71 @@
+"""What generators need: prompts, hooks, rewards; and generators without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import Any
+
+from replay_client.rollout import RolloutGroup
+from replay_generator import GeneratorConfig, Rollout, RolloutGenerator, RolloutPolicy, RolloutSequence, Task
+from replay_generator.prompts.prompt import Prompt
+from tests.generator.factories import ScriptedEngine
+from tests.kit.clients import RecordingClient
+from tests.kit.engines import SAID
+
+
+def make_prompts(count: int = 10_000, *, text: str = "{}+1=") -> list[Prompt]:
+    return [Prompt.of({"prompt": text.format(index), "prompt_id": f"p{index}"}) for index in range(count)]
+
+
+def zero(row: Any, text: str) -> float:
+    return 0.0
+
+
+def by_length(row: Any, text: str) -> float:
+    return float(len(text))
+
+
+class Hook:
+    """Plays rollouts one after the other as they are let go, and remembers which it began."""
+
+    def __init__(self, *free: int, fails: tuple[int, ...] = (), info: Any = None) -> None:
+        """`free`: numbers of rollouts that need not be let go."""
+        self.free = set(free)
+        self.fails = fails
+        self.info = info
+        self.gate = asyncio.Event()
+        self.began: dict[str, list[int]] = defaultdict(list)
+        self.ended = 0
+
+    async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
+        self.began[task.prompt_id].append(task.index)
+        if task.index not in self.free:
+            await self.gate.wait()
+        if task.index in self.fails:
+            raise RuntimeError("the environment broke")
+        sequence = RolloutSequence(task.prompt_ids)
+        sequence.append_completion(await policy.generate(sequence.token_ids))
+        sequence.append_observation([9, task.index], text="said")
+        sequence.append_completion(await policy.generate(sequence.token_ids))
+        info = {"number": task.index} if self.info is None else self.info
+        self.ended += 1
+        return Rollout([sequence], reward=float(task.index), info=info, metrics={"steps": 2.0})
+
+
+async def generate(
+    client: Any, engine: Any, hook: Any, *, reward: Any = zero, prompts: Any = None, **config: Any
+) -> Any:
+    config = {"group_size": 4, "max_groups": 1, "max_concurrent_groups": 1} | config
+    prompts = make_prompts() if prompts is None else prompts
+    generator = RolloutGenerator(client, engine, prompts, reward, GeneratorConfig(**config), rollout=hook)
+    await generator.run()
+    return generator.stats
+
+
+async def played(hook: Any, engine: Any = None, **config: Any) -> RolloutGroup:
+    """The group that a hook makes of one prompt. Where there is none, it raises why."""
+    client = RecordingClient()
+    config = {"on_prompt_error": "raise"} | config
+    await generate(client, ScriptedEngine(completions=[SAID]) if engine is None else engine, hook, **config)
+    return client.inserts[0][0]
