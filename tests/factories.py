@@ -1,4 +1,7 @@
-"""What several tests make: groups, servers that end with the test, ranks, and `until`, which waits for a condition."""
+"""What several tests make: servers as processes, ports, ranks, and what is read of a server.
+
+Groups and waits are those of `replay_client.testing`, which users have too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 import traceback
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 
 from replay_client import ItemInfo, ReplayClient, RolloutGroup
 from replay_client.scoring import group_advantages
+from replay_client.testing import PATIENCE, async_until, make_group, until  # noqa: F401, tests import them from here
 from replay_server.storage.memory import MemoryStorage
 from replay_server.tables.buffer import ReplayBuffer
 from replay_server.tables.columns import Columns, IntArray
@@ -37,52 +40,6 @@ from replay_server.tables.extensions import configured
 from replay_server.tables.items import Storage
 from replay_server.tables.table import InsertBatch, Table
 from tests.commands import COMMAND, Running
-
-PATIENCE = 120.0
-"""Seconds after which a test takes for a hang what it waits for. Less, and the wait is a timed assertion on a machine
-that has twenty processes for each core."""
-
-
-def make_group(
-    *,
-    rewards: Sequence[float] | None = None,
-    prompt: Sequence[int] = (3, 4),
-    lengths: Sequence[int] | None = None,
-    completions: Sequence[Sequence[int]] | None = None,
-    logprobs: Sequence[float] | float = -1.0,
-    loss_mask: Sequence[bool] | None = None,
-    version: int = 0,
-    seed: int | None = None,
-    **fields: Any,
-) -> RolloutGroup:
-    """A group of completions of 1, 2, 3, ... tokens below 16, with rewards 1, 0, 1, ..., unless given.
-
-    Without rewards, lengths and completions it has three completions. With a seed, tokens and log-probabilities are
-    random.
-    """
-    if rewards is None:
-        rewards = [float(row % 2 == 0) for row in range(len(completions or lengths or (1, 2, 3)))]
-    if completions is None:
-        lengths = range(1, len(rewards) + 1) if lengths is None else lengths
-        completions = [[5 + j % 7] * length for j, length in enumerate(lengths)]
-    lengths_G = np.array([len(completion) for completion in completions], np.int32)
-    tokens_T = np.array([token for completion in completions for token in completion], np.int32)
-    logprobs_T = np.full(tokens_T.size, logprobs) if np.isscalar(logprobs) else np.array(logprobs)
-    if seed is not None:
-        rng = np.random.default_rng(seed)
-        tokens_T = rng.integers(3, 16, size=tokens_T.size, dtype=np.int32)
-        logprobs_T = rng.uniform(-3, -0.01, size=tokens_T.size)
-    return RolloutGroup(
-        prompt_ids=np.array(prompt, np.int32),
-        completion_ids=tokens_T,
-        completion_lengths=lengths_G,
-        rollout_logprobs=logprobs_T.astype(np.float32),
-        rewards=np.array(rewards, np.float32),
-        advantages=group_advantages(rewards),
-        loss_mask=None if loss_mask is None else np.array(loss_mask, np.bool_),
-        policy_version=version,
-        **fields,
-    )
 
 
 def make_sequences(**fields: Any) -> RolloutGroup:
@@ -99,17 +56,6 @@ def make_sequences(**fields: Any) -> RolloutGroup:
             **fields,
         },
     )
-
-
-def until(
-    condition: Callable[[], Any], otherwise: str = "not in time", seconds: float = PATIENCE, pause: float = 0.01
-) -> Any:
-    """The first value of `condition()` that counts as true. Fails with `otherwise` after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(pause)
-    return value
 
 
 def in_a_thread(call: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
@@ -174,13 +120,6 @@ def _take_block() -> Iterator[int]:
                 raise
             return itertools.cycle(range(first, first + _BLOCK))
     raise AssertionError(f"other processes of tests have all blocks of ports: look into {folder}")
-
-
-async def async_until(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
-    """Waits on the event loop until `condition()` counts as true; fails after `seconds`."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @contextmanager

@@ -178,7 +178,7 @@ def test_the_settings_of_runs_are_read_while_their_metrics_may_be_read(runs, mon
     def other_thread_asks(folder: Path, root: Path) -> dict[str, str]:
         thread = threading.Thread(target=lambda: asked.append(read.newest_name()), daemon=True)
         thread.start()
-        until(lambda: asked, seconds=10.0)
+        until(lambda: asked, timeout=10.0)
         return configuration_of(folder, root)
 
     monkeypatch.setattr(training, "configuration_of", other_thread_asks)

@@ -107,7 +107,7 @@ class Project:
 
     def wait(self, service: str, timeout: float = 600.0) -> int:
         """The exit status of a service that ends."""
-        until(lambda: self.has_ended(service), f"{service} goes on", seconds=timeout, pause=0.5)
+        until(lambda: self.has_ended(service), f"{service} goes on", timeout=timeout, pause=0.5)
         return int(self.container(service)["State"]["ExitCode"])
 
     def remove(self) -> None:

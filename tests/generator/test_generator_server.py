@@ -331,12 +331,14 @@ async def test_a_server_that_is_restarted_finds_the_generator_going_on(tmp_path,
             assert await described() == [2]
             getattr(server.process, way)()
             server.process.wait()
-            await async_until(lambda: "the server does not answer, and the generator tries again" in caplog.text, 90.0)
+            await async_until(
+                lambda: "the server does not answer, and the generator tries again" in caplog.text, timeout=90.0
+            )
             groups = generator.stats["groups"]
             assert not task.done()
             with server_process(tmp_path, config, address):
-                await async_until(lambda: generator.stats["groups"] > groups + 20, 90.0)
-                await async_until(lambda: "the server was restarted: it holds " in caplog.text, 90.0)
+                await async_until(lambda: generator.stats["groups"] > groups + 20, timeout=90.0)
+                await async_until(lambda: "the server was restarted: it holds " in caplog.text, timeout=90.0)
                 async with asyncio.timeout(90.0):
                     while await described() != [2]:
                         await asyncio.sleep(0.01)

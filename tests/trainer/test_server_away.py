@@ -73,7 +73,7 @@ def test_the_trainer_announces_a_version_when_the_server_is_back(tmp_path, caplo
 
     def restart() -> None:
         # Longer than sample_timeout: a line every 0.2 s.
-        until(lambda: sum("waiting to announce version" in said for said in caplog.messages) >= 10, seconds=120)
+        until(lambda: sum("waiting to announce version" in said for said in caplog.messages) >= 10, timeout=120)
         done.extend(steps(tmp_path / "run"))
         servers.append(serve(tmp_path, port))
 
@@ -105,7 +105,7 @@ def test_a_run_that_is_stopped_while_the_server_is_away_ends_and_its_last_versio
     server = serve(tmp_path, port := free_port())
 
     def interrupt() -> None:
-        until(lambda: any("waiting to announce version" in said for said in caplog.messages), seconds=120)
+        until(lambda: any("waiting to announce version" in said for said in caplog.messages), timeout=120)
         _thread.interrupt_main()
 
     interrupter = threading.Thread(target=interrupt)

@@ -275,7 +275,7 @@ async def test_a_second_trainer_is_refused_while_the_first_lives(server, make, t
         await filling.put(make_input(number))
     filling.close()
     living = start(hold_and_wait, server.address, first)
-    until((first / "holds").exists, seconds=120.0)
+    until((first / "holds").exists, timeout=120.0)
     with pytest.raises(RuntimeError, match=r"miles:.* reads table 'rollouts' already, .* replay_table"):
         make(save=str(second))
     with pytest.raises(RuntimeError, match="is in use by another training run"):

@@ -417,7 +417,7 @@ def test_an_engine_that_dies_ends_the_command_with_one_sentence(model, tmp_path,
         )
         try:
             if how == "kill":
-                until(lambda: client.server_info().tables["rollouts"].size, seconds=120.0)
+                until(lambda: client.server_info().tables["rollouts"].size, timeout=120.0)
                 for child in processes_of(process):
                     if "EngineCore" in " ".join(child.cmdline()):
                         child.kill()

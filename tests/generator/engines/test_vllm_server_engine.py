@@ -233,7 +233,7 @@ class TestRealServers:
             assert engine.engines_away == 1
         finally:
             fresh[1].thaw()
-        await async_until(lambda: not engine.engines_away, 60.0)
+        await async_until(lambda: not engine.engines_away, timeout=60.0)
         assert label_of(fresh[1]) == label_of(fresh[0])
         assert f"{fresh[1].url} is used again, after" in caplog.text
         assert engine.engines_lost == 1

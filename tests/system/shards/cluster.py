@@ -60,7 +60,7 @@ class RayCluster:
         """Kills all processes of the head, and waits until Ray has ended the others."""
         for pid in self.head:
             os.kill(pid, signal.SIGKILL)
-        until(lambda: not any(map(lives, self.others)), "Ray ends nothing", seconds=120.0)
+        until(lambda: not any(map(lives, self.others)), "Ray ends nothing", timeout=120.0)
         self.process.kill()
         self.process.communicate()
 
