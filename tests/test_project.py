@@ -43,7 +43,7 @@ PUBLIC = {
     "replay_server": {"config", "shards", "storage.checkpoints", "tables.config"},
     "replay_client": {
         *("access", "columns", "errors", "folder_lock", "records", "rollout", "run_metrics", "sampling_masks"),
-        *("scoring", "settings", "supervisor", "tracing", "trend", "waits", "words"),
+        *("scoring", "settings", "supervisor", "testing", "tracing", "trend", "waits", "words"),
     },
     "replay_generator": {
         *(

@@ -68,7 +68,7 @@ def asserted_durations(source: str) -> list[int]:
 def test_no_test_asserts_a_duration():
     found = {path.relative_to(ROOT): asserted_durations(path.read_text()) for path in TESTS}
     wrong = {path: lines for path, lines in found.items() if lines}
-    assert wrong == {}, "wait with a deadline (tests.factories.until), or assert an order"
+    assert wrong == {}, "wait with a deadline (replay_client.testing.until), or assert an order"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError, ServerClosedError
-from tests.factories import until
+from replay_client.testing import until
 from tests.kit.groups import keys_in
 from tests.kit.processes import COMMAND, ServerProcess, free_port, start_server
 from tests.system.proxy import Faults, FaultyProxy

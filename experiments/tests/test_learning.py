@@ -13,9 +13,9 @@ from experiments.learning import loop, model, page, report, run, statistics
 from experiments.learning.arms import ARMS
 from experiments.learning.tasks import TASKS, Task, make_problems
 from replay_client.scoring import group_advantages
+from replay_client.testing import make_group
 from replay_trainer.batching import to_batch
 from replay_trainer.logprobs import LogprobModel
-from tests.factories import make_group
 
 
 def record(

@@ -12,7 +12,7 @@ from experiments.learning.arms import ARMS
 from experiments.learning.stored import DistinctAnswers
 from experiments.learning.tasks import TASKS, Task, make_problems, right_texts
 from experiments.learning.variety import HeldOut
-from tests.factories import make_group
+from replay_client.testing import make_group
 
 # Random weights solve it now and then: the answer is to stop at once.
 COIN = Task("coin", lambda rng: (f"{rng.randrange(10**6)}=", ""), max_tokens=2)

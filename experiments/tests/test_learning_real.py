@@ -14,9 +14,9 @@ from experiments.learning.loop import Settings
 from experiments.learning.real import look, pretrained, smollm2
 from experiments.learning.real.gym import GYM_TASKS, GymProblems, gym_problems, last_number
 from experiments.learning.statistics import GENERATED, SOLVE_RATE
+from replay_client.testing import make_group
 from replay_trainer.batching import to_batch
 from replay_trainer.logprobs import LogprobModel
-from tests.factories import make_group
 
 CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}="
 

@@ -24,9 +24,9 @@ from replay_adapters import trl_async
 from replay_adapters.trl_async import ServerRollouts
 from replay_client import ReplayClient, RolloutGroup
 from replay_client.scoring import group_priority
+from replay_client.testing import make_group
 from tests.adapters.async_grpo_on_cpu import OPTIONS
 from tests.docs.blocks import ROOT, blocks
-from tests.factories import make_group
 from tests.kit.models import make_model
 
 PAGE = ROOT / "docs/how-to/trl.md"

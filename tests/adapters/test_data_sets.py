@@ -13,9 +13,9 @@ from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer
 
 from replay_client import ReplayClient, RolloutGroup, group_from_rows
+from replay_client.testing import make_group
 from replay_server import ReplayServer, TableConfig
 from tests.docs.blocks import ROOT, blocks
-from tests.factories import make_group
 from tests.kit.models import save_model
 from tests.kit.processes import run_replay
 

@@ -10,8 +10,8 @@ import pytest
 
 from replay_adapters.finished_groups import FinishedGroups
 from replay_client import ReplayClient, RolloutGroup
+from replay_client.testing import make_group
 from replay_server import ReplayServer, TableConfig
-from tests.factories import make_group
 
 TABLES: dict[str, dict[str, Any]] = {
     "finished": {},

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError, TableNotFoundError
 from replay_client.scoring import is_zero_variance
-from tests.factories import make_group
+from replay_client.testing import make_group
 
 pytest.importorskip("trl", reason="pip install '.[trl]'")
 

@@ -34,11 +34,11 @@ from replay_client import ReplayClient
 from replay_client.errors import TableNotFoundError
 from replay_client.folder_lock import FolderLock
 from replay_client.scoring import group_priority
+from replay_client.testing import make_group, until
 from replay_generator.engines.weights import model_facts
 from replay_trainer.weights import published
 from tests.adapters.async_grpo_on_cpu import OPTIONS
 from tests.adapters.killed_async_grpo import block, insert, note_steps, save_model, train, trained
-from tests.factories import make_group, until
 from tests.kit.groups import in_pieces
 from tests.kit.models import make_model
 from tests.kit.processes import ServerProcess, free_port, server_process

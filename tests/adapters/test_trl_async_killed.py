@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("trl", reason="pip install '.[trl]'")
 
 from replay_client import ReplayClient
+from replay_client.testing import until
 from replay_trainer.weights import published
 from tests.adapters.killed_async_grpo import (
     GROUP_SIZE,
@@ -22,7 +23,6 @@ from tests.adapters.killed_async_grpo import (
     save_model,
     trained,
 )
-from tests.factories import until
 from tests.kit.processes import ServerProcess, free_port, server_process, start
 
 # The limit is a guard against hanging; processes start where others may be busy.
@@ -44,7 +44,7 @@ def end_of(address: str, folder: Path, *arguments: object, **options: object) ->
 
 
 def until_gone(client: ReplayClient) -> None:
-    until(lambda: client.server_info().sample_streams == 0, seconds=60.0)
+    until(lambda: client.server_info().sample_streams == 0, timeout=60.0)
 
 
 @pytest.mark.parametrize("phase", ["forward", "updated", "published", "saving", "saved", "acknowledged"])
@@ -114,7 +114,7 @@ def test_an_interrupted_trainer_gives_back_at_once_what_no_checkpoint_contains(s
     process = start(run, server.address, tmp_path)
     with ReplayClient(server.address) as client:
         # Three steps, and it waits for the groups of the fifth: TRL collates one micro-batch ahead.
-        until(lambda: client.policy().version == 4, seconds=300.0)
+        until(lambda: client.policy().version == 4, timeout=300.0)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGINT)
         process.join(60)

@@ -14,7 +14,7 @@ import pytest
 
 from replay_cli.archive.segments import SegmentWriter
 from replay_client import ReplayClient
-from tests.factories import until
+from replay_client.testing import until
 from tests.kit.processes import COMMAND, fails, free_port, run_replay, server_process
 
 moto = pytest.importorskip("moto.server", reason="make setup-dev installs it")

@@ -6,9 +6,9 @@ import subprocess
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import make_group, until
 from replay_server import ReplayServer, SecurityConfig, TableConfig
 from replay_server.telemetry import host
-from tests.factories import make_group, until
 from tests.kit.processes import COMMAND, run_replay, tokens_file
 
 

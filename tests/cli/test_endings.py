@@ -15,7 +15,7 @@ import pytest
 
 from examples.demo.task import make_model, make_tokenizer
 from replay_client import ReplayClient
-from tests.factories import until
+from replay_client.testing import until
 from tests.kit.processes import COMMAND, Running, fails, free_port, run_replay, server_process
 
 

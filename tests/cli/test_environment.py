@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import until
 from replay_generator.engines.vllm import VLLMEngine
 from replay_protos.transport import is_near
-from tests.factories import until
 from tests.kit.processes import COMMAND, Running, run_replay, server_process
 
 PROXIES = ("grpc_proxy", "http_proxy", "https_proxy")

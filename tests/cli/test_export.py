@@ -11,8 +11,8 @@ import pytest
 
 from examples.demo.task import make_tokenizer
 from replay_client import ReplayClient, group_from_rows
+from replay_client.testing import make_group
 from replay_server import ReplayServer, TableConfig
-from tests.factories import make_group
 from tests.kit.processes import fails, run_replay
 
 

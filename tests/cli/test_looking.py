@@ -18,10 +18,10 @@ import pytest
 
 from examples.demo.task import make_tokenizer
 from replay_client import ReplayClient, group_from_rows
+from replay_client.testing import make_group, until
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.prompts.stored import PromptCursor, StoredPrompt
 from replay_protos import replay_pb2 as pb
-from tests.factories import make_group, until
 from tests.kit.clocks import in_a_thread
 from tests.kit.groups import make_sequences
 from tests.kit.processes import COMMAND, Running, fails, server_process

@@ -14,8 +14,8 @@ import time
 
 import pytest
 
+from replay_client.testing import PATIENCE
 from replay_server import ReplayServer, TableConfig
-from tests.factories import PATIENCE
 from tests.kit.processes import COMMAND
 
 

@@ -7,7 +7,7 @@ import sys
 import warnings
 
 from replay_client import ReplayClient
-from tests.factories import make_group
+from replay_client.testing import make_group
 
 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
 

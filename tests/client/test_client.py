@@ -25,9 +25,9 @@ from replay_client.errors import (
     TableNotFoundError,
     UnsupportedError,
 )
+from replay_client.testing import make_group, until
 from replay_client.transport import Stream
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.factories import make_group, until
 from tests.kit.clocks import in_a_thread
 from tests.kit.faults import ctrl_c_raises
 

@@ -10,10 +10,10 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, LeaseEndedError, ReplayError
+from replay_client.testing import make_group, until
 from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
 from replay_server.storage.lmdb import LmdbStorage
-from tests.factories import make_group, until
 from tests.kit.processes import start_server
 from tests.server.rpc.calls import connection
 

@@ -16,9 +16,9 @@ from replay_client.errors import (
     ServerUnavailableError,
     TableFullError,
 )
+from replay_client.testing import make_group, until
 from replay_protos import replay_pb2 as pb
 from replay_server import Config, ReplayServer, ServerConfig, TableConfig
-from tests.factories import make_group, until
 from tests.kit.clocks import in_a_thread
 from tests.server.rpc.calls import connection
 

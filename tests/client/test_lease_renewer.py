@@ -8,8 +8,8 @@ from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import ServerUnavailableError
 from replay_client.lease_renewer import AsyncLeaseRenewer
 from replay_client.records import MutationResult, Sample, SampleInfo
+from replay_client.testing import PATIENCE
 from replay_server import ReplayServer, TableConfig
-from tests.factories import PATIENCE
 
 LEASE = 2.0
 """Seconds. Longer than a process on a busy machine stands still."""

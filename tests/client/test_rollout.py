@@ -17,7 +17,7 @@ from replay_client import RolloutGroup, group_from_completions, group_from_rows
 from replay_client.columns import ALIGNMENT, encode_columns
 from replay_client.completions import row_of
 from replay_client.rollout import MAGIC
-from tests.factories import make_group
+from replay_client.testing import make_group
 
 
 def full_group() -> RolloutGroup:

@@ -17,7 +17,7 @@ from replay_client.scoring import (
     trained_advantages,
     trained_priority,
 )
-from tests.factories import make_group
+from replay_client.testing import make_group
 
 
 def test_advantages_of_binary_rewards_by_hand():

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
+from replay_client.testing import until  # noqa: F401, tests of the page import it from here
 from replay_dashboard import app
 from replay_dashboard.app import PageServer, Settings
-from tests import factories
 from tests.dashboard.load import Run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 QUIET = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
-until = functools.partial(factories.until, seconds=120.0)
 CHANGED = "net::ERR_NETWORK_CHANGED"
 """Chromium drops what it loads when another test makes or ends a network of containers."""
 LAPTOP, PHONE = {"width": 1366, "height": 768}, {"width": 390, "height": 844}

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient, group_from_rows
+from replay_client.testing import make_group
 from replay_dashboard import app as dashboard_app
 from replay_dashboard import live
 from replay_dashboard.app import Settings
 from replay_server import ReplayServer, TableConfig
 from tests.dashboard.conftest import serving, until
 from tests.dashboard.load import make_tokenizer
-from tests.factories import make_group
 from tests.kit.groups import make_sequences
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import make_group
 from replay_dashboard import training
 from replay_dashboard.app import Settings
 from replay_dashboard.configuration import HIDDEN, MOST_SETTINGS, MOST_SHOWN, TOO_DEEP, configuration_of
@@ -19,7 +20,6 @@ from replay_dashboard.training import Runs
 from replay_server import ReplayServer, TableConfig
 from tests.dashboard.conftest import serving, until
 from tests.dashboard.test_page import check_accessibility
-from tests.factories import make_group
 
 SERVE = """
 [server]
@@ -178,7 +178,7 @@ def test_the_settings_of_runs_are_read_while_their_metrics_may_be_read(runs, mon
     def other_thread_asks(folder: Path, root: Path) -> dict[str, str]:
         thread = threading.Thread(target=lambda: asked.append(read.newest_name()), daemon=True)
         thread.start()
-        until(lambda: asked, seconds=10.0)
+        until(lambda: asked, timeout=10.0)
         return configuration_of(folder, root)
 
     monkeypatch.setattr(training, "configuration_of", other_thread_asks)

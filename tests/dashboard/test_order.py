@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import make_group
 from replay_dashboard.app import Settings
 from replay_server import ReplayServer, TableConfig
 from tests.dashboard.conftest import PHONE, serving, until
 from tests.dashboard.load import Run, make_tokenizer
-from tests.factories import make_group
 
 GREEN = """() => {
     const probe = document.body.appendChild(Object.assign(document.createElement('i'), { className: 'fine' }));

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import make_group
 from replay_dashboard import app
 from replay_dashboard.app import Settings
 from replay_generator.prompts.prompt import Prompt
@@ -21,7 +22,6 @@ from replay_server.rpc import info as rpc_info
 from tests.client.shards.conftest import connected
 from tests.dashboard.conftest import LAPTOP, PHONE, serving, until
 from tests.dashboard.load import HOSTILE, make_tokenizer
-from tests.factories import make_group
 from tests.kit.clocks import in_a_thread
 from tests.kit.groups import make_sequences
 from tests.kit.processes import free_port, server_process

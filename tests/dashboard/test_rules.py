@@ -13,6 +13,7 @@ import pytest
 
 from replay_client.errors import ServerUnavailableError
 from replay_client.records import ClientInfo, OverdueClient, Policy, ServerInfo, TableInfo
+from replay_client.testing import PATIENCE
 from replay_client.trend import Direction, trend_of
 from replay_dashboard.budget import DEAREST, Budget
 from replay_dashboard.diagnosis import Finding, Level
@@ -23,7 +24,6 @@ from replay_dashboard.prompts import PromptLog
 from replay_dashboard.training import MOST_POINTS, Runs
 from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
-from tests.factories import PATIENCE
 from tests.kit.processes import Running, fails
 
 ROOT = Path(__file__).parents[2]

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from replay_client import ReplayClient, RolloutGroup, group_from_rows
+from replay_client.testing import make_group
 from replay_dashboard import app
 from replay_dashboard.app import Settings
 from replay_server import ReplayServer, TableConfig
 from tests.dashboard.conftest import LAPTOP, PHONE, serving, until
 from tests.dashboard.load import HOSTILE, make_tokenizer
 from tests.dashboard.test_page import check_accessibility
-from tests.factories import make_group
 
 PROMPT = "Ada has 31 apples and gets 47 more."
 CALL, ANSWER, SAID = "Let me add them. 31 + 47", "78", "So the answer is 78."

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replay_client import RolloutGroup
+from replay_client.testing import make_group
 from replay_dashboard.turns import turns_of
 from replay_generator import Rollout, RolloutSequence
 from replay_generator.engines import Completion
 from replay_generator.groups.assembly import assemble
 from replay_generator.rollouts.rollout import PlayedRollout
-from tests.factories import make_group
 
 
 def wrote(*token_ids: int, loss_mask: list[bool] | None = None) -> Completion:

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from replay_client.testing import until
 from tests.docker import files
-from tests.factories import until
 from tests.kit.processes import free_port
 
 BASE = next(
@@ -108,7 +108,7 @@ class Project:
 
     def wait(self, service: str, timeout: float = 600.0) -> int:
         """The exit status of a service that ends."""
-        until(lambda: self.has_ended(service), f"{service} goes on", seconds=timeout, pause=0.5)
+        until(lambda: self.has_ended(service), f"{service} goes on", timeout=timeout, pause=0.5)
         return int(self.container(service)["State"]["ExitCode"])
 
     def remove(self) -> None:

@@ -6,8 +6,8 @@ from itertools import chain, combinations
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import make_group, until
 from tests.docker.engine import Project, needs_compose, needs_engine
-from tests.factories import make_group, until
 
 SOURCE, REVISION = "a place", "0123abc"
 PROFILES = ("cpu", "gpu", "metrics", "shards")
@@ -67,8 +67,8 @@ def test_a_killed_server_comes_back_by_its_restart_policy_with_its_items(server)
         keys = [client.insert(make_group(seed=seed), {"replay": 1.0}) for seed in range(3)]
         before = client.server_info()
         server.kill("server")
-        until(lambda: server.container("server")["RestartCount"] == 1, "it stays away", seconds=120, pause=0.5)
-        until(lambda: server.health("server") == "healthy", "it is not healthy", seconds=120, pause=0.5)
+        until(lambda: server.container("server")["RestartCount"] == 1, "it stays away", timeout=120, pause=0.5)
+        until(lambda: server.health("server") == "healthy", "it is not healthy", timeout=120, pause=0.5)
         assert client.server_info().server_id != before.server_id
         assert {item.key for item in client.get(keys)} == set(keys)
 

@@ -16,9 +16,9 @@ import yaml
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
+from replay_client.testing import PATIENCE, until
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.docker.files import DOCKER, ROOT
-from tests.factories import PATIENCE, until
 from tests.kit.processes import free_port
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus")

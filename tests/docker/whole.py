@@ -15,8 +15,8 @@ import pytest
 
 from replay_client import TLS, ReplayClient
 from replay_client.errors import AuthenticationError, ReplayError
+from replay_client.testing import until
 from tests.docker.engine import Project, docker, make_secrets, missing
-from tests.factories import until
 
 if missing():
     pytest.exit(f"make docker-test {missing()}", returncode=1)

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from replay_client.testing import until
 from tests.docs.blocks import ROOT, Block, blocks, write_files
-from tests.factories import until
 from tests.kit.processes import free_port
 
 SECOND = "second terminal"

@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from replay_client import ReplayClient
+from replay_client.testing import make_group
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from tests.docs.blocks import ROOT, write_files
-from tests.factories import make_group
 from tests.kit.models import NEAR, assert_same_weights, make_model
 from tests.kit.processes import run_ranks
 

@@ -6,9 +6,9 @@ import json
 import re
 
 from replay_client.run_metrics import GENERATOR, SECTIONS, watched
+from replay_client.testing import make_group
 from replay_generator.metrics import GeneratorMetrics, GroupTimes
 from tests.docs.metrics_page import PAGE, lines_of, renewed_page
-from tests.factories import make_group
 
 
 def test_the_tables_of_the_page_are_what_is_declared():

@@ -20,6 +20,7 @@ from replay_client.errors import (
 )
 from replay_client.records import PermitGrant
 from replay_client.rollout import RolloutGroup
+from replay_client.testing import PATIENCE, async_until
 from replay_client.waits import ENGINE_STOP, LAST_WORD, STOP_SECONDS
 from replay_generator import (
     GeneratorConfig,
@@ -34,10 +35,9 @@ from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.metrics import InsertRate
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.rewards.functions import Reward
-from tests.factories import PATIENCE
 from tests.generator.factories import EOS, ScriptedEngine
 from tests.kit.clients import RecordingClient
-from tests.kit.clocks import async_until, stopped_clock, turns
+from tests.kit.clocks import stopped_clock, turns
 from tests.kit.engines import check_group
 from tests.kit.generators import make_prompts
 from tests.kit.models import make_version

@@ -18,13 +18,14 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 from replay_client import AsyncReplayClient
 from replay_client.errors import ServerUnavailableError
 from replay_client.records import read_described
+from replay_client.testing import async_until
 from replay_client.waits import WaitLog
 from replay_generator import GeneratorConfig, RolloutGenerator, StaleWeightsError
 from replay_generator.engines.weights import model_facts
 from replay_generator.rollouts.rollout import single_turn
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.generator.factories import ScriptedEngine
-from tests.kit.clocks import async_until, turns
+from tests.kit.clocks import turns
 from tests.kit.generators import make_prompts
 from tests.kit.processes import free_port, server_process
 
@@ -333,12 +334,14 @@ async def test_a_server_that_is_restarted_finds_the_generator_going_on(tmp_path,
             assert await described() == [2]
             getattr(server.process, way)()
             server.process.wait()
-            await async_until(lambda: "the server does not answer, and the generator tries again" in caplog.text, 90.0)
+            await async_until(
+                lambda: "the server does not answer, and the generator tries again" in caplog.text, timeout=90.0
+            )
             groups = generator.stats["groups"]
             assert not task.done()
             with server_process(tmp_path, config, address):
-                await async_until(lambda: generator.stats["groups"] > groups + 20, 90.0)
-                await async_until(lambda: "the server was restarted: it holds " in caplog.text, 90.0)
+                await async_until(lambda: generator.stats["groups"] > groups + 20, timeout=90.0)
+                await async_until(lambda: "the server was restarted: it holds " in caplog.text, timeout=90.0)
                 async with asyncio.timeout(90.0):
                     while await described() != [2]:
                         await asyncio.sleep(0.01)

@@ -12,6 +12,7 @@ import pytest
 
 from replay_client import AsyncReplayClient
 from replay_client.records import read_described
+from replay_client.testing import PATIENCE, async_until
 from replay_dashboard.diagnosis import diagnose
 from replay_generator import GeneratorConfig, Rollout, RolloutGenerator, notices
 from replay_generator.engines import Completion, SamplingConfig
@@ -27,13 +28,11 @@ from replay_generator.rollouts.sessions import endpoint, refusals
 from replay_generator.rollouts.sessions.agents import SessionHook
 from replay_generator.rollouts.sessions.refusals import Refusals
 from replay_server.config import MAX_DESCRIPTION
-from tests.factories import PATIENCE
 from tests.generator.factories import ScriptedEngine
 from tests.generator.prompts.test_epoch import serving
 from tests.generator.sessions.test_remote import running
 from tests.generator.test_scoring import play, scoring
 from tests.generator.test_scoring import serving as serving_unscored
-from tests.kit.clocks import async_until
 
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from replay_client import AsyncReplayClient
 from replay_client.errors import ReplayError
+from replay_client.testing import PATIENCE, async_until, make_group
 from replay_generator import (
     GeneratorConfig,
     PromptError,
@@ -29,9 +30,8 @@ from replay_generator.prompts.prompt import Prompt
 from replay_generator.rewards.functions import group_reward
 from replay_generator.rollouts.rollout import PlayedRollout, single_turn
 from replay_server import TableConfig
-from tests.factories import PATIENCE, make_group
 from tests.generator.factories import ScriptedEngine
-from tests.kit.clocks import async_until, turns
+from tests.kit.clocks import turns
 from tests.kit.engines import SAID
 from tests.kit.generators import Hook, make_prompts, zero
 from tests.kit.stack import Counts, Stack, Worker

@@ -6,10 +6,10 @@ import pytest
 
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import group_learnability, group_priority
+from replay_client.testing import make_group
 from replay_generator import GeneratorConfig
 from replay_generator.errors import PromptError
 from replay_generator.priorities import load_priority
-from tests.factories import make_group
 from tests.generator.factories import ScriptedEngine
 from tests.generator.test_generator import make_generator
 from tests.kit.clients import RecordingClient

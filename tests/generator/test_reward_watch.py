@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from replay_client.testing import PATIENCE
 from replay_dashboard.diagnosis import diagnose
 from replay_generator import GeneratorConfig, RolloutGenerator
 from replay_generator.groups import inserting
@@ -13,7 +14,6 @@ from replay_generator.prompts.prompt import Prompt
 from replay_generator.rewards import reward_watch as watch
 from replay_generator.rewards.functions import load_reward
 from replay_generator.rewards.reward_watch import RewardWatch
-from tests.factories import PATIENCE
 from tests.generator.factories import ScriptedEngine
 from tests.generator.prompts.test_epoch import serving
 

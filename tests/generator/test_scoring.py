@@ -12,17 +12,16 @@ import pytest
 from replay_client import AsyncReplayClient
 from replay_client.errors import ReplayError
 from replay_client.records import read_described
+from replay_client.testing import PATIENCE, async_until
 from replay_generator import GeneratorConfig, GroupScorer, PromptError, Rollout, RolloutGenerator, ScorerConfig
 from replay_generator.rewards.functions import group_reward
 from replay_generator.stages import scorer as scorer_module
 from replay_generator.stages import stage as stage_module
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_trainer.groups import why_unusable
-from tests.factories import PATIENCE
 from tests.generator import test_generator_server
 from tests.generator.factories import ScriptedEngine
 from tests.generator.test_partial_groups import PROMPTS, SIZE, sum_of_numbers
-from tests.kit.clocks import async_until
 from tests.kit.engines import SAID
 from tests.kit.generators import Hook
 

@@ -8,11 +8,10 @@ import pytest
 
 from replay_client import AsyncReplayClient
 from replay_client.records import read_described
+from replay_client.testing import async_until, make_group
 from replay_generator import Handoff, StageConfig
 from replay_generator.stages.stage import Stage
 from replay_server import ReplayServer, TableConfig
-from tests.factories import make_group
-from tests.kit.clocks import async_until
 
 NAMES = ("fresh", "rollouts", "others")
 

@@ -17,6 +17,7 @@ import torch
 
 from replay_client.errors import ReplayError
 from replay_client.settings import load_function
+from replay_client.testing import async_until
 from replay_client.waits import in_daemon_thread
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.rewards.functions import Reward, RewardError, Scorer, group_reward
@@ -29,7 +30,7 @@ from tests.generator.environments.test_tool_loop import CHAT, Talking
 from tests.generator.factories import ScriptedEngine
 from tests.generator.test_stages import between, sizes
 from tests.kit.clients import RecordingClient
-from tests.kit.clocks import async_until, stopped_clock
+from tests.kit.clocks import stopped_clock
 from tests.kit.generators import generate, make_prompts, played
 
 ENDINGS = {

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from replay_client.testing import make_group
 from replay_generator import GeneratorConfig, PromptError, Rollout, RolloutGenerator
 from replay_generator.priorities import load_priority
 from replay_generator.rewards.functions import Reward, RewardError, Scorer, group_reward
 from replay_generator.rollouts.rollout import RolloutError, checked, single_turn
 from replay_generator.rollouts.sessions.agents import result_of
 from replay_generator.user_code.calls import UserCodeError
-from tests.factories import make_group
 from tests.generator import user_functions
 from tests.generator.factories import ScriptedEngine
 from tests.generator.test_stages import between, sizes

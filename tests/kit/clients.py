@@ -18,7 +18,7 @@ from replay_client.errors import DeadlineExceededError
 from replay_client.records import AdmissionInfo, PermitGrant, Policy, Sample
 from replay_client.rollout import RolloutGroup
 from replay_client.scoring import is_zero_variance
-from tests.factories import make_group
+from replay_client.testing import make_group
 from tests.kit.groups import make_sample
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.factories import PATIENCE
-
 
 def in_a_thread(call: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
     """What `call` answers or raises, as soon as the thread that it has for itself has ended it."""
@@ -20,13 +18,6 @@ def in_a_thread(call: Callable[..., Any], *arguments: Any, **options: Any) -> Fu
         return thread.submit(call, *arguments, **options)
     finally:
         thread.shutdown(wait=False)
-
-
-async def async_until(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
-    """Waits on the event loop until `condition()` counts as true; fails after `seconds`."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @contextmanager

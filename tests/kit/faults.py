@@ -27,8 +27,8 @@ import pytest
 
 from replay_client import ReplayClient, RolloutGroup
 from replay_client.errors import DeadlineExceededError, ReplayError
+from replay_client.testing import PATIENCE, until
 from replay_protos import shared_memory
-from tests.factories import PATIENCE, until
 from tests.kit.processes import Servers
 
 

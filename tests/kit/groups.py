@@ -13,7 +13,7 @@ from replay_client import ItemInfo, ReplayClient, RolloutGroup, Sample, SampleIn
 from replay_client.columns import RAGGED
 from replay_client.sampling_masks import SAMPLING_MASK, mask_column
 from replay_client.scoring import group_advantages
-from tests.factories import make_group
+from replay_client.testing import make_group
 
 
 def make_sequences(**fields: Any) -> RolloutGroup:

@@ -36,7 +36,7 @@ from prometheus_client import parser as prometheus
 from prometheus_client.openmetrics import parser as openmetrics
 
 from replay_client import ReplayClient
-from tests.factories import PATIENCE, until
+from replay_client.testing import PATIENCE, until
 
 if TYPE_CHECKING:
     from tests.kit.faults import Books

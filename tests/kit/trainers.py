@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from replay_client import Sample
+from replay_client.testing import make_group
 from replay_trainer import Callback, GRPOConfig, GRPOTrainer, StepReport
-from tests.factories import make_group
 from tests.kit.groups import make_sample
 from tests.kit.models import POISON, make_model
 

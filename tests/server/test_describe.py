@@ -13,11 +13,11 @@ import pytest
 from replay_client import ReplayClient
 from replay_client.errors import AuthenticationError, InvalidRequestError
 from replay_client.records import read_described
+from replay_client.testing import make_group, until
 from replay_dashboard.diagnosis import Level, diagnose
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import ReplayServer, SecurityConfig, TableConfig
-from tests.factories import make_group, until
 from tests.kit.processes import run_replay, sample_of, scrape, tokens_file
 
 QUEUE = TableConfig(name="rollouts", rate_limiter={"type": "queue", "max_size": 8}, forward_to="replay")

@@ -11,11 +11,11 @@ import pytest
 from replay_cli.screen import permits
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError, InvalidRequestError
+from replay_client.testing import make_group
 from replay_dashboard.diagnosis import Level, diagnose
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import Config
 from replay_server.tables.config import AdmissionConfig
-from tests.factories import make_group
 
 ADMISSION = AdmissionConfig(fresh_groups_per_step=2, max_staleness=0, permit_tables="partial_groups")
 TABLES = [

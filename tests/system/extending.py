@@ -21,7 +21,7 @@ import numpy as np
 
 from replay_client import ExtendResult, ReplayClient, RolloutGroup, StoredItem
 from replay_client.columns import encode_columns
-from tests.factories import make_group
+from replay_client.testing import make_group
 from tests.kit.faults import Books, Crew, program, pull_the_plug
 from tests.kit.processes import Servers
 

@@ -16,8 +16,8 @@ import atheris
 
 with atheris.instrument_imports(include=["replay_protos", "replay_client", "replay_server", "tests.system.targets"]):
     from replay_client.columns import encode_columns
+    from replay_client.testing import make_group
     from replay_protos import replay_pb2 as pb
-    from tests.factories import make_group
     from tests.kit.groups import make_sequences
     from tests.system import targets
 

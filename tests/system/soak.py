@@ -34,11 +34,11 @@ import psutil
 
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import ReplayError
+from replay_client.testing import PATIENCE, until
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server.tables.buffer import MAX_ANSWERS, MAX_KNOWN_KEYS
 from replay_server.tables.outstanding import MAX_ACKNOWLEDGED
-from tests.factories import PATIENCE, until
 from tests.kit.faults import Books, Crew
 
 TOKEN = "soak-0123456789abcdef"

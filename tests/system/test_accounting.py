@@ -23,8 +23,8 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
+from replay_client.testing import until
 from replay_protos import shared_memory
-from tests.factories import until
 from tests.kit.processes import server_process
 
 SECONDS = float(os.environ.get("REPLAY_ACCOUNTING_SECONDS", "10"))

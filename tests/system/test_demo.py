@@ -14,11 +14,11 @@ from examples.demo import tools
 from examples.demo.__main__ import main
 from examples.demo.compare import ARMS, compare, compared, curve
 from examples.demo.task import make_tokenizer, padded
+from replay_client.testing import until
 from replay_generator import RolloutPolicy, Task
 from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.rewards.functions import exact_match
 from replay_trainer.metrics import read_metrics
-from tests.factories import until
 
 PARTS = {"serve", "generate", "train"}
 CODE = (

@@ -12,9 +12,9 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError, ServerBusyError
+from replay_client.testing import until
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
-from tests.factories import until
 from tests.kit.processes import server_process
 
 MB = 1 << 20

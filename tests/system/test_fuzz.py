@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 from replay_client import ReplayClient
 from replay_client.columns import encode_columns
+from replay_client.testing import make_group
 from replay_protos import SHORT_METHODS
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE, frame_reader
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import HEADER
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.factories import make_group
 from tests.server.rpc.rings import CAPACITY, Asking, insert_of
 from tests.system.targets import METHODS, TABLES, Service, frame, rollout
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import until
 from replay_dashboard import app, live
 from replay_dashboard.app import Settings
 from tests.dashboard.conftest import serving
 from tests.dashboard.test_answers import looks_of
-from tests.factories import until
 from tests.kit.processes import free_port, run_replay, start_server
 from tests.system.conftest import Command
 
@@ -104,10 +104,10 @@ class Run:
             return verdict["headline"].startswith(headlines) and verdict["level"] in level and parts
 
         with suppress(AssertionError):
-            until(lambda: is_right(next(self._looks)["verdict"]), seconds=PATIENCE)
+            until(lambda: is_right(next(self._looks)["verdict"]), timeout=PATIENCE)
         assert is_right(seen), f"the page: {seen}"
         with suppress(AssertionError):
-            until(lambda: is_right(self._doctor()), seconds=PATIENCE)
+            until(lambda: is_right(self._doctor()), timeout=PATIENCE)
         assert is_right(seen), f"the doctor: {seen}"
 
     def _doctor(self) -> dict[str, str]:
@@ -143,7 +143,7 @@ def test_page_and_doctor_say_at_once_what_a_run_of_real_programs_lacks(run):
     scorer = run.score()
     run.says(*WORKS, level=FINE)
     with ReplayClient(run.address) as client:
-        until(lambda: client.policy().version >= 3, seconds=PATIENCE)
+        until(lambda: client.policy().version >= 3, timeout=PATIENCE)
 
     run.end(scorer)
     run.says("The scorer has ended", level=("blocked",), detail="scorer scorer-a ended", remedy="start a scorer")
@@ -156,7 +156,7 @@ def test_page_and_doctor_say_at_once_what_a_run_of_real_programs_lacks(run):
     )
     generator = run.generate()
     run.says(*WORKS, level=FINE)
-    until(lambda: run.learns()["sentence"].startswith("Fresh reward of run: "), seconds=PATIENCE)
+    until(lambda: run.learns()["sentence"].startswith("Fresh reward of run: "), timeout=PATIENCE)
 
     run.end(trainer)
     run.says("The trainer has ended", level=("blocked",), detail="trainer trainer-a ended")

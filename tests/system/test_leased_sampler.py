@@ -4,9 +4,9 @@ import pytest
 
 from replay_client import AsyncReplayClient, MutationResult, ReplayClient
 from replay_client.sampling import DrawStream
+from replay_client.testing import until
 from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
-from tests.factories import until
 from tests.kit.processes import server_process
 from tests.system.test_exactly_once import QUEUE, connected, draw_of, named, payload
 

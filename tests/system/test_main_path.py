@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from replay_client import ReplayClient, RolloutGroup
 from replay_client.scoring import is_zero_variance
+from replay_client.testing import until
 from replay_trainer import GRPOConfig, GRPOTrainer
 from replay_trainer.batching import Batch
 from replay_trainer.groups import Replacement, ZeroVarianceReplacer
-from tests.factories import until
 from tests.kit.processes import server_process
 from tests.system.conftest import CONFIG
 

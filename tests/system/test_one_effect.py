@@ -12,10 +12,10 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.columns import encode_columns
+from replay_client.testing import make_group
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.factories import make_group
 from tests.kit.processes import server_process
 from tests.system.proxy import Faults, FaultyProxy
 

@@ -13,9 +13,9 @@ import pytest
 
 from replay_client import ReplayClient, Sample
 from replay_client.errors import InvalidRequestError, StaleItemError
+from replay_client.testing import make_group
 from replay_server import ReplayServer
 from replay_server.config import Config
-from tests.factories import make_group
 from tests.kit.processes import free_port, server_process
 
 CONFIG = """

@@ -8,7 +8,7 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError, ServerUnavailableError
-from tests.factories import until
+from replay_client.testing import until
 from tests.kit.clocks import in_a_thread
 from tests.kit.processes import free_port, server_process
 

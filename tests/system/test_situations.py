@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import until
 from replay_dashboard import app, health, live
 from replay_dashboard.app import Settings
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
@@ -25,7 +26,6 @@ from replay_server.rpc import info
 from replay_server.telemetry import host
 from tests.dashboard.conftest import serving
 from tests.dashboard.test_answers import looks_of
-from tests.factories import until
 from tests.kit.processes import free_port, run_replay
 
 GENERATOR = """

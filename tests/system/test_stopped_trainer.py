@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import PATIENCE, until
 from replay_trainer.weights import saved
-from tests.factories import PATIENCE, until
 from tests.kit.clocks import in_a_thread
 from tests.kit.models import make_model
 from tests.kit.processes import Running, ServerProcess, free_port, server_process

@@ -13,13 +13,13 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from replay_client import ReplayClient
+from replay_client.testing import make_group
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.weights import Probe
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer import GRPOTrainer
 from replay_trainer.weights import published
-from tests.factories import make_group
 from tests.kit.clients import FakeClient, OnlineClient
 from tests.kit.models import assert_same_weights, make_model, probe_difference
 from tests.kit.models import save_model as make_model_with_tokenizer

@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from replay_client.rollout import RolloutGroup
+from replay_client.testing import make_group
 from replay_trainer import logprobs
 from replay_trainer.batching import micro_batches, packed_input, padded_input, to_batch
 from replay_trainer.logprobs import LogprobModel, Route, chosen_logprobs
-from tests.factories import make_group
 from tests.kit.models import make_model
 
 RAGGED = [

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from replay_client.testing import make_group
 from replay_generator import WeightsMismatchError
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.vllm_server import VLLMServerEngine
-from tests.factories import make_group
 from tests.generator.engines.vllm_servers import answering, answers_for
 from tests.generator.factories import ScriptedEngine
 from tests.generator.test_generator import make_generator

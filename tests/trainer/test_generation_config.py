@@ -14,11 +14,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from replay_client import ReplayClient
+from replay_client.testing import make_group
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.weights import Probe
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
-from tests.factories import make_group
 from tests.kit.clients import FakeClient
 from tests.kit.models import make_model
 from tests.kit.models import save_model as make_folder

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 from replay_client import RolloutGroup, Sample
 from replay_client.run_metrics import SECTIONS
 from replay_client.scoring import group_priority
+from replay_client.testing import make_group
 from replay_dashboard.configuration import configuration_of
 from replay_trainer import PRESETS, GRPOConfig, GRPOTrainer, LossConfig, TableEvaluation
 from replay_trainer.batching import to_batch
 from replay_trainer.correction import CorrectionConfig, Rejection
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.weights import probe_tokens, publish_weights, published, saved
-from tests.factories import make_group
 from tests.kit.clients import FakeClient, OnlineClient
 from tests.kit.groups import make_sample
 from tests.kit.models import assert_same_weights, make_model, probe_difference

@@ -13,10 +13,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM,
 from replay_client import Sample
 from replay_client.errors import TableNotFoundError
 from replay_client.rollout import RolloutGroup
+from replay_client.testing import make_group
 from replay_trainer import TableEvaluation
 from replay_trainer.groups import Inspector, ModelLimits, why_unusable
 from replay_trainer.ranks import Ranks
-from tests.factories import make_group
 from tests.kit.clients import FakeClient
 from tests.kit.groups import make_sample
 from tests.kit.models import make_model

@@ -12,9 +12,9 @@ import torch
 
 from replay_client import ReplayClient
 from replay_client.scoring import group_priority
+from replay_client.testing import make_group, until
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
-from tests.factories import make_group, until
 from tests.kit.models import NEAR, assert_same_weights
 from tests.kit.processes import free_port, server_process
 from tests.kit.trainers import OnStep
@@ -56,7 +56,7 @@ def insert(client: ReplayClient, count: int = STEPS * GROUPS, *, flat: int = 0) 
 
 def until_gone(client: ReplayClient) -> None:
     """Wait until the server has noticed that the trainer is dead. What it had drawn ahead is then in its old place."""
-    until(lambda: client.server_info().sample_streams == 0, seconds=60.0)
+    until(lambda: client.server_info().sample_streams == 0, timeout=60.0)
 
 
 def check_used_up(client: ReplayClient, keys: list[int], inserted: int) -> None:
@@ -100,7 +100,7 @@ def test_a_killed_trainer_loses_no_group_and_trains_on_none_twice(
     keys = insert(client)
     kill_in_a_process(client.address, tmp_path, phase, step, **options)
     if "lease" in options:
-        until(lambda: client.server_info().tables["rollouts"].reserved == 0, seconds=60.0)
+        until(lambda: client.server_info().tables["rollouts"].reserved == 0, timeout=60.0)
         options = {}
     until_gone(client)
     model = run(client.address, tmp_path, resume=True, **options)
@@ -152,7 +152,7 @@ def test_an_interrupted_run_gives_its_groups_back_at_once_without_the_bad_ones(c
 
     with pytest.raises(KeyboardInterrupt):
         run(client.address, tmp_path, callbacks=[OnStep(interrupt)])
-    until(lambda: client.server_info().tables["rollouts"].size == len(keys), seconds=60.0)
+    until(lambda: client.server_info().tables["rollouts"].size == len(keys), timeout=60.0)
     assert client.get([bad]) == []
     assert [path.name for path in (tmp_path / "run").glob("leases-*")] == []
     assert json.loads((tmp_path / "drawn.jsonl").read_text().splitlines()[0])["keys"] == keys[:1]

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import until
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer.weights import saved
-from tests.factories import until
 from tests.kit.processes import ServerProcess, Servers, server_process, start
 from tests.kit.trainers import OnStep
 from tests.trainer.killed_trainer import kill_in_a_process, run, run_rank, trained
@@ -152,7 +152,7 @@ class Pair(Servers):
         keys = []
         for address in self.addresses:
             with ReplayClient(address) as client:
-                until(lambda client=client: client.server_info().tables["rollouts"].reserved == 0, seconds=60.0)
+                until(lambda client=client: client.server_info().tables["rollouts"].reserved == 0, timeout=60.0)
                 keys += [item.key for item in client.list_items("rollouts")]
         return keys
 
@@ -216,7 +216,7 @@ def test_ranks_that_are_resumed_without_a_shard_train_on_no_group_twice_when_it_
     pair.kill(1)
     pair.end_leases(1)
     ranks = start_ranks(pair.address, tmp_path, "resumed", {}, resume=True, max_steps=5, **options)
-    until(lambda: '"step": 4' in (tmp_path / "drawn.jsonl").read_text(), seconds=300.0)
+    until(lambda: '"step": 4' in (tmp_path / "drawn.jsonl").read_text(), timeout=300.0)
     pair.restart(1)
     for rank in ranks:
         rank.join(300)

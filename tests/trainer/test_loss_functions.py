@@ -12,12 +12,12 @@ import pytest
 import torch
 from trl import GRPOTrainer as TrlTrainer
 
+from replay_client.testing import make_group
 from replay_trainer import GRPOConfig, LossConfig, loss_function, policy_loss
 from replay_trainer.correction import CorrectionConfig, Rejection
 from replay_trainer.loss_functions import check_loss
 from replay_trainer.losses import corrected_policy_loss
 from tests.docs.blocks import ROOT, write_files
-from tests.factories import make_group
 from tests.kit.clients import FakeClient
 from tests.kit.groups import make_sample
 from tests.kit.trainers import Killed, killed_in, lines_of, make_batches, make_trainer

@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from replay_client import ReplayClient
+from replay_client.testing import make_group
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer.partitions import load_weights_of_rank
-from tests.factories import make_group
 from tests.kit.clients import FakeClient
 from tests.kit.models import VOCABULARY, make_model
 from tests.kit.models import save_model as make_model_with_tokenizer

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_client import RolloutGroup
+from replay_client.testing import make_group
 from replay_trainer import PaddedBatch, from_padded, to_padded
-from tests.factories import make_group
 
 
 def make_groups() -> list[RolloutGroup]:

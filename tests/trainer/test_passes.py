@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from replay_client.testing import make_group
 from replay_trainer import GRPOTrainer
 from replay_trainer.config import GRPOConfig
 from replay_trainer.weights import published
-from tests.factories import make_group
 from tests.kit.clients import FakeClient
 from tests.kit.groups import make_sample
 from tests.kit.models import NEAR, assert_same_weights, poison

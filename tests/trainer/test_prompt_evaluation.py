@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig, WatermarkingConfig
 
 from examples.demo.task import make_model, make_tokenizer
 from replay_client import AsyncReplayClient
+from replay_client.testing import make_group
 from replay_generator import GeneratorConfig
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.rewards.functions import exact_match
@@ -28,7 +29,6 @@ from replay_trainer.correction import CorrectionConfig, correct
 from replay_trainer.evaluation import PromptEvaluation
 from replay_trainer.metrics import summary
 from replay_trainer.ranks import Ranks
-from tests.factories import make_group
 from tests.generator.factories import EOS
 from tests.generator.user_functions import grader_of_evaluations
 from tests.kit.models import loaded

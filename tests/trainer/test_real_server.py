@@ -23,6 +23,7 @@ from replay_client.access import ListenAddress
 from replay_client.errors import DeadlineExceededError
 from replay_client.records import read_described
 from replay_client.scoring import group_priority
+from replay_client.testing import make_group, until
 from replay_generator import GeneratorConfig, GeneratorStats, RolloutGenerator
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
@@ -32,7 +33,6 @@ from replay_server.config import Config
 from replay_trainer import TableEvaluation
 from replay_trainer.weights import published
 from tests.docs.blocks import ROOT, write_files
-from tests.factories import make_group, until
 from tests.generator.factories import ScriptedEngine
 from tests.kit.generators import make_prompts
 from tests.kit.models import make_model

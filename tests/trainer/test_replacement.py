@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from replay_client.errors import DeadlineExceededError, ServerUnavailableError
+from replay_client.testing import make_group
 from replay_trainer import GRPOConfig, ZeroVarianceReplacer
 from replay_trainer.batching import to_batch
 from replay_trainer.groups import GroupSource
 from replay_trainer.metrics import group_drifts
 from replay_trainer.ranks import Ranks
 from replay_trainer.stopping import Stopping
-from tests.factories import make_group
 from tests.kit.clients import FakeClient
 from tests.kit.groups import make_sample
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import make_group
 from replay_server import ReplayServer
 from replay_server.config import RateLimiterConfig, TableConfig
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.resume import ResumeProtocol, SavedState
-from tests.factories import make_group
 
 GROUPS, STEPS = 6, 3
 COUNTING = pytest.mark.parametrize("renumbers", [True, False], ids=["makes versions again", "counts on"])

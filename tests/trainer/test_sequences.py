@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_client import RolloutGroup
+from replay_client.testing import make_group
 from replay_trainer import GRPOConfig, LossConfig, correct, from_padded, policy_loss, to_padded
 from replay_trainer.batching import to_batch
 from replay_trainer.correction import CorrectionConfig, Rejection
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.passes import Passes
 from replay_trainer.ranks import Ranks
-from tests.factories import make_group
 from tests.kit.clients import FakeClient
 from tests.kit.groups import in_pieces, make_sample
 from tests.kit.models import NEAR, assert_same_weights, make_model, poison

@@ -18,6 +18,7 @@ import pytest
 
 from replay_client import ReplayClient, Sample
 from replay_client.scoring import group_priority
+from replay_client.testing import make_group, until
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer import GRPOConfig, GRPOTrainer, grpo, leases, publication
@@ -27,7 +28,6 @@ from replay_trainer.publication import Publication
 from replay_trainer.ranks import Ranks
 from replay_trainer.stopping import Stopping
 from replay_trainer.weights import published
-from tests.factories import make_group, until
 from tests.kit.faults import ctrl_c_raises
 from tests.kit.processes import free_port, run_ranks
 from tests.kit.trainers import lines_of, make_trainer
@@ -75,7 +75,7 @@ def test_the_trainer_announces_a_version_when_the_server_is_back(tmp_path, caplo
 
     def restart() -> None:
         # Longer than sample_timeout: a line every 0.2 s.
-        until(lambda: sum("waiting to announce version" in said for said in caplog.messages) >= 10, seconds=120)
+        until(lambda: sum("waiting to announce version" in said for said in caplog.messages) >= 10, timeout=120)
         done.extend(steps(tmp_path / "run"))
         servers.append(serve(tmp_path, port))
 
@@ -107,7 +107,7 @@ def test_a_run_that_is_stopped_while_the_server_is_away_ends_and_its_last_versio
     server = serve(tmp_path, port := free_port())
 
     def interrupt() -> None:
-        until(lambda: any("waiting to announce version" in said for said in caplog.messages), seconds=120)
+        until(lambda: any("waiting to announce version" in said for said in caplog.messages), timeout=120)
         _thread.interrupt_main()
 
     interrupter = threading.Thread(target=interrupt)

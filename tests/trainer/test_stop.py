@@ -17,11 +17,11 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.scoring import group_priority
+from replay_client.testing import make_group, until
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer import GRPOTrainer, leases, publication, weights
 from replay_trainer.weights import published, saved
-from tests.factories import make_group, until
 from tests.kit.models import assert_same_weights
 from tests.kit.processes import free_port, run_ranks, start
 from tests.kit.trainers import lines_of, make_trainer

@@ -14,12 +14,12 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
+from replay_client.testing import make_group, until
 from replay_generator import ScorerConfig
 from replay_server import CheckpointsConfig, ReplayServer, TableConfig
 from replay_server.storage import checkpointer
 from replay_trainer import grpo, publication, suppliers
 from replay_trainer.background import ServerWaits
-from tests.factories import make_group, until
 from tests.kit.trainers import lines_of, make_trainer
 
 pytestmark = pytest.mark.timeout(200)
@@ -69,7 +69,7 @@ def train(address: str, folder: Path, steps: int, **options: Any) -> list[int]:
 @pytest.mark.usefixtures("soon")
 def test_a_trainer_that_nobody_has_come_to_yet_waits_and_goes_on_when_a_generator_comes(address, tmp_path, caplog):
     def later() -> None:
-        until(lambda: sum("waiting for groups" in line for line in caplog.messages) >= 20, seconds=100)
+        until(lambda: sum("waiting for groups" in line for line in caplog.messages) >= 20, timeout=100)
         come(address, "generator", "late").close()
 
     thread = threading.Thread(target=later)
@@ -111,7 +111,7 @@ def test_a_trainer_waits_on_while_anything_may_come(address, tmp_path, caplog, c
     steps = 1 + len(others)
 
     def later() -> None:
-        until(lambda: sum("waiting for groups" in line for line in caplog.messages) >= 20, seconds=100)
+        until(lambda: sum("waiting for groups" in line for line in caplog.messages) >= 20, timeout=100)
         come(address, "generator", "gen-3").close()
 
     thread = threading.Thread(target=later)
@@ -129,7 +129,7 @@ def test_a_generator_that_comes_within_the_time_begins_it_anew(address, tmp_path
         client.leave()
 
     def later() -> None:
-        until(lambda: any("the trainer ends in" in line for line in caplog.messages), seconds=100)
+        until(lambda: any("the trainer ends in" in line for line in caplog.messages), timeout=100)
         come(address, "generator", "gen-2").close()
 
     thread = threading.Thread(target=later)

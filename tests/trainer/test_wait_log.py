@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError, TableNotFoundError
+from replay_client.testing import until
 from replay_trainer.background import ServerWaits
-from tests.factories import until
 from tests.kit.clocks import in_a_thread
 
 
@@ -60,7 +60,7 @@ def test_a_server_that_goes_and_comes_back_is_told_once_and_at_once(caplog):
             return super().server_info(**options)
 
     def batches() -> Iterator[int]:
-        until(lambda: len(asked) >= 12, seconds=60)
+        until(lambda: len(asked) >= 12, timeout=60)
         yield 1
 
     server = Counted(7, 7, None, None, None, 8, 8, None, 8)

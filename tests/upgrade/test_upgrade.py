@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from replay_client import PermitGrant
-from tests.factories import make_group
+from replay_client.testing import make_group
 from tests.kit.groups import keys_in
 from tests.upgrade.written import CHECKPOINT, HERE, SCOPE, STATE, read, said, write
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from replay_client import ReplayClient
+from replay_client.testing import make_group
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.factories import make_group
 from tests.kit.groups import every_item
 
 HERE = Path(__file__).parent

@@ -23,6 +23,7 @@ import pytest
 
 from replay_adapters.group_pool import GroupPool
 from replay_client import ReplayClient
+from replay_client.testing import make_group, until
 from replay_server import ReplayServer, TableConfig
 from tests.adapters.conformance.adapters import COLUMNS, TABLE, Shown, clones, markdown
 from tests.adapters.conformance.sample_factories import (
@@ -34,7 +35,6 @@ from tests.adapters.conformance.sample_factories import (
 )
 from tests.adapters.conformance.sources import missing
 from tests.docs.blocks import ROOT
-from tests.factories import make_group, until
 from tests.kit.processes import free_port, server_process, start
 
 QUEUE = {"type": "queue", "max_size": 8}

@@ -15,11 +15,11 @@ import yaml
 
 from replay_client import ReplayClient
 from replay_client.folder_lock import FolderLock
+from replay_client.testing import make_group, until
 from replay_server import ReplayServer, TableConfig
 from tests.adapters.conformance.sample_factories import as_agents, equal, with_columns
 from tests.adapters.conformance.sources import missing
 from tests.docs.blocks import ROOT, blocks
-from tests.factories import make_group, until
 from tests.kit.processes import server_process, start
 
 if why := missing("miles"):
@@ -276,7 +276,7 @@ async def test_a_second_trainer_is_refused_while_the_first_lives(server, make, t
         await filling.put(make_input(number))
     filling.close()
     living = start(hold_and_wait, server.address, first)
-    until((first / "holds").exists, seconds=120.0)
+    until((first / "holds").exists, timeout=120.0)
     with pytest.raises(RuntimeError, match=r"miles:.* reads table 'rollouts' already, .* replay_table"):
         make(save=str(second))
     with pytest.raises(RuntimeError, match="is in use by another training run"):

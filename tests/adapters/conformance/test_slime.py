@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import make_group
 from replay_server import ReplayServer
 from tests.adapters.conformance import sample_factories
 from tests.adapters.conformance.sources import missing
-from tests.factories import make_group
 from tests.kit.processes import server_process
 
 if why := missing("slime"):

@@ -20,8 +20,8 @@ from replay_cli.archive.rows import GROUP_COLUMNS as group_columns
 from replay_cli.archive.segments import SegmentWriter, remove_unfinished, segments
 from replay_client import ReplayClient, RolloutGroup
 from replay_client.errors import ServerUnavailableError
+from replay_client.testing import make_group, until
 from replay_server import ReplayServer, TableConfig
-from tests.factories import make_group, until
 from tests.kit.clocks import in_a_thread
 from tests.kit.groups import make_sequences
 from tests.kit.processes import COMMAND, fails, free_port, run_replay, server_process, start_server

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient
+from replay_client.testing import PATIENCE, until
 from replay_server import ReplayServer, TableConfig
 from replay_server.tables.config import AdmissionConfig
-from tests.factories import PATIENCE, until
 from tests.kit.processes import free_port
 
 TABLES = [

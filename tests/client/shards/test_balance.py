@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import make_group
 from replay_server import ReplayServer, TableConfig
 from tests.client.shards.test_sharing import SPREAD, WEIGHTS, Z_LIMIT, z_score
-from tests.factories import make_group
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from replay_client import ReplayClient
-from tests.factories import until
+from replay_client.testing import until
 from tests.kit.processes import Servers
 
 CONFIG = """

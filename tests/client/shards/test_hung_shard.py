@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from replay_client import ReplayClient
-from tests.factories import PATIENCE, until
+from replay_client.testing import PATIENCE, until
 from tests.kit.clocks import in_a_thread
 from tests.kit.processes import free_port, start_server
 

@@ -8,11 +8,11 @@ import pytest
 import replay_client.shards.fleet
 from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
+from replay_client.testing import PATIENCE, until
 from replay_server import ReplayServer
 from replay_server.tables.config import AdmissionConfig, TableConfig
 from replay_server.tables.extensions.admission import Admission
 from tests.client.shards.conftest import connected
-from tests.factories import PATIENCE, until
 from tests.kit.processes import free_port
 
 GROUPS = 48

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from replay_client import ReplayClient, ServerInfo, ShardedInfo
+from replay_client.testing import until
 from replay_server import ReplayServer, TableConfig
-from tests.factories import until
 from tests.kit.processes import free_port
 
 QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}, retain_consumed=2)

@@ -18,11 +18,11 @@ from replay_client.errors import (
     TableNotFoundError,
 )
 from replay_client.sampling import DrawStream
+from replay_client.testing import PATIENCE, until
 from replay_client.transport import failure
 from replay_server import ReplayServer
 from replay_server.tables.config import AdmissionConfig
 from tests.client.shards.conftest import TABLES, all_up, connected
-from tests.factories import PATIENCE, until
 from tests.kit.clocks import in_a_thread
 from tests.kit.processes import Servers
 

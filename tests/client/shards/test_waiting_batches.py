@@ -1,8 +1,8 @@
 """Batches that no shard can give alone come as soon as all together have enough, and nobody holds a part of one."""
 
 from replay_client import ReplayClient
+from replay_client.testing import PATIENCE, until
 from tests.client.shards.test_sharded_client import insert_many
-from tests.factories import PATIENCE, until
 from tests.kit.clocks import in_a_thread
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import psutil
 
+from replay_client.testing import until
 from tests.docker.chart import found
-from tests.factories import until
 
 NEEDED = ("hyperkube", "etcd", "containerd", "ctr", "cni/bridge", "crds.yaml", "images.tar")
 ETCD, PEERS, API, KUBELET = "http://127.0.0.1:12379", "http://127.0.0.1:12380", "https://127.0.0.1:16443", 16250

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from replay_client.testing import until
 from tests.docker.chart import CHART, CPU, OVERLAYS, helm, rendered
 from tests.docker.k8s.cluster import NAMESPACE, Cluster, missing
-from tests.factories import until
 
 if missing() or os.geteuid() != 0:
     pytest.exit(f"make k8s-test {missing() or 'needs root'}", returncode=1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from replay_client.testing import async_until
 from replay_generator import PromptError
 from replay_generator.engines import Completion, CompletionError, SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
@@ -20,7 +21,7 @@ from replay_generator.rollouts.rollout import Rollout, RolloutPolicy, RolloutSeq
 from tests.generator.engines.vllm_servers import answering, answers_for, choice, post
 from tests.generator.factories import ScriptedEngine
 from tests.kit.clients import RecordingClient
-from tests.kit.clocks import async_until, stopped_clock, turns
+from tests.kit.clocks import stopped_clock, turns
 from tests.kit.engines import SAID
 from tests.kit.generators import generate
 from tests.kit.models import loaded

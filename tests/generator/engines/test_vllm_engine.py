@@ -18,11 +18,11 @@ import pytest
 import pytest_asyncio
 
 from replay_client import ReplayClient
+from replay_client.testing import until
 from replay_generator import GeneratorConfig, RolloutGenerator, WeightsMismatchError
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.vllm import VLLMEngine, masks_of
 from replay_server import ReplayServer, TableConfig
-from tests.factories import until
 from tests.generator.engines.vllm_rollouts import TOOL, group_of, two_turns
 from tests.generator.factories import EOS
 from tests.kit.clients import FakeClient, RecordingClient
@@ -410,7 +410,7 @@ def test_an_engine_that_dies_ends_the_command_with_one_sentence(model, tmp_path,
         )
         try:
             if how == "kill":
-                until(lambda: client.server_info().tables["rollouts"].size, seconds=120.0)
+                until(lambda: client.server_info().tables["rollouts"].size, timeout=120.0)
                 for child in processes_of(process):
                     if "EngineCore" in " ".join(child.cmdline()):
                         child.kill()

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import PATIENCE, async_until
 from replay_generator import GeneratorConfig, RolloutGenerator, WeightsMismatchError
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.vllm_http import VLLMServer, VLLMServerError, VLLMServerGoneError, Weights
@@ -25,7 +26,6 @@ from replay_generator.engines.vllm_server import VLLMServerEngine, completion_of
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from tests.docs.blocks import ROOT, blocks
-from tests.factories import PATIENCE
 from tests.generator.engines.vllm_rollouts import group_of, two_turns
 from tests.generator.engines.vllm_servers import (
     CHUNKED,
@@ -41,7 +41,6 @@ from tests.generator.engines.vllm_servers import (
     server_info,
 )
 from tests.kit.clients import RecordingClient
-from tests.kit.clocks import async_until
 from tests.kit.engines import check_completion, check_each_is_told, check_group, check_masks, check_scores
 from tests.kit.generators import make_prompts
 from tests.kit.models import make_version, recomputed
@@ -227,7 +226,7 @@ class TestRealServers:
             assert engine.engines_away == 1
         finally:
             fresh[1].thaw()
-        await async_until(lambda: not engine.engines_away, 60.0)
+        await async_until(lambda: not engine.engines_away, timeout=60.0)
         assert label_of(fresh[1]) == label_of(fresh[0])
         assert f"{fresh[1].url} is used again, after" in caplog.text
         assert engine.engines_lost == 1

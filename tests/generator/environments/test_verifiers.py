@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from replay_cli.app import app
 from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup
 from replay_client.scoring import group_advantages
+from replay_client.testing import async_until
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.engines import Completion, EngineError, SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
@@ -35,7 +36,7 @@ from tests.generator.factories import EOS, make_chat_tokenizer
 from tests.generator.prompts.test_epoch import serving
 from tests.generator.test_noticed import said_by_doctor
 from tests.kit.clients import RecordingClient
-from tests.kit.clocks import async_until, in_a_thread
+from tests.kit.clocks import in_a_thread
 from tests.kit.engines import RecordedEngine, assert_drawn, parts
 from tests.kit.models import recomputed, save_model
 from tests.kit.trainers import lines_of, make_trainer

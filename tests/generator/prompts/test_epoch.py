@@ -8,13 +8,12 @@ import pytest
 
 from replay_client import AsyncReplayClient
 from replay_client.errors import LeaseEndedError, ReplayError
+from replay_client.testing import PATIENCE, async_until
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.prompts.prompt import cycle_prompts, epoch_order
 from replay_generator.prompts.stored import StoredPrompt, decode_item, key_of
 from replay_server import ReplayServer, TableConfig
-from tests.factories import PATIENCE
 from tests.generator.factories import ScriptedEngine
-from tests.kit.clocks import async_until
 from tests.kit.generators import make_prompts
 from tests.kit.processes import free_port
 

@@ -6,13 +6,12 @@ from collections import Counter
 import pytest
 
 from replay_client.errors import ReplayError, StaleItemError
+from replay_client.testing import PATIENCE, async_until
 from replay_server import TableConfig
-from tests.factories import PATIENCE
 from tests.generator.factories import ScriptedEngine
 from tests.generator.prompts.test_curriculum import TABLES as CURRICULUM
 from tests.generator.prompts.test_curriculum import make_curriculum, priorities
 from tests.generator.prompts.test_epoch import TABLES, made, make_generator, names, serving
-from tests.kit.clocks import async_until
 
 PARTIAL_GROUPS = TableConfig(name="partial_groups", rate_limiter={"type": "queue", "max_size": 1000})
 

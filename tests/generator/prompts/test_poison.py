@@ -8,6 +8,7 @@ import pytest
 
 from replay_client.columns import encode_arrays
 from replay_client.errors import ReplayError
+from replay_client.testing import make_group
 from replay_generator import Rollout, RolloutSequence
 from replay_generator.config import MOST_ROLLOUTS
 from replay_generator.engines import Completion, SamplingConfig
@@ -17,7 +18,6 @@ from replay_generator.prompts import table as prompts_table
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.prompts.stored import MAGIC, PromptCursor
 from replay_generator.rollouts.rollout import PlayedRollout
-from tests.factories import make_group
 from tests.generator.factories import Letters, ScriptedEngine
 from tests.generator.prompts.test_curriculum import TABLES as CURRICULUM
 from tests.generator.prompts.test_curriculum import make_curriculum

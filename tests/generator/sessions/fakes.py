@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+import functools
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +14,9 @@ import openai
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
+from replay_client.testing import async_until
 from replay_generator.rollouts.sessions.endpoint import SessionServer
 from replay_generator.rollouts.sessions.turns import Answer, Ask, Refusal, WrittenCall
-from tests.factories import PATIENCE
 
 CALL = WrittenCall("call1", "add", '{"a": 1, "b": [2.5, "ü"]}')
 ARGUMENTS = {"a": 1, "b": [2.5, "ü"]}
@@ -82,9 +82,5 @@ def of_anthropic(address: str, **options: Any) -> AsyncAnthropic:
     return AsyncAnthropic(base_url=address, api_key="none", http_client=client, **{"max_retries": 0, **options})
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    """Waits for a condition while the loop goes on, by a clock that tests do not stop."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        await asyncio.sleep(0)
+until = functools.partial(async_until, pause=0)
+"""Waits for a condition, also while a test has stopped the clock of the loop."""

@@ -15,14 +15,13 @@ import numpy as np
 import openai
 import pytest
 
+from replay_client.testing import async_until, until
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator, Task, notices
 from replay_generator.groups.scoring import MOST_FAILURE, MOST_FAILURES
 from replay_generator.rollouts.sessions import agents, load_sessions
 from replay_generator.rollouts.sessions.agents import MOST_SHOWN, Address, SessionHook
-from tests.factories import until
 from tests.generator.sessions.test_session import Drawing, user
 from tests.kit.clients import RecordingClient
-from tests.kit.clocks import async_until
 from tests.kit.generators import make_prompts, played
 
 WITH_CLIENT = """

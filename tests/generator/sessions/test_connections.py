@@ -12,10 +12,10 @@ import httpx
 import pytest
 from aiohttp import web
 
+from replay_client.testing import PATIENCE, until
 from replay_generator.rollouts.sessions.endpoint import SessionServer
 from replay_protos import connection_bounds
 from tests.certificates import make_certificate
-from tests.factories import PATIENCE, until
 from tests.generator.sessions import half_connections
 from tests.generator.sessions.fakes import ScriptedSession, answer, serving
 from tests.generator.sessions.fakes import until as async_until

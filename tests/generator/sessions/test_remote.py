@@ -14,6 +14,7 @@ import pytest
 from tokenizers import processors
 
 from replay_client import AsyncReplayClient
+from replay_client.testing import async_until
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.rollouts.sessions import load_sessions, remote
 from replay_generator.rollouts.sessions.agents import SessionHook
@@ -21,7 +22,7 @@ from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from tests.certificates import make_certificate
 from tests.generator.sessions.test_session import Drawing, user
 from tests.kit.clients import RecordingClient
-from tests.kit.clocks import async_until, stopped_clock, turns
+from tests.kit.clocks import stopped_clock, turns
 from tests.kit.generators import make_prompts
 from tests.kit.processes import free_port
 

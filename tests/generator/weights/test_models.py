@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, 
 
 from replay_client import AsyncReplayClient
 from replay_client.records import read_described
+from replay_client.testing import async_until
 from replay_generator import WeightsMismatchError
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.vllm_server import VLLMServerEngine
@@ -28,7 +29,6 @@ from tests.generator.factories import EOS, ScriptedEngine
 from tests.generator.test_generator import make_generator, running
 from tests.generator.weights.test_remote import serving
 from tests.kit.clients import RecordingClient
-from tests.kit.clocks import async_until
 from tests.kit.models import save_model, scores
 from tests.kit.processes import free_port
 

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from replay_client.access import ListenAddress
+from replay_client.testing import async_until
 from replay_generator import GeneratorConfig, WeightsNotAllowedError, WeightsNotFoundError
 from replay_generator.metrics import GeneratorMetrics
 from replay_generator.policy.remote import WeightsServer, checksum_of
@@ -33,7 +34,6 @@ from tests.certificates import make_certificate
 from tests.generator.factories import ScriptedEngine
 from tests.generator.test_generator import make_generator, running
 from tests.kit.clients import RecordingClient
-from tests.kit.clocks import async_until
 from tests.kit.models import save_model
 from tests.kit.processes import Running, fails, free_port
 

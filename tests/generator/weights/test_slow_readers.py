@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 from replay_client.access import ListenAddress
+from replay_client.testing import PATIENCE, free_port, until
 from replay_generator.engines.weights import MANIFEST
 from replay_generator.policy.remote import WeightsServer, serving
 from replay_protos import connection_bounds
 from tests.certificates import make_certificate
-from tests.factories import PATIENCE, free_port, until
 from tests.generator.sessions.test_connections import HALVES, WHOLE, ended, opened
 
 SIZE = 64 << 20

@@ -14,13 +14,13 @@ import pytest
 from replay_client import TLS, ReplayClient
 from replay_client.access import Access
 from replay_client.errors import AuthenticationError, ReplayError, ServerUnavailableError, UnsupportedError
+from replay_client.testing import make_group, until
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import SERVICE
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, SecurityConfig, TableConfig
 from replay_server.rpc.auth import ROLES, Role
 from tests.certificates import make_certificate
-from tests.factories import make_group, until
 from tests.kit.processes import fails, run_replay, server_process, start_server
 from tests.server.rpc.calls import Requests
 

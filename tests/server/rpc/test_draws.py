@@ -6,13 +6,13 @@ from contextlib import closing
 
 import pytest
 
+from replay_client.testing import until
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import LimitsConfig, ReplayServer, TableConfig
 from replay_server.errors import Code
 from replay_server.rpc import sampling
 from replay_server.rpc.limits import Backend
-from tests.factories import until
 from tests.kit.clocks import turns
 from tests.kit.tables import replay_buffer
 from tests.server.rpc.calls import Requests, bystander

@@ -8,8 +8,8 @@ import pytest
 
 from replay_client import ReplayClient, RolloutGroup
 from replay_client.rollout import MAGIC
+from replay_client.testing import make_group
 from replay_server import ReplayServer, TableConfig
-from tests.factories import make_group
 
 
 def header(**changes) -> bytes:

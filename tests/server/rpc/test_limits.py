@@ -12,13 +12,13 @@ import grpc
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import until
 from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import Config, LimitsConfig, ReplayServer, ServerConfig, TableConfig
 from replay_server.rpc import inserting, limits
 from replay_server.tables import remembered as tables
-from tests.factories import until
 from tests.kit.tables import replay_buffer
 from tests.server.rpc.calls import Requests, bystander, connection
 

@@ -12,11 +12,11 @@ import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import ReplayError
+from replay_client.testing import until
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_server.config import MAX_EXCLUDE, MAX_KEYS, MAX_LEASE, MAX_ROWS, MAX_SCOPE, MAX_WEIGHTS
-from tests.factories import until
 from tests.server.rpc.calls import Requests, bystander
 from tests.server.rpc.vanish import hanging
 

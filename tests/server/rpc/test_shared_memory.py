@@ -22,12 +22,12 @@ import grpc
 import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient
+from replay_client.testing import until
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_protos.shared_memory import HEADER, Mailbox, Segment
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import LimitsConfig
-from tests.factories import until
 from tests.kit.clocks import in_a_thread
 from tests.kit.faults import small_disk
 from tests.kit.processes import free_port, server_process

@@ -8,12 +8,12 @@ import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import AuthenticationError, InvalidRequestError, TableNotFoundError
+from replay_client.testing import until
 from replay_protos import SHORT_METHODS
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import SecurityConfig
-from tests.factories import until
 from tests.kit.processes import sample_of, scrape, tokens_file
 
 TABLES = [TableConfig(name="pool", sampler="prioritized", remover="fifo", max_size=64)]

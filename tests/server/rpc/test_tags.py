@@ -6,8 +6,8 @@ import pytest
 
 import replay_server.rpc.items
 from replay_client import ReplayClient
+from replay_client.testing import until
 from replay_server import ReplayServer, TableConfig
-from tests.factories import until
 from tests.kit.clocks import in_a_thread
 
 TABLES = [TableConfig(name="plain"), TableConfig(name="indexed", index=["environment", "level"])]

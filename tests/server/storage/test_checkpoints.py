@@ -13,11 +13,11 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import InvalidRequestError, ReplayError
+from replay_client.testing import make_group, until
 from replay_server import AdmissionConfig, CheckpointsConfig, ReplayServer, TableConfig
 from replay_server.rpc.limits import OpenCalls
 from replay_server.storage import checkpointer, checkpoints, state
 from replay_server.storage.checkpoints import CheckpointDirectory, DamagedCheckpoint, verified
-from tests.factories import make_group, until
 from tests.kit.clocks import in_a_thread
 from tests.kit.faults import small_disk
 from tests.kit.groups import keys_in

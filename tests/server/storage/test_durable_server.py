@@ -13,12 +13,12 @@ import pytest
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError, ServerUnavailableError, StorageError
+from replay_client.testing import make_group, until
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_server.storage import records
 from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
-from tests.factories import make_group, until
 from tests.kit.faults import small_disk
 from tests.kit.groups import keys_in
 from tests.kit.processes import fails

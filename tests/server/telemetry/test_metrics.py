@@ -18,11 +18,11 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from replay_client import ReplayClient
+from replay_client.testing import make_group, until
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, SecurityConfig, TableConfig
 from tests.certificates import make_certificate
-from tests.factories import make_group, until
 from tests.kit.processes import fails, free_port, sample_of, scrape, server_process, tokens_file
 
 ROOT = Path(__file__).parents[3]

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from replay_client import ReplayClient
+from replay_client.testing import until
 from replay_trainer.weights import publish_weights
-from tests.factories import until
 from tests.kit.models import scores
 from tests.kit.processes import server_process
 from tests.system.conftest import CONFIG

@@ -13,7 +13,7 @@ import pytest
 from replay_cli.recipes import recipe_of
 from replay_client import ReplayClient
 from replay_client.records import read_described
-from tests.factories import until
+from replay_client.testing import until
 from tests.kit.processes import run_replay, server_process
 
 STEPS = 24
@@ -126,7 +126,7 @@ def test_three_commands_with_one_word_train_agree_and_measure_one_staleness(tmp_
         assert age[1] == f"drawn {flow.staleness:.1f} versions old in the mean"
 
         trainer = train("--max-steps", "100000", "--resume")
-        until(lambda: client.policy().version > STEPS or trainer.poll() is not None, seconds=200)
+        until(lambda: client.policy().version > STEPS or trainer.poll() is not None, timeout=200)
         said = {each.name: read_described(each.settings) for each in client.server_info().clients}
         assert said["gen"]["priority"] == "learnability"
         assert said["tr"]["fresh_groups_per_step"] == 4

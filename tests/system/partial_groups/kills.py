@@ -29,10 +29,10 @@ from typing import Any
 
 from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup
 from replay_client.records import ExtendResult
+from replay_client.testing import until
 from replay_generator import GeneratorConfig, run_generator
 from replay_generator.engines import SamplingConfig
 from replay_generator.groups.codec import PartialGroupSpec, decode_rollout
-from tests.factories import until
 from tests.kit.faults import BLOCKED, Books, Fleet, Trainer, finish, program
 from tests.kit.processes import server_process, start
 from tests.system.partial_groups.engine import EngineServer, RemoteEngine, number_of

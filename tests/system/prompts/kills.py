@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from replay_client import AsyncReplayClient, ReplayClient
+from replay_client.testing import until
 from replay_generator import GeneratorConfig, run_generator
 from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.prompts import table as prompts_table
-from tests.factories import until
 from tests.kit.faults import BLOCKED, Books, Fleet, program
 from tests.kit.groups import keys_in
 from tests.kit.processes import Servers, start

@@ -25,7 +25,7 @@ import numpy as np
 from replay_client import ReplayClient, RolloutGroup
 from replay_client.records import AdmissionInfo
 from replay_client.scoring import group_advantages
-from tests.factories import until
+from replay_client.testing import until
 from tests.kit.faults import BLOCKED, Books, Fleet, Trainer, program
 from tests.kit.models import save_model
 from tests.kit.processes import server_process, start

@@ -27,7 +27,7 @@ from pathlib import Path
 from examples.demo.task import make_model, make_tokenizer, problems
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
-from tests.factories import make_group
+from replay_client.testing import make_group
 from tests.kit.faults import Books, program
 from tests.kit.processes import start_server
 from tests.system.run.process import (

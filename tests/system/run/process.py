@@ -15,7 +15,7 @@ from typing import IO, Any, Self
 import psutil
 
 from replay_client import ReplayClient
-from tests.factories import until
+from replay_client.testing import until
 
 RUN_FILE = """\
 model = "{model}"

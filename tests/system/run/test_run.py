@@ -14,7 +14,7 @@ import threading
 
 import pytest
 
-from tests.factories import make_group, until
+from replay_client.testing import make_group, until
 from tests.system.run.kills import stored_keys
 from tests.system.run.process import (
     GENERATOR,

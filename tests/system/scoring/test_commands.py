@@ -1,7 +1,7 @@
 """`replay generate --unscored-table` and `replay score` as their user runs them."""
 
 from replay_client import ReplayClient
-from tests.factories import until
+from replay_client.testing import until
 from tests.kit.processes import server_process
 
 CONFIG = """

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.factories import until
+from replay_client.testing import until
 
 MEMORY = 80 << 20
 RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
@@ -60,7 +60,7 @@ class RayCluster:
         """Kills all processes of the head, and waits until Ray has ended the others."""
         for pid in self.head:
             os.kill(pid, signal.SIGKILL)
-        until(lambda: not any(map(lives, self.others)), "Ray ends nothing", seconds=120.0)
+        until(lambda: not any(map(lives, self.others)), "Ray ends nothing", timeout=120.0)
         self.process.kill()
         self.process.communicate()
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from replay_client import ReplayClient
 from replay_client.scoring import group_priority
-from tests.factories import make_group, until
+from replay_client.testing import make_group, until
 from tests.kit.faults import Books, Crew, program
 from tests.kit.processes import Servers, free_port, start
 from tests.system.shards.cluster import RECONNECT, RayCluster

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
-from tests.factories import until
+from replay_client.testing import until
 from tests.kit.faults import Books, Crew
 from tests.kit.processes import Servers
 

@@ -13,10 +13,10 @@ from contextlib import nullcontext
 import pytest
 
 from replay_client import ReplayClient
+from replay_client.testing import until
 from replay_server import ReplayServer, TableConfig, shards
 from replay_server.config import AdmissionConfig, Config, SecurityConfig
 from replay_server.shards import ShardError, ShardStatus
-from tests.factories import until
 from tests.kit.faults import Books, Crew
 from tests.kit.groups import keys_in
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from replay_client import ReplayClient
-from tests.factories import until
+from replay_client.testing import until
 from tests.kit.processes import Servers
 
 STEPS = 12
@@ -31,7 +31,7 @@ def test_a_run_over_three_shards_goes_on_when_one_is_killed(tmp_path, replay, ge
             *("--output-dir", str(tmp_path / "run"), "--max-steps", str(STEPS)),
         )
         metrics = tmp_path / "run/metrics.jsonl"
-        until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 4, trainer.output(), seconds=600)
+        until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 4, trainer.output(), timeout=600)
         servers.kill(0)
         with ReplayClient(every, timeout=30.0) as client:
             until(lambda: client.server_info().gone == (servers.addresses[0],))

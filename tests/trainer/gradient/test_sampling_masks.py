@@ -16,6 +16,7 @@ from replay_client.columns import OFFSETS, RAGGED
 from replay_client.rollout import RolloutGroup
 from replay_client.sampling_masks import SAMPLING_MASK, mask_column
 from replay_client.scoring import group_advantages
+from replay_client.testing import make_group
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.groups.assembly import assemble
@@ -25,7 +26,6 @@ from replay_trainer.batching import micro_batches, to_batch
 from replay_trainer.groups import ModelLimits, why_unusable
 from replay_trainer.logprobs import LogprobModel, chosen_logprobs
 from replay_trainer.packing.sampling_masks import TokenMasks
-from tests.factories import make_group
 from tests.kit.clients import FakeClient
 from tests.kit.groups import in_pieces, make_sample
 from tests.kit.models import assert_same_weights, loaded, make_model

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_client import RolloutGroup
+from replay_client.testing import make_group
 from replay_trainer.batching import micro_batches, packed_input, to_batch
 from replay_trainer.logprobs import LogprobModel
 from replay_trainer.packing.shared_prefixes import SharedPrefixes
-from tests.factories import make_group
 from tests.kit.groups import in_pieces
 from tests.trainer.test_batching import make_other_model
 from tests.trainer.test_sequences import OBJECTIVES, assert_same_gradient, gradient_of

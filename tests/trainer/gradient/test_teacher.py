@@ -15,13 +15,13 @@ import torch
 from replay_client import ReplayClient, RolloutGroup
 from replay_client.errors import DeadlineExceededError
 from replay_client.scoring import carries_gradient
+from replay_client.testing import make_group
 from replay_server import ReplayServer, TableConfig
 from replay_trainer import GRPOTrainer
 from replay_trainer.batching import to_batch
 from replay_trainer.config import Teacher
 from replay_trainer.groups import ModelLimits, why_unusable
 from replay_trainer.losses import distillation_advantages
-from tests.factories import make_group
 from tests.kit.clients import FakeClient
 from tests.kit.groups import make_sample
 from tests.kit.models import make_model

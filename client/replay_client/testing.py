@@ -1,0 +1,175 @@
+"""Parts for tests of your own code: a server in this process, rollout groups, and a wait for a condition."""
+
+from __future__ import annotations
+
+import asyncio
+import linecache
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import CodeType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from replay_client.client import ReplayClient
+from replay_client.rollout import RolloutGroup
+from replay_client.scoring import group_advantages
+
+if TYPE_CHECKING:
+    from replay_server import TableConfig
+
+T = TypeVar("T")
+
+PATIENCE = 120.0
+"""Seconds after which a wait for a condition fails. A shorter wait fails on a machine that is only busy."""
+
+
+class LocalServer:
+    """A replay server in this process; made by `server()`."""
+
+    def __init__(self, address: str, clients: ExitStack) -> None:
+        self.address = address
+        """host:port, for a client of any kind."""
+        self._clients = clients
+
+    def client(self, **options: Any) -> ReplayClient:
+        """A blocking client of this server, which the end of the block closes. `options` are those of ReplayClient."""
+        return self._clients.enter_context(ReplayClient(self.address, **options))
+
+
+@contextmanager
+def server(tables: Iterable[TableConfig | Mapping[str, Any]] | None = None, **options: Any) -> Iterator[LocalServer]:
+    """Runs a replay server in this process, on a free port of 127.0.0.1, until the end of the block.
+
+        with server(tables=[{"name": "rollouts", "sampler": "fifo"}]) as replay:
+            client = replay.client()
+
+    `tables`: as in a configuration file. None: the two tables of `replay serve` without a file, `rollouts` (a queue)
+    and `replay` (a pool). They draw the same samples in each run. `options` are those of `replay_server.ReplayServer`.
+    Raises ImportError if a package that the server needs is not installed.
+    """
+    try:
+        from replay_server import ReplayServer
+        from replay_server.config import DEFAULT_TABLES
+    except ImportError as error:
+        raise ImportError(
+            f"replay_client.testing.server runs the server in this process, and {error}: install replay-server with "
+            "all packages that it needs, or start `replay serve` and use its address"
+        ) from error
+    if tables is None:
+        tables = [table.model_copy(update={"seed": 0}) for table in DEFAULT_TABLES]
+    # The configuration makes a TableConfig of each mapping.
+    running = ReplayServer(tables, port=0, **options)  # type: ignore[arg-type]
+    with running, ExitStack() as clients:
+        yield LocalServer(running.address, clients)
+
+
+def make_group(
+    *,
+    rewards: Sequence[float] | None = None,
+    prompt: Sequence[int] = (3, 4),
+    lengths: Sequence[int] | None = None,
+    completions: Sequence[Sequence[int]] | None = None,
+    logprobs: Sequence[float] | float = -1.0,
+    loss_mask: Sequence[bool] | None = None,
+    version: int = 0,
+    seed: int | None = None,
+    **fields: Any,
+) -> RolloutGroup:
+    """A group of completions of 1, 2, 3, ... tokens below 16, with rewards 1, 0, 1, ..., unless given.
+
+    Without rewards, lengths and completions it has three completions. With a seed, tokens and log-probabilities are
+    random, and the same for the same seed. `fields` are other fields of RolloutGroup.
+    """
+    if rewards is None:
+        rewards = [float(row % 2 == 0) for row in range(len(completions or lengths or (1, 2, 3)))]
+    if completions is None:
+        lengths = range(1, len(rewards) + 1) if lengths is None else lengths
+        completions = [[5 + j % 7] * length for j, length in enumerate(lengths)]
+    lengths_G = np.array([len(completion) for completion in completions], np.int32)
+    tokens_T = np.array([token for completion in completions for token in completion], np.int32)
+    logprobs_T = np.full(tokens_T.size, logprobs) if np.isscalar(logprobs) else np.array(logprobs)
+    if seed is not None:
+        rng = np.random.default_rng(seed)
+        tokens_T = rng.integers(3, 16, size=tokens_T.size, dtype=np.int32)
+        logprobs_T = rng.uniform(-3, -0.01, size=tokens_T.size)
+    return RolloutGroup(
+        prompt_ids=np.array(prompt, np.int32),
+        completion_ids=tokens_T,
+        completion_lengths=lengths_G,
+        rollout_logprobs=logprobs_T.astype(np.float32),
+        rewards=np.array(rewards, np.float32),
+        advantages=group_advantages(rewards),
+        loss_mask=None if loss_mask is None else np.array(loss_mask, np.bool_),
+        policy_version=version,
+        **fields,
+    )
+
+
+def until(condition: Callable[[], T], otherwise: str = "", timeout: float = PATIENCE, pause: float = 0.01) -> T:
+    """The first value of `condition()` that counts as true. `pause`: seconds between two calls.
+
+    Raises AssertionError after `timeout` seconds. It says `otherwise`; without that, it quotes the condition.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(_overdue(condition, otherwise, timeout, value))
+        time.sleep(pause)
+
+
+async def async_until(
+    condition: Callable[[], T], otherwise: str = "", timeout: float = PATIENCE, pause: float = 0.005
+) -> T:
+    """As `until`, for a test that runs on an event loop, which it leaves free."""
+    # Not by the clock of the event loop: a test may stop that one, and then `pause=0` waits on.
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(_overdue(condition, otherwise, timeout, value))
+        await asyncio.sleep(pause)
+
+
+def _overdue(condition: Callable[[], object], otherwise: str, timeout: float, value: object) -> str:
+    reason = otherwise or f"this did not become true: {_source_of(condition)}"
+    last = "" if value is False else f" (its last value was {value!r:.200})"
+    return f"after {timeout:g} s: {reason}{last}"
+
+
+def _source_of(condition: Callable[[], object]) -> str:
+    """The expression of a lambda as it was written; the name of anything else."""
+    code = getattr(condition, "__code__", None)
+    if isinstance(code, CodeType) and code.co_name == "<lambda>":
+        return _expression_of(code) or "the condition"
+    return getattr(condition, "__qualname__", None) or repr(condition)
+
+
+def _expression_of(code: CodeType) -> str:
+    """The source of the expression that a lambda computes; "" where the source is not there."""
+    first: tuple[int, int] | None = None
+    last: tuple[int, int] | None = None
+    for line, end_line, column, end_column in code.co_positions():
+        if line is None or end_line is None or column is None or end_column is None:
+            continue
+        start = (line, column)
+        end = (end_line, end_column)
+        if start == end:  # an instruction that begins or ends the call
+            continue
+        first = min(first or start, start)
+        last = max(last or end, end)
+    if first is None or last is None:
+        return ""
+    lines = [linecache.getline(code.co_filename, number).encode() for number in range(first[0], last[0] + 1)]
+    lines[-1] = lines[-1][: last[1]]  # columns count bytes
+    lines[0] = lines[0][first[1] :]
+    return " ".join(" ".join(line.decode() for line in lines).split())
+
+
+__all__ = ["PATIENCE", "LocalServer", "async_until", "make_group", "server", "until"]
