@@ -32,13 +32,13 @@ from replay_generator.prompts.prompt import Prompt
 from replay_generator.rollouts.environments import load_environment
 from replay_server import ReplayServer, TableConfig
 from tests.docs.blocks import ROOT, write_files
-from tests.generator.factories import EOS, make_chat_tokenizer
+from tests.generator.factories import EOS
 from tests.generator.prompts.test_epoch import serving
 from tests.generator.test_noticed import said_by_doctor
 from tests.kit.clients import RecordingClient
 from tests.kit.clocks import in_a_thread
 from tests.kit.engines import RecordedEngine, assert_drawn, parts
-from tests.kit.models import recomputed, save_model
+from tests.kit.models import make_chat_tokenizer, recomputed, save_model
 from tests.kit.trainers import lines_of, make_trainer
 
 pytest.importorskip("verifiers", reason="make test runs it in .venv-verifiers")

@@ -15,12 +15,13 @@ from types import SimpleNamespace
 import pytest
 
 from replay_client.access import ListenAddress
-from replay_client.testing import PATIENCE, free_port, until
+from replay_client.testing import PATIENCE, until
 from replay_generator.engines.weights import MANIFEST
 from replay_generator.policy.remote import WeightsServer, serving
 from replay_protos import connection_bounds
 from tests.certificates import make_certificate
 from tests.generator.sessions.test_connections import HALVES, WHOLE, ended, opened
+from tests.kit.processes import free_port
 
 SIZE = 64 << 20
 """Bytes of a file: far more than the buffers between server and reader hold."""
