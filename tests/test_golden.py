@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kit.golden import FOLDER, Golden, sections
+from tests.kit.golden import FOLDER, Golden, error_of, sections
 from tests.packages import ROOT
 
 FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file())
@@ -58,6 +58,13 @@ def test_a_test_with_golden_files_has_the_mark_by_which_make_golden_finds_it(gol
 
 def test_sections_stand_under_their_names():
     assert sections({"a": "one\ntwo\n", "b": ""}) == "a\n    one\n    two\n\nb\n    (nothing)\n"
+
+
+def test_a_call_without_an_error_says_so_and_an_error_of_another_kind_is_none_of_ours():
+    assert error_of(lambda: int("x")) == "invalid literal for int() with base 10: 'x'"
+    assert error_of(lambda: int("1")) == "(no error)"
+    with pytest.raises(KeyError):
+        error_of(lambda: {}["x"])
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -58,3 +58,12 @@ def sections(texts: Mapping[str, str]) -> str:
         below = textwrap.indent(text.rstrip() or "(nothing)", "    ")
         parts.append(f"{name}\n{below}\n")
     return "\n".join(parts)
+
+
+def error_of(call: Callable[[], object], kind: type[Exception] = ValueError) -> str:
+    """The message of the error of this kind that a call raises. "(no error)": it raises none."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return "(no error)"
