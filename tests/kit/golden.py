@@ -60,10 +60,10 @@ def sections(texts: Mapping[str, str]) -> str:
     return "\n".join(parts)
 
 
-def error_of(call: Callable[[], object], kind: type[Exception] = ValueError) -> str:
-    """The message of the error of this kind that a call raises. "(no error)": it raises none."""
+def error_of(call: Callable[..., object], *arguments: object, kind: type[Exception] = ValueError) -> str:
+    """The message of the error of this kind that a call with these arguments raises. "(no error)": it raises none."""
     try:
-        call()
+        call(*arguments)
     except kind as error:
         return str(error)
     return "(no error)"

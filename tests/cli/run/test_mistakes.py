@@ -116,7 +116,7 @@ def test_a_mistake_is_one_line_with_section_and_field_and_nothing_is_written(tmp
     lines = {}
     for name, changes in MISTAKES.items():
         write_run(Path(), changes)
-        lines[name] = error_of(lambda: read_run(Path("run.toml"), (), None, os.environ | GPUS))
+        lines[name] = error_of(read_run, Path("run.toml"), (), None, os.environ | GPUS)
         assert "\n" not in lines[name]
         assert [file.name for file in tmp_path.iterdir()] == ["run.toml"]
     golden("errors/run_files.txt", sections(lines))
