@@ -64,7 +64,7 @@ endef
 RESOLVE := $(BIN)/uv pip compile --quiet --upgrade --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
   --no-annotate --custom-compile-command "make constraints" pyproject.toml
 
-.PHONY: demo demo-real test test-core test-long test-long-share long-seconds adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page metrics-page lint format protos docs constraints \
+.PHONY: demo demo-real test test-core test-long test-long-share long-seconds adapters-test adapters-latest docker-test k8s-test crash-test fuzz soak bench bench-trainer bench-learning learning-page metrics-page golden lint format protos docs constraints \
   agents agents-page setup setup-dev setup-real clean
 
 demo: setup
@@ -166,6 +166,10 @@ learning-page: setup-dev
 # Writes the tables of docs/metrics.md from the metrics that the code declares.
 metrics-page: setup-dev
 	$(BIN)/python -m tests.docs.metrics_page
+
+# Writes the files of tests/golden/ again, by the tests that compare with them. Read the diff before you commit it.
+golden: setup-dev $(BIN)/helm
+	REPLAY_GOLDEN=renew $(BIN)/python -m pytest -m golden --numprocesses 0 tests $(TEST_ARGS)
 
 # For the tests and runs of the learning experiment on SmolLM2: 93 MB of weights, and the tasks of reasoning-gym.
 setup-real: setup-dev

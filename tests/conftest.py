@@ -1,4 +1,4 @@
-"""Settings of all tests, clients of a test's own server, and both ways of a payload between them in this process."""
+"""Settings of all tests, clients of a test's own server, both ways of a payload in this process, and golden files."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 
 from replay_client import ReplayClient
 from replay_protos import shared_memory
+from tests.kit.golden import Golden
 
 # On a loaded machine examples can take longer than hypothesis allows by default, and so can making them. The examples
 # are the same in every run, so that no run fails by chance; `make fuzz` and REPLAY_MODEL_EXAMPLES look for others.
@@ -33,3 +34,17 @@ def transport(request, monkeypatch) -> str:
     """Runs a test twice: all payloads travel in messages, and all of them through rings."""
     monkeypatch.setattr(shared_memory, "MIN_SHARED", 1 if request.param == "shared memory" else 1 << 62)
     return request.param
+
+
+@pytest.fixture
+def golden() -> Golden:
+    """Compares a text with a file of tests/golden/."""
+    return Golden()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m golden` selects tests
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the golden tests, so that `make golden` runs these and no others."""
+    for item in items:
+        if "golden" in getattr(item, "fixturenames", ()):
+            item.add_marker("golden")

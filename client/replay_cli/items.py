@@ -244,10 +244,13 @@ def _group_lines(group: Document, text: TokenText, tokens: bool) -> list[str | T
 
     sequences, rewards = group["completions"], group["rewards"]
     several = len(sequences) > len(rewards)
-    rollouts = f"rollouts in {counted(len(sequences), 'sequence')}" if several else "completions"
+    if several:
+        rollouts = f"{counted(len(rewards), 'rollout')} in {counted(len(sequences), 'sequence')}"
+    else:
+        rollouts = counted(len(rewards), "completion")
     ended = "" if group["policy_version_end"] is None else f", ended with version {group['policy_version_end']}"
     total = counted(sum(each["window"]["total"] for each in sequences), "token")
-    lines: list[str | Text] = [f"group of {len(rewards)} {rollouts}, {total}{ended}"]
+    lines: list[str | Text] = [f"group of {rollouts}, {total}{ended}"]
     roles = [turn["role"] for each in sequences for turn in each["turns"]]
     shown_below = {"turns"} if any(role is not None for role in roles) else set()
     failures = group["meta"].pop("failures", [])
@@ -281,7 +284,7 @@ def _group_lines(group: Document, text: TokenText, tokens: bool) -> list[str | T
             "log-probabilities unknown" if mean is None else f"mean log-prob {mean:.3f}",
         ]
         if mean is not None and each["unknown_logprobs"]:
-            parts.append(f"{each['unknown_logprobs']} log-probs unknown")
+            parts.append(f"{counted(each['unknown_logprobs'], 'log-prob')} unknown")
         if each["masked_tokens"]:
             parts.append(f"{counted(each['masked_tokens'], 'token')} masked")
         if each["finish_reason"] is not None:

@@ -23,6 +23,7 @@ from replay_generator.prompts.prompt import Prompt
 from replay_generator.prompts.stored import PromptCursor, StoredPrompt
 from replay_protos import replay_pb2 as pb
 from tests.kit.clocks import in_a_thread
+from tests.kit.golden import sections
 from tests.kit.groups import make_sequences
 from tests.kit.processes import COMMAND, Running, fails, server_process
 
@@ -143,64 +144,57 @@ def test_items_are_filtered_ordered_and_paged(client, replay):
     assert "1 of 4 items; for the next ones add --page 1" in highest.stdout
 
 
-def test_show_gives_text_rewards_and_log_probabilities_of_a_group(client, replay, tmp_path):
+def screen(result, key) -> str:
+    """What `show` printed; KEY and AGE stand for what another run has otherwise."""
+    assert result.returncode == 0, result.stderr
+    return re.sub(r"inserted .* ago", "inserted AGE ago", result.stdout.replace(str(key), "KEY"))
+
+
+def test_show_gives_text_rewards_and_log_probabilities_of_a_group(client, replay, tmp_path, golden):
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     ids = tokenizer("12+34=").input_ids
     group = make_group(prompt=ids, lengths=(2, 0, 1), rewards=(1.0, 0.0, 0.0), version=2, prompt_id="sum-7")
     group.rollout_logprobs[:] = [-0.5, -1.5, np.nan]
     key = client.insert(group, {"rollouts": 0.7, "replay": 0.5})
-    shown = replay("show", hex(key), "--tokenizer", str(tmp_path))
-    assert shown.returncode == 0, shown.stderr
-    for words in (
-        f"key {key}",
-        "in rollouts (priority 0.7, sampled 0 times), replay (priority 0.5, sampled 0 times)",
-        "prompt 'sum-7': 6 tokens\n12+34=",
-        "completion 0: 2 tokens  reward 1  advantage +1.15  mean log-prob -1.000",
-        "completion 1: 0 tokens  reward 0",
-        "completion 2: 1 token  reward 0  advantage -0.577  log-probabilities unknown",
-    ):
-        assert words in shown.stdout
+    screens = {
+        "as text": screen(replay("show", hex(key), "--tokenizer", str(tmp_path)), key),
+        "as tokens": screen(replay("show", str(key), "--tokens"), key),
+    }
+    golden("screens/show_group.txt", sections(screens))
     data = document(replay("show", str(key), "--tokens", "--json"))
     first, _, last = data["group"]["completions"]
     assert first["window"]["ids"] == group.completion_ids[:2].tolist()
     assert (first["window"]["arrays"], first["mean_logprob"]) == ({"logprob": [-0.5, -1.5]}, -1.0)
     assert (last["window"]["arrays"], last["mean_logprob"], last["unknown_logprobs"]) == ({"logprob": [None]}, None, 1)
     assert data["group"]["prompt"] == {"total": 6, "ids": ids, "text": "", "arrays": {}}
-    assert f"\nids {group.completion_ids[2]}\nlogprob nan\n" in replay("show", str(key), "--tokens").stdout
 
 
-def test_show_prints_a_prompt_of_a_table_of_prompts_and_the_mark_behind_it(client, replay):
+def test_show_prints_a_prompt_of_a_table_of_prompts_and_the_mark_behind_it(client, replay, golden):
     row = {"prompt": "12+34=", "prompt_id": "sum-7", "answer": "46"}
     key = client.insert(StoredPrompt(Prompt.of(row), 2, 5).encode(), {"replay": 1.0})
     cursor = client.insert(PromptCursor(1, 0, 9, "", 2, 6).encode(), {"replay": 1.0})
-    shown = replay("show", str(key)).stdout
-    assert '"prompt_id": "sum-7"' in shown
-    assert '"answer": "46"' in shown
+    screens = {
+        "the prompt": screen(replay("show", str(key)), key),
+        "the mark": screen(replay("show", str(cursor)), cursor),
+    }
+    golden("screens/show_prompt.txt", sections(screens))
     stored = document(replay("show", str(key), "--json"))["stored_prompt"]
     assert stored == {"prompt_id": "sum-7", "content": "12+34=", "row": row, "epoch": 2, "position": 5}
     assert document(replay("show", str(cursor), "--json"))["cursor"]["position"] == 6
 
 
-def test_show_names_the_rollout_of_each_sequence_and_the_axis_of_each_extra(client, replay):
+def test_show_names_the_rollout_of_each_sequence_and_the_axis_of_each_extra(client, replay, golden):
     group = make_sequences(
         token_advantages=[0.5, 0, 0, 0, 2, 2],
         extras={"experts": np.zeros((8, 2), np.uint8), "image": np.zeros((1, 1), ml_dtypes.bfloat16)},
         axes={"experts": "whole"},
     )
     key = client.insert(group, {"replay": 1.0})
-    shown = replay("show", str(key)).stdout
-    for words in (
-        "group of 2 rollouts in 3 sequences, 6 tokens\n",
-        "extras.experts: uint8 (8, 2), 16 bytes, axis whole\n",
-        "extras.image: bfloat16 (1, 1), 2 bytes\n",
-        "rollout 0, sequence 2 of 2: 2 tokens  reward 1 ",
-        "rollout 1, sequence 1 of 1: 2 tokens  reward 0 ",
-    ):
-        assert words in shown
+    golden("screens/show_sequences.txt", screen(replay("show", str(key)), key))
 
 
-def test_show_tells_the_context_of_a_completion_from_what_the_policy_wrote(client, replay, tmp_path):
+def test_show_tells_the_context_of_a_completion_from_what_the_policy_wrote(client, replay, tmp_path, golden):
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     group = group_from_rows(
@@ -211,13 +205,10 @@ def test_show_tells_the_context_of_a_completion_from_what_the_policy_wrote(clien
         advantages=[1, -1],
     )
     key = client.insert(group, {"replay": 1.0})
-    shown = replay("show", str(key), "--tokenizer", str(tmp_path)).stdout
-    assert "prompt: 2 tokens\n1+\n" in shown
-    assert "completion 1: 2 tokens  reward 0  advantage -1  mean log-prob -2.000  1 log-probs unknown\n" in shown
-    assert "[own context, 3 tokens, not trained on]\n23=\n[2 tokens, trained on]\n24\n" in shown
+    golden("screens/show_context.txt", screen(replay("show", str(key), "--tokenizer", str(tmp_path)), key))
 
 
-def test_show_tells_who_wrote_each_turn_and_what_is_trained_on(client, replay, tmp_path):
+def test_show_tells_who_wrote_each_turn_and_what_is_trained_on(client, replay, tmp_path, golden):
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     parts = [("assistant", "1+2"), ("tool", "=3"), ("assistant", "+"), ("assistant", "")]
@@ -230,12 +221,7 @@ def test_show_tells_who_wrote_each_turn_and_what_is_trained_on(client, replay, t
         meta={"turns": turns, "worker": "a", "failures": ["RolloutError('exit code 3')", "OSError('gone')"]},
     )
     key = client.insert(group, {"replay": 1.0})
-    shown = replay("show", str(key), "--tokenizer", str(tmp_path)).stdout
-    assert (
-        "[assistant, 3 tokens, 2 trained on]\n1+2\n[tool, 2 tokens, not trained on]\n=3\n"
-        "[assistant, 1 token, trained on]\n+\n[assistant, 0 tokens]\n"
-    ) in shown
-    assert "meta: worker a\na rollout failed: RolloutError('exit code 3')\na rollout failed: OSError('gone')\n" in shown
+    golden("screens/show_turns.txt", screen(replay("show", str(key), "--tokenizer", str(tmp_path)), key))
     plain = client.insert(make_group(), {"replay": 1.0})
     assert "trained on" not in replay("show", str(plain)).stdout
     many = make_group(lengths=(80,), loss_mask=[token % 2 == 0 for token in range(80)])
@@ -244,13 +230,11 @@ def test_show_tells_who_wrote_each_turn_and_what_is_trained_on(client, replay, t
     )
 
 
-def test_show_of_other_bytes_says_so_and_sends_no_control_characters_to_the_terminal(client, replay):
+def test_show_of_other_bytes_says_so_and_sends_no_control_characters_to_the_terminal(client, replay, golden):
     key = client.insert(b"\x1b[31mred\x00" * 20, {"replay": 1.0})
     shown = replay("show", str(key))
-    assert (shown.returncode, "\x1b" in shown.stdout) == (0, False)
-    assert "180 bytes" in shown.stdout
-    assert "not a rollout group" in shown.stdout
-    assert "1b 5b 33 31 6d 72 65 64 00" in shown.stdout
+    assert "\x1b" not in shown.stdout
+    golden("screens/show_bytes.txt", screen(shown, key))
     data = document(replay("show", str(key), "--json"))
     assert (data["group"], data["bytes"], data["head"][0][:8]) == (None, 180, "1b 5b 33")
     group_key = client.insert(make_group(prompt_id="\x1b]0;title\x07"), {"replay": 1.0})

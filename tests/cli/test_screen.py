@@ -12,6 +12,7 @@ from replay_client.records import ServerInfo, rates_between, server_info_of
 from replay_client.shards.merging import merge_infos
 from replay_protos import replay_pb2 as pb
 from replay_server import TableConfig
+from tests.kit.golden import sections
 
 
 def info(tables: int) -> ServerInfo:
@@ -54,6 +55,32 @@ def test_without_a_terminal_every_line_is_there():
     assert all(f"t{i} " in text for i in range(500))
     assert text.count("3 inserts wait") == 250
     assert "q quit" not in text
+
+
+def test_each_line_of_tables_is_about_the_server_a_table_permits_a_wait_or_a_client(golden):
+    config = TableConfig(name="t", max_size=64, max_staleness=4).model_dump_json()
+    waiting = pb.Waiting(count=3, reason="rollouts: inserting blocked: the queue is full", seconds=12)
+    queue = pb.TableInfo(
+        name="rollouts", config=config, size=64, bytes=64_000, inserts=200, samples=136, inserting=waiting,
+        inserts_per_second=1.5, insert_blocked_share=0.25, age=pb.Quantiles(max=90.0), stale=7,
+        incomplete_items=2, missing_columns=[pb.MissingColumn(name="value", items=2)], incomplete_seconds=40.0,
+    )  # fmt: skip
+    full = pb.ServerInfo(
+        version="1.0", uptime=3600.0, policy=pb.Policy(version=60, weights="step-60", age=1.0),
+        items=64, bytes=64_000, max_bytes=10**9, storage="memory",
+        admission=pb.AdmissionInfo(running=4, capacity=8, acquiring=pb.Waiting(count=1, reason="none left", seconds=2)),
+        tables=[queue, pb.TableInfo(name="replay", config=config, evicted=5)],
+        overdue=[pb.OverdueClient(role="trainer", reason="no new policy version since version 60, 94 s ago")],
+        clients=[
+            pb.ClientInfo(name="gen-a", role="generator", open=1, age=3.0),
+            pb.ClientInfo(name="gen-b", role="generator", age=40.0),
+            pb.ClientInfo(name="score-1", role="scorer", ended=True, age=90.0),
+        ],
+    )  # fmt: skip
+    alone = Screen("host:1", server_info_of(full))
+    several = Screen("a:1,b:1", merge_infos({"a:1": server_info_of(full)}, ["b:1"]), by_shard=True)
+    screens = {"a server": lines_of(alone, None), "one of two servers": lines_of(several, None)}
+    golden("screens/tables.txt", sections({name: "\n".join(lines) for name, lines in screens.items()}))
 
 
 def look(uptime: float, server_id: int = 1, **inserts: int) -> ServerInfo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from replay_generator.engines import SamplingConfig
 from replay_protos import replay_pb2 as pb
 from replay_server import TableConfig
 from replay_trainer import GRPOConfig
+from tests.kit.golden import sections
 
 VERSION = "0.1.0"
 NOW = 1000.0
@@ -115,208 +117,107 @@ HEALTHY = {
     ),
 }
 
-WARNINGS = {
-    "two versions of the package": (server(version="9.9"), "version", "the server is 9.9"),
-    "a clock that is ahead": (server(time=NOW + 60), "clock", "1 min ahead of"),
-    "nothing bounds memory": (
-        server(*(table(f"t{i}") for i in range(7)), max_bytes=0, bytes=10**9),
-        "memory",
-        "nothing bounds the bytes of t0, t1, t2, t3, t4 and 2 more",
+STALE = table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)
+SICK = {
+    "two versions of the package": server(version="9.9"),
+    "a clock that is ahead": server(time=NOW + 60),
+    "nothing bounds memory": server(*(table(f"t{i}") for i in range(7)), max_bytes=0, bytes=10**9),
+    "memory nearly at its bound": server(bytes=95 * 10**7),
+    "a machine with less memory than the bound": server(memory_available=2 * 10**8),
+    "one machine of three with less memory than its server's bound": three(memory_available=15 * 10**8),
+    "one disk of three that is nearly full": three(disk_available=10**6),
+    "a disk that is nearly full": server(disk_available=10**6),
+    "one damaged record": server(damaged=1),
+    "damaged records": server(damaged=3),
+    "a trainer that publishes no version": server(table("pool", samples=5), policy=pb.Policy()),
+    "permits that expire": tutorial(admission=admission(expired=4)),
+    "generators without permits and no trainer": tutorial(admission=admission(acquiring=waiting())),
+    "a queue that nobody samples": tutorial({"inserting": waiting(reason="9 > max_diff 8")}),
+    "a queue that nobody fills": tutorial({"sampling": waiting()}),
+    "items that nobody extends": tutorial(
+        lacks(3 * LONG, teacher_logprobs=14),
+        clients=[pb.ClientInfo(name="gpu-7", role="teacher, trainer", age=61.0)],
     ),
-    "memory nearly at its bound": (server(bytes=95 * 10**7), "memory", "95% of max_bytes 1.0 GB"),
-    "a machine with less memory than the bound": (
-        server(memory_available=2 * 10**8),
-        "memory",
-        "200.0 MB left, and its tables may grow by 1.0 GB",
+    "a balance over a tag that no item has": pool(
+        {"balance": {"tag": "enviroment"}}, size=9, values=[pb.ValueInfo(items=9, weight=1.0)]
     ),
-    "one machine of three with less memory than its server's bound": (
-        three(memory_available=15 * 10**8),
-        "memory of b",
-        "1.5 GB left, and its tables may grow by 2.0 GB",
+    "a balance that lets nothing be drawn": pool(
+        {"balance": {"tag": "level", "weights": {"1": 0.0}}}, size=9, values=[pb.ValueInfo(name="1", items=9)]
     ),
-    "one disk of three that is nearly full": (three(disk_available=10**6), "disk of b", "1.0 MB left"),
-    "a disk that is nearly full": (server(disk_available=10**6), "disk", "1.0 MB left"),
-    "one damaged record": (server(damaged=1), "disk", "1 item lost, because"),
-    "damaged records": (server(damaged=3), "disk", "3 items lost, because bytes on disk are damaged"),
-    "a trainer that publishes no version": (
-        server(table("pool", samples=5), policy=pb.Policy()),
-        "policy",
-        "no policy version was ever published",
+    "a table that fills once and blocks": pool({"when_full": "block"}),
+    "a queue larger than its table": server(table("queue", QUEUE | {"max_size": 4, "forward_to": None})),
+    "a table that has no room for what its items wait for": pool({"requires": ["value"], "max_bytes": "1GB"}),
+    "a pool without a priority above 0": pool({"sampler": "prioritized"}, size=3, priority=pb.Quantiles()),
+    "a table that no client fills": server(table("spare", inserts=0)),
+    "a pool whose queue nobody samples": tutorial({"samples": 0, "forwarded": 0}, {"inserts": 0, "stale": 0}),
+    "a pool whose queue forwards nothing": tutorial({"forwarded": 0}, {"inserts": 0, "stale": 0}),
+    "some groups come too late": pool({"max_staleness": 1}, inserts=80, stale_refused=20, samples=80),
+    "an archive that nobody writes": server(
+        table("rollouts", {"copy_to": "archive"}), table("archive", evicted=60, evicted_unsampled=60)
     ),
-    "permits that expire": (tutorial(admission=admission(expired=4)), "permits", "4 permits expired unused"),
-    "generators without permits and no trainer": (
-        tutorial(admission=admission(acquiring=waiting())),
-        "permits",
-        "1 permit request waits, none was served for 40 s: ",
+    "copies that nobody draws": server(
+        table("rollouts", {"copy_to": "archive"}), table("archive", size=9, age=pb.Quantiles(max=180.0))
     ),
-    "a queue that nobody samples": (
-        tutorial({"inserting": waiting(reason="9 > max_diff 8")}),
-        "rollouts",
-        "1 insert waits, none was served for 40 s: 9 > max_diff 8",
+    "a table too small for what is inserted": pool(evicted=60, evicted_unsampled=60),
+    "a pool that refuses what its queue forwards": tutorial({"forward_refused": 5}),
+    "retained rows that were discarded": pool(retained_discarded=3),
+    "partial groups that nobody goes on with": server(
+        table("partial_groups", size=1, age=pb.Quantiles(max=2 * LONG), sampled=pb.ArrivalTimes(age=2 * LONG)),
+        admission=admission(permit_tables=["partial_groups"]),
     ),
-    "a queue that nobody fills": (tutorial({"sampling": waiting()}), "rollouts", "1 sample request waits"),
-    "items that nobody extends": (
-        tutorial(
-            lacks(3 * LONG, teacher_logprobs=14),
-            clients=[pb.ClientInfo(name="gpu-7", role="teacher, trainer", age=61.0)],
-        ),
-        "rollouts",
-        "waits for teacher_logprobs: 14 items; nobody has extended one for 1 min; last seen: gpu-7 (1 min 1 s ago)",
+    "a shard that hangs or is away": merge_infos({"a": tutorial()}, ["b"]),
+    "a disk that fails": server(commit_error="No space left on device"),
+    "a start that lost changes": server(fell_back="fell back to commit 7"),
+    "permits that no step returns, while the trainer waits for groups": tutorial(
+        {"sampling": waiting()}, admission=admission(accepted=64, acquiring=waiting())
     ),
-    "a balance over a tag that no item has": (
-        pool({"balance": {"tag": "enviroment"}}, size=9, values=[pb.ValueInfo(items=9, weight=1.0)]),
-        "pool",
-        "it balances 'enviroment', and no item has this tag: its draws are as without balance",
+    "a queue full of items that nobody extends": tutorial(
+        lacks(2 * LONG, teacher_logprobs=2, value=1) | {"inserting": waiting(), "sampling": waiting()}
     ),
-    "a balance that lets nothing be drawn": (
-        pool({"balance": {"tag": "level", "weights": {"1": 0.0}}}, size=9, values=[pb.ValueInfo(name="1", items=9)]),
-        "pool",
-        "balance gives weight 0 to every value of 'level' that its items have: nothing is ever drawn",
+    "both sides of a table wait": pool(inserting=waiting(), sampling=waiting()),
+    "a ratio that max_times_sampled does not allow": pool(
+        {"rate_limiter": {"type": "sample_to_insert_ratio", "samples_per_insert": 4.0}, "max_times_sampled": 2}
     ),
-    "a table that fills once and blocks": (pool({"when_full": "block"}), "pool", "full, it blocks inserting for ever"),
-    "a queue larger than its table": (
-        server(table("queue", QUEUE | {"max_size": 4, "forward_to": None})),
-        "queue",
-        "admits 64 items, and the table evicts beyond max_size 4",
+    "a min_size that does not fit into max_bytes": pool(
+        {"rate_limiter": {"type": "min_size", "min_size": 10}, "max_bytes": 50}, size=4, bytes=40
     ),
-    "a table that has no room for what its items wait for": (
-        pool({"requires": ["value"], "max_bytes": "1GB"}),
-        "pool",
-        "it requires value and evicts beyond max_bytes: while it is full, what its items wait for is refused",
+    "most of a queue goes stale unused, and nothing bounds how far generators run ahead": server(STALE),
+    "most of a queue goes stale unused, and [admission] lets generators run ahead further than that": server(
+        STALE, admission=admission(max_staleness=2)
     ),
-    "a pool without a priority above 0": (
-        pool({"sampler": "prioritized"}, size=3, priority=pb.Quantiles()),
-        "pool",
-        "every item has priority 0",
+    "most of a queue goes stale unused, though [admission] forbids it": server(
+        STALE, admission=admission(max_staleness=1)
     ),
-    "a table that no client fills": (server(table("spare", inserts=0)), "spare", "no client has ever"),
-    "a pool whose queue nobody samples": (
-        tutorial({"samples": 0, "forwarded": 0}, {"inserts": 0, "stale": 0}),
-        "replay",
-        "nobody has sampled rollouts, which feeds it",
+    "a pool that loses what clients insert before it is sampled": pool({"max_staleness": 1}, stale=90, samples=10),
+    # What stops the run has a headline.
+    "the trainer does not come": tutorial({"inserting": waiting(), "sampled": pb.ArrivalTimes(age=LONG)}),
+    "the trainer comes too seldom": tutorial({"inserting": waiting(), "sampled": pb.ArrivalTimes(age=1.0)}),
+    "the generators do not come": tutorial(pool={"sampling": waiting(), "inserted": pb.ArrivalTimes(age=LONG)}),
+    "no version comes": tutorial(admission=admission(acquiring=waiting()), policy=pb.Policy(version=3, age=60.0)),
+    "the teacher does not come": tutorial(lacks(LONG, value=1) | {"sampling": waiting()}),
+    "the trainer is gone": tutorial(overdue=overdue_clients("trainer")),
+    "the generators are gone": tutorial(
+        overdue=[pb.OverdueClient(role="generator", table="rollouts", reason="nobody inserts into rollouts")]
     ),
-    "a pool whose queue forwards nothing": (
-        tutorial({"forwarded": 0}, {"inserts": 0, "stale": 0}),
-        "replay",
-        "rollouts was sampled and has forwarded nothing",
-    ),
-    "some groups come too late": (
-        pool({"max_staleness": 1}, inserts=80, stale_refused=20, samples=80),
-        "pool",
-        "20% of what was generated was dropped unused",
-    ),
-    "an archive that nobody writes": (
-        server(table("rollouts", {"copy_to": "archive"}), table("archive", evicted=60, evicted_unsampled=60)),
-        "archive",
-        "60 items of rollouts (60% of all) were not archived",
-    ),
-    "copies that nobody draws": (
-        server(table("rollouts", {"copy_to": "archive"}), table("archive", size=9, age=pb.Quantiles(max=180.0))),
-        "archive",
-        "9 items wait, the oldest for 3 min",
-    ),
-    "a table too small for what is inserted": (
-        pool(evicted=60, evicted_unsampled=60),
-        "pool",
-        "60 items (60% of all) evicted before anybody sampled them",
-    ),
-    "a pool that refuses what its queue forwards": (
-        tutorial({"forward_refused": 5}),
-        "rollouts",
-        "5 items could not join replay",
-    ),
+    "both are gone": tutorial(overdue=overdue_clients("generator", "trainer")),
 }
-
-FAILURES = {
-    "a shard that hangs or is away": (merge_infos({"a": tutorial()}, ["b"]), "shard b", "does not answer"),
-    "a disk that fails": (
-        server(commit_error="No space left on device"),
-        "disk",
-        "cannot write to data_dir and refuses inserts: No space left on device",
-    ),
-    "a start that lost changes": (server(fell_back="fell back to commit 7"), "disk", "to commit 7"),
-    "a trainer that is gone": (
-        tutorial(overdue=[pb.OverdueClient(role="trainer", reason="no new policy version since version 29, 94 s ago")]),
-        "trainer",
-        "no new policy version since version 29, 94 s ago",
-    ),
-    "generators that are gone": (
-        tutorial(overdue=[pb.OverdueClient(role="generator", table="rollouts", reason="nobody inserts into rollouts")]),
-        "generator",
-        "nobody inserts into rollouts",
-    ),
-    "permits that no step returns, while the trainer waits for groups": (
-        tutorial({"sampling": waiting()}, admission=admission(accepted=64, acquiring=waiting())),
-        "permits",
-        "a trainer waits for groups of rollouts: neither can move",
-    ),
-    "a queue full of items that nobody extends": (
-        tutorial(lacks(2 * LONG, teacher_logprobs=2, value=1) | {"inserting": waiting(), "sampling": waiting()}),
-        "rollouts",
-        "waits for teacher_logprobs: 2 items, value: 1 item; nobody has extended one for 40 s",
-    ),
-    "both sides of a table wait": (pool(inserting=waiting(), sampling=waiting()), "pool", "wait for each other"),
-    "a ratio that max_times_sampled does not allow": (
-        pool({"rate_limiter": {"type": "sample_to_insert_ratio", "samples_per_insert": 4.0}, "max_times_sampled": 2}),
-        "pool",
-        "inserting will block for ever",
-    ),
-    "a min_size that does not fit into max_bytes": (
-        pool({"rate_limiter": {"type": "min_size", "min_size": 10}, "max_bytes": 50}, size=4, bytes=40),
-        "pool",
-        "min_size 10 wants more items of 10 bytes than ever fit into max_bytes 50 bytes",
-    ),
-    "most of a queue goes stale unused": (
-        server(table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)),
-        "rollouts",
-        "74% of what was generated was dropped unused",
-    ),
-    "a pool that loses what clients insert before it is sampled": (
-        pool({"max_staleness": 1}, stale=90, samples=10),
-        "pool",
-        "80% of what was generated was dropped unused",
-    ),
-}
-
-
-HEADLINES = {
-    "healthy": (tutorial(), []),
-    "the trainer does not come": (
-        tutorial({"inserting": waiting(), "sampled": pb.ArrivalTimes(age=LONG)}),
-        ["Inserts into rollouts are blocked: nobody samples it"],
-    ),
-    "the trainer comes too seldom": (
-        tutorial({"inserting": waiting(), "sampled": pb.ArrivalTimes(age=1.0)}),
-        ["Inserts into rollouts are blocked"],
-    ),
-    "the generators do not come": (
-        tutorial(pool={"sampling": waiting(), "inserted": pb.ArrivalTimes(age=LONG)}),
-        ["Samples of replay are blocked: nobody inserts into it"],
-    ),
-    "a short wait": (tutorial({"sampling": waiting(seconds=1.0)}), []),
-    "no version comes": (
-        tutorial(admission=admission(acquiring=waiting()), policy=pb.Policy(version=3, age=60.0)),
-        ["Generators are blocked: no policy version was published"],
-    ),
-    "the teacher does not come": (
-        tutorial(lacks(LONG, value=1) | {"sampling": waiting()}),
-        ["rollouts is blocked: nobody extends its items"],
-    ),
-    "the trainer is gone": (tutorial(overdue=overdue_clients("trainer")), ["The trainer is gone"]),
-    "both are gone": (
-        tutorial(overdue=overdue_clients("generator", "trainer")),
-        ["Trainer and generators are gone"] * 2,
-    ),
-}
-
-
-@pytest.mark.parametrize(("info", "headlines"), HEADLINES.values(), ids=HEADLINES)
-def test_a_finding_that_stops_the_run_has_a_headline(info, headlines):
-    assert [finding.headline for finding in troubles(info) if finding.headline] == headlines
+"""Servers in trouble; tests/golden/findings/troubles.txt has what the diagnosis finds."""
 
 
 def troubles(info: ServerInfo) -> list[Finding]:
     return [finding for finding in diagnose(info, VERSION, NOW) if finding.level is not Level.OK]
+
+
+def text_of(findings: Iterable[Finding]) -> str:
+    """Findings as a golden file has them: level, check and message, then the remedy and the headline."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.level} {finding.check}: {finding.message}")
+        if finding.remedy:
+            lines.append(f"    remedy: {finding.remedy}")
+        if finding.headline:
+            lines.append(f"    {finding.stops}: {finding.headline}")
+    return "\n".join(lines)
 
 
 @pytest.mark.parametrize("situation", HEALTHY)
@@ -324,14 +225,8 @@ def test_a_healthy_server_has_no_trouble(situation):
     assert troubles(HEALTHY[situation]) == []
 
 
-@pytest.mark.parametrize("situation", WARNINGS | FAILURES)
-def test_a_sick_server_has_one_trouble_with_its_remedy(situation):
-    info, check, words = (WARNINGS | FAILURES)[situation]
-    found = [finding for finding in troubles(info) if finding.check == check]
-    level = Level.FAILURE if situation in FAILURES else Level.WARNING
-    assert [(finding.check, finding.level) for finding in found] == [(check, level)]
-    assert words in found[0].message
-    assert found[0].remedy
+def test_each_trouble_of_a_sick_server_has_a_level_a_sentence_a_remedy_and_a_headline_if_it_stops_the_run(golden):
+    golden("findings/troubles.txt", sections({name: text_of(troubles(info)) for name, info in SICK.items()}))
 
 
 OF_THE_COMMAND = {"not-encrypted", "no-server", "server-hangs", "refused", "slow"}
@@ -388,229 +283,144 @@ RESTS = {"inserted": pb.ArrivalTimes(age=500.0), "sampled": pb.ArrivalTimes(age=
 RESTARTED = {"uptime": 12.0, "policy": pb.Policy(version=60, age=12.0), "admission": admission()}
 UNTOUCHED = {"inserted": pb.ArrivalTimes(age=12.0), "sampled": pb.ArrivalTimes(age=12.0)}
 
-SITUATIONS: dict[str, tuple[ServerInfo, str, str, str, str]] = {
-    "trainer and generator are connected": (
-        run(TRAINS, GENERATES, queue={"inserts_per_second": 1.0}), "ok", "Healthy", "Neither side waits", "",
+RUNS = {
+    "trainer and generator are connected": run(TRAINS, GENERATES, queue={"inserts_per_second": 1.0}),
+    "the trainer said leave 50 s ago": run(TRAINED, GENERATES),
+    "the trainer said leave a moment ago, and its last draw is as young": run(
+        client("trainer", "gpu-1", ended=True, age=0.1), GENERATES
     ),
-    "the trainer said leave 50 s ago": (
-        run(TRAINED, GENERATES), "blocked", "The trainer has ended",
-        "trainer gpu-1 ended 50 s ago", "stop the generators too, or start a trainer",
+    "one generator of two was killed": run(TRAINS, GENERATES, generator("gen-b", age=2 * LONG)),
+    "the trainer has ended, and 16 inserts have waited for two minutes": run(
+        TRAINED, GENERATES, queue={"inserting": waiting(120.0, "94 > max_diff 64", 16)}
     ),
-    "the trainer said leave a moment ago, and its last draw is as young": (
-        run(client("trainer", "gpu-1", ended=True, age=0.1), GENERATES),
-        "blocked", "The trainer has ended", "ended 0.1 s ago", "start a trainer",
+    "the trainer has ended, and in this run a wait of two minutes is short": run(
+        TRAINED,
+        GENERATES,
+        max_bytes=0,
+        bytes=10**9,
+        long_wait=900.0,
+        queue={"inserting": waiting(120.0, "94 > max_diff 64", 16), "insert_blocked_share": 1.0},
     ),
-    "the trainer has ended, and 16 inserts have waited for two minutes": (
-        run(TRAINED, GENERATES, queue={"inserting": waiting(120.0, "94 > max_diff 64", 16)}),
-        "blocked", "The trainer has ended",
-        "16 inserts wait, none was served for 2 min: 94 > max_diff 64; trainer gpu-1 ended 50 s ago",
-        "stop the generators too, or start a trainer",
+    "the trainer waits for groups that nobody scores": unscored(NO_SCORES, queue={"sampling": waiting()}),
+    "the generator waits to insert groups that nobody scores any more": unscored(
+        NO_SCORES, SCORED, inserting=waiting(2.0)
     ),
-    "the trainer has ended, and in this run a wait of two minutes is short": (
-        run(
-            TRAINED, GENERATES, max_bytes=0, bytes=10**9, long_wait=900.0,
-            queue={"inserting": waiting(120.0, "94 > max_diff 64", 16), "insert_blocked_share": 1.0},
-        ),
-        "blocked", "The trainer has ended", "16 inserts wait, none was served for 2 min", "start a trainer",
+    "nobody is connected": server(table("rollouts", QUEUE, inserts=0), max_bytes=0),
+    "nobody is connected, and memory has no bound": server(
+        table("rollouts", QUEUE, inserts=0), max_bytes=0, bytes=2 * 10**9
     ),
-    "the trainer waits for groups that nobody scores": (
-        unscored(NO_SCORES, queue={"sampling": waiting()}), "blocked", "No scorer has connected yet",
-        "1 sample request waits", "`replay score --source-table unscored`",
+    "groups lack rewards, and no scorer has come": unscored(NO_SCORES),
+    "less than a gigabyte is held without a bound": run(TRAINS, GENERATES, max_bytes=0, bytes=10**9 - 1),
+    "a gigabyte is held without a bound": run(TRAINS, GENERATES, max_bytes=0, bytes=10**9),
+    "two things are to be looked at, and memory is one of them": run(
+        TRAINS, GENERATES, max_bytes=0, bytes=10**9, admission=admission(expired=4)
     ),
-    "the generator waits to insert groups that nobody scores any more": (
-        unscored(NO_SCORES, SCORED, inserting=waiting(2.0)), "blocked", "The scorer has ended",
-        "1 insert waits", "`replay score --source-table unscored`",
+    "inserts are blocked, a generator is overdue, and memory has no bound": run(
+        TRAINS,
+        GENERATES,
+        queue={"inserting": waiting()},
+        max_bytes=0,
+        bytes=10**9,
+        overdue=[pb.OverdueClient(role="generator", reason="nobody inserts into replay")],
     ),
-    "nobody is connected": (
-        server(table("rollouts", QUEUE, inserts=0), max_bytes=0),
-        "idle", "Nobody is connected", "no trainer has connected since the server started, 1 h ago", "replay run",
+    "what waits, waits for a trainer that is overdue": run(
+        GENERATES,
+        queue={"inserting": waiting()},
+        overdue=[pb.OverdueClient(role="trainer", reason="no new policy version since version 29, 94 s ago")],
     ),
-    "nobody is connected, and memory has no bound": (
-        server(table("rollouts", QUEUE, inserts=0), max_bytes=0, bytes=2 * 10**9),
-        "idle", "Nobody is connected", "no generator has connected", "start a trainer and a generator",
+    "a disk fails, and nobody is connected": server(commit_error="No space left on device"),
+    "the generator has ended, and the queue is drained": run(
+        TRAINS, GENERATED, queue={"size": 0, "sampling": waiting(5.0)}
     ),
-    "groups lack rewards, and no scorer has come": (
-        unscored(NO_SCORES), "blocked", "No scorer has connected yet", "12 groups of unscored lack rewards",
-        "start a scorer: `replay score --source-table unscored`",
+    "the generator has ended, and the trainer still has groups": run(TRAINS, GENERATED),
+    "the scorer has ended while the generator goes on": unscored(NO_SCORES, SCORED, size=0),
+    "the generator has ended, and the scorer works at what it left": unscored(LEFT_NO_SCORES, SCORES),
+    "the generator has ended, and the scorer has nothing left": unscored(LEFT_NO_SCORES, SCORES, size=0),
+    "a second run begins with another trainer": run(TRAINED, client("trainer", "gpu-2", open=1), GENERATES),
+    "of two trainers the one that was seen last has ended": run(
+        client("trainer", "gpu-2", age=15.0), client("trainer", "gpu-1", ended=True, age=1.0), GENERATES
     ),
-    "less than a gigabyte is held without a bound": (
-        run(TRAINS, GENERATES, max_bytes=0, bytes=10**9 - 1), "ok", "Healthy", "", "",
+    "only an archive is written": server(
+        table("rollouts", {"copy_to": "archive"}, size=9, **RESTS),
+        table("archive", samples=9),
+        clients=[client("archiver", "archive-1", open=1)],
     ),
-    "a gigabyte is held without a bound": (
-        run(TRAINS, GENERATES, max_bytes=0, bytes=10**9), "warning", "Running, with 1 thing to look at",
-        "", "memory: 1.0 GB",
+    "both are connected and only evaluate": server(
+        table("rollouts", QUEUE, samples=9, **RESTS), clients=[TRAINS, GENERATES]
     ),
-    "two things are to be looked at, and memory is one of them": (
-        run(TRAINS, GENERATES, max_bytes=0, bytes=10**9, admission=admission(expired=4)),
-        "warning", "Running, with 2 things to look at", "", "permits: 4 permits expired unused",
+    "the trainer is paused": run(
+        client("trainer", "gpu-1", open=1, age=90.0),
+        GENERATES,
+        overdue=[pb.OverdueClient(role="trainer", reason="no new policy version since version 29, 94 s ago")],
     ),
-    "inserts are blocked, a generator is overdue, and memory has no bound": (
-        run(
-            TRAINS, GENERATES, queue={"inserting": waiting()}, max_bytes=0, bytes=10**9,
-            overdue=[pb.OverdueClient(role="generator", reason="nobody inserts into replay")],
-        ),
-        "blocked", "Inserts into rollouts are blocked", "1 insert waits", "sample or delete items",
+    "the teacher has ended, and items wait for it": run(
+        TRAINS, GENERATES, client("teacher, trainer", "t-1", ended=True, age=3.0), queue=lacks(2.0, value=14)
     ),
-    "what waits, waits for a trainer that is overdue": (
-        run(
-            GENERATES, queue={"inserting": waiting()},
-            overdue=[pb.OverdueClient(role="trainer", reason="no new policy version since version 29, 94 s ago")],
-        ),
-        "failure", "The trainer is gone", "1 insert waits, none was served for 40 s: the reason; no new policy version",
-        "see why it ended or hangs, and start it again",
+    "a teacher that draws what it extends is no trainer": run(
+        client("teacher, trainer", "t-1", open=1), GENERATES, queue={"samples": 0}, pool={"samples": 0}
     ),
-    "a disk fails, and nobody is connected": (
-        server(commit_error="No space left on device"), "failure", "disk: the server cannot write to data_dir", "", "",
+    "a scorer draws its groups without [admission], and no trainer came": scored_without_permits(),
+    "a scorer draws its groups without [admission], and the trainer was killed": scored_without_permits(KILLED),
+    "a teacher samples what it extends, and no trainer came": run(TEACHES, GENERATES),
+    "a teacher samples what it extends, and the trainer was killed": run(TEACHES, KILLED, GENERATES),
+    "a teacher was killed a moment after its last sample, and no trainer came": run(
+        TAUGHT, GENERATES, queue={"sampled": pb.ArrivalTimes(age=LONG / 2 + 1)}, pool={"samples": 0}
     ),
-    # Situations that nobody has listed.
-    "the generator has ended, and the queue is drained": (
-        run(TRAINS, GENERATED, queue={"size": 0, "sampling": waiting(5.0)}), "blocked", "The generator has ended",
-        "1 sample request waits, none was served for 5.0 s: the reason; generator gen-a ended 50 s ago",
-        "stop the trainer too, or start a generator",
+    "somebody without a name samples since the teacher was killed": run(
+        TAUGHT, GENERATES, queue={"sampled": pb.ArrivalTimes(age=1.0)}
     ),
-    "the generator has ended, and the trainer still has groups": (
-        run(TRAINS, GENERATED), "blocked", "The generator has ended",
-        "rollouts still has 30 groups", "stop the trainer too",
+    "generators draw partial groups without [admission], and no trainer came": run(
+        client("generator, trainer", "gen-a", GeneratorConfig().described(), open=1), admission=None
     ),
-    "the scorer has ended while the generator goes on": (
-        unscored(NO_SCORES, SCORED, size=0), "blocked", "The scorer has ended", "scorer score-1 ended 9.0 s ago",
-        "`replay score --source-table unscored`",
+    "generators without names feed a scorer": inserted_without_a_name(SCORES, ago=1.0),
+    "generators without names go on after their scorer was killed": inserted_without_a_name(
+        client("scorer", "score-1", ScorerConfig("unscored").described(), age=90.0), ago=1.0
     ),
-    "the generator has ended, and the scorer works at what it left": (
-        unscored(LEFT_NO_SCORES, SCORES), "ok", "Healthy", "", "",
+    "generators without names have stopped, and their scorer inserts what is left": inserted_without_a_name(
+        client("scorer", "score-1", ScorerConfig("unscored").described(), age=2 * LONG), ago=90.0
     ),
-    "the generator has ended, and the scorer has nothing left": (
-        unscored(LEFT_NO_SCORES, SCORES, size=0), "blocked", "The generator has ended", "gen-a ended", "",
+    "a server has started again with a full table, and nobody is back yet": tutorial(
+        UNTOUCHED | {"size": 64}, UNTOUCHED, **RESTARTED
     ),
-    "a second run begins with another trainer": (
-        run(TRAINED, client("trainer", "gpu-2", open=1), GENERATES), "ok", "Healthy", "", "",
+    "a server has started again, and the generator was faster than the trainer": tutorial(
+        UNTOUCHED, UNTOUCHED, **RESTARTED, clients=[GENERATES]
     ),
-    "of two trainers the one that was seen last has ended": (
-        run(client("trainer", "gpu-2", age=15.0), client("trainer", "gpu-1", ended=True, age=1.0), GENERATES),
-        "ok", "Healthy", "", "",
+    "a server has started again, and the trainer has not come back for long": tutorial(
+        {"inserting": waiting(), "inserted": pb.ArrivalTimes(age=130.0), "sampled": pb.ArrivalTimes(age=130.0)},
+        {"sampled": pb.ArrivalTimes(age=130.0)},
+        **RESTARTED | {"uptime": 130.0},
+        clients=[GENERATES],
     ),
-    "only an archive is written": (
-        server(
-            table("rollouts", {"copy_to": "archive"}, size=9, **RESTS), table("archive", samples=9),
-            clients=[client("archiver", "archive-1", open=1)],
-        ),
-        "blocked", "Neither trainer nor generator is connected", "connected: archive-1 (archiver)", "replay run",
+    "the trainer was killed, and nobody knows yet how often it comes": run(
+        client("trainer", "gpu-1", age=2 * LONG), GENERATES, queue=RESTS, pool=RESTS
     ),
-    "both are connected and only evaluate": (
-        server(table("rollouts", QUEUE, samples=9, **RESTS), clients=[TRAINS, GENERATES]),
-        "idle", "Idle", "Nothing has been inserted or sampled", "",
+    "a trainer is in the middle of a step and has no call open": run(
+        client("trainer", "gpu-1", age=LONG / 2), GENERATES
     ),
-    "the trainer is paused": (
-        run(
-            client("trainer", "gpu-1", open=1, age=90.0), GENERATES,
-            overdue=[pb.OverdueClient(role="trainer", reason="no new policy version since version 29, 94 s ago")],
-        ),
-        "failure", "The trainer is silent", "no new policy version", "see why it ended or hangs",
+    "clients without names work": tutorial(),
+    "a trainer without a name has stopped": tutorial(
+        {"sampled": pb.ArrivalTimes(age=90.0)}, {"sampled": pb.ArrivalTimes(age=95.0)}
     ),
-    "the teacher has ended, and items wait for it": (
-        run(TRAINS, GENERATES, client("teacher, trainer", "t-1", ended=True, age=3.0), queue=lacks(2.0, value=14)),
-        "blocked", "The teacher has ended", "t-1 ended 3.0 s ago; rollouts waits for value: 14 items",
-        "start a teacher",
+    "one program generates and trains": run(client("generator, trainer", "verl", open=1)),
+    "one program generates, extends and trains": run(client("generator, teacher, trainer", "mine", open=1)),
+    "a stage is connected, and a generator never was": server(
+        table("rollouts", QUEUE, inserts=0),
+        table("raw", inserts=0),
+        uptime=90.0,
+        clients=[TRAINS, client("stage", "filter", {"part": '"stage"', "source_table": '"raw"'}, open=1)],
     ),
-    "a teacher that draws what it extends is no trainer": (
-        run(client("teacher, trainer", "t-1", open=1), GENERATES, queue={"samples": 0}, pool={"samples": 0}),
-        "blocked", "No trainer has connected yet", "no trainer has connected since", "start a trainer",
+    "the trainer and the generator have ended": run(TRAINED, GENERATED),
+    "the trainer has ended, and the generator was killed": run(
+        TRAINED, generator("gen-a", age=2 * LONG), queue=RESTS, pool=RESTS
     ),
-    "a scorer draws its groups without [admission], and no trainer came": (
-        scored_without_permits(), "blocked", "No trainer has connected yet", "no trainer has connected since", "",
-    ),
-    "a scorer draws its groups without [admission], and the trainer was killed": (
-        scored_without_permits(KILLED), "blocked", "The trainer is not connected", "last seen 10 min ago", "",
-    ),
-    "a teacher samples what it extends, and no trainer came": (
-        run(TEACHES, GENERATES), "blocked", "No trainer has connected yet", "no trainer has connected since", "",
-    ),
-    "a teacher samples what it extends, and the trainer was killed": (
-        run(TEACHES, KILLED, GENERATES), "blocked", "The trainer is not connected", "last seen 10 min ago", "",
-    ),
-    "a teacher was killed a moment after its last sample, and no trainer came": (
-        run(TAUGHT, GENERATES, queue={"sampled": pb.ArrivalTimes(age=LONG / 2 + 1)}, pool={"samples": 0}),
-        "blocked", "No trainer has connected yet", "no trainer has connected since", "",
-    ),
-    "somebody without a name samples since the teacher was killed": (
-        run(TAUGHT, GENERATES, queue={"sampled": pb.ArrivalTimes(age=1.0)}), "ok", "Healthy", "", "",
-    ),
-    "generators draw partial groups without [admission], and no trainer came": (
-        run(client("generator, trainer", "gen-a", GeneratorConfig().described(), open=1), admission=None),
-        "blocked", "No trainer has connected yet", "no trainer has connected since", "",
-    ),
-    "generators without names feed a scorer": (
-        inserted_without_a_name(SCORES, ago=1.0), "ok", "Healthy", "", "",
-    ),
-    "generators without names go on after their scorer was killed": (
-        inserted_without_a_name(client("scorer", "score-1", ScorerConfig("unscored").described(), age=90.0), ago=1.0),
-        "blocked", "The scorer is not connected", "score-1 is not connected", "start it again",
-    ),
-    "generators without names have stopped, and their scorer inserts what is left": (
-        inserted_without_a_name(
-            client("scorer", "score-1", ScorerConfig("unscored").described(), age=2 * LONG), ago=90.0
-        ),
-        "blocked", "The generator is not connected", "nobody has inserted for 1 min 30 s", "",
-    ),
-    "a server has started again with a full table, and nobody is back yet": (
-        tutorial(UNTOUCHED | {"size": 64}, UNTOUCHED, **RESTARTED), "idle", "Nobody is connected",
-        "no trainer has connected since the server started, 12 s ago", "",
-    ),
-    "a server has started again, and the generator was faster than the trainer": (
-        tutorial(UNTOUCHED, UNTOUCHED, **RESTARTED, clients=[GENERATES]),
-        "idle", "No trainer has connected yet", "", "",
-    ),
-    "a server has started again, and the trainer has not come back for long": (
-        tutorial(
-            {"inserting": waiting(), "inserted": pb.ArrivalTimes(age=130.0), "sampled": pb.ArrivalTimes(age=130.0)},
-            {"sampled": pb.ArrivalTimes(age=130.0)}, **RESTARTED | {"uptime": 130.0}, clients=[GENERATES],
-        ),
-        "blocked", "No trainer has connected yet", "1 insert waits", "start a trainer",
-    ),
-    "the trainer was killed, and nobody knows yet how often it comes": (
-        run(client("trainer", "gpu-1", age=2 * LONG), GENERATES, queue=RESTS, pool=RESTS),
-        "blocked", "The trainer is not connected", "gpu-1 is not connected, last seen 40 s ago", "start it again",
-    ),
-    "a trainer is in the middle of a step and has no call open": (
-        run(client("trainer", "gpu-1", age=LONG / 2), GENERATES), "ok", "Healthy", "", "",
-    ),
-    "clients without names work": (tutorial(), "ok", "Healthy", "", ""),
-    "a trainer without a name has stopped": (
-        tutorial({"sampled": pb.ArrivalTimes(age=90.0)}, {"sampled": pb.ArrivalTimes(age=95.0)}),
-        "blocked", "The trainer is not connected", "nobody has sampled for 1 min 30 s", "start it again",
-    ),
-    "one program generates and trains": (
-        run(client("generator, trainer", "verl", open=1)), "ok", "Healthy", "", "",
-    ),
-    "one program generates, extends and trains": (
-        run(client("generator, teacher, trainer", "mine", open=1)), "ok", "Healthy", "", "",
-    ),
-    "a stage is connected, and a generator never was": (
-        server(
-            table("rollouts", QUEUE, inserts=0), table("raw", inserts=0), uptime=90.0,
-            clients=[TRAINS, client("stage", "filter", {"part": '"stage"', "source_table": '"raw"'}, open=1)],
-        ),
-        "blocked", "No generator has connected yet", "since the server started, 1 min 30 s ago", "start a generator",
-    ),
-    "the trainer and the generator have ended": (
-        run(TRAINED, GENERATED), "idle", "The run has ended", "trainer gpu-1 ended 50 s ago, generator gen-a ended", "",
-    ),
-    "the trainer has ended, and the generator was killed": (
-        run(TRAINED, generator("gen-a", age=2 * LONG), queue=RESTS, pool=RESTS),
-        "blocked", "Nobody is connected", "generator gen-a is not connected, last seen 40 s ago", "start a trainer",
-    ),
-}  # fmt: skip
-"""The state of a server, and what the headline says of it: level, headline, parts of the detail and of the remedy."""
+}
+"""Servers in the middle of a run; tests/golden/findings/verdicts.txt has the verdict on each."""
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
-def test_the_headline_names_what_a_run_lacks_first(situation):
-    info, level, headline, detail, remedy = SITUATIONS[situation]
-    said = verdict(info, list(diagnose(info, VERSION, NOW)), [])
-    assert said["headline"].startswith(headline)
-    assert said["level"] == level
-    assert detail in said["detail"]
-    assert remedy in said["remedy"]
+def test_the_headline_names_what_a_run_lacks_first(golden):
+    said = {name: verdict(info, list(diagnose(info, VERSION, NOW)), []) for name, info in RUNS.items()}
+    lines = {name: [f"{part}: {words}" for part, words in each.items() if words] for name, each in said.items()}
+    golden("findings/verdicts.txt", sections({name: "\n".join(each) for name, each in lines.items()}))
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -644,28 +454,7 @@ def test_a_scorer_that_died_is_named_beside_the_others_of_its_part():
 
 
 def test_the_situations_of_this_file_meet_every_rule_of_the_table():
-    stale = table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)
-    more = [
-        *(server(stale, admission=admission(max_staleness=most)) for most in (1, 2)),
-        pool(retained_discarded=3),
-        tutorial({"inserting": waiting()}),
-        server(
-            table("partial_groups", size=1, age=pb.Quantiles(max=2 * LONG), sampled=pb.ArrivalTimes(age=2 * LONG)),
-            admission=admission(permit_tables=["partial_groups"]),
-        ),
-        server(table("rollouts", QUEUE | {"max_staleness": 1}, flow=pb.Flow(versions=9, staleness=1.5))),
-        described(tr=("trainer", trainer_says(fresh_groups_per_step=8))),
-        described(tr=("trainer", trainer_says(rollouts_table="other"))),
-        described(gen=("generator", GeneratorConfig(sampling=SamplingConfig(top_p=0.9, sampling_masks=0)).described())),
-        described(gen=("generator", one_reward())),
-        described(gen=("generator", noticed(failures=FAILURES_SAID))),
-        described(gen=("generator", noticed(cut_early=CUT_SAID))),
-        described(gen=("generator", noticed(sessions=REFUSALS_SAID))),
-        tutorial({"sampling": waiting()}, clients=[pb.ClientInfo(name="gen", role="generator", ended=True)]),
-        server(clients=[generator("a", open=1), generator("b", age=2 * LONG)]),
-        *(info for info, *_ in SITUATIONS.values()),
-    ]
-    infos = [*(info for info, _, _ in (WARNINGS | FAILURES).values()), *more]
+    infos = [*SICK.values(), *RUNS.values(), *(info for info, _ in PARTS.values())]
     assert {finding.rule for info in infos for finding in troubles(info)} == set(diagnosis.RULES) - OF_THE_COMMAND
 
 
@@ -682,17 +471,6 @@ def test_a_rule_has_a_level_a_sentence_and_unless_the_server_refused_a_remedy(na
 @pytest.mark.parametrize("name", diagnosis.RULES)
 def test_the_first_remedy_weakens_no_bound(name):
     assert not diagnosis.RULES[name]["remedy"].startswith(("raise", "widen"))
-
-
-def test_the_remedy_for_staleness_depends_on_the_admission():
-    stale = table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)
-
-    def remedy(**fields: Any) -> str:
-        return next(finding.remedy for finding in troubles(server(stale, **fields)) if finding.check == "rollouts")
-
-    assert "use [admission]" in remedy()
-    assert "set [admission] max_staleness (2) to at most that of this table (1)" in remedy(admission=admission())
-    assert "every generator asks for permits" in remedy(admission=admission(max_staleness=1))
 
 
 # ---------------------------------------------------------------------------------------- what the parts say
@@ -717,17 +495,6 @@ def one_reward(part: str = "generator", **said: Any) -> dict[str, str]:
     return {"part": json.dumps(part), "one_reward": json.dumps(told)}
 
 
-@pytest.mark.parametrize("part", ["generator", "scorer"])
-def test_one_reward_for_all_rollouts_is_named_with_what_was_expected_and_said(part):
-    ((level, message, remedy),) = said_of(described(gen=(part, one_reward(part))), "rewards")
-    assert level is Level.WARNING
-    assert message == (
-        f"{part} gen gave every rollout of the last 40 groups or more the reward 0; expected '#### 72', and the newest "
-        "answer ends with '\\\\boxed{72}'"
-    )
-    assert "math_answer the number in \\boxed{} or behind ####" in remedy
-
-
 @pytest.mark.parametrize("said", [3, "a", {}, {"value": "0"}, {"value": None}])
 def test_what_a_client_says_of_rewards_may_be_anything(said):
     says = {"part": json.dumps("generator"), "one_reward": json.dumps(said)}
@@ -742,42 +509,6 @@ REFUSALS_SAID = {"open": 8, "refused": {"401": 12, "429": 1, "418": 1}, "reason"
 def noticed(part: str = "generator", **facts: Any) -> dict[str, str]:
     """What a part says that it has noticed of its rollouts."""
     return {"part": json.dumps(part)} | {name: json.dumps(value) for name, value in facts.items()}
-
-
-@pytest.mark.parametrize(
-    ("part", "facts", "check", "message"),
-    [
-        (
-            part,
-            {"failures": FAILURES_SAID},
-            "failures",
-            f"{part} gen: 40 of the last 64 rollouts failed; the last reason: RolloutError: the agent ended with exit "
-            "code 1",
-        )
-        for part in ("generator", "scorer")
-    ]
-    + [
-        (
-            "generator",
-            {"cut_early": CUT_SAID},
-            "lengths",
-            "generator gen: 12 of the last 64 rollouts ended with finish reason length after 37 tokens or fewer, and "
-            "max_tokens is 512",
-        ),
-        (
-            "generator",
-            {"sessions": REFUSALS_SAID},
-            "sessions",
-            "generator gen refused 14 requests of agents in the last 10 min: 12 with status 401 (no valid token), 1 "
-            "with status 429 (too many at once), 1 with status 418; the last reason: the request needs the token",
-        ),
-    ],
-)
-def test_what_a_part_has_noticed_of_its_rollouts_is_a_warning(part, facts, check, message):
-    ((level, said, remedy),) = said_of(described(gen=(part, noticed(part, **facts))), check)
-    assert level is Level.WARNING
-    assert said == message
-    assert remedy
 
 
 @pytest.mark.parametrize(
@@ -810,39 +541,80 @@ def test_parts_that_agree_are_no_finding():
     assert troubles(described()) == []
 
 
-@pytest.mark.parametrize(
-    ("sampling", "level", "words"),
-    [
-        ({"top_p": 0.95}, Level.OK, "generator gen draws with top_p 0.95, and stores what that keeps"),
-        ({"min_p": 0.05}, Level.OK, "generator gen draws with min_p 0.05, and stores what that keeps"),
-        ({"top_p": 0.95, "top_k": 20, "sampling_masks": 0}, Level.WARNING, "gen draws with top_p 0.95, top_k 20, and"),
-        ({"min_p": 0.05, "sampling_masks": 0}, Level.WARNING, "gen draws with min_p 0.05, and stores no sampling"),
-        ({}, None, ""),
-    ],
-    ids=["masks are stored", "masks of min_p", "no masks", "no masks of min_p", "all tokens"],
-)
-def test_a_generator_that_draws_from_a_part_of_the_vocabulary_is_named_if_it_does_not_say_which(sampling, level, words):
-    says = GeneratorConfig(sampling=SamplingConfig(**sampling)).described()
-    found = said_of(described(gen=("generator", says)), "sampling")
-    assert [each[0] for each in found] == ([level] if level else [])
-    assert all(words in message for _, message, _ in found)
+def sampling(**options: Any) -> ServerInfo:
+    """A run whose generator draws with these options."""
+    return described(gen=("generator", GeneratorConfig(sampling=SamplingConfig(**options)).described()))
+
+
+def drawn(staleness: float, **fields: Any) -> ServerInfo:
+    """A server whose groups are drawn at this mean staleness."""
+    queue = table("rollouts", QUEUE | {"max_staleness": None, "forward_to": None})
+    queue.flow.CopyFrom(pb.Flow(versions=32, drawn=4.0, staleness=staleness))
+    return server(queue, **fields)
+
+
+PARTS: dict[str, tuple[ServerInfo, str]] = {
+    "a generator that gave all rollouts one reward": (described(gen=("generator", one_reward())), "rewards"),
+    "a scorer that gave all rollouts one reward": (described(gen=("scorer", one_reward("scorer"))), "rewards"),
+    "rollouts that failed": (described(gen=("generator", noticed(failures=FAILURES_SAID))), "failures"),
+    "rollouts that failed, of a scorer": (
+        described(gen=("scorer", noticed("scorer", failures=FAILURES_SAID))),
+        "failures",
+    ),
+    "rollouts that were cut early": (described(gen=("generator", noticed(cut_early=CUT_SAID))), "lengths"),
+    "requests of agents that were refused": (
+        described(gen=("generator", noticed(sessions=REFUSALS_SAID))),
+        "sessions",
+    ),
+    "sampling masks of top_p are stored": (sampling(top_p=0.95), "sampling"),
+    "sampling masks of min_p are stored": (sampling(min_p=0.05), "sampling"),
+    "no sampling masks of top_p and top_k are stored": (sampling(top_p=0.95, top_k=20, sampling_masks=0), "sampling"),
+    "no sampling masks of min_p are stored": (sampling(min_p=0.05, sampling_masks=0), "sampling"),
+    "all tokens may be drawn": (sampling(), "sampling"),
+    "a trainer that takes more groups than are admitted": (
+        described(tr=("trainer", trainer_says(fresh_groups_per_step=8))),
+        "permits",
+    ),
+    "a trainer that takes fewer groups than are admitted": (
+        described(tr=("trainer", trainer_says(fresh_groups_per_step=2))),
+        "permits",
+    ),
+    "a trainer that takes groups from another table": (
+        described(tr=("trainer", trainer_says(rollouts_table="other"))),
+        "tables",
+    ),
+    "groups are drawn old, and nothing bounds that": (drawn(3.9), "rollouts"),
+    "groups are drawn older than their table allows": (
+        server(table("rollouts", QUEUE | {"max_staleness": 1}, flow=pb.Flow(versions=9, staleness=1.5))),
+        "rollouts",
+    ),
+    "groups are drawn older than [admission] allows": (
+        drawn(9.0, admission=admission(max_staleness=8, table="rollouts")),
+        "rollouts",
+    ),
+}
+"""Servers whose clients say something of themselves, and the check that speaks of it."""
+
+
+def test_what_generators_scorers_and_trainers_say_of_themselves_is_judged_with_the_remedy(golden):
+    found = {
+        name: [finding for finding in diagnose(info, VERSION, NOW) if finding.check == check]
+        for name, (info, check) in PARTS.items()
+    }
+    golden("findings/parts.txt", sections({name: text_of(findings) for name, findings in found.items()}))
 
 
 @pytest.mark.parametrize(
-    ("said", "check", "words"),
+    ("staleness", "level", "words"),
     [
-        ({"fresh_groups_per_step": 8}, "permits", "takes 8 fresh groups a step, and [admission] lets 4 be generated"),
-        ({"fresh_groups_per_step": 2}, "permits", "generators run ahead of it"),
-        ({"rollouts_table": "other"}, "tables", "from other, and generator gen inserts into rollouts, replay"),
+        (3.9, Level.WARNING, "drawn 3.9 versions old in the mean, and 2 is the bound"),
+        (1.2, Level.OK, "drawn 1.2 versions old in the mean"),
     ],
-    ids=["more than is admitted", "less than is admitted", "another table"],
 )
-def test_a_trainer_that_takes_other_groups_than_are_made_is_named(said, check, words):
-    info = described(tr=("trainer", trainer_says(**said)))
-    [(level, message, remedy)] = said_of(info, check)
-    assert level is Level.WARNING
-    assert words in message
-    assert remedy
+def test_the_staleness_of_draws_is_told_and_compared_with_the_bound_of_the_caller(staleness, level, words):
+    [found] = [each for each in said_of(drawn(staleness), "rollouts", max_staleness=2) if "drawn " in each[1]]
+    assert found[0] is level
+    assert words in found[1]
 
 
 @pytest.mark.parametrize("junk", ["[]", "{}", "[[]]", "null", "-1", "1e999", '"x"', "not JSON", "[[[[", ""])
@@ -870,20 +642,3 @@ def test_who_was_killed_some_time_ago_is_not_compared():
 def test_dynamic_sampling_takes_more_groups_than_a_step_trains_on():
     said = trainer_says(fresh_groups_per_step=2, zero_variance="dynamic")
     assert said_of(described(tr=("trainer", said)), "permits") == []
-
-
-@pytest.mark.parametrize(
-    ("staleness", "fields", "options", "level", "words"),
-    [
-        (3.9, {}, {}, Level.OK, "drawn 3.9 versions old in the mean"),
-        (3.9, {}, {"max_staleness": 2}, Level.WARNING, "drawn 3.9 versions old in the mean, and 2 is the bound"),
-        (1.2, {}, {"max_staleness": 2}, Level.OK, "drawn 1.2 versions old in the mean"),
-        (9.0, {"admission": admission(max_staleness=8, table="rollouts")}, {}, Level.WARNING, "and 8 is the bound"),
-    ],
-)
-def test_the_staleness_of_draws_is_told_and_compared_with_its_bound(staleness, fields, options, level, words):
-    queue = table("rollouts", QUEUE | {"max_staleness": None, "forward_to": None})
-    queue.flow.CopyFrom(pb.Flow(versions=32, drawn=4.0, staleness=staleness))
-    [found] = [each for each in said_of(server(queue, **fields), "rollouts", **options) if "drawn " in each[1]]
-    assert found[0] is level
-    assert words in found[1]

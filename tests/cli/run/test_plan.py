@@ -12,9 +12,10 @@ import pytest
 
 from replay_cli import quiet
 from replay_cli.recipes import recipe_of
-from replay_cli.run.plan import SERVER_PATIENCE, environment_of, read_run
+from replay_cli.run.plan import environment_of, read_run
 from replay_server import Config
 from tests.cli.run.runs import ABSENT, write_run
+from tests.kit.golden import sections
 
 QUEUE = {"name": "fresh", "rate_limiter": {"type": "queue", "max_size": 64}, "forward_to": "pool"}
 POOL = {"name": "pool"}
@@ -29,57 +30,65 @@ def file_of(plan, name):
     return tomllib.loads(plan.files[plan.output_dir / "config" / f"{name}.toml"])
 
 
-def test_a_run_file_without_a_server_gives_a_queue_a_pool_and_permits_that_fit_the_trainer(tmp_path, monkeypatch):
+def text_of(plan) -> str:
+    """What a plan says of its parts, their commands, and the files that they read. RUN stands for the output_dir."""
+    texts = {"parts": "\n".join(plan.describe())}
+    for part in (plan.server, plan.trainer, *plan.generators):
+        variables = [f"{name}={value}" for name, value in part.environment.items()]
+        texts[part.name] = " ".join([*variables, *part.command])
+    tables = Config.model_validate(file_of(plan, "serve")).tables
+    texts["tables of the server"] = ", ".join(table.name for table in tables)
+    for path, text in plan.files.items():
+        texts[f"{path}"] = text
+    return sections(texts).replace(str(plan.output_dir), "RUN").replace(sys.executable, "python")
+
+
+def test_a_run_file_without_a_server_gives_a_queue_a_pool_and_permits_that_fit_the_trainer(
+    tmp_path, monkeypatch, golden
+):
     monkeypatch.chdir(tmp_path)
     plan = plan_of(tmp_path)
     assert plan.output_dir == tmp_path / "runs" / "mine"
     assert plan.train_dir == plan.output_dir / "train"
     assert plan.max_steps == 200
     assert plan.listen == "127.0.0.1:0"
-    server = Config.model_validate(file_of(plan, "serve"))
-    assert server.server.data_dir == plan.output_dir / "server"
-    assert server.admission.fresh_groups_per_step == 32
-    assert server.admission.max_staleness == 2
-    queue, pool, partial_groups = server.tables
-    assert partial_groups.name == "partial_groups"
-    assert server.admission.permit_tables == ("partial_groups",)
-    assert file_of(plan, "generate")["partial_groups_table"] == "partial_groups"
-    assert queue.name == "rollouts"
-    assert queue.rate_limiter.max_size == 128
-    assert queue.forward_to == "replay"
-    assert pool.name == "replay"
-    assert pool.max_size == 1024
-    assert pool.sampler.type == "prioritized"
-
-
-def test_generators_and_trainer_have_what_they_need_of_each_other_in_their_files(tmp_path):
-    plan = plan_of(tmp_path, {"generate.processes": 2, "generate.seed": 7})
-    train = file_of(plan, "train")
-    assert train["model"] == "Qwen/Qwen3-0.6B"
-    assert train["output_dir"] == str(plan.train_dir)
-    assert train["resume"] is True
-    first, second = (file_of(plan, f"generate-{number}") for number in (1, 2))
-    assert first["weights_root"] == str(plan.train_dir)
-    assert first["wait_for_policy"] is True
-    assert first["metrics_path"] == str(plan.generator_metrics[0])
-    assert second["metrics_path"] == str(plan.generator_metrics[1])
-    assert plan.generator_metrics[1] == plan.output_dir / "generator-2.jsonl"
-    assert first["seed"] == 7
-    assert second["seed"] == 8
-    assert "processes" not in first
-
-
-def test_each_part_is_a_command_with_its_file(tmp_path):
-    plan = plan_of(tmp_path)
-    config = plan.output_dir / "config"
-    replay = (sys.executable, "-m", "replay_cli")
-    assert plan.server.command == (*replay, "serve", "--config", str(config / "serve.toml"))
-    assert plan.trainer.command == (*replay, "train", "--config", str(config / "train.toml"))
-    assert [part.name for part in plan.generators] == ["generator"]
-    waits = ("--timeout", SERVER_PATIENCE)
-    assert plan.generators[0].command == (*replay, *waits, "generate", "--config", str(config / "generate.toml"))
-    assert {*plan.files} == {config / f"{name}.toml" for name in ("serve", "train", "generate")}
     assert not plan.output_dir.exists()
+    golden("plans/default.txt", text_of(plan))
+
+
+UNSCORED = {
+    "generate.prompts_table": "prompts",
+    "generate.partial_groups_table": "partial",
+    "generate.unscored_table": "unscored",
+    "generate.reward": ABSENT,
+}
+TABLES = {
+    "train.rollouts_table": "fresh",
+    "train.replay_table": "pool",
+    "generate.tables": ["fresh"],
+    "serve.tables": [QUEUE, POOL],
+    "serve.server": {"data_dir": "elsewhere", "listen": "127.0.0.1:7401"},
+    "serve.admission": {"max_staleness": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("plans/two_generators.txt", {"generate.processes": 2, "generate.seed": 7}),
+        ("plans/unscored_table.txt", UNSCORED),
+        ("plans/curriculum.txt", {"generate.prompts_table": "prompts", "generate.prompts_mode": "curriculum"}),
+        ("plans/tables_of_a_person.txt", TABLES),
+    ],
+)
+def test_each_part_is_a_command_with_a_file_that_has_what_it_needs_of_the_others(tmp_path, golden, name, changes):
+    plan = plan_of(tmp_path, changes)
+    golden(name, text_of(plan))
+
+
+def test_a_part_on_gpus_has_them_to_itself(tmp_path, monkeypatch, golden):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    golden("plans/gpus.txt", text_of(plan_of(tmp_path, {"generate.gpus": "0,1", "train.gpus": "2-3"})))
 
 
 def test_the_environment_of_a_part_has_nothing_of_other_servers(tmp_path):
@@ -130,24 +139,6 @@ def test_tables_have_the_names_of_the_trainer_and_groups_go_there(tmp_path):
     assert file_of(plan, "generate")["tables"] == ["fresh"]
 
 
-def test_tables_that_generators_need_are_there(tmp_path):
-    changes = {
-        "generate.prompts_table": "prompts",
-        "generate.partial_groups_table": "partial",
-        "generate.unscored_table": "unscored",
-        "generate.reward": ABSENT,
-    }
-    server = Config.model_validate(file_of(plan_of(tmp_path, changes), "serve"))
-    tables = {table.name: table for table in server.tables}
-    assert tables["prompts"].max_times_sampled == 1
-    assert server.admission.permit_tables == ("partial", "unscored")
-    assert {"partial", "unscored"} <= tables.keys()
-    changes = {"generate.prompts_table": "prompts", "generate.prompts_mode": "curriculum"}
-    server = Config.model_validate(file_of(plan_of(tmp_path, changes), "serve"))
-    tables = {table.name: table for table in server.tables}
-    assert tables["prompts"].sampler.type == "prioritized"
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"generate.partial_groups_table": ""}, {"serve.admission": {"permit_tables": []}}],
@@ -158,24 +149,6 @@ def test_generators_store_no_partial_groups_where_a_person_says_so(tmp_path, cha
     server = Config.model_validate(file_of(plan, "serve"))
     assert server.admission.permit_tables == ()
     assert "partial_groups_table" not in file_of(plan, "generate")
-
-
-def test_the_tables_of_a_person_are_taken_as_they_are(tmp_path):
-    changes = {
-        "train.rollouts_table": "fresh",
-        "train.replay_table": "pool",
-        "generate.tables": ["fresh"],
-        "serve.tables": [QUEUE, POOL],
-        "serve.server": {"data_dir": "elsewhere", "listen": "127.0.0.1:7401"},
-        "serve.admission": {"max_staleness": 1},
-    }
-    plan = plan_of(tmp_path, changes)
-    serve = file_of(plan, "serve")
-    assert serve["tables"] == [QUEUE, POOL]
-    assert serve["server"] == {"data_dir": "elsewhere", "listen": "127.0.0.1:7401"}
-    permits = {"permit_tables": ["partial_groups"]}
-    assert serve["admission"] == {"max_staleness": 1, "fresh_groups_per_step": 32} | permits
-    assert plan.listen == "127.0.0.1:7401"
 
 
 def test_a_recipe_is_a_run_file_in_part(tmp_path):
@@ -258,17 +231,6 @@ def test_parts_reach_a_server_with_tokens_by_a_file_of_their_own(tmp_path):
     assert plan.generators[0].command[3:5] == ("--client-config", str(plan.client_config))
     assert "--client-config" not in plan.server.command
     assert not [text for text in plan.files.values() if "secret" in text]
-
-
-def test_the_plan_describes_each_part_in_a_line(tmp_path):
-    changes = {"generate.gpus": "0,1", "train.gpus": "2-3"}
-    plan = read_run(write_run(tmp_path, changes), (), None, os.environ | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
-    assert plan.describe() == [
-        f"server       replay serve, listens on 127.0.0.1:0, data in {plan.output_dir / 'server'}",
-        "trainer      replay train, 200 steps, 2 ranks, GPU 6,7",
-        "generator-1  replay generate, engine vllm, GPU 4",
-        "generator-2  replay generate, engine vllm, GPU 5",
-    ]
 
 
 def test_a_run_file_is_read_without_torch_and_without_users_code(tmp_path):

@@ -24,6 +24,7 @@ from replay_generator.rollouts.sessions.dialects.messages import Messages
 from replay_generator.rollouts.sessions.dialects.responses import Responses
 from replay_generator.rollouts.sessions.turns import Answer, Refusal
 from tests.generator.sessions.fakes import ARGUMENTS, CALL, answer, of_anthropic, of_openai, serving
+from tests.kit.golden import error_of, sections
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 CHAT: Any = {"model": "any", "messages": HELLO}
@@ -68,6 +69,26 @@ def test_bodies_and_events_have_the_fields_that_the_types_of_the_clients_require
     assert events
     for each in events:
         TypeAdapter(event).validate_json(json.dumps(each))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "name"),
+    [
+        (Chat, "dialects/chat.txt"),
+        (Completions, "dialects/completions.txt"),
+        (Responses, "dialects/responses.txt"),
+        (Messages, "dialects/messages.txt"),
+    ],
+)
+def test_an_answer_is_a_body_and_as_a_stream_events(dialect, name, golden):
+    """Each answer: its body, then its events, one a line. The time of the answer is 0."""
+    texts = {}
+    for answer_name, said in ANSWERS.items():
+        body = {**BODIES[dialect], "stream_options": {"include_usage": True}}
+        whole = dialect().answer(said, body)
+        lines = [json.dumps(each, ensure_ascii=False) for each in (whole, *dialect().events(said, body))]
+        texts[answer_name] = re.sub(r'"(created|created_at)": \d+', r'"\1": 0', "\n".join(lines))
+    golden(name, sections(texts))
 
 
 @pytest.mark.parametrize("said", ANSWERS.values(), ids=ANSWERS)
@@ -136,15 +157,6 @@ async def test_the_client_of_anthropic_reads_an_answer_at_once_as_a_stream_and_b
         calls = [(block.id, block.name, block.input) for block in message.content if block.type == "tool_use"]
         assert calls == [(call.id, call.name, ARGUMENTS) for call in said.calls]
         assert (message.usage.input_tokens, message.usage.output_tokens) == (7, 3)
-
-
-def test_a_stream_of_chat_has_a_chunk_for_each_call():
-    calls = [replace(CALL, id=f"call{n}") for n in range(3)]
-    events = [*Chat().events(answer("So:", calls), CHAT)]
-    chunks = [event["choices"][0]["delta"] for event in events if event != "[DONE]"]
-    told = [chunk["tool_calls"] for chunk in chunks if "tool_calls" in chunk]
-    assert [[call["id"] for call in each] for each in told] == [["call0"], ["call1"], ["call2"]]
-    assert [each[0]["index"] for each in told] == [0, 1, 2]
 
 
 def triples(said: Answer) -> list[Any]:
@@ -421,29 +433,25 @@ def test_a_tool_that_no_template_can_tell_the_policy_is_left_out_which_is_said_o
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
 FORM = {"type": "json_schema", "name": "x", "schema": {}}
 NAMED = {"type": "function", "function": {"name": "add"}}
-REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (Chat, {"messages": IMAGE}, "type 'image_url' is not served: send text"),
-    (Chat, {"messages": [{"role": "function", "content": ""}]}, "role 'function' is not served: send system"),
-    (Chat, {"messages": []}, "no message"),
-    (Chat, {"tool_choice": "required"}, "tool_choice 'required' is not served"),
-    (Chat, {"tool_choice": NAMED}, "tool_choice {'function': .* is not served"),
-    (Chat, {"max_tokens": 0}, "max_tokens 0 is not served: send a whole number"),
-    (Chat, {"stop": [""]}, r"stop .* send texts"),
-    (Completions, {"prompt": ["a", "b"]}, "prompt .* send one text"),
-    (Completions, {"prompt": ""}, "prompt '' "),
-    (Completions, {"logprobs": 0}, "logprobs 0"),
-    (Responses, {"prompt": {"id": "p"}}, "prompt {'id': 'p'}"),
-    (Responses, {"text": {"format": FORM}}, "format {"),
-    (Responses, {"include": ["message.output_text.logprobs"]}, r"include \['message.output_text.logprobs'\] is not"),
-    (Responses, {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference 'x' is not served: send the whole"),
-    (
-        Responses,
-        {"input": [{**ITEM, "arguments": [1]}]},
-        r"arguments \[1\] is not served: send .* as they were answered",
-    ),
-    (Messages, {"tool_choice": {"type": "any"}}, "tool_choice {'type': 'any'}"),
-    (Messages, {"output_config": {"format": FORM}}, "format {"),
-    (Messages, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
+REFUSED: list[tuple[Any, dict[str, Any]]] = [
+    (Chat, {"messages": IMAGE}),
+    (Chat, {"messages": [{"role": "function", "content": ""}]}),
+    (Chat, {"messages": []}),
+    (Chat, {"tool_choice": "required"}),
+    (Chat, {"tool_choice": NAMED}),
+    (Chat, {"max_tokens": 0}),
+    (Chat, {"stop": [""]}),
+    (Completions, {"prompt": ["a", "b"]}),
+    (Completions, {"prompt": ""}),
+    (Completions, {"logprobs": 0}),
+    (Responses, {"prompt": {"id": "p"}}),
+    (Responses, {"text": {"format": FORM}}),
+    (Responses, {"include": ["message.output_text.logprobs"]}),
+    (Responses, {"input": [{"type": "item_reference", "id": "x"}]}),
+    (Responses, {"input": [{**ITEM, "arguments": [1]}]}),
+    (Messages, {"tool_choice": {"type": "any"}}),
+    (Messages, {"output_config": {"format": FORM}}),
+    (Messages, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
 ]
 
 
@@ -469,9 +477,9 @@ def test_a_field_that_no_dialect_can_serve_honestly_is_refused_with_its_name_its
         assert refused.value.status == 400
 
 
-@pytest.mark.parametrize(
-    ("dialect", "asked", "why"), REFUSED, ids=[f"{d.__name__} {next(iter(a))}" for d, a, _ in REFUSED]
-)
-def test_what_a_dialect_cannot_serve_honestly_is_refused_with_the_remedy(dialect, asked, why):
-    with pytest.raises(Refusal, match=why):
-        dialect().ask({**BODIES[dialect], **asked})
+def test_what_a_dialect_cannot_serve_honestly_is_refused_with_the_remedy(golden):
+    refusals = {}
+    for dialect, asked in REFUSED:
+        refusal = error_of(dialect().ask, {**BODIES[dialect], **asked}, kind=Refusal)
+        refusals[f"{dialect.__name__} {asked}"] = refusal
+    golden("errors/refusals.txt", sections(refusals))
