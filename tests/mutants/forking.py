@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 HEAVY = (
+    "coverage",
     "numpy",
     "torch",
     "torch._dynamo",
@@ -57,11 +58,14 @@ class ForkingPytest:
             text=True,
         )
 
-    def run(self, arguments: Sequence[str], seconds: float) -> tuple[int, str]:
-        """The status of pytest, or HUNG, and the id of the first test that failed."""
+    def run(
+        self, arguments: Sequence[str], seconds: float, environ: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
+        """The status of pytest, or HUNG, and the id of the first test that failed. `environ`: further variables."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"arguments": list(arguments), "seconds": seconds}) + "\n")
+        request = {"arguments": list(arguments), "seconds": seconds, "environ": dict(environ or {})}
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         status, failed = json.loads(self._process.stdout.readline())
         return status, failed
@@ -83,12 +87,12 @@ class FirstFailure:
             self.file.write_text(report.nodeid)
 
 
-def _forked(arguments: Sequence[str], seconds: float) -> tuple[int, str]:
+def _forked(arguments: Sequence[str], seconds: float, environ: Mapping[str, str]) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as folder:
         failure = Path(folder, "failure")
         child = os.fork()
         if child == 0:
-            _run(arguments, failure)
+            _run(arguments, failure, environ)
         status = _waited(child, time.monotonic() + seconds)
         failed = failure.read_text() if failure.exists() else ""
     return status, failed
@@ -110,11 +114,12 @@ def _waited(child: int, deadline: float) -> int:
             os.waitpid(child, 0)
 
 
-def _run(arguments: Sequence[str], failure: Path) -> None:
+def _run(arguments: Sequence[str], failure: Path, environ: Mapping[str, str]) -> None:
     """Runs pytest in this process, which ends with its status."""
     status = 3
     try:
         os.setsid()
+        os.environ.update(environ)
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(null, descriptor)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import queue
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from coverage import CoverageData
 
-from tests.mutants.contexts import SECONDS_FILE
+from tests.mutants.contexts import SECONDS_FILE, SETTINGS_FILE
+from tests.mutants.forking import ForkingPytest
 from tests.mutants.mutations import PACKAGES, ROOT
 
 FOLDER = ROOT / ".mutants"
@@ -82,9 +81,22 @@ def learn(tests: Sequence[str], jobs: int, most_seconds: float) -> None:
     """
     FOLDER.mkdir(exist_ok=True)
     missing = [test for test in tests if not _stored(test).exists()]
+    free: queue.SimpleQueue[ForkingPytest] = queue.SimpleQueue()
+    for _ in range(jobs):
+        free.put(ForkingPytest(ROOT, os.environ))
+
+    def one(test: str) -> Reach:
+        forking = free.get()
+        try:
+            return _learn(forking, test, most_seconds)
+        finally:
+            free.put(forking)
+
     with ThreadPoolExecutor(jobs) as pool:
-        for done, reach in enumerate(pool.map(partial(_learn, most_seconds=most_seconds), missing), start=1):
+        for done, reach in enumerate(pool.map(one, missing), start=1):
             print(f"{done}/{len(missing)} {reach.test}: status {reach.status}, {reach.seconds:.0f} s", flush=True)
+    while not free.empty():
+        free.get().close()
 
 
 def known() -> list[Reach]:
@@ -95,18 +107,17 @@ def _stored(test: str) -> Path:
     return FOLDER / (test.replace("/", "-") + ".json")
 
 
-def _learn(test: str, most_seconds: float) -> Reach:
+def _learn(forking: ForkingPytest, test: str, most_seconds: float) -> Reach:
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder, "coverage.ini")
         settings.write_text(SETTINGS.format(folder=folder, sources=",".join(str(ROOT / each) for each in PACKAGES)))
-        coverage_of = [sys.executable, "-m", "coverage"]
-        command = [*coverage_of, "run", f"--rcfile={settings}", "-m", "pytest", "-p", "tests.mutants.contexts"]
         seconds_file = Path(folder, "seconds.json")
         began = time.monotonic()
-        environ = {**os.environ, SECONDS_FILE: str(seconds_file)}
-        status = ended([*command, *PYTEST, test], ROOT, environ, most_seconds)
+        environ = {SETTINGS_FILE: str(settings), SECONDS_FILE: str(seconds_file)}
+        status, _ = forking.run(["-p", "tests.mutants.contexts", *PYTEST, test], most_seconds, environ)
         seconds = time.monotonic() - began
-        subprocess.run([*coverage_of, "combine", "-q", f"--rcfile={settings}"], cwd=ROOT, check=False)
+        combine = [sys.executable, "-m", "coverage", "combine", "-q", f"--rcfile={settings}"]
+        subprocess.run(combine, cwd=ROOT, check=False)
         test_seconds = json.loads(seconds_file.read_text()) if seconds_file.exists() else {}
         lines = _lines(Path(folder, "data"), list(test_seconds))
     reach = Reach(test, seconds, status, list(test_seconds), list(test_seconds.values()), lines)
@@ -128,24 +139,3 @@ def _lines(data_file: Path, tests: Sequence[str]) -> dict[str, dict[str, list[in
             by_line[str(line)] = sorted({numbers.get(context, WHOLE_FILE) for context in contexts})
         lines[str(Path(file).relative_to(ROOT))] = by_line
     return lines
-
-
-def ended(command: Sequence[str], folder: Path, environ: Mapping[str, str], seconds: float) -> int:
-    """The status of a command that gets so many seconds; -1: it had not ended, and was killed with its children."""
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=dict(environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return -1
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
