@@ -85,6 +85,20 @@ def test_a_parquet_file_is_read_whatever_its_name(tmp_path, name):
     assert [prompt.row["answer"] for prompt in read_prompts(tmp_path / name)] == ["2", "4"]
 
 
+def test_a_parquet_file_without_the_package_that_reads_it_names_the_package(tmp_path, monkeypatch):
+    table(tmp_path / "a.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(
+        ImportError, match=r"a\.parquet is a Parquet file, which needs the package pyarrow: pip install"
+    ):
+        load_prompts(str(tmp_path / "a.parquet"))
+
+
+def test_prompts_without_a_name_are_refused():
+    with pytest.raises(ValueError, match="the prompts have no name: give a file, a folder, or a data set"):
+        load_prompts("")
+
+
 @pytest.mark.parametrize(
     ("files", "others"),
     [

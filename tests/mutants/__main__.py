@@ -28,9 +28,11 @@ def sample(seed: int = 0, count: int = 400) -> None:
 
 
 @app.command(name="reach")
-def learn_reach(tests: Annotated[list[str] | None, typer.Argument()] = None, jobs: int = 2) -> None:
-    """Run each test file alone, and store which lines of the packages it runs."""
-    reach.learn(tests or reach.test_files(), jobs)
+def learn_reach(
+    tests: Annotated[list[str] | None, typer.Argument()] = None, jobs: int = 2, most_seconds: float = 900.0
+) -> None:
+    """Run each test file alone, and store which of its tests run which lines of the packages."""
+    reach.learn(tests or reach.test_files(), jobs, most_seconds)
 
 
 @app.command()

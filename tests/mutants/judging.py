@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
 import subprocess
 import tempfile
@@ -14,15 +15,30 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.mutants.forking import HUNG, ForkingPytest
 from tests.mutants.mutations import ROOT, Mutant, Site, find
-from tests.mutants.reach import Reach, ended, pytest_of
+from tests.mutants.reach import PYTEST, WHOLE_FILE, Reach
 
 PASSED = 0
+NO_SUCH_TEST = 4
 NOTHING_RUN = 5
-"""The statuses of pytest for tests that passed, and for a file without tests to run."""
+"""The statuses of pytest for tests that passed, for a test that is not there, and for a file without tests to run."""
+START_SECONDS = 2.0
+"""What a run of pytest takes beside its tests."""
 FEWEST_SECONDS = 60.0
 MOST_TIMES = 5.0
-"""A test file hangs if it takes longer than both: so many seconds, and so many times as long as without the mutant."""
+"""Tests hang if they take longer than both: so many seconds, and so many times as long as without the mutant."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of pytest that may find a mutant."""
+
+    arguments: tuple[str, ...]
+    """The ids of tests, or the path of a test file."""
+    file: str
+    seconds: float
+    """How long it takes without the mutant."""
 
 
 @dataclass(frozen=True)
@@ -33,46 +49,48 @@ class Verdict:
     outcome: str
     """"killed", "hung" (killed as well), "survived", "not reached", "gone", or "unfinished"."""
     by: str = ""
-    """The test file that failed, or that hung."""
-    files: int = 0
-    """How many test files were run."""
+    """The test that failed, or the test file that hung."""
+    runs: int = 0
+    """How many runs of pytest it took."""
 
     @property
     def is_killed(self) -> bool:
         return self.outcome in ("killed", "hung")
 
     def line(self) -> str:
-        return json.dumps({**asdict(self.mutant), "outcome": self.outcome, "by": self.by, "files": self.files})
+        return json.dumps({**asdict(self.mutant), "outcome": self.outcome, "by": self.by, "runs": self.runs})
 
 
 def read_verdicts(path: Path) -> dict[Mutant, Verdict]:
     verdicts = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         row = json.loads(line)
-        outcome, by, files = row.pop("outcome"), row.pop("by"), row.pop("files")
+        outcome = row.pop("outcome")
+        by = row.pop("by")
+        runs = row.pop("runs")
         mutant = Mutant(**row)
-        verdicts[mutant] = Verdict(mutant, outcome, by, files)
+        verdicts[mutant] = Verdict(mutant, outcome, by, runs)
     return verdicts
 
 
 def judge(mutants: Sequence[Mutant], reaches: Sequence[Reach], out: Path, jobs: int, most_seconds: float) -> None:
     """Appends a verdict on each mutant to `out`, which may hold some already.
 
-    `most_seconds`: what one mutant may take, as its test files took without it; the rest of its files is left out then.
+    `most_seconds`: what one mutant may take, as its tests took without it; the rest of its tests is left out then.
     """
     judged = read_verdicts(out)
     sites = find(mutants)
     waiting = [mutant for mutant in mutants if mutant not in judged]
     usable = [reach for reach in reaches if reach.status in (PASSED, NOTHING_RUN)]
-    copies = threading.local()
     lock = threading.Lock()
-    with _copies(jobs) as folders:
+    with _judges(jobs) as free:
 
         def one(mutant: Mutant) -> None:
-            if not hasattr(copies, "folder"):
-                with lock:
-                    copies.folder = folders.pop()
-            verdict = _verdict(mutant, sites[mutant], usable, copies.folder, most_seconds)
+            judge = free.get()
+            try:
+                verdict = judge.verdict(mutant, sites[mutant], usable, most_seconds)
+            finally:
+                free.put(judge)
             with lock, out.open("a") as file:
                 file.write(verdict.line() + "\n")
             print(f"{verdict.outcome}: {mutant.path} {mutant.function}: {mutant.kind} {mutant.piece!r:.80}", flush=True)
@@ -81,54 +99,102 @@ def judge(mutants: Sequence[Mutant], reaches: Sequence[Reach], out: Path, jobs: 
             list(pool.map(one, waiting))
 
 
-def _verdict(mutant: Mutant, site: Site | None, reaches: Sequence[Reach], copy: Path, most_seconds: float) -> Verdict:
-    if site is None:
-        return Verdict(mutant, "gone")
-    path = str(site.path.relative_to(ROOT))
-    reaching = [reach for reach in reaches if reach.reaches(path, site.line)]
-    if not reaching:
-        return Verdict(mutant, "not reached")
-    # The tests that are about this file come first: they find most.
-    reaching.sort(key=lambda reach: reach.specific(path), reverse=True)
-    original = site.path.read_bytes()
-    planted = copy / path
-    planted.write_bytes(site.planted(original))
-    try:
+def runs_for(path: str, line: int, reaches: Sequence[Reach]) -> list[Run]:
+    """The runs that reach a line: first the tests that are known to, then whole files in which it is another process.
+
+    The test files that are about the source file come first: they find most.
+    """
+    selected = []
+    whole = []
+    for reach in sorted(reaches, key=lambda reach: reach.specific(path), reverse=True):
+        numbers = reach.reaching(path, line)
+        tests = [number for number in numbers if number != WHOLE_FILE]
+        if tests:
+            seconds = sum(reach.test_seconds[number] for number in tests)
+            selected.append(Run(tuple(reach.tests[number] for number in tests), reach.test, START_SECONDS + seconds))
+        elif numbers:
+            whole.append(Run((reach.test,), reach.test, reach.seconds))
+    return selected + whole
+
+
+class Judge:
+    """Plants mutants in a copy of the repository of its own, and runs tests there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        packages = (folder, folder / "client", folder / "trainer", folder / "protos")
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, packages)), "PYTHONDONTWRITEBYTECODE": "1"}
+        self._pytest = ForkingPytest(folder, environ)
+        self._sound: dict[str, bool] = {}
+        """Whether a test passes in the copy without a mutant. A test that needs git does not."""
+
+    def close(self) -> None:
+        self._pytest.close()
+
+    def verdict(self, mutant: Mutant, site: Site | None, reaches: Sequence[Reach], most_seconds: float) -> Verdict:
+        if site is None:
+            return Verdict(mutant, "gone")
+        path = str(site.path.relative_to(ROOT))
+        runs = runs_for(path, site.line, reaches)
+        if not runs:
+            return Verdict(mutant, "not reached")
+        original = site.path.read_bytes()
+        planted = self.folder / path
+        mutated = site.planted(original)
         spent = 0.0
-        for files, reach in enumerate(reaching, start=1):
-            if spent > most_seconds:
-                return Verdict(mutant, "unfinished", files=files - 1)
-            spent += reach.seconds
-            status = _status(reach, copy)
-            if status not in (PASSED, NOTHING_RUN):
-                return Verdict(mutant, "hung" if status < 0 else "killed", reach.test, files)
-        return Verdict(mutant, "survived", files=len(reaching))
-    finally:
-        planted.write_bytes(original)
+        left_out = False
+        done = 0
+        for run in runs:
+            if done and spent + run.seconds > most_seconds:
+                left_out = True
+                continue
+            spent += run.seconds
+            done += 1
+            planted.write_bytes(mutated)
+            try:
+                status, failed = self._run(run)
+            finally:
+                planted.write_bytes(original)
+            if status == HUNG:
+                return Verdict(mutant, "hung", run.file, done)
+            if status not in (PASSED, NOTHING_RUN) and self._is_sound(failed):
+                return Verdict(mutant, "killed", failed or run.file, done)
+        return Verdict(mutant, "unfinished" if left_out else "survived", runs=done)
 
+    def _is_sound(self, test: str) -> bool:
+        """Whether a test that failed passes without a mutant. Unknown test: pytest ended before it ran one."""
+        if test and test not in self._sound:
+            status, _ = self._pytest.run([*PYTEST, test], MOST_TIMES * FEWEST_SECONDS)
+            self._sound[test] = status == PASSED
+        return self._sound.get(test, True)
 
-def _status(reach: Reach, copy: Path) -> int:
-    """Of pytest, for one test file in the copy."""
-    packages = (copy, copy / "client", copy / "trainer", copy / "protos")
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, packages)), "PYTHONDONTWRITEBYTECODE": "1"}
-    return ended(pytest_of(reach.test), copy, environ, max(FEWEST_SECONDS, MOST_TIMES * reach.seconds))
+    def _run(self, run: Run) -> tuple[int, str]:
+        seconds = max(FEWEST_SECONDS, MOST_TIMES * run.seconds)
+        status, failed = self._pytest.run([*PYTEST, *run.arguments], seconds)
+        if status == NO_SUCH_TEST:  # a module that cannot be imported has no tests, and an id may differ
+            return self._pytest.run([*PYTEST, run.file], seconds)
+        return status, failed
 
 
 @contextmanager
-def _copies(count: int) -> Iterator[list[Path]]:
-    """Copies of what git knows of the repository, outside of it."""
+def _judges(count: int) -> Iterator[queue.SimpleQueue[Judge]]:
+    """Judges that nobody uses, each with a copy of what git knows of the repository."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = [name for name in listed.split("\0") if name]
-    folders = []
+    judges: list[Judge] = []
+    free: queue.SimpleQueue[Judge] = queue.SimpleQueue()
     try:
         for _ in range(count):
             folder = Path(tempfile.mkdtemp(prefix="mutants-"))
-            folders.append(folder)
             for name in names:
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, target)
-        yield list(folders)
+            judge = Judge(folder)
+            judges.append(judge)
+            free.put(judge)
+        yield free
     finally:
-        for folder in folders:
-            shutil.rmtree(folder)
+        for judge in judges:
+            judge.close()
+            shutil.rmtree(judge.folder)

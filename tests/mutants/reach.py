@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import queue
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from coverage import CoverageData
+
+from tests.mutants.contexts import SECONDS_FILE, SETTINGS_FILE
+from tests.mutants.forking import ForkingPytest
 from tests.mutants.mutations import PACKAGES, ROOT
 
 FOLDER = ROOT / ".mutants"
 """What was learned of each test file: a JSON file each. Git ignores it, for it is true of one commit only."""
-MOST_SECONDS = 900.0
-"""Seconds that one test file may take while its lines are counted."""
 SETTINGS = """[run]
 branch = false
 parallel = true
 data_file = {folder}/data
 source = {sources}
-patch = subprocess
+patch = _exit, fork, subprocess
 concurrency = thread,multiprocessing
 sigterm = true
 """
+
+
+WHOLE_FILE = -1
+"""In the place of a test: a line ran in another process, or between tests, so nobody knows for which test."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +42,24 @@ class Reach:
     """What one test file runs."""
 
     test: str
+    """The path of the file."""
     seconds: float
     status: int
-    """Of pytest; what is neither 0 nor 5 cannot find a mutant, for it fails without one."""
-    lines: dict[str, list[int]]
-    """By the path of each source file."""
+    """The status of pytest. If it is neither 0 nor 5, the file cannot find a mutant: it fails without one."""
+    tests: list[str]
+    """The ids of the file's tests that ran."""
+    test_seconds: list[float]
+    """How long each of them took."""
+    lines: dict[str, dict[str, list[int]]]
+    """By the path of each source file and by each line that ran: numbers of tests, or WHOLE_FILE."""
 
-    def reaches(self, path: str, line: int) -> bool:
-        return line in self.lines.get(path, ())
+    def reaching(self, path: str, line: int) -> list[int]:
+        """The numbers of the tests that run a line, the quickest first; WHOLE_FILE is one of them, and the last."""
+
+        def order(number: int) -> tuple[bool, float]:
+            return number == WHOLE_FILE, self.test_seconds[number] if number != WHOLE_FILE else self.seconds
+
+        return sorted(self.lines.get(path, {}).get(str(line), ()), key=order)
 
     def specific(self, path: str) -> float:
         """The share of the test file's lines that lie in this source file."""
@@ -55,17 +70,33 @@ def test_files() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
 
 
-def pytest_of(test: str, *options: str) -> list[str]:
-    return [sys.executable, *options, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not long", test]
+PYTEST = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not long")
+"""The options of pytest for the gate."""
 
 
-def learn(tests: Sequence[str], jobs: int) -> None:
-    """Runs each test file alone, unless that was done before, and stores what it reaches."""
+def learn(tests: Sequence[str], jobs: int, most_seconds: float) -> None:
+    """Runs each test file alone, unless that was done before, and stores what it reaches.
+
+    `most_seconds`: what one test file may take. What takes longer is of no use to the gate, and is stored as such.
+    """
     FOLDER.mkdir(exist_ok=True)
     missing = [test for test in tests if not _stored(test).exists()]
+    free: queue.SimpleQueue[ForkingPytest] = queue.SimpleQueue()
+    for _ in range(jobs):
+        free.put(ForkingPytest(ROOT, os.environ))
+
+    def one(test: str) -> Reach:
+        forking = free.get()
+        try:
+            return _learn(forking, test, most_seconds)
+        finally:
+            free.put(forking)
+
     with ThreadPoolExecutor(jobs) as pool:
-        for done, reach in enumerate(pool.map(_learn, missing), start=1):
+        for done, reach in enumerate(pool.map(one, missing), start=1):
             print(f"{done}/{len(missing)} {reach.test}: status {reach.status}, {reach.seconds:.0f} s", flush=True)
+    while not free.empty():
+        free.get().close()
 
 
 def known() -> list[Reach]:
@@ -76,44 +107,35 @@ def _stored(test: str) -> Path:
     return FOLDER / (test.replace("/", "-") + ".json")
 
 
-def _learn(test: str) -> Reach:
+def _learn(forking: ForkingPytest, test: str, most_seconds: float) -> Reach:
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder, "coverage.ini")
         settings.write_text(SETTINGS.format(folder=folder, sources=",".join(str(ROOT / each) for each in PACKAGES)))
-        coverage = ["-m", "coverage"]
-        command = pytest_of(test, *coverage, "run", f"--rcfile={settings}")
+        seconds_file = Path(folder, "seconds.json")
         began = time.monotonic()
-        status = ended(command, ROOT, os.environ, MOST_SECONDS)
+        environ = {SETTINGS_FILE: str(settings), SECONDS_FILE: str(seconds_file)}
+        status, _ = forking.run(["-p", "tests.mutants.contexts", *PYTEST, test], most_seconds, environ)
         seconds = time.monotonic() - began
-        subprocess.run([sys.executable, *coverage, "combine", "-q", f"--rcfile={settings}"], cwd=ROOT, check=False)
-        report = [sys.executable, *coverage, "json", "-q", f"--rcfile={settings}", "-o", f"{folder}/report.json"]
-        subprocess.run(report, cwd=ROOT, check=False, capture_output=True)
-        lines = {}
-        if Path(folder, "report.json").exists():
-            for path, file in json.loads(Path(folder, "report.json").read_text())["files"].items():
-                if file["executed_lines"]:
-                    lines[path] = file["executed_lines"]
-    reach = Reach(test, seconds, status, lines)
+        combine = [sys.executable, "-m", "coverage", "combine", "-q", f"--rcfile={settings}"]
+        subprocess.run(combine, cwd=ROOT, check=False)
+        test_seconds = json.loads(seconds_file.read_text()) if seconds_file.exists() else {}
+        lines = _lines(Path(folder, "data"), list(test_seconds))
+    reach = Reach(test, seconds, status, list(test_seconds), list(test_seconds.values()), lines)
     _stored(test).write_text(json.dumps(vars(reach)))
     return reach
 
 
-def ended(command: Sequence[str], folder: Path, environ: Mapping[str, str], seconds: float) -> int:
-    """The status of a command that gets so many seconds; -1: it had not ended, and was killed with its children."""
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=dict(environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return -1
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _lines(data_file: Path, tests: Sequence[str]) -> dict[str, dict[str, list[int]]]:
+    """Which tests run each line of each source file."""
+    if not data_file.exists():
+        return {}
+    data = CoverageData(str(data_file))
+    data.read()
+    numbers = {test: number for number, test in enumerate(tests)}
+    lines = {}
+    for file in data.measured_files():
+        by_line = {}
+        for line, contexts in data.contexts_by_lineno(file).items():
+            by_line[str(line)] = sorted({numbers.get(context, WHOLE_FILE) for context in contexts})
+        lines[str(Path(file).relative_to(ROOT))] = by_line
+    return lines

@@ -91,6 +91,9 @@ OTHERS = {
     "other thoughts": (SUM, told(SUM, reasoning_content="hmm"), "its thoughts"),
     "thoughts of its own": (answer("Yes"), told(answer("Yes"), reasoning_content="hm"), "its thoughts"),
     "another number": (SUM, calling(SUM, {"a": 101, "b": [2, "x"]}), "the arguments of its call of 'add'"),
+    "a longer list": (SUM, calling(SUM, {"a": 100, "b": [2, "x", 3]}), "the arguments of its call of 'add'"),
+    "a shorter list": (SUM, calling(SUM, {"a": 100, "b": [2]}), "the arguments of its call of 'add'"),
+    "another name": (SUM, calling(SUM, {"a": 100, "c": [2, "x"]}), "the arguments of its call of 'add'"),
     "a truth": (answer("", '{"a": 1}'), calling(answer("", '{"a": 1}'), {"a": True}), "the arguments"),
     "a number as a text": (answer("", '{"a": 1}'), calling(answer("", '{"a": 1}'), {"a": "1"}), "the arguments"),
     "a number of JavaScript with ids of the client": (
