@@ -33,7 +33,7 @@ from tests.kit.clients import RecordingClient
 from tests.kit.engines import SAID, check_completion, check_group
 from tests.kit.generators import generate
 from tests.kit.models import loaded
-from tests.kit.prompts import EPOCH, PARTIAL_GROUPS, made, make_generator
+from tests.kit.prompts import EPOCH, PARTIAL_GROUPS, made, make_epoch
 from tests.kit.servers import async_serving
 
 SNOWMAN = "☃"
@@ -178,7 +178,7 @@ async def test_a_prompt_of_a_table_that_the_model_lacks_a_token_for_is_rejected_
     rows = [{"prompt": f"{number}+{SNOWMAN * (number == 3)}", "prompt_id": f"p{number}"} for number in range(6)]
     async with async_serving([*EPOCH, PARTIAL_GROUPS]) as client:
         for epochs in (1, 2):  # the second generator draws it again, as one that starts after a death would
-            generator = make_generator(
+            generator = make_epoch(
                 client, rows, engine=Mortal(), partial_groups_table=partial_groups, prompts_epochs=epochs
             )
             await generator.run()
@@ -197,7 +197,7 @@ async def test_a_group_that_a_generator_of_another_model_began_is_rejected(where
         if where == "a rollout":
             column = encode_rollout(PlayedRollout.of(Rollout([sequence])))
             await client.extend(key, {"rollout/0": column}, axes={"rollout/0": "group"})
-        generator = make_generator(client, 2, engine=Mortal(), partial_groups_table="partial_groups")
+        generator = make_epoch(client, 2, engine=Mortal(), partial_groups_table="partial_groups")
         await generator.run()
         assert sorted(await made(client)) == ["p0", "p1"]
         assert generator.stats["items_rejected"] == 1

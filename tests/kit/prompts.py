@@ -10,8 +10,7 @@ from replay_client import AsyncReplayClient
 from replay_generator import RolloutGenerator
 from replay_generator.prompts.stored import StoredPrompt, decode_item
 from replay_server import TableConfig
-from tests.kit import generators
-from tests.kit.generators import make_prompts
+from tests.kit.generators import make_generator, make_prompts
 
 ROLLOUTS = TableConfig(name="rollouts")
 EPOCH = (TableConfig(name="prompts", sampler="fifo", max_times_sampled=1), ROLLOUTS)
@@ -19,11 +18,11 @@ CURRICULUM = (TableConfig(name="prompts", sampler="prioritized", seed=3), ROLLOU
 PARTIAL_GROUPS = TableConfig(name="partial_groups", rate_limiter={"type": "queue", "max_size": 1000})
 
 
-def make_generator(client: AsyncReplayClient, rows: Any = 10, **options: Any) -> RolloutGenerator:
-    """A generator that makes a group of each prompt once. `rows`: the prompts, or how many."""
+def make_epoch(client: AsyncReplayClient, rows: Any = 10, **options: Any) -> RolloutGenerator:
+    """A generator that makes a group of each prompt once, for an epoch. `rows`: the prompts, or how many."""
     prompts = make_prompts(rows) if isinstance(rows, int) else rows
     settings = {"group_size": 3, "prompts_table": "prompts", "prompts_epochs": 1} | options
-    return generators.make_generator(client, prompts=prompts, **settings)
+    return make_generator(client, prompts=prompts, **settings)
 
 
 def make_curriculum(
@@ -36,7 +35,7 @@ def make_curriculum(
         return float(next(answers) % 2) if row["prompt_id"] in taught else 0.0
 
     settings = {"prompts_mode": "curriculum", "prompts_epochs": None, "group_size": 4} | options
-    return make_generator(client, rows, reward=reward, **settings)
+    return make_epoch(client, rows, reward=reward, **settings)
 
 
 def names(count: int, times: int = 1) -> Counter[str]:

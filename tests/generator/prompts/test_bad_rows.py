@@ -9,7 +9,7 @@ from replay_server import TableConfig
 from tests.generator.factories import ScriptedEngine
 from tests.kit.generators import by_length
 from tests.kit.processes import run_replay
-from tests.kit.prompts import CURRICULUM, EPOCH, made, make_generator
+from tests.kit.prompts import CURRICULUM, EPOCH, made, make_epoch
 from tests.kit.servers import async_serving
 
 BAD = [None, "", [], float("nan"), "\ud800", [{"role": "user", "content": [{"type": "image_url"}]}]]
@@ -23,7 +23,7 @@ def among(bad):
 @pytest.mark.parametrize("bad", BAD, ids=lambda each: f"{each!a}"[:12])
 async def test_a_bad_row_does_not_end_a_generator_of_a_table(bad, caplog):
     async with async_serving(EPOCH) as client:
-        generator = make_generator(client, among(bad))
+        generator = make_epoch(client, among(bad))
         await generator.run()
         assert sorted(await made(client)) == [row["prompt_id"] for row in GOOD]
         assert generator.stats["groups_skipped"] == 1
@@ -33,7 +33,7 @@ async def test_a_bad_row_does_not_end_a_generator_of_a_table(bad, caplog):
 @pytest.mark.parametrize("row", [{"prompt": "a", "prompt_id": "\ud800"}, {"prompt": "a", "thing": object()}])
 async def test_a_row_that_no_table_can_hold_does_not_end_a_generator_of_it(row):
     async with async_serving(EPOCH) as client:
-        await make_generator(client, [row, *GOOD]).run()
+        await make_epoch(client, [row, *GOOD]).run()
         assert sorted(await made(client)) == [each["prompt_id"] for each in GOOD]
 
 
@@ -42,7 +42,7 @@ async def test_rows_that_are_too_large_for_the_server_do_not_end_a_generator_of_
     large = {"prompt": "a", "more": "x" * 200_000}
     prompts = TableConfig(name="prompts", sampler="fifo", max_times_sampled=1, max_bytes=100_000)
     async with async_serving([prompts, TableConfig(name="rollouts")]) as client:
-        generator = make_generator(client, [*GOOD[:at], large, *GOOD[at:], large])
+        generator = make_epoch(client, [*GOOD[:at], large, *GOOD[at:], large])
         await generator.run()
         assert sorted(await made(client)) == [row["prompt_id"] for row in GOOD]
         assert generator.stats["groups_skipped"] == 2
@@ -61,7 +61,7 @@ async def test_a_bad_row_among_those_that_a_program_gives_is_skipped_by_its_numb
 
 async def test_a_bad_row_does_not_end_a_curriculum():
     async with async_serving(CURRICULUM) as client:
-        generator = make_generator(client, among(None), prompts_mode="curriculum", prompts_epochs=None, max_groups=12)
+        generator = make_epoch(client, among(None), prompts_mode="curriculum", prompts_epochs=None, max_groups=12)
         await generator.run()
         assert {*await made(client)} <= {row["prompt_id"] for row in GOOD}
 
@@ -70,7 +70,7 @@ async def test_a_bad_row_does_not_end_a_curriculum():
 async def test_rows_of_which_none_is_a_prompt_end_the_run(on_prompt_error):
     async with async_serving(EPOCH) as client:
         with pytest.raises(ReplayError, match=r"5 rows in a row are no prompts, the last because of: row \d"):
-            await make_generator(client, [{"prompt": None}] * 5, on_prompt_error=on_prompt_error).run()
+            await make_epoch(client, [{"prompt": None}] * 5, on_prompt_error=on_prompt_error).run()
 
 
 def run_of(client, rows, **config):

@@ -15,7 +15,7 @@ from tests.kit.prompts import (
     PARTIAL_GROUPS,
     made,
     make_curriculum,
-    make_generator,
+    make_epoch,
     names,
     priorities,
 )
@@ -26,19 +26,19 @@ async def test_each_prompt_is_done_once_and_groups_of_a_dead_generator_are_finis
     async with async_serving([*EPOCH, PARTIAL_GROUPS]) as client:
         stuck = ScriptedEngine(hold=asyncio.Event())
         settings = {"partial_groups_table": "partial_groups", "partial_groups_lease": 1.0}
-        dead = asyncio.create_task(make_generator(client, engine=stuck, stop_grace=0.0, **settings).run())
+        dead = asyncio.create_task(make_epoch(client, engine=stuck, stop_grace=0.0, **settings).run())
         async with asyncio.timeout(PATIENCE):
             while (await client.server_info()).tables["partial_groups"].reserved < 2:
                 await asyncio.sleep(0.01)
         dead.cancel()
-        await asyncio.gather(*(make_generator(client, **settings).run() for _ in range(2)))
+        await asyncio.gather(*(make_epoch(client, **settings).run() for _ in range(2)))
         assert Counter(await made(client)) == names(10)
 
 
 async def test_a_prompt_comes_back_when_its_group_under_construction_is_refused_as_too_old():
     async with async_serving([EPOCH[0], TableConfig(name="rollouts", max_staleness=0), PARTIAL_GROUPS]) as client:
         engine = ScriptedEngine(hold=asyncio.Event())
-        generator = make_generator(
+        generator = make_epoch(
             client,
             3,
             engine=engine,
@@ -66,7 +66,7 @@ async def test_a_prompt_comes_back_when_its_group_under_construction_is_refused_
 async def test_a_table_of_groups_under_construction_that_would_lose_prompts_is_refused_with_the_remedy():
     async with async_serving([*EPOCH, TableConfig(name="partial_groups", max_staleness=4)]) as client:
         with pytest.raises(ReplayError, match=r"'partial_groups' has max_staleness 4: .* max_staleness = 1000000"):
-            await make_generator(client, partial_groups_table="partial_groups").run()
+            await make_epoch(client, partial_groups_table="partial_groups").run()
 
 
 async def test_a_curriculum_learns_from_a_group_that_was_under_construction():

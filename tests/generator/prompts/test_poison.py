@@ -20,7 +20,7 @@ from replay_generator.prompts.stored import MAGIC, PromptCursor
 from replay_generator.rollouts.rollout import PlayedRollout
 from tests.generator.factories import Letters, ScriptedEngine
 from tests.kit.engines import SAID
-from tests.kit.prompts import CURRICULUM, EPOCH, PARTIAL_GROUPS, held, made, make_curriculum, make_generator, names
+from tests.kit.prompts import CURRICULUM, EPOCH, PARTIAL_GROUPS, held, made, make_curriculum, make_epoch, names
 from tests.kit.servers import async_serving
 
 PROMPT = Prompt("odd", "1+1=", {"prompt": "1+1="})
@@ -210,9 +210,9 @@ async def check_rejected(client, generator, caplog, key, table, expected):
 async def test_an_item_that_is_no_prompt_is_rejected(shape, caplog):
     async with async_serving(EPOCH) as client:
         if shape in ("a group", "too long", "messages without a template"):  # behind others; the rest comes first
-            await make_generator(client, max_groups=0, engine=engine()).run()
+            await make_epoch(client, max_groups=0, engine=engine()).run()
         key = await client.insert(PROMPTS[shape], {"prompts": 1.0})
-        await check_rejected(client, make_generator(client, engine=engine()), caplog, key, "prompts", names(10))
+        await check_rejected(client, make_epoch(client, engine=engine()), caplog, key, "prompts", names(10))
 
 
 @pytest.mark.parametrize("shape", ["random bytes", "content ''", "too long"])
@@ -230,7 +230,7 @@ async def test_an_item_that_is_no_group_under_construction_is_rejected(shape, ca
         key = await client.insert(SITES.get(shape, OPENING.encode()), {"partial_groups": 1.0})
         for name, column in ROLLOUTS.get(shape, {}).items():
             await client.extend(key, {name: column}, axes={name: "group"})
-        generator = make_generator(client, engine=engine(), partial_groups_table="partial_groups")
+        generator = make_epoch(client, engine=engine(), partial_groups_table="partial_groups")
         await check_rejected(client, generator, caplog, key, "partial_groups", names(10))
 
 
@@ -238,7 +238,7 @@ async def test_what_is_no_rollout_beside_an_opening_does_not_matter():
     async with async_serving([*EPOCH, PARTIAL_GROUPS]) as client:
         key = await client.insert(OPENING.encode(), {"partial_groups": 1.0})
         await client.extend(key, {"values": np.zeros(3), **rolled([1])})
-        generator = make_generator(client, engine=engine(), partial_groups_table="partial_groups")
+        generator = make_epoch(client, engine=engine(), partial_groups_table="partial_groups")
         await generator.run()
         assert sorted(await made(client)) == sorted([*names(10), "odd"])
         assert (generator.stats["groups_resumed"], generator.stats["items_rejected"]) == (1, 0)
@@ -249,7 +249,7 @@ async def test_rollouts_that_do_not_go_together_with_those_of_this_engine_are_re
     async with async_serving([*EPOCH, PARTIAL_GROUPS]) as client:
         key = await client.insert(OPENING.encode(), {"partial_groups": 1.0})
         await client.extend(key, rolled(extras={"hidden": np.zeros((2, 3), np.float32)}))
-        generator = make_generator(
+        generator = make_epoch(
             client, engine=replace(engine(), completions=[own]), partial_groups_table="partial_groups"
         )
         await check_rejected(client, generator, caplog, key, "partial_groups", names(10))
@@ -258,11 +258,11 @@ async def test_rollouts_that_do_not_go_together_with_those_of_this_engine_are_re
 async def test_where_nothing_fits_the_run_ends_and_most_stays_in_the_table():
     async with async_serving(EPOCH) as client:
         with pytest.raises(PromptError, match="has 500 tokens; the engine takes 1 to 63"):
-            await make_generator(client, [{"prompt": LONG}] * 3, engine=engine()).run()
+            await make_epoch(client, [{"prompt": LONG}] * 3, engine=engine()).run()
         assert await held(client) == (4, 0)  # with the cursor
     async with async_serving(EPOCH) as client:
         for _ in range(300):
             await client.insert(b"foreign", {"prompts": 1.0})
         with pytest.raises(ReplayError, match="'prompts' holds other things than prompts"):
-            await make_generator(client).run()
+            await make_epoch(client).run()
         assert await held(client) == (200, 0)
