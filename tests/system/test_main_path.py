@@ -14,7 +14,6 @@ from replay_client.testing import until
 from replay_trainer import GRPOConfig, GRPOTrainer
 from replay_trainer.batching import Batch
 from replay_trainer.groups import Replacement, ZeroVarianceReplacer
-from replay_trainer.passes import Passes
 from tests.kit.processes import server_process
 from tests.system.conftest import CONFIG
 
@@ -28,8 +27,7 @@ class Recorder:
         self.replacements: list[Replacement] = []
         self.batches: list[Batch] = []
         self.stored: dict[int, RolloutGroup] = {}
-        replace = ZeroVarianceReplacer.replace
-        backward = Passes.backward
+        replace, to_batch = ZeroVarianceReplacer.replace, GRPOTrainer._to_batch
 
         def recording_replace(replacer, *arguments):
             replacement = replace(replacer, *arguments)
@@ -38,12 +36,12 @@ class Recorder:
             self.replacements.append(replacement)
             return replacement
 
-        def recording_backward(passes, batch, *arguments):
-            self.batches.append(batch)
-            return backward(passes, batch, *arguments)
+        def recording_to_batch(trainer, *arguments):
+            self.batches.append(to_batch(trainer, *arguments))
+            return self.batches[-1]
 
         monkeypatch.setattr(ZeroVarianceReplacer, "replace", recording_replace)
-        monkeypatch.setattr(Passes, "backward", recording_backward)
+        monkeypatch.setattr(GRPOTrainer, "_to_batch", recording_to_batch)
 
 
 def check_rows(batch: Batch, rows: list[int], group: RolloutGroup) -> None:
