@@ -2,7 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import grpc
 import lmdb
@@ -12,9 +12,10 @@ from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, LeaseEndedError, ReplayError
 from replay_client.testing import make_group, until
 from replay_protos import replay_pb2 as pb
-from replay_server import ReplayServer, TableConfig
+from replay_server import TableConfig
 from replay_server.storage.lmdb import LmdbStorage
 from tests.kit.processes import start_server
+from tests.kit.servers import serving
 from tests.server.rpc.calls import connection
 
 TABLES = [
@@ -30,18 +31,9 @@ tables = [
 """
 
 
-@contextmanager
-def serving(data_dir=None):
-    with (
-        ReplayServer(tables=TABLES, port=0, data_dir=data_dir) as server,
-        ReplayClient(server.address, timeout=20.0) as client,
-    ):
-        yield client
-
-
 @pytest.fixture(params=["memory", "disk"])
 def client(request, tmp_path):
-    with serving(tmp_path / "data" if request.param == "disk" else None) as client:
+    with serving(TABLES, data_dir=tmp_path / "data" if request.param == "disk" else None, timeout=20.0) as client:
         yield client
 
 
@@ -112,7 +104,7 @@ def test_a_group_that_waits_for_room_closes_its_samples_when_it_enters(client):
 
 
 def test_a_message_of_several_items_cannot_close_batches():
-    with serving() as client, connection(client.address) as stub:
+    with serving(TABLES) as client, connection(client.address) as stub:
         message = pb.InsertRequest(closes=[1], targets=[pb.InsertTarget(table="groups")], keys=[1, 2])
         with pytest.raises(grpc.RpcError) as refused:
             stub.Insert(message, timeout=20)
@@ -121,7 +113,7 @@ def test_a_message_of_several_items_cannot_close_batches():
 
 
 def test_a_sample_that_was_drawn_without_a_lease_cannot_be_closed():
-    with serving() as client:
+    with serving(TABLES) as client:
         client.insert(b"prompt", {"prompts": 1.0})
         with pytest.raises(InvalidRequestError, match="without a lease"):
             client.insert(make_group(), {"groups": 1.0}, closes=client.sample("prompts", 1))
@@ -169,11 +161,11 @@ def test_an_insert_that_closed_a_sample_is_written_again_when_the_disk_failed(tm
             raise failures.pop()
         commit(self, *changes)
 
-    with serving(tmp_path) as client:
+    with serving(TABLES, data_dir=tmp_path) as client:
         samples = draw_prompts(client)
         monkeypatch.setattr(LmdbStorage, "commit", failing)
         client.insert(make_group(), {"groups": 1.0}, closes=samples)
         assert not failures
         assert sizes(client) == (0, 1)
-    with serving(tmp_path) as client:
+    with serving(TABLES, data_dir=tmp_path) as client:
         assert sizes(client) == (0, 1)

@@ -20,6 +20,7 @@ from replay_client.testing import make_group, until
 from replay_protos import replay_pb2 as pb
 from replay_server import Config, ReplayServer, ServerConfig, TableConfig
 from tests.kit.clocks import in_a_thread
+from tests.kit.groups import keys_of
 from tests.server.rpc.calls import connection
 
 QUEUE = TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 6}, requires=["teacher_logprobs"])
@@ -61,10 +62,6 @@ def client(server):
 def memory_client():
     with server_with() as server, ReplayClient(server.address, timeout=20.0) as client:
         yield client
-
-
-def keys_of(samples) -> list[int]:
-    return [sample.info.key for sample in samples]
 
 
 @pytest.mark.usefixtures("transport")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from replay_generator.groups import partial_groups, server
 from tests.generator.factories import EOS
 from tests.kit.models import make_adapter, save_model
+from tests.kit.stack import Stack
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,6 +23,23 @@ def time_for_last_words() -> Iterator[None]:
         patched.setattr(server, "LAST_WORD", 60.0)
         patched.setattr(partial_groups, "LAST_WORD", 60.0)
         yield
+
+
+@pytest.fixture
+async def make_stack() -> AsyncIterator[Callable[..., Awaitable[Stack]]]:
+    """Starts runs, which end with the test."""
+    async with AsyncExitStack() as runs:
+
+        async def make(**options: Any) -> Stack:
+            return await runs.enter_async_context(Stack(**options))
+
+        yield make
+
+
+@pytest.fixture
+async def stack(make_stack: Callable[..., Awaitable[Stack]]) -> Stack:
+    """A run as the `make_stack` of the module starts them."""
+    return await make_stack()
 
 
 SETTINGS = {

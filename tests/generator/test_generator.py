@@ -4,7 +4,6 @@ import logging
 import math
 import os
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,12 +24,11 @@ from replay_client.waits import ENGINE_STOP, LAST_WORD, STOP_SECONDS
 from replay_generator import (
     GeneratorConfig,
     PromptError,
-    RolloutGenerator,
     WeightsMismatchError,
     WeightsNotFoundError,
     run_generator,
 )
-from replay_generator.engines import Completion, Engine, SamplingConfig
+from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.metrics import InsertRate
 from replay_generator.prompts.prompt import Prompt
@@ -39,46 +37,11 @@ from tests.generator.factories import EOS, ScriptedEngine
 from tests.kit.clients import RecordingClient
 from tests.kit.clocks import stopped_clock, turns
 from tests.kit.engines import check_group
-from tests.kit.generators import make_prompts
-from tests.kit.models import make_version
+from tests.kit.generators import by_length, make_generator, make_prompts, running
+from tests.kit.models import fake_weights, make_version
 
 # Work that nobody awaits has held back its group, and perhaps its permit.
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
-
-
-def by_length(row: Any, text: str) -> float:
-    return float(len(text))
-
-
-def make_generator(
-    client: RecordingClient,
-    engine: Engine,
-    *,
-    prompts: Any = None,
-    reward: Any = by_length,
-    on_group: Any = None,
-    group_filter: Any = None,
-    **config: Any,
-) -> RolloutGenerator:
-    config = {"group_size": 4, "max_concurrent_groups": 2, "stop_grace": 0.2} | config
-    prompts = make_prompts() if prompts is None else prompts
-    return RolloutGenerator(  # type: ignore[arg-type]
-        client, engine, prompts, reward, GeneratorConfig(**config), group_filter=group_filter, on_group=on_group
-    )
-
-
-def fake_weights(folder: Path, *, probe: list[float] | None = None) -> Path:
-    folder.mkdir()
-    if probe is not None:
-        content = {"token_ids": list(range(len(probe) + 1)), "logprobs": probe}
-        (folder / "probe.json").write_text(json.dumps(content))
-    return folder
-
-
-async def running(generator: RolloutGenerator) -> asyncio.Task[None]:
-    task = asyncio.create_task(generator.run())
-    await asyncio.sleep(0)
-    return task
 
 
 # ------------------------------------------------------------------------------------------------------- groups

@@ -25,14 +25,13 @@ from replay_generator.rewards import reward_watch
 from replay_generator.rewards.functions import load_reward
 from replay_generator.rollouts.rollout import RolloutPolicy, RolloutSequence, Task, single_turn
 from replay_generator.rollouts.sessions import endpoint, refusals
-from replay_generator.rollouts.sessions.agents import SessionHook
 from replay_generator.rollouts.sessions.refusals import Refusals
 from replay_server.config import MAX_DESCRIPTION
 from tests.generator.factories import ScriptedEngine
-from tests.generator.prompts.test_epoch import serving
 from tests.generator.sessions.test_remote import running
-from tests.generator.test_scoring import play, scoring
-from tests.generator.test_scoring import serving as serving_unscored
+from tests.kit.prompts import EPOCH
+from tests.kit.scoring import UNSCORED, play
+from tests.kit.servers import async_serving
 
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
 
@@ -61,7 +60,7 @@ async def said_of_generator(rule: str, **options: Any) -> str:
         while not heard:
             yield Prompt.of({"prompt": "1+1=", "answer": "#### 2"})
 
-    async with serving() as client:
+    async with async_serving(EPOCH) as client:
         config = GeneratorConfig(
             group_size=4, max_concurrent_groups=1, on_prompt_error="skip", **options.pop("config", {})
         )
@@ -107,7 +106,7 @@ async def test_what_is_noticed_fits_into_the_description_in_any_language():
     refused.count(401, reason)
     noticed = failures.description | rewards.description | {"sessions": json.dumps(refused.facts())}
     own = {f"setting {number}": "x" * 100 for number in range(12)}
-    async with serving() as client:
+    async with async_serving(EPOCH) as client:
         await client.describe(own | noticed)
     assert json.loads(noticed["failures"])["reason"] in reason
 
@@ -118,7 +117,7 @@ async def test_a_generator_of_which_too_much_is_noticed_is_still_known(caplog):
     class Talkative(Watch):
         description = {"failures": json.dumps("x" * MAX_DESCRIPTION)}  # noqa: RUF012
 
-    async with serving() as client:
+    async with async_serving(EPOCH) as client:
         config = GeneratorConfig()
         server = inserting.InsertingServer(client, config, _no_stats(), "the generator")
         server.watches = [Talkative()]
@@ -144,7 +143,7 @@ async def test_a_users_hook_may_have_a_description_of_its_own():
         async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
             return await single_turn(task, policy)
 
-    async with serving() as client:
+    async with async_serving(EPOCH) as client:
         config = GeneratorConfig(group_size=2, max_groups=1)
         prompt = Prompt.of({"prompt": "1+1=", "answer": "#### 2"})
         rewards = [load_reward("exact_match")]
@@ -159,7 +158,7 @@ async def test_rollouts_of_a_hook_that_asks_for_few_tokens_are_not_cut_early():
         sequence.append_completion(await policy.generate(task.prompt_ids, replace(task.sampling, max_tokens=2)))
         return Rollout([sequence])
 
-    async with serving() as client:
+    async with async_serving(EPOCH) as client:
         config = GeneratorConfig(group_size=4, max_groups=8, sampling=SamplingConfig(max_tokens=100))
         engine = ScriptedEngine(completions=[Completion([7, 8], [-0.1, -0.2], "78", "length", [])])
         prompts = [Prompt.of({"prompt": "1+1=", "answer": "#### 2"})] * 8
@@ -174,7 +173,10 @@ async def test_rollouts_of_a_hook_that_asks_for_few_tokens_are_not_cut_early():
 async def test_what_the_address_of_the_sessions_refuses_is_counted_by_kind_and_its_sessions_are_told(tmp_path):
     token = tmp_path / "token"
     token.write_text("secret-secret-secret-secret")
-    async with serving() as client, running(client=client, token=None, sessions_token_file=str(token)) as run:
+    async with (
+        async_serving(EPOCH) as client,
+        running(client=client, token=None, sessions_token_file=str(token)) as run,
+    ):
         for _ in range(3):
             assert (await run.post("/sessions"))[0] == 401
         assert (await run.post("/nowhere"))[0] == 404
@@ -194,31 +196,31 @@ async def test_what_the_address_of_the_sessions_refuses_is_counted_by_kind_and_i
     assert sessions["refused"] == {"401": 3, "404": 1}
 
 
-async def test_a_scorer_tells_of_one_reward(monkeypatch):
+async def test_a_scorer_tells_of_one_reward(make_stack, monkeypatch):
     monkeypatch.setattr(reward_watch, "LEAST_GROUPS", 3)
 
     async def nothing(row: Any, text: str, rollout: Rollout) -> float:
         return -rollout.info["number"]  # which is the reward that the rollout brings
 
-    with serving_unscored(groups=40) as address:
-        await play(address, max_groups=3)
-        async with scoring(address, nothing) as (_, client, _task):
-            said = await said_by_doctor(client, "one-reward")
+    stack = await make_stack(**UNSCORED | {"groups": 40})
+    await play(stack, max_groups=3)
+    scorer = await stack.score(nothing)
+    said = await said_by_doctor(scorer.client, "one-reward")
     assert said.startswith("scorer ")
     assert "every rollout of the last 3 groups or more the reward 0; the newest answer ends with " in said
 
 
-async def test_a_scorer_tells_of_rewards_that_fail():
+async def test_a_scorer_tells_of_rewards_that_fail(make_stack):
     async def broken(row: Any, text: str, rollout: Rollout) -> float:
         if rollout.info["number"]:
             raise RuntimeError("the judge is away")
         return 1.0
 
-    with serving_unscored(groups=40) as address:
-        for _ in range(2):
-            await play(address)  # three groups of four rollouts
-        async with scoring(address, broken, min_rollouts=1, attempts=1) as (_, client, _task):
-            said = await said_by_doctor(client, "rollouts-fail")
+    stack = await make_stack(**UNSCORED | {"groups": 40})
+    for _ in range(2):
+        await play(stack, max_groups=3)  # of four rollouts each
+    scorer = await stack.score(broken, min_rollouts=1, attempts=1)
+    said = await said_by_doctor(scorer.client, "rollouts-fail")
     assert said.startswith("scorer ")
     assert "the judge is away" in said
 
@@ -226,13 +228,11 @@ async def test_a_scorer_tells_of_rewards_that_fail():
 async def test_a_session_that_no_agent_has_taken_is_not_silent(monkeypatch):
     now = time.monotonic()
     async with running() as run:
-        hook = run.generator._rollout
-        assert isinstance(hook, SessionHook)
-        await async_until(lambda: len(hook._sessions) == 2)
+        await async_until(lambda: json.loads(run.hook.description["sessions"])["open"] == 2)
         monkeypatch.setattr(endpoint, "time", SimpleNamespace(monotonic=lambda: now + 1000))
         await run.taken()
         monkeypatch.setattr(endpoint, "time", SimpleNamespace(monotonic=lambda: now + 1020))
-        told = json.loads(hook.description["sessions"])
+        told = json.loads(run.hook.description["sessions"])
     assert told == {"open": 2, "nobody": 1, "policy": 0, "agent": 1, "silent": 20}
 
 

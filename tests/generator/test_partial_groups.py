@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,10 @@ from tests.generator.factories import ScriptedEngine
 from tests.kit.clocks import turns
 from tests.kit.engines import SAID
 from tests.kit.generators import Hook, make_prompts, zero
-from tests.kit.stack import Counts, Stack, Worker
+from tests.kit.scoring import PROMPTS, SIZE
+from tests.kit.stack import Counts
 
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
-
-SIZE = 4
 
 
 @group_reward
@@ -48,33 +47,19 @@ def sum_of_numbers(row: Any, texts: list[str], rollouts: list[Rollout]) -> list[
     return [total + len(rollout.turns) / 10 + row["bonus"] for rollout in rollouts]
 
 
-PROMPTS = [{"prompt": "+", "prompt_id": f"p{number}", "bonus": 100} for number in range(3)]
-
-
 @pytest.fixture
-async def make_stack():
-    """Makes runs that let so many groups be under way, one unless told otherwise."""
-    async with AsyncExitStack() as runs:
-
-        async def make(groups: int = 1, permit_tables: Any = "partial_groups", **options: Any) -> PartialStack:
-            return await runs.enter_async_context(PartialStack(groups=groups, permit_tables=permit_tables, **options))
-
-        yield make
-
-
-@pytest.fixture
-async def stack(make_stack):
-    return await make_stack()
-
-
-class PartialStack(Stack):
-    """A run whose generators store what they have finished, and stop at once."""
-
-    async def generate(self, rollout: Any, **config: Any) -> Worker:
-        engine = ScriptedEngine(completions=[SAID])
-        own = {"engine": engine, "prompts": PROMPTS, "reward": sum_of_numbers, "group_size": SIZE, "stop_grace": 0.0}
-        own |= {"partial_groups_table": "partial_groups", "max_concurrent_groups": 2}
-        return await super().generate(rollout, **own | config)
+def make_stack(make_stack):
+    """Runs of one group at a time, whose generators store what they have finished, and stop at once."""
+    generator = {
+        "completions": [SAID],
+        "prompts": PROMPTS,
+        "reward": sum_of_numbers,
+        "group_size": SIZE,
+        "stop_grace": 0.0,
+        "partial_groups_table": "partial_groups",
+        "max_concurrent_groups": 2,
+    }
+    return partial(make_stack, groups=1, permit_tables="partial_groups", generator=generator)
 
 
 async def test_a_group_that_two_generators_made_is_whole_and_nothing_in_it_was_played_twice(stack):

@@ -11,8 +11,8 @@ from replay_generator import GeneratorConfig
 from replay_generator.errors import PromptError
 from replay_generator.priorities import load_priority
 from tests.generator.factories import ScriptedEngine
-from tests.generator.test_generator import make_generator
 from tests.kit.clients import RecordingClient
+from tests.kit.generators import make_generator
 
 
 def test_the_built_in_scores_are_those_of_the_scoring_module():

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from replay_client import AsyncReplayClient
 from replay_generator import (
     GeneratorConfig,
     PromptError,
@@ -18,12 +17,13 @@ from replay_generator import (
 )
 from replay_generator.rewards.functions import Reward
 from replay_generator.stages.scorer import GroupScorer
-from replay_server import AdmissionConfig, ReplayServer, TableConfig
+from replay_server import AdmissionConfig, TableConfig
 from tests.generator.factories import ScriptedEngine
 from tests.generator.sessions.test_remote import running
 from tests.kit.clients import RecordingClient
 from tests.kit.engines import SAID
 from tests.kit.generators import generate, make_prompts, zero
+from tests.kit.servers import async_serving
 
 HALF = "\ud800"
 """Half of a surrogate pair."""
@@ -217,11 +217,10 @@ async def test_a_group_that_the_server_refuses_is_skipped_and_counted_and_its_pe
     if partial_groups is not None:
         tables.append(TableConfig(name=partial_groups))
     permits = AdmissionConfig(table="rollouts", fresh_groups_per_step=8, max_staleness=1, permit_tables=partial_groups)
-    with ReplayServer(tables=tables, admission=permits, port=0) as server:
-        async with AsyncReplayClient(server.address) as client:
-            generator = RolloutGenerator(client, ScriptedEngine(), TAGGED, zero, GeneratorConfig(**config))
-            await generator.run()
-            info = await client.server_info()
+    async with async_serving(tables, admission=permits) as client:
+        generator = RolloutGenerator(client, ScriptedEngine(), TAGGED, zero, GeneratorConfig(**config))
+        await generator.run()
+        info = await client.server_info()
     assert generator.stats["groups"] == 2
     assert generator.stats["groups_refused"] == 1
     assert generator.stats["groups_skipped"] == 1
@@ -232,22 +231,20 @@ async def test_a_group_that_the_server_refuses_is_skipped_and_counted_and_its_pe
 
 
 async def test_a_server_that_refuses_all_groups_ends_the_run_in_its_words():
-    with ReplayServer(tables=[TableConfig(name="rollouts")], port=0) as server:
-        async with AsyncReplayClient(server.address) as client:
-            config = GeneratorConfig(group_size=1, priority=lambda group: 1e308)
-            with pytest.raises(PromptError, match=r"100 groups in a row were skipped, .* its group is refused: "):
-                await RolloutGenerator(client, ScriptedEngine(), make_prompts(), zero, config).run()
+    async with async_serving([TableConfig(name="rollouts")]) as client:
+        config = GeneratorConfig(group_size=1, priority=lambda group: 1e308)
+        with pytest.raises(PromptError, match=r"100 groups in a row were skipped, .* its group is refused: "):
+            await RolloutGenerator(client, ScriptedEngine(), make_prompts(), zero, config).run()
 
 
 async def test_a_scored_group_that_the_server_refuses_is_counted_and_the_scorer_goes_on(caplog):
     tables = [TableConfig(name="unscored", max_times_sampled=1), TableConfig(name="rollouts")]
-    with ReplayServer(tables=tables, port=0) as server:
-        async with AsyncReplayClient(server.address) as client:
-            config = GeneratorConfig(group_size=2, unscored_table="unscored")
-            await RolloutGenerator(client, ScriptedEngine(), make_prompts(3), None, config).run()
-            scorer = GroupScorer(client, zero, ScorerConfig("unscored", priority=priority, max_items=3))
-            await scorer.run()
-            info = await client.server_info()
+    async with async_serving(tables) as client:
+        config = GeneratorConfig(group_size=2, unscored_table="unscored")
+        await RolloutGenerator(client, ScriptedEngine(), make_prompts(3), None, config).run()
+        scorer = GroupScorer(client, zero, ScorerConfig("unscored", priority=priority, max_items=3))
+        await scorer.run()
+        info = await client.server_info()
     assert info.tables["rollouts"].size == 2
     assert info.tables["unscored"].size == 0
     assert scorer.stats["groups_refused"] == 1
@@ -257,12 +254,11 @@ async def test_a_scored_group_that_the_server_refuses_is_counted_and_the_scorer_
 async def test_a_scorers_reward_beyond_float32_leaves_its_group_out_and_the_scorer_goes_on(monkeypatch):
     monkeypatch.setattr("replay_generator.stages.scorer._PAUSE", 0.0)
     tables = [TableConfig(name="unscored", max_times_sampled=1), TableConfig(name="rollouts")]
-    with ReplayServer(tables=tables, port=0) as server:
-        async with AsyncReplayClient(server.address) as client:
-            config = GeneratorConfig(group_size=2, unscored_table="unscored")
-            await RolloutGenerator(client, ScriptedEngine(), make_prompts(3), None, config).run()
-            scorer = GroupScorer(client, sometimes(1e39), ScorerConfig("unscored", max_items=3))
-            await scorer.run()
-            info = await client.server_info()
+    async with async_serving(tables) as client:
+        config = GeneratorConfig(group_size=2, unscored_table="unscored")
+        await RolloutGenerator(client, ScriptedEngine(), make_prompts(3), None, config).run()
+        scorer = GroupScorer(client, sometimes(1e39), ScorerConfig("unscored", max_items=3))
+        await scorer.run()
+        info = await client.server_info()
     assert info.tables["rollouts"].size == 2
     assert scorer.stats["groups_skipped"] == 1

@@ -15,7 +15,8 @@ from replay_generator.rewards import reward_watch as watch
 from replay_generator.rewards.functions import load_reward
 from replay_generator.rewards.reward_watch import RewardWatch
 from tests.generator.factories import ScriptedEngine
-from tests.generator.prompts.test_epoch import serving
+from tests.kit.prompts import EPOCH
+from tests.kit.servers import async_serving
 
 ROW = {"question": "a", "answer": "so\\n#### 72"}
 
@@ -67,7 +68,7 @@ async def test_a_generator_tells_the_server_of_one_reward_and_then_the_doctor_sa
         while not found:
             yield Prompt.of({"prompt": "1+1=", "answer": "#### 2"})
 
-    async with serving() as client, asyncio.timeout(PATIENCE):
+    async with async_serving(EPOCH) as client, asyncio.timeout(PATIENCE):
         config = GeneratorConfig(group_size=2, max_concurrent_groups=1)
         generator = RolloutGenerator(client, ScriptedEngine(), prompts(), [load_reward("exact_match")], config)
         run = asyncio.create_task(generator.run())

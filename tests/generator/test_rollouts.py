@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replay_client import AsyncReplayClient
 from replay_client.columns import RAGGED
 from replay_client.sampling_masks import SAMPLING_MASK, mask_column
 from replay_generator import (
@@ -28,13 +27,14 @@ from replay_generator.engines import Completion, EngineError, SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.rewards.functions import group_reward
 from replay_generator.rollouts.environments import load_environment
-from replay_server import ReplayServer, TableConfig
+from replay_server import TableConfig
 from tests.generator.factories import ScriptedEngine
 from tests.kit.clients import RecordingClient
 from tests.kit.clocks import stopped_clock
 from tests.kit.engines import SAID
 from tests.kit.generators import generate, make_prompts, played, zero
 from tests.kit.models import EXACT, recomputed
+from tests.kit.servers import async_serving
 
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
 
@@ -66,11 +66,10 @@ async def with_sub_agent(task: Task, policy: RolloutPolicy) -> Rollout:
 
 async def test_every_sampled_token_has_the_logprob_of_all_tokens_before_it_and_a_tools_have_none(model):
     sampling = SamplingConfig(temperature=0.8, max_tokens=8)
-    with ReplayServer(tables=[TableConfig(name="rollouts")], port=0) as server:
-        async with AsyncReplayClient(server.address) as client:
-            engine = TransformersEngine(model, seed=0)
-            await generate(client, engine, two_turns, sampling=sampling, prompts=["12+3="])
-            ((sample,),) = [await client.sample("rollouts")]
+    async with async_serving([TableConfig(name="rollouts")]) as client:
+        engine = TransformersEngine(model, seed=0)
+        await generate(client, engine, two_turns, sampling=sampling, prompts=["12+3="])
+        ((sample,),) = [await client.sample("rollouts")]
     group = sample.group
     assert group.prompt_ids.tolist() == engine.tokenizer.encode("12+3=")
     assert group.group_size == group.num_sequences == 4

@@ -26,15 +26,15 @@ from replay_generator.rollouts.sessions.parsers import Parsers
 from replay_generator.rollouts.sessions.session import Session
 from replay_generator.rollouts.sessions.turns import Ask, Refusal
 from replay_generator.rollouts.tool_loop import ToolCall, tool_loop
-from replay_server import TableConfig
 from tests.generator.engines.vllm_servers import answering, answers_for, choice
 from tests.generator.environments.test_tool_loop import chat_tokenizer
 from tests.generator.factories import ScriptedEngine
-from tests.generator.prompts.test_epoch import TABLES, made, make_generator, serving
 from tests.kit.clients import RecordingClient
 from tests.kit.engines import SAID, check_completion, check_group
 from tests.kit.generators import generate
 from tests.kit.models import loaded
+from tests.kit.prompts import EPOCH, PARTIAL_GROUPS, made, make_epoch
+from tests.kit.servers import async_serving
 
 SNOWMAN = "☃"
 """The text of a token that was added to a tokenizer, and not to the model."""
@@ -175,11 +175,10 @@ async def test_a_session_refuses_it_with_a_status_at_which_no_client_tries_again
 
 @pytest.mark.parametrize("partial_groups", [None, "partial_groups"])
 async def test_a_prompt_of_a_table_that_the_model_lacks_a_token_for_is_rejected_by_each_generator(partial_groups):
-    tables = (*TABLES, TableConfig(name="partial_groups", rate_limiter={"type": "queue", "max_size": 1000}))
     rows = [{"prompt": f"{number}+{SNOWMAN * (number == 3)}", "prompt_id": f"p{number}"} for number in range(6)]
-    async with serving(*tables) as client:
+    async with async_serving([*EPOCH, PARTIAL_GROUPS]) as client:
         for epochs in (1, 2):  # the second generator draws it again, as one that starts after a death would
-            generator = make_generator(
+            generator = make_epoch(
                 client, rows, engine=Mortal(), partial_groups_table=partial_groups, prompts_epochs=epochs
             )
             await generator.run()
@@ -189,17 +188,16 @@ async def test_a_prompt_of_a_table_that_the_model_lacks_a_token_for_is_rejected_
 
 @pytest.mark.parametrize("where", ["its prompt", "a rollout"])
 async def test_a_group_that_a_generator_of_another_model_began_is_rejected(where, caplog):
-    tables = (*TABLES, TableConfig(name="partial_groups", rate_limiter={"type": "queue", "max_size": 1000}))
     prompt = Prompt("other", "1+1=", {"prompt": "1+1="})
     spec = PartialGroupSpec(1, prompt, [5, BAD] if where == "its prompt" else [5, 6], 0, 3, SamplingConfig())
     sequence = RolloutSequence(spec.prompt_ids)
     sequence.append_completion(Completion([7, BAD], [-0.1, -0.2], "7", "stop", [0, 0]))
-    async with serving(*tables) as client:
+    async with async_serving([*EPOCH, PARTIAL_GROUPS]) as client:
         key = await client.insert(spec.encode(), {"partial_groups": 1.0})
         if where == "a rollout":
             column = encode_rollout(PlayedRollout.of(Rollout([sequence])))
             await client.extend(key, {"rollout/0": column}, axes={"rollout/0": "group"})
-        generator = make_generator(client, 2, engine=Mortal(), partial_groups_table="partial_groups")
+        generator = make_epoch(client, 2, engine=Mortal(), partial_groups_table="partial_groups")
         await generator.run()
         assert sorted(await made(client)) == ["p0", "p1"]
         assert generator.stats["items_rejected"] == 1

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from replay_client.rollout import RolloutGroup
 from replay_generator import GeneratorConfig, Rollout, RolloutGenerator, RolloutPolicy, RolloutSequence, Task
+from replay_generator.engines import Completion
 from replay_generator.prompts.prompt import Prompt
+from replay_generator.rollouts.rollout import single_turn
 from tests.generator.factories import ScriptedEngine
 from tests.kit.clients import RecordingClient
 from tests.kit.engines import SAID
@@ -53,12 +56,48 @@ class Hook:
         return Rollout([sequence], reward=float(task.index), info=info, metrics={"steps": 2.0})
 
 
-async def generate(
-    client: Any, engine: Any, hook: Any, *, reward: Any = zero, prompts: Any = None, **config: Any
-) -> Any:
-    config = {"group_size": 4, "max_groups": 1, "max_concurrent_groups": 1} | config
-    prompts = make_prompts() if prompts is None else prompts
-    generator = RolloutGenerator(client, engine, prompts, reward, GeneratorConfig(**config), rollout=hook)
+def make_generator(
+    client: Any,
+    engine: Any = None,
+    *,
+    completions: Sequence[Completion] | None = None,
+    prompts: Any = None,
+    reward: Any = by_length,
+    rollout: Any = single_turn,
+    group_filter: Any = None,
+    on_group: Any = None,
+    **config: Any,
+) -> RolloutGenerator:
+    """A generator of the prompts p0, p1, ..., with the engine, or else with one that draws these completions.
+
+    `config`: fields of GeneratorConfig.
+    """
+    if engine is None:
+        engine = ScriptedEngine() if completions is None else ScriptedEngine(completions=completions)
+    settings = {"group_size": 4, "max_concurrent_groups": 2, "stop_grace": 0.2} | config
+    return RolloutGenerator(
+        client,
+        engine,
+        make_prompts() if prompts is None else prompts,
+        reward,
+        GeneratorConfig(**settings),
+        rollout=rollout,
+        group_filter=group_filter,
+        on_group=on_group,
+    )
+
+
+async def running(generator: RolloutGenerator) -> asyncio.Task[None]:
+    """The task of a generator, which has begun."""
+    task = asyncio.create_task(generator.run())
+    await asyncio.sleep(0)
+    return task
+
+
+async def generate(client: Any, engine: Any, hook: Any, *, reward: Any = zero, **options: Any) -> Any:
+    """Makes one group, unless told otherwise. Returns the stats of the generator."""
+    options = {"max_groups": 1, "max_concurrent_groups": 1} | options
+    generator = make_generator(client, engine, rollout=hook, reward=reward, **options)
     await generator.run()
     return generator.stats
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,10 @@ def every_item(client: ReplayClient, table: str) -> list[ItemInfo]:
 
 def keys_in(client: ReplayClient, table: str) -> list[int]:
     return sorted(item.key for item in every_item(client, table))
+
+
+def keys_of(samples: Iterable[Sample]) -> list[int]:
+    return [sample.info.key for sample in samples]
 
 
 def make_sample(group: RolloutGroup, *, key: int = 0, age: float = 0.0, staleness: int = 0) -> Sample:

@@ -60,6 +60,15 @@ def save_model(folder: Path, *, seed: int = 0, tied: bool = False, sharpness: fl
     return folder
 
 
+def fake_weights(folder: Path, *, probe: list[float] | None = None) -> Path:
+    """A folder that stands for a version, with a probe if its log-probabilities are given."""
+    folder.mkdir()
+    if probe is not None:
+        content = {"token_ids": list(range(len(probe) + 1)), "logprobs": probe}
+        (folder / "probe.json").write_text(json.dumps(content))
+    return folder
+
+
 def scores(folder: Path, token_ids: Sequence[int]) -> list[float]:
     """What transformers says: log-probabilities at temperature 1 of all tokens but the first."""
     return recomputed(folder, token_ids[:1], token_ids[1:], SamplingConfig())

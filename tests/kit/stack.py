@@ -12,14 +12,15 @@ from typing import Any, Self
 from replay_client import AsyncReplayClient
 from replay_client.records import ServerInfo
 from replay_client.testing import PATIENCE, async_until
-from replay_generator import GeneratorConfig, GroupScorer, RolloutGenerator, ScorerConfig
+from replay_generator import GroupScorer, ScorerConfig
 from replay_generator.rollouts.rollout import single_turn
-from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.generator.factories import ScriptedEngine
-from tests.kit.generators import by_length, make_prompts
-from tests.kit.processes import free_port
+from replay_server import AdmissionConfig, TableConfig
+from tests.kit.generators import make_generator
+from tests.kit.servers import Servers
 
 FIFO = TableConfig(name="rollouts", sampler="fifo")
+GENERATOR = {"group_size": 3, "max_concurrent_groups": 4, "stop_grace": 0.5, "permit_timeout": 5.0}
+"""The settings of generators, unless a test has others."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Counts:
     accepted: int = 0
     running: int = 0
     partial_groups: int = 0
+    expired: int = 0
 
 
 class Worker:
@@ -54,7 +56,7 @@ class Worker:
         await self.client.close()
 
 
-class Stack:
+class Stack(Servers):
     """A run. Its workers end with the block, and its servers after them."""
 
     def __init__(
@@ -65,38 +67,29 @@ class Stack:
         permit_tables: Any = None,
         admission: Mapping[str, Any] | None = None,
         servers: int = 1,
+        addresses: Sequence[str] = (),
         options: Mapping[str, Any] | None = None,
+        generator: Mapping[str, Any] | None = None,
         timeout: float = 10.0,
     ) -> None:
         """`groups`: fresh groups per step; None: there is no [admission]. `admission`: more of its settings.
 
-        `options`: of each ReplayServer. A server that is killed comes back on its port.
+        `addresses`: servers that the test starts itself, in the place of `servers` of this process. `options`: of each
+        ReplayServer. `generator`: options of all calls of `generate`. A server that is killed comes back on its port.
         """
-        self._options: dict[str, Any] = {"tables": list(tables)} | dict(options or {})
+        settings = dict(options or {})
         if groups is not None:
-            settings = {"max_staleness": 0, "permit_tables": permit_tables} | dict(admission or {})
-            self._options["admission"] = AdmissionConfig(table="rollouts", fresh_groups_per_step=groups, **settings)
+            permits = {"max_staleness": 0, "permit_tables": permit_tables} | dict(admission or {})
+            settings["admission"] = AdmissionConfig(table="rollouts", fresh_groups_per_step=groups, **permits)
+        super().__init__(tables, count=0 if addresses else servers, **settings)
+        self.addresses += addresses
+        self.address = ",".join(self.addresses)
+        self._generator = GENERATOR | dict(generator or {})
         self._timeout = timeout
         self._exits = AsyncExitStack()
-        self.servers = [self._server(free_port()) for _ in range(servers)]
-        self.addresses = [server.address for server in self.servers]
-        self.address = ",".join(self.addresses)
-
-    def _server(self, port: int) -> ReplayServer:
-        server = ReplayServer(port=port, **self._options)
-        server.start()
-        return server
-
-    def kill(self, number: int = 0) -> None:
-        self.servers[number].stop(grace=0)
-
-    def restart(self, number: int = 0) -> None:
-        port = int(self.addresses[number].rpartition(":")[2])
-        self.servers[number] = self._server(port)
 
     async def __aenter__(self) -> Self:
-        for server in self.servers:
-            self._exits.callback(server.stop, grace=0)
+        self._exits.callback(self.close)
         self.client = await self.connect()
         return self
 
@@ -108,30 +101,10 @@ class Stack:
         client = AsyncReplayClient(address or self.address, self._timeout if timeout is None else timeout)
         return await self._exits.enter_async_context(client)
 
-    async def generate(
-        self,
-        rollout: Any = single_turn,
-        *,
-        engine: Any = None,
-        prompts: Any = None,
-        reward: Any = by_length,
-        group_filter: Any = None,
-        timeout: float | None = None,
-        **config: Any,
-    ) -> Worker:
-        """Starts a generator; without an engine, that of a `ScriptedEngine`. `config`: fields of GeneratorConfig."""
-        settings = {"group_size": 3, "max_concurrent_groups": 4, "stop_grace": 0.5, "permit_timeout": 5.0} | config
+    async def generate(self, rollout: Any = single_turn, *, timeout: float | None = None, **options: Any) -> Worker:
+        """Starts a generator. `options`: of `make_generator`; they count before those of the stack."""
         client = await self.connect(timeout=timeout)
-        generator = RolloutGenerator(
-            client,
-            engine or ScriptedEngine(),
-            make_prompts() if prompts is None else prompts,
-            reward,
-            GeneratorConfig(**settings),
-            rollout=rollout,
-            group_filter=group_filter,
-        )
-        return self._started(generator, client)
+        return self._started(make_generator(client, rollout=rollout, **self._generator | options), client)
 
     async def score(self, reward: Any, *, group_filter: Any = None, **config: Any) -> Worker:
         """Starts a scorer of the table "unscored". `config`: fields of ScorerConfig."""
@@ -152,10 +125,9 @@ class Stack:
         return await self.client.server_info()
 
     async def counts(self) -> Counts:
-        admission = (await self.info()).admission
-        if admission is None:
-            return Counts()
-        return Counts(admission.accepted, admission.running, admission.partial_groups)
+        """Needs servers with [admission]."""
+        admission: Any = (await self.info()).admission
+        return Counts(admission.accepted, admission.running, admission.partial_groups, admission.expired)
 
     async def holds(self, table: str = "rollouts") -> int:
         """How many items a table has."""

@@ -1,23 +1,13 @@
 """Priorities with a half-life, over gRPC: what is drawn, shown and evicted, through moves, rollbacks and restarts."""
 
-from contextlib import contextmanager
-
 import pytest
 
-from replay_client import ReplayClient
-from replay_server import ReplayServer, TableConfig
+from replay_server import TableConfig
 from replay_server.config import CheckpointsConfig
+from tests.kit.servers import serving
 
 AGEING = {"type": "prioritized", "exponent": 0.5, "half_life": 4.0}
-
-
-@contextmanager
-def serving(*tables, restore=None, **options):
-    server = ReplayServer(tables or (TableConfig(name="pool", sampler=AGEING, seed=0),), port=0, **options)
-    if restore is not None:
-        server.restore(restore)
-    with server, ReplayClient(server.address, timeout=60.0) as client:
-        yield client
+TABLES = [TableConfig(name="pool", sampler=AGEING, seed=0)]
 
 
 def effective(client, table="pool"):
@@ -41,7 +31,7 @@ def insert_three(client):
 
 
 def test_list_show_and_info_give_raw_and_effective_priority():
-    with serving() as client:
+    with serving(TABLES) as client:
         client.set_policy_version(8)
         first, second, third = insert_three(client)
         expected = {first: 2.0 * 0.25, second: 1.0 * 0.5, third: 3.0}
@@ -55,7 +45,7 @@ def test_list_show_and_info_give_raw_and_effective_priority():
 
 
 def test_a_half_life_can_be_set_changed_and_taken_away_while_the_server_runs():
-    with serving(TableConfig(name="pool", sampler="prioritized", seed=0)) as client:
+    with serving([TableConfig(name="pool", sampler="prioritized", seed=0)]) as client:
         client.set_policy_version(8)
         first, second, third = insert_three(client)
         assert drawn_probabilities(client) == pytest.approx({first: 4 / 14, second: 1 / 14, third: 9 / 14})
@@ -69,14 +59,14 @@ def test_a_half_life_can_be_set_changed_and_taken_away_while_the_server_runs():
 @pytest.mark.parametrize("durable", [True, False], ids=["a restart", "a checkpoint"])
 def test_the_age_of_every_item_is_kept_over(tmp_path, durable):
     options = {"data_dir": tmp_path} if durable else {"checkpoints": CheckpointsConfig(dir=tmp_path)}
-    with serving(**options) as client:
+    with serving(TABLES, **options) as client:
         client.set_policy_version(3000)
         for lag in (0, 4, 40, 400):
             client.insert(b"x", {"pool": 1.0}, policy_version=3000 - lag)
         if not durable:
             client.create_checkpoint("late")
         before = effective(client)
-    with serving(**options, restore=None if durable else "late") as client:
+    with serving(TABLES, **options, restore=None if durable else "late") as client:
         assert client.policy().version == 3000
         assert effective(client) == pytest.approx(before)
         assert drawn_probabilities(client) == pytest.approx(shares(before))

@@ -3,8 +3,6 @@
 test_model.py compares the counts with the reference, for operations in any order.
 """
 
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 
@@ -13,9 +11,10 @@ from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError, InvalidRequestError
 from replay_client.testing import make_group
 from replay_dashboard.diagnosis import Level, diagnose
-from replay_server import ReplayServer, TableConfig
+from replay_server import TableConfig
 from replay_server.config import Config
 from replay_server.tables.config import AdmissionConfig
+from tests.kit.servers import serving
 
 ADMISSION = AdmissionConfig(fresh_groups_per_step=2, max_staleness=0, permit_tables="partial_groups")
 TABLES = [
@@ -28,18 +27,9 @@ GROUPS = {"fresh_groups_per_step": 2, "max_staleness": 1}
 ROLLOUTS = {"name": "rollouts", "rate_limiter": {"type": "queue", "max_size": 4}, "max_staleness": 3}
 
 
-@contextmanager
-def serving(data_dir=None, **options):
-    with (
-        ReplayServer(**{"tables": TABLES, "admission": ADMISSION} | options, port=0, data_dir=data_dir) as server,
-        ReplayClient(server.address, timeout=60.0) as client,
-    ):
-        yield client
-
-
 @pytest.fixture
 def client():
-    with serving() as client:
+    with serving(TABLES, admission=ADMISSION) as client:
         yield client
 
 
@@ -156,29 +146,29 @@ def test_groups_that_no_generator_takes_are_seen_by_the_doctor_and_their_number_
 
 def test_a_group_goes_from_stage_to_stage_with_its_permit_and_is_accepted_by_the_last(tmp_path):
     stages = AdmissionConfig(fresh_groups_per_step=2, max_staleness=0, permit_tables=["partial_groups", "unscored"])
-    with serving(tmp_path, admission=stages) as client:
+    with serving(TABLES, data_dir=tmp_path, admission=stages) as client:
         _, built = open_group(client)
         client.insert(b"no rewards yet", {"unscored": 1.0}, closes=built)
         assert counts(client) == (0, 1, 1)
         client.insert(b"no permit", {"unscored": 1.0})
         held = client.sample("unscored", lease=600.0)
         client.renew(held, 600.0)
-    with serving(tmp_path, admission=stages) as client:
+    with serving(TABLES, data_dir=tmp_path, admission=stages) as client:
         assert counts(client) == (0, 1, 1)
         assert client.server_info().admission.permit_tables == ["partial_groups", "unscored"]
         client.insert(make_group(), {"rollouts": 1.0}, closes=held)
         assert counts(client) == (1, 0, 0)
         client.insert(b"of no unit", {"partial_groups": 1.0}, closes=client.sample("unscored", lease=600.0))
         assert counts(client) == (1, 0, 0)
-    ordinary = {"admission": ADMISSION.model_copy(update={"permit_tables": ()}), "tables": [*TABLES, PARTIAL_GROUPS]}
-    with serving(tmp_path, **ordinary) as client:
+    ordinary = ADMISSION.model_copy(update={"permit_tables": ()})
+    with serving([*TABLES, PARTIAL_GROUPS], data_dir=tmp_path, admission=ordinary) as client:
         assert counts(client) == (1, 0, 0)
         assert client.server_info().tables["partial_groups"].size == 1
 
 
 def test_a_group_that_a_stage_drops_gives_its_permit_back():
     stages = AdmissionConfig(fresh_groups_per_step=2, max_staleness=0, permit_tables=["partial_groups", "unscored"])
-    with serving(admission=stages) as client:
+    with serving(TABLES, admission=stages) as client:
         client.insert(b"no rewards yet", {"unscored": 1.0}, closes=open_group(client)[1])
         client.acknowledge(client.sample("unscored", lease=600.0))
         assert counts(client) == (0, 0, 0)

@@ -7,7 +7,9 @@ from replay_client.sampling import DrawStream
 from replay_client.testing import until
 from replay_protos import replay_pb2 as pb
 from replay_server import ReplayServer, TableConfig
+from tests.kit.groups import keys_of
 from tests.kit.processes import server_process
+from tests.kit.servers import async_serving
 from tests.system.test_exactly_once import QUEUE, connected, draw_of, named, payload
 
 LONG, SHORT = 600.0, 0.5
@@ -23,10 +25,6 @@ tables = [
 
 def insert(client: ReplayClient, count: int) -> list[int]:
     return [client.insert(payload(number), {"queue": 1.0}) for number in range(count)]
-
-
-def keys_of(samples) -> list[int]:
-    return [sample.info.key for sample in samples]
 
 
 def facts(client: ReplayClient) -> tuple[int, ...]:
@@ -120,18 +118,17 @@ def test_the_lease_of_a_dead_reader_ends_after_a_restart_too(tmp_path):
 
 async def test_a_stale_batch_is_not_leased_and_one_in_use_may_grow_stale():
     tables = [TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 9}, max_staleness=1)]
-    with ReplayServer(tables=tables, port=0) as server:
-        async with AsyncReplayClient(server.address) as client:
-            keys = [await client.insert(payload(n), {"queue": 1.0}, policy_version=n // 2 * 2) for n in range(3)]
-            async with client.sampler("queue", batch_size=1, prefetch=2, lease=LONG) as sampler:
-                first = await anext(sampler)
-                await client.set_policy_version(2)  # the second was drawn ahead, and is too old now
-                second = await anext(sampler)
-            assert (first[0].info.key, second[0].info.key) == (keys[0], keys[2])
-            assert (await client.renew(first, LONG)).applied == 1
-            assert (await client.acknowledge([*first, *second])).applied == 2
-            info = (await client.server_info()).tables["queue"]
-            assert (info.size, info.reserved, info.stale, info.consumed) == (0, 0, 1, 2)
+    async with async_serving(tables) as client:
+        keys = [await client.insert(payload(n), {"queue": 1.0}, policy_version=n // 2 * 2) for n in range(3)]
+        async with client.sampler("queue", batch_size=1, prefetch=2, lease=LONG) as sampler:
+            first = await anext(sampler)
+            await client.set_policy_version(2)  # the second was drawn ahead, and is too old now
+            second = await anext(sampler)
+        assert (first[0].info.key, second[0].info.key) == (keys[0], keys[2])
+        assert (await client.renew(first, LONG)).applied == 1
+        assert (await client.acknowledge([*first, *second])).applied == 2
+        info = (await client.server_info()).tables["queue"]
+        assert (info.size, info.reserved, info.stale, info.consumed) == (0, 0, 1, 2)
 
 
 async def test_a_batch_of_a_broken_stream_is_leased_where_the_server_has_not_noticed_that_yet():

@@ -15,14 +15,16 @@ from replay_client.columns import encode_columns
 from replay_client.testing import make_group
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
-from replay_server import AdmissionConfig, ReplayServer, TableConfig
+from replay_server import AdmissionConfig, TableConfig
 from tests.kit.processes import server_process
+from tests.kit.servers import serving
 from tests.system.proxy import Faults, FaultyProxy
 
 STEP = int(os.environ.get("REPLAY_CUT_STEP", "41"))
 ANSWER_BYTES = 500
 """More than the server sends for any of these calls, the frames of HTTP/2 included, but for update_table."""
 PERMITS = 2000
+ADMISSION = AdmissionConfig(fresh_groups_per_step=PERMITS, max_staleness=0)
 QUIET = Faults(delay=0, reset=0, truncate=0, drop=0, refuse=0)
 TABLES = [TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000}), TableConfig(name="pool")]
 CONFIG = """
@@ -30,13 +32,6 @@ server.data_dir = "{folder}/data"
 admission = {{ fresh_groups_per_step = 8, max_staleness = 0 }}
 tables = [{{ name = "queue", rate_limiter = {{ type = "queue", max_size = 1000 }} }}, {{ name = "pool" }}]
 """
-
-
-@contextmanager
-def serving():
-    admission = AdmissionConfig(fresh_groups_per_step=PERMITS, max_staleness=0)
-    with ReplayServer(tables=TABLES, port=0, admission=admission) as server, ReplayClient(server.address) as client:
-        yield server, client
 
 
 @contextmanager
@@ -48,8 +43,8 @@ def stub_of(address):
 def cut_anywhere(call, check, nbytes=ANSWER_BYTES, prepare=lambda client: None):
     """Cuts the answer of `call(client, prepared)` after every STEP-th byte. The client tries again by itself."""
     with (
-        serving() as (server, direct),
-        FaultyProxy(server.address, 0, QUIET) as proxy,
+        serving(TABLES, admission=ADMISSION) as direct,
+        FaultyProxy(direct.address, 0, QUIET) as proxy,
         ReplayClient(proxy.address, timeout=60.0) as client,
     ):
         client.policy()  # connected
@@ -117,7 +112,7 @@ def test_a_column_is_added_once_and_the_answer_says_that_it_was_added():
 
 
 def test_an_answer_that_an_item_was_missing_stays_so():
-    with serving() as (server, client), stub_of(server.address) as stub:
+    with serving(TABLES, admission=ADMISSION) as client, stub_of(client.address) as stub:
         columns = [pb.Columns(names=["value"])]
         request = pb.InsertRequest(
             keys=[5], extend=True, requests=[31], columns=columns, payload_sizes=[3], payloads=b"abc"
@@ -157,7 +152,7 @@ def test_samples_are_acknowledged_once_and_the_answer_says_so(requeue):
 
 
 def test_a_table_is_updated_once_and_not_over_an_update_after_it():
-    with serving() as (server, client), stub_of(server.address) as stub:
+    with serving(TABLES, admission=ADMISSION) as client, stub_of(client.address) as stub:
         request = pb.UpdateTableRequest(table="pool", changes='{"max_size": 5}', request=11)
         first = stub.UpdateTable(request)
         client.update_table("pool", max_size=9)
@@ -166,7 +161,7 @@ def test_a_table_is_updated_once_and_not_over_an_update_after_it():
 
 
 def test_the_number_of_one_request_with_another_is_refused():
-    with serving() as (server, _), stub_of(server.address) as stub:
+    with serving(TABLES, admission=ADMISSION) as client, stub_of(client.address) as stub:
         stub.Delete(pb.DeleteRequest(table="pool", keys=[1], request=5))
         for call, request in (
             (stub.Delete, pb.DeleteRequest(table="pool", keys=[2], request=5)),
@@ -178,7 +173,7 @@ def test_the_number_of_one_request_with_another_is_refused():
 
 
 def test_a_refused_request_is_no_answer_and_may_come_again():
-    with serving() as (server, client), stub_of(server.address) as stub:
+    with serving(TABLES, admission=ADMISSION) as client, stub_of(client.address) as stub:
         grant = client.acquire_permits(1)
         request = pb.ReleasePermitsRequest(grant=grant.id, count=2, request=6)
         with pytest.raises(grpc.RpcError, match="has 1 permit left"):
@@ -187,7 +182,7 @@ def test_a_refused_request_is_no_answer_and_may_come_again():
 
 
 def test_permits_asked_for_again_while_the_first_attempt_waits_are_granted_once():
-    with serving() as (server, client), stub_of(server.address) as stub:
+    with serving(TABLES, admission=ADMISSION) as client, stub_of(client.address) as stub:
         all_of_them = client.acquire_permits(PERMITS)
         request = pb.AcquirePermitsRequest(count=2, timeout=30.0, request=77)
         first, second = stub.AcquirePermits.future(request), None

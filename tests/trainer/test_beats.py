@@ -9,9 +9,9 @@ import pytest
 from replay_client.testing import async_until, until
 from replay_trainer.background import ServerWaits
 from tests.generator.factories import ScriptedEngine
-from tests.generator.test_generator import make_generator, running
 from tests.kit.clients import FakeClient, RecordingClient
 from tests.kit.clocks import turns
+from tests.kit.generators import make_generator, running
 from tests.kit.trainers import make_batches, make_trainer
 from tests.trainer.test_wait_log import Server
 

@@ -15,8 +15,8 @@ from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.vllm_server import VLLMServerEngine
 from tests.generator.engines.vllm_servers import answering, answers_for
 from tests.generator.factories import ScriptedEngine
-from tests.generator.test_generator import make_generator
 from tests.kit.clients import FakeClient, RecordingClient
+from tests.kit.generators import make_generator
 from tests.kit.groups import make_sample
 from tests.kit.trainers import lines_of, make_batches, make_trainer
 from tests.trainer.families import ORIGINAL, Family, longrope

@@ -5,6 +5,7 @@ Its resume goes on with the next step, trains on every group, and on none twice.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -328,14 +329,15 @@ def stop_as_rank(address: str, folder: Path, where: str, fsdp: bool) -> None:
         asked = 1 if where == "the second, in a step" else 0
         if trainer.ranks.index == asked:
             if where == "the second, in a step":
-                train_on = trainer._train_on
+                backward = trainer.passes.backward
+                passes = itertools.count(1)  # one of each step
 
-                def stopping(step: int, taken: Any) -> Any:
-                    if step == 2:
+                def stopping(*arguments: Any) -> Any:
+                    if next(passes) == 2:
                         trainer.stop()
-                    return train_on(step, taken)
+                    return backward(*arguments)
 
-                trainer._train_on = stopping  # type: ignore[method-assign]
+                trainer.passes.backward = stopping  # type: ignore[method-assign]
             else:
 
                 def stop() -> None:

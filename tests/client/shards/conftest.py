@@ -8,9 +8,8 @@ import pytest
 
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.testing import PATIENCE, until
-from replay_server import ReplayServer, TableConfig
-from replay_server.tables.config import AdmissionConfig
-from tests.kit.processes import free_port
+from replay_server import TableConfig
+from tests.kit.servers import Servers
 
 TABLES = [
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000}, forward_to="pool"),
@@ -21,36 +20,13 @@ TABLES = [
 ]
 
 
-class Service:
-    """Several servers, each of which can be stopped and started again at its address."""
-
-    def __init__(self, admission: AdmissionConfig | None = None, count: int = 3) -> None:
-        self.admission = admission
-        self.servers = [ReplayServer(TABLES, free_port(), admission=admission) for _ in range(count)]
-        for server in self.servers:
-            server.start()
-        self.addresses = [server.address for server in self.servers]
-
-    def stop(self, index: int) -> None:
-        self.servers[index].stop(grace=0)
-
-    def start_again(self, index: int) -> None:
-        """An empty server at the address of the stopped one."""
-        port = int(self.addresses[index].rpartition(":")[2])
-        self.servers[index] = ReplayServer(TABLES, port, admission=self.admission)
-        self.servers[index].start()
-
-    def close(self) -> None:
-        for server in self.servers:
-            server.stop(grace=0)
-
-
 @pytest.fixture
-def make_service() -> Iterator[Callable[..., Service]]:
-    services: list[Service] = []
+def make_service() -> Iterator[Callable[..., Servers]]:
+    """Starts servers, three unless told otherwise, as the shards of a service. They end with the test."""
+    services: list[Servers] = []
 
-    def make(**options) -> Service:
-        services.append(Service(**options))
+    def make(count: int = 3, **options) -> Servers:
+        services.append(Servers(TABLES, count=count, **options))
         return services[-1]
 
     yield make
@@ -59,7 +35,7 @@ def make_service() -> Iterator[Callable[..., Service]]:
 
 
 @pytest.fixture
-def service(make_service) -> Service:
+def service(make_service) -> Servers:
     return make_service()
 
 

@@ -15,6 +15,7 @@ from replay_client.shards.sampling import WEIGHTS_AGE
 from tests.client.fake_server import FakeServer
 from tests.client.shards.conftest import PATIENCE
 from tests.client.shards.test_sharing import Z_LIMIT, z_score
+from tests.kit.clocks import turns
 
 SIZES = (40, 64, 96, 200)
 
@@ -65,8 +66,7 @@ async def test_draws_follow_the_priorities_also_after_updates_and_with_a_shard_a
             priorities |= changed
             assert await z_of(client, priorities, **wanted) < Z_LIMIT
         servers[0].go()
-        while "127.0.0.1:1" in [shard.name for shard in client._fleet.up()]:
-            await asyncio.sleep(0.01)
+        await turns()  # the client hears of it
         left = {key: weight for key, weight in priorities.items() if key > SIZES[0]}
         assert await z_of(client, left, **wanted) < Z_LIMIT
 

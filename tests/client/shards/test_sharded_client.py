@@ -356,7 +356,7 @@ def test_permits_come_from_all_shares_and_their_groups_go_to_the_shard_that_gran
 
 def test_all_goes_on_without_a_shard_and_with_it_when_it_comes_back(service, client):
     insert_many(client, "pool", 30)
-    service.stop(1)
+    service.kill(1)
     # An insert that is on its way now waits for its shard: the shard may have it.
     until(lambda: client.server_info().gone == (service.addresses[1],))
     keys = insert_many(client, "pool", 30)
@@ -370,7 +370,7 @@ def test_all_goes_on_without_a_shard_and_with_it_when_it_comes_back(service, cli
     for refused in (lambda: client.reset("queue", timeout=0.1), lambda: client.create_checkpoint(timeout=0.1)):
         with pytest.raises(ServerUnavailableError, match=service.addresses[1]):
             refused()
-    service.start_again(1)
+    service.restart(1)
     until(lambda: client.server_info().gone == ())
     until(lambda: {shard.policy.version for shard in client.server_info().shards.values()} == {2})
     insert_many(client, "pool", 60)
@@ -385,14 +385,14 @@ def test_a_key_that_somebody_may_have_tried_waits_for_its_shard(service, client)
         return name
 
     key = next(key for key in range(100, 200) if owner_of(key) == service.addresses[2])
-    service.stop(2)
+    service.kill(2)
     for _ in range(2):
         with pytest.raises(ServerUnavailableError, match=f"may have item {key} already"):
             client.insert(b"", {"any": 1.0}, key=key, timeout=0.3)
     with ReplayClient(service.addresses) as other, pytest.raises(ServerUnavailableError):
         other.insert(b"", {"any": 1.0}, key=key, timeout=0.3)
     assert client.server_info().tables["any"].size == 0
-    service.start_again(2)
+    service.restart(2)
     assert client.insert(b"", {"any": 1.0}, key=key) == key
     assert client.server_info().tables["any"].size == 1
 
@@ -465,12 +465,12 @@ def test_the_others_grant_the_permits_of_a_shard_that_stays_away(make_service, m
         client.set_policy_version(0)
         step(1)
         assert sum(capacities().values()) == 14
-        service.stop(1)
+        service.kill(1)
         until(lambda: sum(capacities().values()) == 14)  # two versions of seven, all from two shards
         for version in (2, 3, 4):
             step(version)
             assert sum(capacities().values()) == 14
-        service.start_again(1)
+        service.restart(1)
         until(lambda: len(capacities()) == 3 and sum(capacities().values()) == 14)
         assert client.policy().version == 4
         step(5)
@@ -506,7 +506,7 @@ def test_a_sampler_goes_on_when_a_shard_dies_with_a_part_of_its_batch(service, c
     with client.sampler("queue", batch_size=6, prefetch=2, timeout=20.0) as sampler:
         next(sampler)
         until(lambda: client.server_info().tables["queue"].reserved == 12)
-        service.stop(0)
+        service.kill(0)
         batches = [next(sampler) for _ in range(3)]
     assert all(len(batch) == 6 for batch in batches)
     keys = [sample.info.key for batch in batches for sample in batch]

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.rollouts.tool_loop import ToolCall, json_calls, tool_loop
 from tests.generator.factories import EOS, ScriptedEngine
 from tests.kit.generators import played
+from tests.kit.models import shipped_template
 
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
 
@@ -193,12 +193,6 @@ async def test_a_template_that_forgets_thoughts_is_taken_while_there_are_none():
 async def test_a_template_may_trim_what_the_policy_wrote_which_stays_as_it_drew_it():
     _, engine = await talk(f" {CALL}\n\n", "5", template=TEMPLATE.replace("['content'] }}", "['content'] | trim }}"))
     assert engine.read[1].startswith(f"{engine.read[0]} {CALL}\n\n<e>\n<s>tool\n5<e>")
-
-
-def shipped_template(name: str) -> str:
-    """A template as its model has it, or as TRL changed it for training."""
-    trl = pytest.importorskip("trl")
-    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,13 @@ from replay_generator.rollouts.environments import load_environment
 from replay_server import ReplayServer, TableConfig
 from tests.docs.blocks import ROOT, write_files
 from tests.generator.factories import EOS
-from tests.generator.prompts.test_epoch import serving
 from tests.generator.test_noticed import said_by_doctor
 from tests.kit.clients import RecordingClient
 from tests.kit.clocks import in_a_thread
 from tests.kit.engines import RecordedEngine, assert_drawn, parts
 from tests.kit.models import make_chat_tokenizer, recomputed, save_model
+from tests.kit.prompts import EPOCH
+from tests.kit.servers import async_serving
 from tests.kit.trainers import lines_of, make_trainer
 
 pytest.importorskip("verifiers", reason="make test runs it in .venv-verifiers")
@@ -344,7 +345,7 @@ async def test_a_turn_beyond_the_bounds_is_refused_with_their_name_and_the_docto
         group_size=4, max_session_turns=1, max_concurrent_groups=1, on_prompt_error="skip", sampling=SAMPLING
     )
     environment = load_environment("verifiers:guesses", {"agent": HERE}, config)
-    async with serving() as client:
+    async with async_serving(EPOCH) as client:
         generator = RolloutGenerator(
             client, RecordedEngine(model), environment.prompts(0), config=config, rollout=environment
         )

@@ -6,36 +6,13 @@ from collections import Counter
 import pytest
 
 from replay_client.errors import ReplayError
-from replay_generator.prompts.stored import StoredPrompt, decode_item
 from replay_server import TableConfig
-from tests.generator.prompts.test_epoch import made, make_generator, names, serving
-
-TABLES = (TableConfig(name="prompts", sampler="prioritized", seed=3), TableConfig(name="rollouts"))
-
-
-def make_curriculum(client, rows=10, *, taught=(), **settings):
-    """Groups of four. Those of the prompts in `taught` are solved half of the time, and all others never."""
-    answers = iter(range(1_000_000))
-
-    def reward(row, text):
-        return float(next(answers) % 2) if row["prompt_id"] in taught else 0.0
-
-    settings = {"prompts_mode": "curriculum", "prompts_epochs": None, "group_size": 4} | settings
-    return make_generator(client, rows, reward=reward, **settings)
-
-
-async def priorities(client) -> dict[str, float]:
-    """Of each prompt, by its name."""
-    page = await client.list_items("prompts", limit=1000)
-    stored = {item.key: decode_item(item.payload) for item in await client.get([row.key for row in page])}
-    by_key = {row.key: row.priority for row in page}
-    prompts = {key: each for key, each in stored.items() if isinstance(each, StoredPrompt)}
-    assert {by_key[key] for key in stored.keys() - prompts.keys()} == {0.0}  # cursors are never drawn
-    return {each.prompt.prompt_id: by_key[key] for key, each in prompts.items()}
+from tests.kit.prompts import CURRICULUM, made, make_curriculum, names, priorities
+from tests.kit.servers import async_serving
 
 
 async def test_prompts_stay_and_are_drawn_by_what_their_groups_have_taught():
-    async with serving(*TABLES) as client:
+    async with async_serving(CURRICULUM) as client:
         await make_curriculum(client, taught={"p1", "p2"}, max_groups=150).run()
         times, now = Counter(await made(client)), await priorities(client)
         assert now.keys() == names(10).keys()
@@ -46,7 +23,7 @@ async def test_prompts_stay_and_are_drawn_by_what_their_groups_have_taught():
 
 
 async def test_the_priority_is_the_running_mean_of_p_times_1_less_p_whichever_generator_made_the_groups():
-    async with serving(*TABLES) as client:
+    async with async_serving(CURRICULUM) as client:
         await make_curriculum(client, 1, max_groups=1).run()
         assert await priorities(client) == {"p0": pytest.approx(0.5 * 0.25 + 0.5 * 0.02)}
         await make_curriculum(client, 1, taught={"p0"}, max_groups=1).run()
@@ -54,7 +31,7 @@ async def test_the_priority_is_the_running_mean_of_p_times_1_less_p_whichever_ge
 
 
 async def test_a_group_that_is_left_out_tells_what_its_prompt_teaches_all_the_same():
-    async with serving(*TABLES) as client:
+    async with async_serving(CURRICULUM) as client:
         await make_curriculum(client, 1, max_groups=1, group_filter=lambda group: False).run()
         assert await made(client) == []
         assert await priorities(client) == {"p0": pytest.approx(0.135)}
@@ -62,7 +39,7 @@ async def test_a_group_that_is_left_out_tells_what_its_prompt_teaches_all_the_sa
 
 
 async def test_generators_that_begin_at_once_and_again_load_each_prompt_once():
-    async with serving(*TABLES) as client:
+    async with async_serving(CURRICULUM) as client:
         await asyncio.gather(*(make_curriculum(client, max_groups=1).run() for _ in range(3)))
         assert len(await priorities(client)) == 10
         (row,) = await client.list_items("prompts", tags={"prompt_id": "p4"})
@@ -75,7 +52,7 @@ async def test_generators_that_begin_at_once_and_again_load_each_prompt_once():
 
 
 async def test_loading_that_was_cut_off_goes_on():
-    async with serving(*TABLES) as client:
+    async with async_serving(CURRICULUM) as client:
         await make_curriculum(client, max_groups=1).run()
         page = await client.list_items("prompts", limit=1000)
         whole = [row.key for row in page if row.tags.get("prompts") == "epoch 0, 10 of 10"]
@@ -94,14 +71,14 @@ async def test_loading_that_was_cut_off_goes_on():
     ids=["order", "leaves", "small"],
 )
 async def test_a_table_that_cannot_hold_a_curriculum_is_refused_with_the_remedy(table, words):
-    async with serving(TableConfig(name="prompts", **table), TableConfig(name="rollouts")) as client:
+    async with async_serving([TableConfig(name="prompts", **table), TableConfig(name="rollouts")]) as client:
         with pytest.raises(ReplayError, match="cannot hold the prompts of a curriculum") as refused:
             await make_curriculum(client).run()
         assert words in str(refused.value)
 
 
 async def test_other_prompts_than_those_of_the_table_are_refused():
-    async with serving(*TABLES) as client:
+    async with async_serving(CURRICULUM) as client:
         await make_curriculum(client, max_groups=1).run()
         with pytest.raises(ReplayError, match="loaded from 10 prompts, and this generator has 9"):
             await make_curriculum(client, 9).run()

@@ -9,30 +9,36 @@ from replay_client.errors import ReplayError, StaleItemError
 from replay_client.testing import PATIENCE, async_until
 from replay_server import TableConfig
 from tests.generator.factories import ScriptedEngine
-from tests.generator.prompts.test_curriculum import TABLES as CURRICULUM
-from tests.generator.prompts.test_curriculum import make_curriculum, priorities
-from tests.generator.prompts.test_epoch import TABLES, made, make_generator, names, serving
-
-PARTIAL_GROUPS = TableConfig(name="partial_groups", rate_limiter={"type": "queue", "max_size": 1000})
+from tests.kit.prompts import (
+    CURRICULUM,
+    EPOCH,
+    PARTIAL_GROUPS,
+    made,
+    make_curriculum,
+    make_epoch,
+    names,
+    priorities,
+)
+from tests.kit.servers import async_serving
 
 
 async def test_each_prompt_is_done_once_and_groups_of_a_dead_generator_are_finished_by_another():
-    async with serving(*TABLES, PARTIAL_GROUPS) as client:
+    async with async_serving([*EPOCH, PARTIAL_GROUPS]) as client:
         stuck = ScriptedEngine(hold=asyncio.Event())
         settings = {"partial_groups_table": "partial_groups", "partial_groups_lease": 1.0}
-        dead = asyncio.create_task(make_generator(client, engine=stuck, stop_grace=0.0, **settings).run())
+        dead = asyncio.create_task(make_epoch(client, engine=stuck, stop_grace=0.0, **settings).run())
         async with asyncio.timeout(PATIENCE):
             while (await client.server_info()).tables["partial_groups"].reserved < 2:
                 await asyncio.sleep(0.01)
         dead.cancel()
-        await asyncio.gather(*(make_generator(client, **settings).run() for _ in range(2)))
+        await asyncio.gather(*(make_epoch(client, **settings).run() for _ in range(2)))
         assert Counter(await made(client)) == names(10)
 
 
 async def test_a_prompt_comes_back_when_its_group_under_construction_is_refused_as_too_old():
-    async with serving(TABLES[0], TableConfig(name="rollouts", max_staleness=0), PARTIAL_GROUPS) as client:
+    async with async_serving([EPOCH[0], TableConfig(name="rollouts", max_staleness=0), PARTIAL_GROUPS]) as client:
         engine = ScriptedEngine(hold=asyncio.Event())
-        generator = make_generator(
+        generator = make_epoch(
             client,
             3,
             engine=engine,
@@ -58,13 +64,13 @@ async def test_a_prompt_comes_back_when_its_group_under_construction_is_refused_
 
 
 async def test_a_table_of_groups_under_construction_that_would_lose_prompts_is_refused_with_the_remedy():
-    async with serving(*TABLES, TableConfig(name="partial_groups", max_staleness=4)) as client:
+    async with async_serving([*EPOCH, TableConfig(name="partial_groups", max_staleness=4)]) as client:
         with pytest.raises(ReplayError, match=r"'partial_groups' has max_staleness 4: .* max_staleness = 1000000"):
-            await make_generator(client, partial_groups_table="partial_groups").run()
+            await make_epoch(client, partial_groups_table="partial_groups").run()
 
 
 async def test_a_curriculum_learns_from_a_group_that_was_under_construction():
-    async with serving(*CURRICULUM, PARTIAL_GROUPS) as client:
+    async with async_serving([*CURRICULUM, PARTIAL_GROUPS]) as client:
         await make_curriculum(client, 1, max_groups=1, partial_groups_table="partial_groups").run()
         assert await priorities(client) == {"p0": pytest.approx(0.135)}
         assert (await client.server_info()).tables["prompts"].reserved == 0

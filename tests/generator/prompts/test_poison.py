@@ -19,11 +19,9 @@ from replay_generator.prompts.prompt import Prompt
 from replay_generator.prompts.stored import MAGIC, PromptCursor
 from replay_generator.rollouts.rollout import PlayedRollout
 from tests.generator.factories import Letters, ScriptedEngine
-from tests.generator.prompts.test_curriculum import TABLES as CURRICULUM
-from tests.generator.prompts.test_curriculum import make_curriculum
-from tests.generator.prompts.test_epoch import TABLES, held, made, make_generator, names, serving
-from tests.generator.prompts.test_partial_groups_of_prompts import PARTIAL_GROUPS
 from tests.kit.engines import SAID
+from tests.kit.prompts import CURRICULUM, EPOCH, PARTIAL_GROUPS, held, made, make_curriculum, make_epoch, names
+from tests.kit.servers import async_serving
 
 PROMPT = Prompt("odd", "1+1=", {"prompt": "1+1="})
 TOLD = {"prompt_id": "odd", "content": "1+1=", "row": {}, "tags": {}}
@@ -210,16 +208,16 @@ async def check_rejected(client, generator, caplog, key, table, expected):
 
 @pytest.mark.parametrize("shape", PROMPTS)
 async def test_an_item_that_is_no_prompt_is_rejected(shape, caplog):
-    async with serving() as client:
+    async with async_serving(EPOCH) as client:
         if shape in ("a group", "too long", "messages without a template"):  # behind others; the rest comes first
-            await make_generator(client, max_groups=0, engine=engine()).run()
+            await make_epoch(client, max_groups=0, engine=engine()).run()
         key = await client.insert(PROMPTS[shape], {"prompts": 1.0})
-        await check_rejected(client, make_generator(client, engine=engine()), caplog, key, "prompts", names(10))
+        await check_rejected(client, make_epoch(client, engine=engine()), caplog, key, "prompts", names(10))
 
 
 @pytest.mark.parametrize("shape", ["random bytes", "content ''", "too long"])
 async def test_an_item_that_a_curriculum_would_draw_again_and_again_is_taken_out(shape, caplog):
-    async with serving(*CURRICULUM) as client:
+    async with async_serving(CURRICULUM) as client:
         await make_curriculum(client, 1, max_groups=1, engine=engine()).run()
         key = await client.insert(PROMPTS[shape], {"prompts": 1e9})
         generator = make_curriculum(client, 1, max_groups=2, engine=engine())
@@ -228,19 +226,19 @@ async def test_an_item_that_a_curriculum_would_draw_again_and_again_is_taken_out
 
 @pytest.mark.parametrize("shape", [*SITES, *ROLLOUTS])
 async def test_an_item_that_is_no_group_under_construction_is_rejected(shape, caplog):
-    async with serving(*TABLES, PARTIAL_GROUPS) as client:
+    async with async_serving([*EPOCH, PARTIAL_GROUPS]) as client:
         key = await client.insert(SITES.get(shape, OPENING.encode()), {"partial_groups": 1.0})
         for name, column in ROLLOUTS.get(shape, {}).items():
             await client.extend(key, {name: column}, axes={name: "group"})
-        generator = make_generator(client, engine=engine(), partial_groups_table="partial_groups")
+        generator = make_epoch(client, engine=engine(), partial_groups_table="partial_groups")
         await check_rejected(client, generator, caplog, key, "partial_groups", names(10))
 
 
 async def test_what_is_no_rollout_beside_an_opening_does_not_matter():
-    async with serving(*TABLES, PARTIAL_GROUPS) as client:
+    async with async_serving([*EPOCH, PARTIAL_GROUPS]) as client:
         key = await client.insert(OPENING.encode(), {"partial_groups": 1.0})
         await client.extend(key, {"values": np.zeros(3), **rolled([1])})
-        generator = make_generator(client, engine=engine(), partial_groups_table="partial_groups")
+        generator = make_epoch(client, engine=engine(), partial_groups_table="partial_groups")
         await generator.run()
         assert sorted(await made(client)) == sorted([*names(10), "odd"])
         assert (generator.stats["groups_resumed"], generator.stats["items_rejected"]) == (1, 0)
@@ -248,23 +246,23 @@ async def test_what_is_no_rollout_beside_an_opening_does_not_matter():
 
 async def test_rollouts_that_do_not_go_together_with_those_of_this_engine_are_rejected(caplog):
     own = Completion([7, 8], [-0.1, -0.2], "78", "stop", [], extras={"hidden": np.zeros((2, 2), np.float32)})
-    async with serving(*TABLES, PARTIAL_GROUPS) as client:
+    async with async_serving([*EPOCH, PARTIAL_GROUPS]) as client:
         key = await client.insert(OPENING.encode(), {"partial_groups": 1.0})
         await client.extend(key, rolled(extras={"hidden": np.zeros((2, 3), np.float32)}))
-        generator = make_generator(
+        generator = make_epoch(
             client, engine=replace(engine(), completions=[own]), partial_groups_table="partial_groups"
         )
         await check_rejected(client, generator, caplog, key, "partial_groups", names(10))
 
 
 async def test_where_nothing_fits_the_run_ends_and_most_stays_in_the_table():
-    async with serving() as client:
+    async with async_serving(EPOCH) as client:
         with pytest.raises(PromptError, match="has 500 tokens; the engine takes 1 to 63"):
-            await make_generator(client, [{"prompt": LONG}] * 3, engine=engine()).run()
+            await make_epoch(client, [{"prompt": LONG}] * 3, engine=engine()).run()
         assert await held(client) == (4, 0)  # with the cursor
-    async with serving() as client:
+    async with async_serving(EPOCH) as client:
         for _ in range(300):
             await client.insert(b"foreign", {"prompts": 1.0})
         with pytest.raises(ReplayError, match="'prompts' holds other things than prompts"):
-            await make_generator(client).run()
+            await make_epoch(client).run()
         assert await held(client) == (200, 0)

@@ -36,6 +36,7 @@ class Run:
     url: str
     http: aiohttp.ClientSession
     generator: RolloutGenerator
+    hook: Any
     client: Any
     token: str | None
     tls: Any
@@ -84,7 +85,7 @@ async def running(
     run = asyncio.create_task(generator.run())
     url = f"http{'s' if tls is not True else ''}://127.0.0.1:{port}"
     async with aiohttp.ClientSession() as http:
-        found = Run(url, http, generator, client, token, tls)
+        found = Run(url, http, generator, hook, client, token, tls)
         await async_until(lambda: generator.stats["groups_in_flight"])
         try:
             yield found

@@ -5,6 +5,7 @@ import gc
 import itertools
 import json
 import random
+import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -508,11 +509,19 @@ async def test_a_parser_that_does_not_fit_the_tokenizer_is_refused_before_anythi
     assert engine.drawn == []
 
 
+class Numbered(Drawing):
+    """Each text has the number of its completion in the middle."""
+
+    def text_of(self, prompt_ids: list[int]) -> str:
+        text = super().text_of(prompt_ids)
+        return f"{text[:2]}{len(self.drawn)}{text[2:]}"
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_whatever_agents_ask_each_turn_that_they_read_is_trained_on_once_as_it_was_drawn(data):
     async def play() -> None:
-        engine = Drawing(tokenizer=chat_tokenizer(data.draw(st.sampled_from([TEMPLATE, FORGETS]))))
+        engine = Numbered(tokenizer=chat_tokenizer(data.draw(st.sampled_from([TEMPLATE, FORGETS]))))
         session = session_of(engine)
         conversations: list[list[Any]] = [[]]
         trained: list[Completion] = []
@@ -522,7 +531,8 @@ def test_whatever_agents_ask_each_turn_that_they_read_is_trained_on_once_as_it_w
             asked = [[*each, user(data.draw(st.sampled_from(["x", "y", " "])))] for each in begun]
             answers = await asyncio.gather(*(ask(session, *each, read=False) for each in asked))
             for messages, answer in zip(asked, answers, strict=True):
-                drawn = session._answered[answer.id].completion
+                (number,) = re.findall(r"\d+", answer.text)
+                _, drawn = engine.drawn[int(number)]
                 if data.draw(st.integers(0, 3)):
                     session.delivered(answer)
                     trained.append(drawn)

@@ -15,9 +15,9 @@ from replay_generator import WeightsDamagedError, WeightsNotAllowedError
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
 from tests.generator.factories import ScriptedEngine
-from tests.generator.test_generator import fake_weights, make_generator, running
 from tests.kit.clients import RecordingClient
-from tests.kit.models import make_adapter, make_version, save_model
+from tests.kit.generators import make_generator, running
+from tests.kit.models import fake_weights, make_adapter, make_version, save_model
 
 
 @pytest.mark.parametrize("where", ["outside", "inside/../outside", "inside/link", "inside-not", "."])

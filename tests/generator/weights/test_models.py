@@ -26,9 +26,9 @@ from replay_server.config import DEFAULT_TABLES
 from replay_trainer.weights import Adapter, publish_weights
 from tests.generator.engines.vllm_servers import answering, answers_for
 from tests.generator.factories import EOS, ScriptedEngine
-from tests.generator.test_generator import make_generator, running
 from tests.generator.weights.test_remote import serving
 from tests.kit.clients import RecordingClient
+from tests.kit.generators import make_generator, running
 from tests.kit.models import save_model, scores
 from tests.kit.processes import free_port
 

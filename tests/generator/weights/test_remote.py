@@ -32,8 +32,8 @@ from replay_generator.policy.remote.fetching import Fetcher, WeightsAwayError
 from replay_trainer.weights import WithDelta, publish_weights, published, remove
 from tests.certificates import make_certificate
 from tests.generator.factories import ScriptedEngine
-from tests.generator.test_generator import make_generator, running
 from tests.kit.clients import RecordingClient
+from tests.kit.generators import make_generator, running
 from tests.kit.models import save_model
 from tests.kit.processes import Running, fails, free_port
 

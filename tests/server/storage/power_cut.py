@@ -21,8 +21,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from lmdb import Environment
 
 from replay_server.storage import lmdb, records
 from replay_server.storage.data_dir import DamagedDirectory
@@ -58,11 +60,23 @@ def column_of(key: int, number: int) -> bytes:
     return random.Random(key + number).randbytes([1, 300, 9000][number % 3])
 
 
-def dump(storage: LmdbStorage) -> object:
+def environment(storage: LmdbStorage) -> Environment:
+    """The open file of a storage: LMDB forbids to open a file twice in a process."""
+    return storage._env
+
+
+def dump(storage: LmdbStorage) -> list[list[Any]]:
     """All records of the file, and the names of the chunks."""
-    with storage._env.begin() as txn:
-        tables = [list(txn.cursor(db)) for db in (storage._items, storage._pieces)]
-        return [*tables, [bytes(name) for name, _ in txn.cursor(storage._payloads)]]
+    env = environment(storage)
+    items, pieces, payloads = (env.open_db(name, create=False) for name in (b"items", b"pieces", b"payloads"))
+    with env.begin() as txn:
+        chunks = [bytes(name) for name, _ in txn.cursor(payloads)]
+        return [list(txn.cursor(items)), list(txn.cursor(pieces)), chunks]
+
+
+def last_commit(storage: LmdbStorage) -> int:
+    """The number of the last commit."""
+    return int(environment(storage).info()["last_txnid"])
 
 
 def record(directory: Path, fsync: bool, commits: int, rng: random.Random) -> Recording:
@@ -71,7 +85,7 @@ def record(directory: Path, fsync: bool, commits: int, rng: random.Random) -> Re
     before = path.read_bytes()
     recording = Recording(fsync, before)
     on_disk = 0
-    promise = number = storage._env.info()["last_txnid"]
+    promise = number = last_commit(storage)
     recording.states[number] = dump(storage)
 
     def write(pages: Pages, last: int) -> None:
@@ -90,11 +104,11 @@ def record(directory: Path, fsync: bool, commits: int, rng: random.Random) -> Re
         if fsync:  # LMDB syncs the pages before it writes the root, and the root before it returns
             write({at: page for at, page in changed.items() if at >= 2 * PAGE}, number)
             on_disk = len(recording.writes)
-            number = storage._env.info()["last_txnid"]
+            number = last_commit(storage)
             write({at: page for at, page in changed.items() if at < 2 * PAGE}, number)
             on_disk, promise = len(recording.writes), number
         else:
-            number = storage._env.info()["last_txnid"]
+            number = last_commit(storage)
             write(changed, number)
         recording.states[number] = dump(storage)
 
@@ -179,7 +193,7 @@ def examine(directory: Path, recording: Recording, moment: int, killed: bool) ->
         assert {recording.fsync, killed} == {False}, "refused"
         return "refused"
     assert recording.fsync or killed, "a file whose pages nobody synced was opened"
-    number = storage._env.info()["last_txnid"]
+    number = last_commit(storage)
     newest, promised = recording.commits[moment], recording.promised[moment]
     assert number <= newest, f"commit {number} was not acknowledged before the crash at {newest}"
     assert number >= (newest if killed else promised), f"{number} is older than {promised}, which was synced"

@@ -6,7 +6,6 @@ import random
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from tests.kit.clocks import in_a_thread
 from tests.kit.faults import small_disk
 from tests.kit.groups import keys_in
 from tests.kit.ledger import payload_of
+from tests.kit.servers import serving
 
 TABLES = (
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 1000}, forward_to="pool"),
@@ -29,20 +29,16 @@ TABLES = (
 )
 
 
-@contextmanager
-def serving(tmp_path, *, durable=False, restore=None, replace=False, tables=TABLES, **settings):
-    section = CheckpointsConfig(dir=tmp_path / "checkpoints", **settings)
-    data_dir = tmp_path / "data" if durable else None
-    admission = AdmissionConfig(table=tables[0].name, fresh_groups_per_step=100, max_staleness=5)
-    server = ReplayServer(tables, port=0, data_dir=data_dir, checkpoints=section, admission=admission)
-    if restore is not None:
-        server.restore(restore, replace=replace)
-    server.start()
-    try:
-        with ReplayClient(server.address, timeout=60.0) as client:
-            yield client
-    finally:
-        server.stop(grace=2.0)
+def serving_in(tmp_path, *, durable=False, restore=None, replace=False, tables=TABLES, **settings):
+    """A client of a server with checkpoints. `settings`: of the section [checkpoints]."""
+    return serving(
+        tables,
+        restore=restore,
+        replace=replace,
+        data_dir=tmp_path / "data" if durable else None,
+        checkpoints=CheckpointsConfig(dir=tmp_path / "checkpoints", **settings),
+        admission=AdmissionConfig(table=tables[0].name, fresh_groups_per_step=100, max_staleness=5),
+    )
 
 
 def fill(client, n=40):
@@ -65,7 +61,7 @@ def facts(client):
 @pytest.mark.parametrize("restored_durable", [False, True])
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_checkpoint_restores_everything_from_and_into_either_storage(tmp_path, durable, restored_durable):
-    with serving(tmp_path, durable=durable) as client:
+    with serving_in(tmp_path, durable=durable) as client:
         keys = fill(client)
         assert client.create_checkpoint("here") == "here"
         before, queue = facts(client), keys_in(client, "queue")
@@ -74,7 +70,7 @@ def test_a_checkpoint_restores_everything_from_and_into_either_storage(tmp_path,
     aside.mkdir()
     (tmp_path / "checkpoints").rename(aside / "checkpoints")
     for restore in ("here", None) if restored_durable else ("here",):
-        with serving(aside, durable=restored_durable, restore=restore) as client:
+        with serving_in(aside, durable=restored_durable, restore=restore) as client:
             assert facts(client) == before
             assert keys_in(client, "queue") == queue
             assert keys_in(client, "pool") == keys
@@ -88,7 +84,7 @@ def test_a_checkpoint_restores_everything_from_and_into_either_storage(tmp_path,
 def test_a_checkpoint_under_load_is_of_one_moment(tmp_path, durable):
     """A writer moves through two tables in step; at any one moment they differ by one item at most."""
     tables = (TableConfig(name="first"), TableConfig(name="second"))
-    with serving(tmp_path, durable=durable, tables=tables) as client:
+    with serving_in(tmp_path, durable=durable, tables=tables) as client:
         stop = threading.Event()
         with client.writer() as writer:
             for key in range(1, 2000):
@@ -112,7 +108,7 @@ def test_a_checkpoint_under_load_is_of_one_moment(tmp_path, durable):
         worker.result()
     grew = []
     for name in names:
-        with serving(tmp_path, restore=name, tables=tables) as client:
+        with serving_in(tmp_path, restore=name, tables=tables) as client:
             first, second = keys_in(client, "first"), keys_in(client, "second")
             mine = {key for key in first if 10_000 < key < 1 << 32}
             other = {key - (1 << 32) for key in second if 1 << 32 < key < 1 << 33}
@@ -127,7 +123,7 @@ def test_a_checkpoint_under_load_is_of_one_moment(tmp_path, durable):
 def test_a_checkpoint_while_items_are_extended_has_each_item_whole(tmp_path, monkeypatch, durable):
     monkeypatch.setattr(state, "ITEMS_PER_SLICE", 20)  # so that items are extended that are copied already
     tables = (TableConfig(name="pool", requires=["c0"]),)
-    with serving(tmp_path, durable=durable, tables=tables) as client:
+    with serving_in(tmp_path, durable=durable, tables=tables) as client:
         with client.writer() as writer:
             keys = [writer.insert(make_group(), {"pool": 1.0}) for _ in range(1500)]
         stop, extended = threading.Event(), []
@@ -151,7 +147,7 @@ def test_a_checkpoint_while_items_are_extended_has_each_item_whole(tmp_path, mon
         stop.set()
         teacher.result()
     for number, least in enumerate(before):
-        with serving(tmp_path, restore=f"taught-{number}", tables=tables) as client:
+        with serving_in(tmp_path, restore=f"taught-{number}", tables=tables) as client:
             items = [item for at in range(0, 1500, 500) for item in client.get(keys[at : at + 500])]
             assert [item.key for item in items] == keys
             assert all(item.labels.columns == item.group.extras.keys() for item in items)
@@ -164,7 +160,7 @@ def test_a_checkpoint_while_items_are_extended_has_each_item_whole(tmp_path, mon
 
 
 def test_a_restore_falls_back_to_the_newest_whole_checkpoint_and_says_so(tmp_path, caplog):
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         for n in range(3):
             client.insert(payload_of(n), {"pool": 1.0})
             client.create_checkpoint(f"c{n}")
@@ -179,27 +175,30 @@ def test_a_restore_falls_back_to_the_newest_whole_checkpoint_and_says_so(tmp_pat
             "c1": (True, 2),
             "c0": (True, 1),
         }
-    with serving(tmp_path, restore="latest") as client:
+    with serving_in(tmp_path, restore="latest") as client:
         assert client.server_info().items == 2
     assert "c2.checkpoint cannot be restored: its bytes are not what was written" in caplog.text
     assert "falling back to checkpoint" in caplog.text
-    with pytest.raises(ValueError, match=r"no checkpoint 'c9'.*c2, c1, c0"), serving(tmp_path, restore="c9"):
+    with pytest.raises(ValueError, match=r"no checkpoint 'c9'.*c2, c1, c0"), serving_in(tmp_path, restore="c9"):
         pass
 
 
 def test_a_restore_into_a_directory_with_items_needs_a_word(tmp_path):
-    with serving(tmp_path, durable=True) as client:
+    with serving_in(tmp_path, durable=True) as client:
         client.insert(b"old", {"pool": 1.0}, key=1)
         client.create_checkpoint("old")
         client.insert(b"new", {"pool": 1.0}, key=2)
-    with pytest.raises(ValueError, match=r"holds 2 items.*--replace"), serving(tmp_path, durable=True, restore="old"):
+    with (
+        pytest.raises(ValueError, match=r"holds 2 items.*--replace"),
+        serving_in(tmp_path, durable=True, restore="old"),
+    ):
         pass
-    with serving(tmp_path, durable=True) as client:  # nothing has happened to it
+    with serving_in(tmp_path, durable=True) as client:  # nothing has happened to it
         assert keys_in(client, "pool") == [1, 2]
-    with serving(tmp_path, durable=True, restore="old", replace=True) as client:
+    with serving_in(tmp_path, durable=True, restore="old", replace=True) as client:
         assert keys_in(client, "pool") == [1]
     assert len(list((tmp_path / "data").glob("replaced-*.mdb"))) == 1
-    with serving(tmp_path, durable=True) as client:
+    with serving_in(tmp_path, durable=True) as client:
         assert keys_in(client, "pool") == [1]
 
 
@@ -212,7 +211,7 @@ def test_only_the_last_few_of_its_own_are_kept_and_nothing_else_is_touched(tmp_p
     left_over = folder / "auto-20200101T000000.000Z.checkpoint.partial"
     left_over.mkdir()
     (left_over / "data.mdb").write_text("from a crash")
-    with serving(tmp_path, keep=2) as client:
+    with serving_in(tmp_path, keep=2) as client:
         client.insert(b"x", {"pool": 1.0})
         client.create_checkpoint("named")
         own = [client.create_checkpoint() for _ in range(4)]
@@ -222,7 +221,7 @@ def test_only_the_last_few_of_its_own_are_kept_and_nothing_else_is_touched(tmp_p
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "-x", "x" * 101, "a\0b", "a b", "é"])
 def test_a_name_is_never_a_path(tmp_path, name):
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         if not name:
             assert client.create_checkpoint(name).startswith("auto-")
             return
@@ -232,16 +231,16 @@ def test_a_name_is_never_a_path(tmp_path, name):
 
 
 def test_checkpoints_are_made_at_intervals_and_at_the_end(tmp_path):
-    with serving(tmp_path, every_minutes=0.01, on_stop=True) as client:
+    with serving_in(tmp_path, every_minutes=0.01, on_stop=True) as client:
         client.insert(b"x", {"pool": 1.0})
         until(client.list_checkpoints)
         client.insert(b"y", {"pool": 1.0})
-    with serving(tmp_path, restore="latest") as client:
+    with serving_in(tmp_path, restore="latest") as client:
         assert client.server_info().items == 2
 
 
 def test_a_disk_that_is_full_fails_the_checkpoint_and_nothing_else(tmp_path):
-    with small_disk(tmp_path / "checkpoints", "2m") as disk, serving(tmp_path) as client:
+    with small_disk(tmp_path / "checkpoints", "2m") as disk, serving_in(tmp_path) as client:
         small = client.insert(b"x", {"pool": 1.0})
         client.create_checkpoint("fits")
         client.insert(bytes(3 << 20), {"pool": 1.0})
@@ -253,17 +252,17 @@ def test_a_disk_that_is_full_fails_the_checkpoint_and_nothing_else(tmp_path):
 
 
 def test_a_restore_onto_a_full_disk_is_refused_and_works_once_there_is_room(tmp_path):
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         keys = [client.insert(os.urandom(1 << 20), {"pool": 1.0}) for _ in range(20)]
         client.create_checkpoint("large")
     with small_disk(tmp_path / "data", "4m") as disk:
         with (
             pytest.raises(ValueError, match=r"cannot take the 2\d{7} bytes of the checkpoint.*make room"),
-            serving(tmp_path, durable=True, restore="latest"),
+            serving_in(tmp_path, durable=True, restore="latest"),
         ):
             pass
         subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
-        with serving(tmp_path, durable=True, restore="latest") as client:
+        with serving_in(tmp_path, durable=True, restore="latest") as client:
             assert keys_in(client, "pool") == sorted(keys)
 
 
@@ -271,7 +270,7 @@ def test_a_restore_onto_a_full_disk_is_refused_and_works_once_there_is_room(tmp_
 def test_a_restore_into_lower_max_bytes_evicts_what_may_be_and_says_so(tmp_path, caplog, when_full, left):
     table = TableConfig(name="pool", remover="fifo", when_full=when_full)
     section = CheckpointsConfig(dir=tmp_path / "checkpoints")
-    with serving(tmp_path, tables=[table]) as client:
+    with serving_in(tmp_path, tables=[table]) as client:
         keys = [client.insert(bytes(100), {"pool": 1.0}) for _ in range(40)]
         client.create_checkpoint("forty")
     server = ReplayServer([table], port=0, checkpoints=section, max_bytes=1000).restore("forty")
@@ -281,7 +280,7 @@ def test_a_restore_into_lower_max_bytes_evicts_what_may_be_and_says_so(tmp_path,
 
 
 def test_any_flip_and_any_cut_of_a_checkpoint_is_noticed(tmp_path):
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         fill(client)
         client.create_checkpoint("whole")
     path = tmp_path / "checkpoints" / "whole.checkpoint"
@@ -301,7 +300,7 @@ def test_any_flip_and_any_cut_of_a_checkpoint_is_noticed(tmp_path):
 
 
 def test_a_checkpoint_whose_seal_has_another_length_does_not_hide_the_others(tmp_path):
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         client.insert(b"x", {"pool": 1.0})
         client.create_checkpoint("whole")
         client.create_checkpoint("bad")
@@ -324,7 +323,7 @@ def test_what_is_named_like_a_checkpoint_and_is_no_file_is_in_nobodys_way(tmp_pa
     (folder / "folder.checkpoint").mkdir(parents=True)
     (folder / "dangling.checkpoint").symlink_to(tmp_path / "nowhere")
     os.mkfifo(folder / "pipe.checkpoint")  # reading it would wait for a writer
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         client.insert(b"x", {"pool": 1.0})
         name = client.create_checkpoint()
         assert [entry.name for entry in client.list_checkpoints(verify=True)] == [name]
@@ -348,7 +347,7 @@ def test_a_checkpoint_that_nobody_waits_for_any_more_is_not_begun(tmp_path, monk
 
     monkeypatch.setattr(checkpointer, "seal", slowly)
     monkeypatch.setattr(OpenCalls, "__init__", make_known)
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         (open_calls,) = calls
         with ThreadPoolExecutor(6) as pool:  # by itself it would have fewer threads on a single core
             first = pool.submit(client.create_checkpoint, "first", timeout=60.0)
@@ -366,7 +365,7 @@ def test_a_checkpoint_that_nobody_waits_for_any_more_is_not_begun(tmp_path, monk
 
 def test_verifying_for_many_keeps_no_checkpoint_and_no_list_waiting(tmp_path, monkeypatch):
     go_on = threading.Event()
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         client.create_checkpoint("first")
         read = checkpoints.verified
         monkeypatch.setattr(checkpoints, "verified", lambda path: (go_on.wait(200), read(path))[1])
@@ -380,11 +379,11 @@ def test_verifying_for_many_keeps_no_checkpoint_and_no_list_waiting(tmp_path, mo
 
 def test_a_checkpoint_of_another_version_is_refused_in_words_that_say_what_to_do(tmp_path, monkeypatch):
     folder = tmp_path / "checkpoints"
-    with serving(tmp_path) as client, monkeypatch.context() as patch:
+    with serving_in(tmp_path) as client, monkeypatch.context() as patch:
         patch.setattr(checkpoints, "FORMAT", 99)
         client.create_checkpoint("newer")
         (folder / "older.checkpoint").write_bytes(b"replay checkpoint\0 frames" + bytes(8) + b"complete")
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         problems = {entry.name: entry.problem for entry in client.list_checkpoints(verify=True)}
     assert problems.keys() == {"newer", "older"}
     assert "was written by a development version with format 99" in problems["newer"]
@@ -392,5 +391,8 @@ def test_a_checkpoint_of_another_version_is_refused_in_words_that_say_what_to_do
     for problem in problems.values():
         assert "go on with that version, or bring its tables here with its `replay export`" in problem
         assert "damaged" not in problem
-    with pytest.raises(ValueError, match="was written by a development version"), serving(tmp_path, restore="latest"):
+    with (
+        pytest.raises(ValueError, match="was written by a development version"),
+        serving_in(tmp_path, restore="latest"),
+    ):
         pass

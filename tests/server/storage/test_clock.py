@@ -2,18 +2,17 @@
 
 import re
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import replay_server
-from replay_client import ReplayClient
 from replay_client.errors import DeadlineExceededError
-from replay_server import AdmissionConfig, CheckpointsConfig, ReplayServer, TableConfig
+from replay_server import AdmissionConfig, CheckpointsConfig, TableConfig
 from replay_server.rpc import administration
 from replay_server.storage import checkpointer, data_dir, records
+from tests.kit.servers import serving
 
 HOURS = 5 * 3600.0
 TABLES = [TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}), TableConfig(name="pool")]
@@ -49,12 +48,9 @@ def wall(monkeypatch):
     return Wall(monkeypatch)
 
 
-@contextmanager
-def serving(folder):
+def serving_in(folder):
     checkpoints = CheckpointsConfig(dir=folder / "checkpoints", keep=2)
-    server = ReplayServer(TABLES, port=0, data_dir=folder / "data", admission=ADMISSION, checkpoints=checkpoints)
-    with server, ReplayClient(server.address, timeout=60.0) as client:
-        yield client
+    return serving(TABLES, data_dir=folder / "data", admission=ADMISSION, checkpoints=checkpoints)
 
 
 def check_times(client, permits, items=3):
@@ -70,7 +66,7 @@ def check_times(client, permits, items=3):
 
 @pytest.mark.parametrize("ahead", [HOURS, -HOURS])
 def test_a_running_server_does_not_notice(wall, tmp_path, ahead):
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         client.set_policy_version(0)
         for _ in range(3):
             client.insert(b"x", {"pool": 1.0, "queue": 1.0})
@@ -95,40 +91,40 @@ def test_a_running_server_does_not_notice(wall, tmp_path, ahead):
 
 @pytest.mark.parametrize("ahead", [HOURS, -HOURS])
 def test_a_server_that_starts_again_counts_no_time_that_has_not_passed(wall, tmp_path, ahead):
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         client.set_policy_version(0)
         for _ in range(3):
             client.insert(b"x", {"pool": 1.0})
         lease = client.acquire_permits(8)
     wall.ahead = ahead
     for _ in range(2):
-        with serving(tmp_path) as client:
+        with serving_in(tmp_path) as client:
             check_times(client, permits=8)
         wall.ahead = -wall.ahead
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         assert client.release_permits(lease) == 8
 
 
 def test_after_a_reboot_with_the_clock_set_back_nothing_comes_from_the_future(wall, tmp_path, monkeypatch):
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         client.set_policy_version(0)
         for _ in range(3):
             client.insert(b"x", {"pool": 1.0})
         client.acquire_permits(8)
     wall.ahead = -HOURS
     monkeypatch.setattr(records, "boot_id", lambda: "the next boot")
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         check_times(client, permits=8)
 
 
 def test_after_a_reboot_the_wall_clock_says_how_much_time_has_passed(wall, tmp_path, monkeypatch):
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         client.insert(b"x", {"pool": 1.0})
         client.acquire_permits(8)
     wall.ahead = HOURS
     monkeypatch.setattr(records, "boot_id", lambda: "the next boot")
     for _ in range(2):
-        with serving(tmp_path) as client:
+        with serving_in(tmp_path) as client:
             info = client.server_info()
             assert (info.admission.running, info.admission.expired) == (0, 8)
             assert HOURS <= info.tables["pool"].age.max < HOURS + 300
@@ -136,15 +132,15 @@ def test_after_a_reboot_the_wall_clock_says_how_much_time_has_passed(wall, tmp_p
 
 def test_scopes_keep_their_order_when_the_clock_is_set_back_between_two_starts(wall, tmp_path, monkeypatch):
     monkeypatch.setattr("replay_server.tables.remembered.MAX_SCOPES", 2)
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         for _ in range(3):
             client.insert(b"x", {"pool": 1.0})
         client.sample("pool", 1, scope="old")
         client.sample("pool", 1, scope="middle")
     wall.ahead = -HOURS
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         client.sample("pool", 1, scope="new")
-    with serving(tmp_path) as client:
+    with serving_in(tmp_path) as client:
         client.sample("pool", 1, scope="newer")  # forgets the scope that was used longest ago
         with pytest.raises(DeadlineExceededError, match="2 of 3"):
             client.sample("pool", 3, scope="new", timeout=0.2)

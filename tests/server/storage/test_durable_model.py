@@ -23,6 +23,7 @@ from replay_server.storage.checkpoints import CheckpointDirectory, seal
 from replay_server.storage.lmdb import LmdbStorage
 from replay_server.storage.state import ChangeCollector, restore
 from tests.kit.tables import replay_buffer
+from tests.server.storage.power_cut import dump
 from tests.server.tables import test_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -134,8 +135,8 @@ class DurableMachine(test_model.ModelMachine):
         self.commit()
         state = self.storage.load()
         assert len(state.items) == 0
-        with self.storage._env.begin() as txn:
-            assert txn.stat(self.storage._payloads)["entries"] == 0
+        _, _, chunks = dump(self.storage)
+        assert chunks == []
 
 
 TestDurableModel = test_model.case_of(DurableMachine, 100)

@@ -4,7 +4,7 @@ import os
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import grpc
 import lmdb
@@ -22,6 +22,7 @@ from replay_server.storage.lmdb import LmdbStorage, UnusableDirectory
 from tests.kit.faults import small_disk
 from tests.kit.groups import keys_in
 from tests.kit.processes import fails
+from tests.kit.servers import serving
 
 TABLES = (
     TableConfig(name="queue", rate_limiter={"type": "queue", "max_size": 100}, forward_to="pool"),
@@ -30,17 +31,6 @@ TABLES = (
 
 OVER_BOTH = pytest.mark.usefixtures("transport")
 """Runs a test with all payloads in messages, and with all of them in rings."""
-
-
-@contextmanager
-def serving(data_dir, tables=TABLES, **options):
-    server = ReplayServer(tables, port=0, data_dir=data_dir, **options)
-    server.start()
-    try:
-        with ReplayClient(server.address, timeout=60.0) as client:
-            yield client
-    finally:
-        server.stop(grace=2.0)
 
 
 def write_many(client, payload):
@@ -57,7 +47,7 @@ def try_insert(client, payload):
 
 
 def test_a_second_server_on_the_directory_is_refused(tmp_path):
-    with serving(tmp_path), pytest.raises(UnusableDirectory, match="in use by another server"):
+    with serving(TABLES, data_dir=tmp_path), pytest.raises(UnusableDirectory, match="in use by another server"):
         ReplayServer(TABLES, port=0, data_dir=tmp_path).start()
 
 
@@ -65,7 +55,7 @@ def test_a_format_of_another_version_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("replay_server.storage.lmdb.FORMAT", 99)
         patch.setattr("replay_server.storage.lmdb.CHUNK_KEY", struct.Struct(">QI"))  # as format 3 had it
-        with serving(tmp_path) as client:
+        with serving(TABLES, data_dir=tmp_path) as client:
             client.insert(b"x", {"pool": 1.0})
     with pytest.raises(UnusableDirectory, match=r"development version with format 99, .* `replay export`") as refusal:
         ReplayServer(TABLES, port=0, data_dir=tmp_path).start()
@@ -73,7 +63,7 @@ def test_a_format_of_another_version_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_directory_that_was_used_and_lost_its_file_is_refused(tmp_path):
-    with serving(tmp_path) as client:
+    with serving(TABLES, data_dir=tmp_path) as client:
         client.insert(b"x", {"pool": 1.0})
     os.truncate(tmp_path / "data.mdb", 0)
     with pytest.raises(UnusableDirectory, match=r"data.mdb is gone or empty.*--restore latest"):
@@ -81,12 +71,12 @@ def test_a_directory_that_was_used_and_lost_its_file_is_refused(tmp_path):
 
 
 def test_what_the_configuration_has_no_room_for_is_dropped_and_said(tmp_path, caplog):
-    with serving(tmp_path) as client:
+    with serving(TABLES, data_dir=tmp_path) as client:
         both = [client.insert(bytes([n]), {"queue": 1.0, "pool": float(n)}) for n in range(6)]
         only = client.insert(b"x", {"queue": 1.0})
     smaller = (TableConfig(name="pool", remover="min_heap", max_size=4),)
     for _ in range(2):  # and stays dropped
-        with serving(tmp_path, tables=smaller) as client:
+        with serving(smaller, data_dir=tmp_path) as client:
             assert keys_in(client, "pool") == sorted(both[2:])
             assert client.get([only, *both[:2]]) == []
             assert client.server_info().items == 4
@@ -97,13 +87,13 @@ def test_what_the_configuration_has_no_room_for_is_dropped_and_said(tmp_path, ca
 @pytest.mark.parametrize("reboot", [False, True], ids=["a restart", "a boot with the clock set back"])
 def test_permits_from_before_a_restart_expire_in_their_time(tmp_path, monkeypatch, reboot):
     admission = AdmissionConfig(fresh_groups_per_step=1, max_staleness=0, permit_ttl=2.0)
-    with serving(tmp_path, admission=admission) as client:
+    with serving(TABLES, data_dir=tmp_path, admission=admission) as client:
         client.acquire_permits(1)
     if reboot:
         wall_offset = records.wall_offset
         monkeypatch.setattr(records, "boot_id", lambda: "the next boot")
         monkeypatch.setattr(records, "wall_offset", lambda clock: wall_offset(clock) - 3600)
-    with serving(tmp_path, admission=admission) as client:
+    with serving(TABLES, data_dir=tmp_path, admission=admission) as client:
         client.acquire_permits(1, timeout=60.0)
         assert client.server_info().admission.expired >= 1  # 2, if two seconds have passed since
 
@@ -115,11 +105,11 @@ def test_a_server_knows_its_index_among_shards_again_and_grants_its_share(tmp_pa
         with grpc.insecure_channel(client.address) as channel:
             ReplayStub(channel).SetPolicyVersion(pb.SetPolicyVersionRequest(version=version, **shard))
 
-    with serving(tmp_path, admission=admission) as client:
+    with serving(TABLES, data_dir=tmp_path, admission=admission) as client:
         publish(client, 2, shard_index=pb.ShardIndex(index=1, shards=3))  # 3 of the 8 groups of a step
         client.acquire_permits(2)
         assert client.server_info().admission.capacity == 2 * 3 - 2
-    with serving(tmp_path, admission=admission) as client:
+    with serving(TABLES, data_dir=tmp_path, admission=admission) as client:
         assert client.server_info().admission.capacity == 2 * 3 - 2
         publish(client, 3)
         assert client.server_info().admission.capacity == 3 * 3 - 2
@@ -132,7 +122,7 @@ def disk(tmp_path):
 
 
 def test_no_start_is_empty_after_one_that_had_no_room_for_its_checkpoint(disk):
-    with serving(disk) as client:
+    with serving(TABLES, data_dir=disk) as client:
         keys = [client.insert(os.urandom(200_000), {"pool": 1.0}) for _ in range(50)]
         client.create_checkpoint("whole")
     data = disk / "data.mdb"
@@ -142,7 +132,7 @@ def test_no_start_is_empty_after_one_that_had_no_room_for_its_checkpoint(disk):
             ReplayServer(TABLES, port=0, data_dir=disk).start()
     for aside in disk.glob("replaced-*.mdb"):
         aside.unlink()
-    with serving(disk) as client:
+    with serving(TABLES, data_dir=disk) as client:
         assert keys_in(client, "pool") == sorted(keys)
 
 
@@ -152,7 +142,7 @@ def test_a_full_disk_refuses_inserts_and_recovers_when_there_is_room(disk, monke
     monkeypatch.setattr("replay_server.storage.lmdb.RESERVE", reserve)  # 0: the commits themselves hit the end
     payload = os.urandom(200_000)
     kept = []
-    with serving(disk) as client:
+    with serving(TABLES, data_dir=disk) as client:
         with pytest.raises(StorageError, match=r"data_dir .*bytes (are )?free|could not be written"):
             kept.extend(client.insert(payload, {"pool": 1.0}) for _ in range(200))
         assert len(kept) > 60
@@ -162,7 +152,7 @@ def test_a_full_disk_refuses_inserts_and_recovers_when_there_is_room(disk, monke
         del kept[:30]
         while len(kept) < 30:
             kept.append(until(lambda: try_insert(client, payload)))
-    with serving(disk) as client:
+    with serving(TABLES, data_dir=disk) as client:
         assert keys_in(client, "pool") == sorted(kept)
         assert all(bytes(item.payload) == payload for item in client.get(kept))
         assert client.policy().version == 5
@@ -174,7 +164,7 @@ def test_a_full_disk_is_said_in_the_log_and_in_the_info_until_there_is_room(disk
     def said(level):
         return [record.message for record in caplog.records if record.levelname == level]
 
-    with serving(disk) as client, caplog.at_level("INFO", logger="replay_server"):
+    with serving(TABLES, data_dir=disk) as client, caplog.at_level("INFO", logger="replay_server"):
         with pytest.raises(StorageError):
             kept.extend(client.insert(payload, {"pool": 1.0}) for _ in range(200))
         until(lambda: client.server_info().commit_error)
@@ -196,12 +186,12 @@ def test_inserts_of_a_stream_that_could_not_be_written_are_refused_one_by_one(di
         "replay_server.storage.lmdb.LmdbStorage._free_bytes", lambda self: (1 << 40, 0)
     )  # it seems free
     payload = os.urandom(100_000)
-    with serving(disk) as client:
+    with serving(TABLES, data_dir=disk) as client:
         with pytest.raises(StorageError):
             write_many(client, payload)
         there = keys_in(client, "pool")
         assert client.server_info().tables["pool"].inserts == len(there)
-    with serving(disk) as client:
+    with serving(TABLES, data_dir=disk) as client:
         assert keys_in(client, "pool") == there
 
 
@@ -231,7 +221,7 @@ def test_an_insert_during_a_commit_that_fails_is_not_acknowledged_by_the_next_on
             writer.insert(b"x", {"pool": 1.0}, key=key)
 
     monkeypatch.setattr(LmdbStorage, "commit", failing)
-    with serving(tmp_path) as client, ThreadPoolExecutor() as pool:
+    with serving(TABLES, data_dir=tmp_path) as client, ThreadPoolExecutor() as pool:
         first = pool.submit(insert, client, 1)
         assert begun.wait(200)
         other = pool.submit(insert, client, 2 if second == "another" else 1)
@@ -259,7 +249,7 @@ def test_a_segment_of_an_item_whose_insert_could_not_be_written_is_refused_with_
 
     monkeypatch.setattr(LmdbStorage, "commit", failing)
     column = {"value": np.zeros(3)}
-    with serving(tmp_path) as client, ThreadPoolExecutor() as pool:
+    with serving(TABLES, data_dir=tmp_path) as client, ThreadPoolExecutor() as pool:
         insert = pool.submit(client.insert, make_group(), {"pool": 1.0}, key=1)
         assert begun.wait(200)
         extend = pool.submit(client.extend, 1, column)
@@ -271,7 +261,7 @@ def test_a_segment_of_an_item_whose_insert_could_not_be_written_is_refused_with_
         assert client.extend(1, column).missing
         client.insert(make_group(), {"pool": 1.0}, key=1)
         assert client.extend(1, column).added == ("value",)
-    with serving(tmp_path) as client:
+    with serving(TABLES, data_dir=tmp_path) as client:
         assert client.get([1])[0].group.extras.keys() == {"value"}
 
 
@@ -298,7 +288,7 @@ def succeeds(change) -> bool:
 def test_while_commits_fail_each_change_ends_with_the_reason_and_is_made_once_if_it_is_repeated(tmp_path, monkeypatch):
     failing_while(broken := threading.Event(), monkeypatch)
     admission = AdmissionConfig(fresh_groups_per_step=9, max_staleness=0)
-    with serving(tmp_path, admission=admission) as client:
+    with serving(TABLES, data_dir=tmp_path, admission=admission) as client:
         pool = [client.insert(make_group(), {"pool": 1.0}) for _ in range(4)]
         queue = [client.insert(b"x", {"queue": 1.0}) for _ in range(4)]
         (leased,) = client.sample("queue", 1, lease=600.0)
@@ -336,7 +326,7 @@ def test_while_commits_fail_each_change_ends_with_the_reason_and_is_made_once_if
         for change in (*changes, *more):
             change()
         assert client.server_info().commit_error == ""
-    with serving(tmp_path, admission=admission) as client:
+    with serving(TABLES, data_dir=tmp_path, admission=admission) as client:
         info = client.server_info()
         assert keys_in(client, "pool") == sorted([*pool[1:], leased.info.key, queue[3], 99])
         assert keys_in(client, "queue") == sorted(waiting)
@@ -346,7 +336,7 @@ def test_while_commits_fail_each_change_ends_with_the_reason_and_is_made_once_if
 @OVER_BOTH
 def test_a_row_that_is_drawn_before_its_commit_fails_is_sent_again_and_is_there_once(tmp_path, monkeypatch):
     failing_while(broken := threading.Event(), monkeypatch)
-    with serving(tmp_path) as client, ThreadPoolExecutor() as pool:
+    with serving(TABLES, data_dir=tmp_path) as client, ThreadPoolExecutor() as pool:
         drawn = pool.submit(client.sample, "queue", 1, lease=600.0)
         until(lambda: client.server_info().tables["queue"].sampling.count)
         broken.set()
@@ -383,18 +373,18 @@ def test_a_segment_that_could_not_be_written_is_written_again_and_then_acknowled
             raise failures.pop()
         commit(self, *changes)
 
-    with serving(tmp_path) as client:
+    with serving(TABLES, data_dir=tmp_path) as client:
         key = client.insert(make_group(), {"pool": 1.0})
         monkeypatch.setattr(LmdbStorage, "commit", failing)
         assert client.extend(key, {"value": np.arange(3)}).added == ("value",)
         assert failures == []
         assert keys_in(client, "pool") == [key]
-    with serving(tmp_path) as client:
+    with serving(TABLES, data_dir=tmp_path) as client:
         assert client.get([key])[0].group.extras["value"].tolist() == [0, 1, 2]
 
 
 def test_a_disk_without_room_refuses_a_segment(disk):
-    with serving(disk) as client:
+    with serving(TABLES, data_dir=disk) as client:
         key = client.insert(make_group(), {"pool": 1.0})
         with pytest.raises(StorageError, match="has no room for"):
             client.extend(key, {"large": np.zeros(40_000_000, np.uint8)})

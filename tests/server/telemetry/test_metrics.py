@@ -18,11 +18,12 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from replay_client import ReplayClient
-from replay_client.testing import make_group, until
+from replay_client.testing import PATIENCE, make_group, until
 from replay_protos import replay_pb2 as pb
 from replay_protos.replay_pb2_grpc import ReplayStub
 from replay_server import AdmissionConfig, ReplayServer, SecurityConfig, TableConfig
 from tests.certificates import make_certificate
+from tests.kit.clocks import in_a_thread
 from tests.kit.processes import fails, free_port, sample_of, scrape, server_process, tokens_file
 
 ROOT = Path(__file__).parents[3]
@@ -238,13 +239,20 @@ def test_the_process_logs_json_and_says_where_its_metrics_are(tmp_path):
 @pytest.mark.parametrize("path", ["metrics", "health"])
 def test_a_question_to_a_busy_server_fails_soon_instead_of_hanging(server, monkeypatch, path):
     monkeypatch.setattr("replay_server.telemetry.prometheus._LOOP_SECONDS", 0.2)
-    busy = threading.Event()
-    server._loop.call_soon_threadsafe(busy.wait)
+    blocked, busy = threading.Event(), threading.Event()
+
+    def block(buffer):
+        blocked.set()
+        return busy.wait(PATIENCE)
+
+    blocking = in_a_thread(server.on_loop, block)
     try:
+        assert blocked.wait(PATIENCE)
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(f"http://{server.metrics_address}/{path}", timeout=60)
     finally:
         busy.set()
+    assert blocking.result()
     assert caught.value.code == 503
     caught.value.close()
 
