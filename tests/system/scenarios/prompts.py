@@ -1,12 +1,9 @@
-"""Kills generators and the server in the middle of epochs of prompts: each prompt is done exactly once an epoch.
-
-    python -m tests.system.prompts.kills --prompts 10000 --kills 50 [--epochs N] [--partial-groups] [--seed N]
+"""Generators and a server that are killed in the middle of epochs of prompts: each prompt is done once an epoch.
 
 Generators, each a process, draw prompts from a table and insert a group of each. Their completions are made up, because
-the table is what this is about. Now and then one is killed with SIGKILL, in the middle of groups or while it loads
-prompts, and another one takes its place; every fifth time it is the server, which starts again over the same data. The
-windows are small, so that prompts are loaded often. With --partial-groups, groups are partial until they are
-whole. At the end the generators stop by themselves. Exit status 1 if a prompt was not done, or was done more than once,
+the table is what this is about. The windows are small, so that prompts are loaded often: a generator is killed in the
+middle of groups or while it loads prompts. With `partial_groups`, groups are partial until they are whole. At the end
+the generators stop by themselves. It is a violation if a prompt was not done, or was done more than once in an epoch,
 or if anybody ended with an error.
 """
 
@@ -29,9 +26,10 @@ from replay_client.testing import until
 from replay_generator import GeneratorConfig, run_generator
 from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.prompts import table as prompts_table
-from tests.kit.faults import BLOCKED, Books, Fleet, program
+from tests.kit.faults import BLOCKED, Books
 from tests.kit.groups import keys_in
 from tests.kit.processes import Servers, start
+from tests.system.scenarios.workload import Fleet, Workload
 
 CONFIG = """
 server = { data_dir = "{folder}", fsync = "never" }
@@ -85,7 +83,7 @@ def parity(row: Any, text: str) -> float:
     return float(int(text) % 2)
 
 
-def generate(address: str, log: str, gate: Path, prompts: int, epochs: int, window: int, partial_groups: bool) -> None:
+def generate(address: str, log: Path, gate: Path, prompts: int, epochs: int, window: int, partial_groups: bool) -> None:
     """A generator, until all epochs are through."""
     file = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(file, 2)
@@ -104,70 +102,98 @@ def generate(address: str, log: str, gate: Path, prompts: int, epochs: int, wind
     run_generator(lambda: AsyncReplayClient(address, timeout=BLOCKED), Coins(gate), rows, parity, config)
 
 
-def kill_all_along(
-    prompts: int,
-    kills: int,
-    folder: Path,
-    seed: int,
-    *,
-    epochs: int = 1,
-    generators: int = 3,
-    window: int = WINDOW,
-    server_every: int = 5,
-    partial_groups: bool = False,
-    held: bool = False,
-) -> Books:
-    """Lets generators do all epochs, and kills so often meanwhile. Returns what was counted, and what is wrong.
+class Epochs(Workload):
+    """Generators that do all epochs, and a durable server. Each kill comes when so many groups are inserted."""
 
-    Every so manieth kill is one of the server. `held`: each generator begins HELD_AFTER groups, and no more before all
-    kills are done.
-    """
-    books, rng, log, gate = Books(), random.Random(seed), folder / "generators.log", folder / "gate"
-    if held:
-        gate.touch()
-    with Servers(folder, [CONFIG]) as servers, ReplayClient(servers.address, timeout=BLOCKED) as client:
+    def __init__(
+        self,
+        folder: Path,
+        rng: random.Random,
+        kills: int,
+        prompts: int = 10_000,
+        epochs: int = 1,
+        generators: int = 3,
+        partial_groups: bool = False,
+        window: int = WINDOW,
+        held: bool = False,
+    ) -> None:
+        """`held`: each generator begins HELD_AFTER groups, and no more before all kills are done."""
+        super().__init__(folder, rng, kills, Books())
+        self.prompts = prompts
+        self.epochs = epochs
+        self.size = generators
+        self.partial_groups = partial_groups
+        self.window = window
+        self.log = folder / "generators.log"
+        self.gate = folder / "gate"
+        if held:
+            self.gate.touch()
+        self.moments = sorted((rng.randrange(self.total) for _ in range(kills)), reverse=True)
+        """The numbers of groups after which somebody is killed, the next one last."""
 
-        def start_one() -> BaseProcess:
-            return start(generate, servers.address, str(log), gate, prompts, epochs, window, partial_groups)
+    @property
+    def total(self) -> int:
+        """The groups of all epochs."""
+        return self.prompts * self.epochs
 
-        def inserted() -> int:
-            return int(client.server_info(tables=["rollouts"]).tables["rollouts"].size)
+    def start(self) -> None:
+        self.servers = self.exits.enter_context(Servers(self.folder, [CONFIG]))
+        self.client = self.exits.enter_context(ReplayClient(self.servers.address, timeout=BLOCKED))
+        self.generators = Fleet("generators", self.start_one, self.size, self.books, self.rng, may_end=True)
+        self.exits.callback(self.generators.kill_all)
 
-        def someone_failed() -> bool:
-            for process in fleet.running:
-                if process.exitcode:
-                    books.violated(f"a generator ended with {process.exitcode}: {log.read_text()[-2000:]}")
-            return bool(books.violations)
+    def start_one(self) -> BaseProcess:
+        return start(
+            generate,
+            self.servers.address,
+            self.log,
+            self.gate,
+            self.prompts,
+            self.epochs,
+            self.window,
+            self.partial_groups,
+        )
 
-        fleet = Fleet(start_one, generators, books, rng, may_end=True)
-        try:
-            total = prompts * epochs
-            moments = sorted(rng.randrange(total) for _ in range(kills))
-            for number, moment in enumerate(moments):
-                since = inserted()
+    def work(self) -> None:
+        """Returns when the groups of the next moment are inserted."""
+        moment = self.moments.pop()
+        inserted = self.inserted()
+        waited = time.monotonic()
+        while inserted < moment and not self.someone_failed():
+            before = inserted
+            inserted = self.inserted()
+            if inserted > before:
                 waited = time.monotonic()
-                while (now := inserted()) < moment and not someone_failed():
-                    if now > since:
-                        since, waited = now, time.monotonic()
-                    if time.monotonic() > waited + BLOCKED:
-                        books.violated(f"nobody inserts for {BLOCKED:g} s")
-                    time.sleep(0.02)
-                if books.violations:
-                    break
-                time.sleep(rng.random() * 0.05)
-                if number % server_every == server_every - 1:
-                    servers.kill()
-                    servers.restart()
-                    books.totals["kills of the server"] += 1
-                else:
-                    fleet.kill_one()
-            gate.unlink(missing_ok=True)
-            ended = lambda: someone_failed() or all(each.exitcode == 0 for each in fleet.running)  # noqa: E731
-            until(ended, "the generators do not end", BLOCKED + total / 20, pause=0.1)
-            count(client, prompts, epochs, books)
-        finally:
-            fleet.kill_all()
-    return books
+            if time.monotonic() > waited + BLOCKED:
+                self.books.violated(f"nobody inserts for {BLOCKED:g} s")
+            time.sleep(0.02)
+        time.sleep(self.rng.random() * 0.05)
+
+    def inserted(self) -> int:
+        return int(self.client.server_info(tables=["rollouts"]).tables["rollouts"].size)
+
+    def someone_failed(self) -> bool:
+        for process in self.generators.running:
+            if process.exitcode:
+                self.books.violated(f"a generator ended with {process.exitcode}: {self.log.read_text()[-2000:]}")
+        return bool(self.books.violations)
+
+    def kill(self, victim: str) -> None:
+        if victim == "servers":
+            self.servers.kill()
+            self.books.killed(victim)
+            self.servers.restart()
+        else:
+            self.generators.kill_one()
+
+    def finish(self) -> None:
+        self.gate.unlink(missing_ok=True)
+
+        def have_ended() -> bool:
+            return self.someone_failed() or all(process.exitcode == 0 for process in self.generators.running)
+
+        until(have_ended, "the generators do not end", BLOCKED + self.total / 20, pause=0.1)
+        count(self.client, self.prompts, self.epochs, self.books)
 
 
 def count(client: ReplayClient, prompts: int, epochs: int, books: Books) -> None:
@@ -178,7 +204,8 @@ def count(client: ReplayClient, prompts: int, epochs: int, books: Books) -> None
         done.update(item.group.prompt_id for item in client.get(keys[start_at : start_at + 1000]))
     books.totals["groups"] = done.total()
     for number in range(prompts):
-        if (times := done.pop(f"p{number}", 0)) != epochs:
+        times = done.pop(f"p{number}", 0)
+        if times != epochs:
             books.violated(f"prompt p{number} was done {times} times in {epochs} epochs")
     if done:
         books.violated(f"prompts that nobody gave: {done}")
@@ -192,7 +219,3 @@ def count(client: ReplayClient, prompts: int, epochs: int, books: Books) -> None
     if left() != (1, 0):
         size, reserved = left()
         books.violated(f"{size} items are left of the prompts, and {reserved} are drawn; one cursor should be")
-
-
-if __name__ == "__main__":
-    program(kill_all_along, prompts=10_000, epochs=1, kills=50, generators=3, partial_groups=False)

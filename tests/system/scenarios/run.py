@@ -1,13 +1,4 @@
-"""Kills the parts of `replay run`, or all of it, at random moments, and compares what is left with a ledger.
-
-    python -m tests.system.run.kills [--kills N] [--seed S]
-
-In a run of 60 steps:
-
-* The server, the trainer or the generator is killed by SIGKILL: the run ends by itself.
-* `replay run` itself is killed, also with a child that ignores SIGTERM: nothing that it started lives five seconds
-  later, and the same command goes on.
-* `replay run` gets SIGTERM: the next start repeats no step.
+"""`replay run` of 60 steps, whose parts or which itself is killed or stopped, compared with a ledger at the end.
 
 Whatever was killed: steps 1 to 60 are there once each, no group is trained on twice, and each group that the server has
 acknowledged to this program is in a step, or still in a table.
@@ -21,28 +12,30 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from examples.demo.task import make_model, make_tokenizer, problems
 from replay_client import ReplayClient
 from replay_client.errors import ReplayError
-from replay_client.testing import make_group
-from tests.kit.faults import Books, program
-from tests.kit.processes import start_server
+from replay_client.testing import make_group, until
+from tests.kit.faults import Books
 from tests.system.run.process import (
     GENERATOR,
     PATIENCE,
     SERVER,
     TRAINER,
     RunProcess,
+    stored_keys,
     trained_keys,
     used_keys,
     write_run,
+    written_steps,
 )
+from tests.system.scenarios.workload import Workload
 
 STEPS = 60
-PARTS = (SERVER, TRAINER, GENERATOR)
+COMMANDS = {"servers": SERVER, "trainers": TRAINER, "generators": GENERATOR}
+"""The commands of the parts, by the names that the books have for them."""
 IGNORES_SIGTERM = """
 import signal, subprocess, sys
 def reward(row, text):
@@ -56,7 +49,7 @@ reward.started = False
 """A reward function that leaves a child behind which ignores SIGTERM, in a session of its own."""
 
 
-class Ledger(threading.Thread):
+class InsertedGroups(threading.Thread):
     """Inserts a group now and then, and writes down those that the server has acknowledged."""
 
     def __init__(self) -> None:
@@ -92,101 +85,128 @@ def make_model_folder(folder: Path) -> Path:
     return folder / "model"
 
 
-def kill_parts(folder: Path, model: Path, seed: int, kills: int, parts: tuple[str, ...] = PARTS) -> Books:
-    """One run, in which `kills` parts are killed, each when the trainer has made a step since the one before."""
-    rng = random.Random(seed)
+class Run(Workload):
+    """A run that is started again whenever it was ended, and a client that inserts groups of its own.
 
-    def disturb(run: RunProcess, books: Books) -> None:
-        for _ in range(kills):
-            before = run.steps()[-1] if run.steps() else 0
-            if before >= STEPS - 5:
-                return
-            run.until_step(before + 1)
-            time.sleep(rng.uniform(0.0, 3.0))
-            name = rng.choice(parts)
-            process = run.part(name)
-            if process is not None and run.process.poll() is None:
-                process.kill()
-                books.killed()
-                books.totals[f"kills of {name}"] += 1
+    `stubborn`: the reward function leaves a child behind that ignores SIGTERM.
+    """
 
-    return play(folder, model, [disturb])
+    def __init__(self, folder: Path, rng: random.Random, kills: int, stubborn: bool = False) -> None:
+        super().__init__(folder, rng, kills, Books())
+        self.inserted = InsertedGroups()
+        self.process: RunProcess | None = None
+        (folder / "stubborn.py").write_text(IGNORES_SIGTERM)
+        self.file = write_run(
+            folder,
+            make_model_folder(folder),
+            steps=STEPS,
+            reward="stubborn:reward" if stubborn else "exact_match",
+        )
 
+    def start(self) -> None:
+        self.inserted.start()
+        self.exits.callback(self.inserted.end)
+        self.exits.callback(self.end_process)
+        self.start_process()
 
-def kill_run(folder: Path, model: Path, seed: int, kills: int, *, stubborn: bool) -> Books:
-    """`replay run` itself is killed `kills` times, and started again each time."""
-    rng = random.Random(seed)
+    def start_process(self) -> None:
+        self.process = RunProcess(self.file)
+        self.inserted.address = self.process.address()
 
-    def disturb(run: RunProcess, books: Books) -> None:
-        run.until_step((run.steps()[-1] if run.steps() else 0) + 1)
-        time.sleep(rng.uniform(0.0, 3.0))
-        if run.process.poll() is not None:
-            return
-        left = run.end_and_wait_for_all(signal.SIGKILL)
-        books.killed()
+    def end_process(self) -> None:
+        """Kills what is left of the last start."""
+        self.inserted.address = ""
+        if self.process is not None:
+            self.process.close()
+            self.process = None
+
+    def running(self) -> RunProcess:
+        """The run at work; a new start of it, if the last one was ended."""
+        if self.process is None:
+            self.start_process()
+        assert self.process is not None
+        return self.process
+
+    def last_step(self) -> int:
+        steps = written_steps(self.folder / "out")
+        return steps[-1] if steps else 0
+
+    def work(self) -> None:
+        self.is_over = self.process is None and self.last_step() == STEPS
+        if not self.is_over:
+            run = self.running()
+            self.wait_for_moment(run)
+            self.is_over = run.has_ended()
+
+    def wait_for_moment(self, run: RunProcess) -> None:
+        """Returns some time after the trainer has made a step since the last kill, or when the run has ended."""
+        run.until_step(self.last_step() + 1)
+        time.sleep(self.rng.uniform(0.0, 3.0))
+
+    def kill(self, victim: str) -> None:
+        """Kills `replay run` itself: nothing that it started lives five seconds later."""
+        left = self.running().end_and_wait_for_all(signal.SIGKILL)
+        self.books.killed(victim)
         if left:
-            books.violated(f"five seconds after SIGKILL of replay run these live: {[each.cmdline() for each in left]}")
+            commands = [process.cmdline() for process in left]
+            self.books.violated(f"five seconds after SIGKILL of replay run these live: {commands}")
+        self.end_process()
 
-    return play(folder, model, [disturb] * kills, stubborn=stubborn)
+    def finish(self) -> None:
+        if self.process is not None:
+            self.let_run_end()
+        if self.last_step() != STEPS:
+            self.let_run_end()
+        compare(self.folder / "out", self.inserted, self.books)
+
+    def let_run_end(self) -> None:
+        run = self.running()
+        status = run.wait()
+        if status != 0:
+            self.books.violated(f"the run ended with status {status}: {run.words()[-1500:]}")
+        self.end_process()
 
 
-def stop_run(folder: Path, model: Path, seed: int, stops: int) -> Books:
-    """`replay run` gets SIGTERM `stops` times, and is started again each time: no step is repeated."""
-    rng = random.Random(seed)
+class RunWithKilledParts(Run):
+    """A run whose server, trainer and generator are killed: it ends by itself."""
 
-    def disturb(run: RunProcess, books: Books) -> None:
-        run.address()
-        time.sleep(rng.uniform(0.0, 12.0))
-        if run.process.poll() is not None:
-            return
+    def work(self) -> None:
+        self.is_over = self.last_step() >= STEPS - 5
+        if not self.is_over:
+            super().work()
+
+    def kill(self, victim: str) -> None:
+        run = self.running()
+        part = until(lambda: run.part(COMMANDS[victim]) or run.has_ended(), f"no {victim}", PATIENCE)
+        if not run.has_ended():
+            part.kill()
+            self.books.killed(victim)
+
+
+class StoppedRun(Run):
+    """A run that gets SIGTERM: the next start repeats no step."""
+
+    def wait_for_moment(self, run: RunProcess) -> None:
+        time.sleep(self.rng.uniform(0.0, 12.0))
+
+    def kill(self, victim: str) -> None:
+        run = self.running()
         run.process.send_signal(signal.SIGTERM)
         status = run.wait()
-        books.totals["stops"] += 1
+        self.books.totals["stops"] += 1
         if status == -signal.SIGTERM and not run.words():
-            books.totals["stops before the first word"] += 1  # Python was starting: there was nothing to stop
-            return
-        has_all = bool(run.steps()) and run.steps()[-1] == STEPS
-        if status != 128 + signal.SIGTERM and not (status == 0 and has_all):
-            books.violated(f"status {status} after SIGTERM: {run.words()[-1000:]}")
+            # Python was starting: there was nothing to stop.
+            self.books.totals["stops before the first word"] += 1
+        elif status != 128 + signal.SIGTERM and not (status == 0 and self.last_step() == STEPS):
+            self.books.violated(f"status {status} after SIGTERM: {run.words()[-1000:]}")
+        self.end_process()
 
-    books = play(folder, model, [disturb] * stops)
-    made = steps_made(folder / "out")
-    repeated = sorted({step for step in made if made.count(step) > 1})
-    if repeated:
-        books.violated(f"steps {repeated} were made again after SIGTERM")
-    return books
-
-
-def play(
-    folder: Path,
-    model: Path,
-    disturbances: list[Callable[[RunProcess, Books], None]],
-    *,
-    stubborn: bool = False,
-) -> Books:
-    """Starts a run for each disturbance, and at last one that nobody disturbs; then compares."""
-    books = Books()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "stubborn.py").write_text(IGNORES_SIGTERM)
-    file = write_run(folder, model, steps=STEPS, reward="stubborn:reward" if stubborn else "exact_match")
-    ledger = Ledger()
-    ledger.start()
-    try:
-        for disturb in [*disturbances, lambda run, books: None]:
-            with RunProcess(file) as run:
-                ledger.address = run.address()
-                disturb(run, books)
-                if run.process.poll() is None:
-                    status = run.wait()
-                    if status != 0:
-                        books.violated(f"the run ended with status {status}: {run.words()[-1500:]}")
-                ledger.address = ""
-            if steps_of(folder)[-1:] == [STEPS]:
-                break
-    finally:
-        ledger.end()
-    compare(folder / "out", ledger, books)
-    return books
+    def finish(self) -> None:
+        super().finish()
+        made = steps_made(self.folder / "out")
+        repeated = sorted({step for step in made if made.count(step) > 1})
+        if repeated:
+            self.books.violated(f"steps {repeated} were made again after SIGTERM")
 
 
 def steps_made(out: Path) -> list[int]:
@@ -201,7 +221,7 @@ def steps_of(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def compare(out: Path, ledger: Ledger, books: Books) -> None:
+def compare(out: Path, ledger: InsertedGroups, books: Books) -> None:
     """Compares steps, groups and ledger."""
     steps = steps_of(out.parent)
     if steps != list(range(1, STEPS + 1)):
@@ -217,38 +237,3 @@ def compare(out: Path, ledger: Ledger, books: Books) -> None:
     books.totals["steps"] += len(steps)
     books.totals["groups trained on"] += len(keys)
     books.totals["groups in the ledger"] += len(ledger.keys)
-
-
-def stored_keys(out: Path, keys: set[int]) -> set[int]:
-    """Those of `keys` whose items the run's server has stored."""
-    server = start_server(out / "config" / "serve.toml", address="127.0.0.1:0")
-    try:
-        with ReplayClient(server.address, timeout=PATIENCE) as client:
-            return {item.key for item in client.get(keys, payloads=False)}
-    finally:
-        server.kill()
-
-
-def kill_all_sorts(folder: Path, seed: int, kills: int) -> Books:
-    """`kills` of parts, a sixth as many of `replay run` itself, and a third as many stops, in runs of their own."""
-    model = make_model_folder(folder)
-    total = Books()
-    number = 0
-
-    def add(books: Books) -> None:
-        total.totals.update(books.totals)
-        total.violations += books.violations
-
-    while total.totals["kills"] < kills:
-        add(kill_parts(folder / f"parts-{number}", model, seed + number, kills=8))
-        number += 1
-    for stubborn in (False, True):
-        add(kill_run(folder / f"run-{stubborn}", model, seed + number, max(1, kills // 12), stubborn=stubborn))
-    while total.totals["stops"] < kills // 3:
-        add(stop_run(folder / f"stops-{number}", model, seed + number, stops=5))
-        number += 1
-    return total
-
-
-if __name__ == "__main__":
-    program(kill_all_sorts, kills=60)

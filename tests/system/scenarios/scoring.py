@@ -1,54 +1,41 @@
-"""Kills scorers, the generators that play for them, and the server: each group is scored once, and none is lost.
+"""Scorers that are killed, with the generators that play for them, and the server: each group is scored once.
 
-    python -m tests.system.scoring.kills --scorers 50 --generators 20 --servers 20 [--seed N]
-
-Generators (each a process) build groups in a table of a server (a process) under admission, and hand them on without
-rewards. Scorers (each a process) give them rewards, each after a while of its own. A trainer's client takes the groups.
-Each of them is killed with SIGKILL at a random moment, and another takes its place. At the end the generators are
-killed, and others finish what is left. Then
-
-* each group that a generator was told to be in the table `unscored` was trained on, once, with the rewards of what the
-  policy wrote;
-* each rollout that the server has acknowledged is in the one group of its prompt, at its place;
-* no permit is out, and what was accepted is what the trainer got.
+Generators (each a process) build groups in a table of the server, and hand them on without rewards. Scorers (each a
+process) give them rewards, each after a while of its own. Beside what `generators.py` says, each group that a generator
+was told to be in the table `unscored` was trained on, once, with the rewards of what the policy wrote.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from replay_client import AsyncReplayClient, ReplayClient
-from replay_client.errors import ReplayError
+from replay_client import AsyncReplayClient
 from replay_generator import GeneratorConfig, ScorerConfig, run_generator, run_scorer
 from replay_generator.engines import SamplingConfig
 from replay_generator.groups.codec import PartialGroupSpec
-from tests.kit.faults import BLOCKED, Books, Trainer, kill_and_finish, program
-from tests.kit.processes import Servers, start
-from tests.system.partial_groups.engine import EngineServer, RemoteEngine
-from tests.system.partial_groups.kills import (
+from tests.kit.faults import BLOCKED
+from tests.kit.processes import start
+from tests.system.scenarios.engine import RemoteEngine
+from tests.system.scenarios.generators import (
     CONCURRENT,
     GROUP_SIZE,
-    GROUPS_PER_STEP,
     LEASE,
-    ToldClient,
-    check_rollouts,
+    GeneratorWorkload,
+    NotingClient,
+    RewardedGroups,
     prompts,
 )
-from tests.system.partial_groups.kills import CONFIG as PARTIAL_GROUPS
-from tests.system.sessions.kills import Played
-from tests.system.sessions.kills import reward as reward_of
+from tests.system.scenarios.generators import reward as reward_of
 
-CONFIG = PARTIAL_GROUPS.format(data_dir="{folder}", permit_tables=["partial_groups", "unscored"])
 SLOWEST = 0.4
 """Seconds of a reward."""
 
 
-class HandingClient(ToldClient):
+class HandingClient(NotingClient):
     """Writes down the prompt of each group that the server has acknowledged in the table `unscored`."""
 
     handed: Path
@@ -61,12 +48,14 @@ class HandingClient(ToldClient):
         return key
 
 
-def generate(address: str, engine: int, folder: Path, name: str, new_groups: bool) -> None:
+def generate(address: str, engine: int, notes: Path, handed: Path, name: str, new_groups: bool) -> None:
     """A generator, until it is killed or, without new groups, nothing is left to finish."""
 
     def connect() -> AsyncReplayClient:
         client = HandingClient(address, timeout=BLOCKED)
-        client.notes, client.handed, client.prompts = folder / "acknowledged", folder / "handed", {}
+        client.notes = notes
+        client.handed = handed
+        client.prompts = {}
         return client
 
     config = GeneratorConfig(
@@ -93,35 +82,39 @@ def score(address: str, seed: int) -> None:
     run_scorer(lambda: AsyncReplayClient(address, timeout=BLOCKED), reward, config)
 
 
-def kill_all_sorts(
-    scorers: int, generators: int, servers: int, folder: Path, seed: int, *, fleet: tuple[int, int] = (2, 3)
-) -> Books:
-    """Kills so many of each, and all that are left. `fleet`: how many generators and scorers there are."""
-    books, rng, engine, names = Played(), random.Random(seed), EngineServer(seed), itertools.count()
-    handed = folder / "handed"
-    handed.touch()
-    with Servers(folder, [CONFIG]) as running, ReplayClient(running.address, timeout=60.0) as client:
+class Scoring(GeneratorWorkload):
+    """Generators of groups without rewards, and scorers of these groups."""
 
-        def start_generator(new_groups: bool = True) -> BaseProcess:
-            return start(generate, running.address, engine.port, folder, f"generator{next(names)}", new_groups)
+    permit_tables = ["partial_groups", "unscored"]  # noqa: RUF012
+    stages = ("unscored",)
+    helpers_kind = "scorers"
 
-        def start_scorer() -> BaseProcess:
-            return start(score, running.address, rng.getrandbits(30))
+    def __init__(self, folder: Path, rng: random.Random, kills: int, generators: int = 2, scorers: int = 3) -> None:
+        super().__init__(folder, rng, kills, RewardedGroups(), generators, scorers)
+        self.handed = folder / "handed"
 
-        trainer = Trainer(running.address, books, books.look, GROUPS_PER_STEP)
-        trainer.refusals = ReplayError
-        counts = scorers, generators, servers
-        kill_and_finish(running, client, trainer, rng, start_generator, start_scorer, counts, fleet, "unscored")
-        engine.stop()
-    told = handed.read_text().split()
-    if len({*told}) < len(told):
-        books.violated("a group was handed on twice")
-    if lost := {*told} - books.groups.keys():
-        books.violated(f"handed on, and never trained on: {sorted(lost)}")
-    check_rollouts(folder / "acknowledged", books)
-    books.totals |= {"groups": len(books.groups), "groups told to be unscored": len(told)}
-    return books
+    def start(self) -> None:
+        self.handed.touch()
+        super().start()
 
+    def start_generator(self, new_groups: bool = True) -> BaseProcess:
+        return start(
+            generate, self.servers.address, self.engine.port, self.notes, self.handed, next(self.names), new_groups
+        )
 
-if __name__ == "__main__":
-    program(kill_all_sorts, scorers=50, generators=20, servers=20)
+    def start_helper(self) -> BaseProcess:
+        return start(score, self.servers.address, self.rng.getrandbits(30))
+
+    def finish(self) -> None:
+        super().finish()
+        self.check_handed()
+
+    def check_handed(self) -> None:
+        """Each group that was handed on was trained on."""
+        handed = self.handed.read_text().split()
+        if len(set(handed)) < len(handed):
+            self.books.violated("a group was handed on twice")
+        lost = set(handed) - self.books.groups.keys()
+        if lost:
+            self.books.violated(f"handed on, and never trained on: {sorted(lost)}")
+        self.books.totals["groups told to be unscored"] = len(handed)

@@ -1,54 +1,42 @@
-"""Kills agents that play sessions, the generators that hold them, and the server: each rollout comes once.
+"""Agents that are killed while they play sessions, with the generators that hold the sessions, and the server.
 
-    python -m tests.system.sessions.kills --agents 50 --generators 20 --servers 20 [--seed N]
+Generators (each a process) offer sessions, and build groups in a table of the server. Agents (each a process) take
+sessions from whichever generator has one, ask for a completion, and end them with a reward. A session that an agent
+leaves expires, and its rollout is played anew; what a generator leaves others finish. Beside what `generators.py` says,
 
-Generators (each a process) offer sessions, and build groups in a table of a server (a process) under admission. Agents
-(each a process) take sessions from whichever generator has one, ask for a completion, and end them with a reward. All
-ask one engine server that lives. Each of them is killed with SIGKILL at a random moment, and another takes its place. A
-session that an agent leaves expires, and its rollout is played anew; what a generator leaves others finish. At the end
-all are killed, and others finish what is left. Then
-
-* each rollout that the server has acknowledged is in the one group of its prompt, at its place, and no completion is in
-  two groups;
 * each end that an agent was answered is in exactly one group;
-* each rollout has the reward that its agent gave for what the policy wrote;
-* no permit is out, and what was accepted is what the trainer got.
+* each rollout has the reward that its agent gave for what the policy wrote.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import time
-import urllib.error
 import urllib.request
 from collections import Counter
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from replay_client import AsyncReplayClient, ReplayClient, RolloutGroup
-from replay_client.errors import ReplayError
+from replay_client import AsyncReplayClient
 from replay_generator import GeneratorConfig, run_generator
 from replay_generator.engines import SamplingConfig
 from replay_generator.rollouts.sessions import load_sessions
-from tests.kit.faults import BLOCKED, Books, Trainer, kill_and_finish, program
-from tests.kit.processes import Servers, free_port, start
-from tests.system.partial_groups.engine import EngineServer, OneToken, RemoteEngine, number_of
-from tests.system.partial_groups.kills import (
+from tests.kit.faults import BLOCKED
+from tests.kit.processes import free_port, start
+from tests.system.scenarios.engine import OneToken, RemoteEngine
+from tests.system.scenarios.generators import (
     CONCURRENT,
     GROUP_SIZE,
-    GROUPS_PER_STEP,
     LEASE,
-    Groups,
-    ToldClient,
-    check_rollouts,
+    GeneratorWorkload,
+    NotingClient,
+    RewardedGroups,
     prompts,
+    reward,
 )
-from tests.system.partial_groups.kills import CONFIG as PARTIAL_GROUPS
 
-CONFIG = PARTIAL_GROUPS.format(data_dir="{folder}", permit_tables="partial_groups")
 DEADLINE = 3.0
 """Seconds of a session, after which a killed agent's rollout is offered anew."""
 
@@ -65,8 +53,9 @@ def generate(address: str, engine: int, notes: Path, ports: Path, name: str, new
     """A generator that offers sessions at a port of its own, until it is killed or nothing is left to finish."""
 
     def connect() -> AsyncReplayClient:
-        client = ToldClient(address, timeout=BLOCKED)
-        client.notes, client.prompts = notes, {}
+        client = NotingClient(address, timeout=BLOCKED)
+        client.notes = notes
+        client.prompts = {}
         return client
 
     config = GeneratorConfig(
@@ -79,7 +68,8 @@ def generate(address: str, engine: int, notes: Path, ports: Path, name: str, new
     )
     remote = RemoteEngine(engine)
     remote.tokenizer = Tokenizer()
-    hook = load_sessions(None, f"127.0.0.1:{(port := free_port())}", config, needs_reward=True)
+    port = free_port()
+    hook = load_sessions(None, f"127.0.0.1:{port}", config, needs_reward=True)
     with ports.open("a") as file:
         file.write(f"{port}\n")
     run_generator(connect, remote, prompts(name, new_groups), None, config, rollout=hook)
@@ -107,61 +97,38 @@ def post(url: str, body: Any) -> Any:
         return json.load(answer)
 
 
-def reward(said: str) -> float:
-    return float(sum(map(int, said)))
+class Sessions(GeneratorWorkload):
+    """Generators that offer sessions, and agents that play them."""
 
+    helpers_kind = "agents"
 
-class Played(Groups):
-    """The groups that the trainer got, whose rewards are those of the agents."""
+    def __init__(self, folder: Path, rng: random.Random, kills: int, generators: int = 2, agents: int = 6) -> None:
+        super().__init__(folder, rng, kills, RewardedGroups(), generators, agents)
+        self.ports = folder / "ports"
+        self.ends = folder / "ends"
 
-    def look(self, group: RolloutGroup) -> None:
-        numbers = [number_of(ids) for ids in group.completions()]
-        if self.groups.get(group.prompt_id) == numbers:
-            self.totals["groups that the trainer got again after a kill of the server"] += 1
-            return
-        super().look(group)
-        if group.rewards.tolist() != [reward(str(number)) for number in numbers]:
-            self.violated(f"group {group.prompt_id} of {numbers} has the rewards {group.rewards.tolist()}")
+    def start(self) -> None:
+        self.ports.touch()
+        self.ends.touch()
+        super().start()
 
+    def start_generator(self, new_groups: bool = True) -> BaseProcess:
+        return start(
+            generate, self.servers.address, self.engine.port, self.notes, self.ports, next(self.names), new_groups
+        )
 
-def check_ends(ends: Path, books: Played) -> None:
-    """Each end that was answered is in exactly one group."""
-    found = Counter(number for numbers in books.groups.values() for number in numbers)
-    answered = [int(line) for line in ends.read_text().splitlines()]
-    for number in answered:
-        if found[number] != 1:
-            books.violated(f"the end of {number} was answered, and is in {found[number]} groups")
-    books.totals["ends answered"] = len(answered)
+    def start_helper(self) -> BaseProcess:
+        return start(play, self.ports, self.ends, self.rng.getrandbits(30))
 
+    def finish(self) -> None:
+        super().finish()
+        self.check_ends()
 
-def kill_all_sorts(
-    agents: int, generators: int, servers: int, folder: Path, seed: int, *, fleet: tuple[int, int] = (2, 6)
-) -> Books:
-    """Kills so many of each, and all that are left. `fleet`: how many generators and agents there are."""
-    books, rng, engine = Played(), random.Random(seed), EngineServer(seed)
-    notes, ports, names = folder / "acknowledged", folder / "ports", itertools.count()
-    ends = folder / "ends"
-    ports.touch()
-    ends.touch()
-    with Servers(folder, [CONFIG]) as running, ReplayClient(running.address, timeout=60.0) as client:
-
-        def start_generator(new_groups: bool = True) -> BaseProcess:
-            name = f"generator{next(names)}"
-            return start(generate, running.address, engine.port, notes, ports, name, new_groups)
-
-        def start_agent() -> BaseProcess:
-            return start(play, ports, ends, rng.getrandbits(30))
-
-        trainer = Trainer(running.address, books, books.look, GROUPS_PER_STEP)
-        trainer.refusals = ReplayError
-        counts = agents, generators, servers
-        kill_and_finish(running, client, trainer, rng, start_generator, start_agent, counts, fleet)
-        engine.stop()
-    check_rollouts(notes, books)
-    check_ends(ends, books)
-    books.totals["groups"] = len(books.groups)
-    return books
-
-
-if __name__ == "__main__":
-    program(kill_all_sorts, agents=50, generators=20, servers=20)
+    def check_ends(self) -> None:
+        """Each end that was answered is in exactly one group."""
+        found = Counter(number for numbers in self.books.groups.values() for number in numbers)
+        answered = [int(line) for line in self.ends.read_text().splitlines()]
+        for number in answered:
+            if found[number] != 1:
+                self.books.violated(f"the end of {number} was answered, and is in {found[number]} groups")
+        self.books.totals["ends answered"] = len(answered)

@@ -1,10 +1,8 @@
-"""Kills shards, trainers, both at once, and Ray's head: the trainer trains on every group, and on none twice.
-
-    python -m tests.system.shards.kills --shards 10 --trainers 35 --both 35 --heads 20 [--seed N]
+"""Trainers, shards, both at once, or Ray's head are killed: the trainer trains on every group, and on none twice.
 
 A real trainer with checkpoints runs on three durable shards, which a writer fills without a pause. Each victim is
 killed at a random moment, and comes back. A shard that was killed with the trainer is back before the resume, or
-during it, or after the leases of the killed trainer have ended. After some kills the run ends in good order. Then every
+during it, or after the leases of the killed trainer have ended. At the end the run ends in good order. Then every
 acknowledged group is one that the weights are trained on, or is in its queue, and none is both or there twice.
 """
 
@@ -16,8 +14,6 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,17 +21,16 @@ from typing import Any, Protocol
 from replay_client import ReplayClient
 from replay_client.scoring import group_priority
 from replay_client.testing import make_group, until
-from tests.kit.faults import Books, Crew, program
+from tests.kit.faults import BLOCKED, Books, Crew
 from tests.kit.processes import Servers, free_port, start
-from tests.system.shards.cluster import RECONNECT, RayCluster
+from tests.system.scenarios.ray_cluster import RECONNECT, RayCluster
+from tests.system.scenarios.workload import Workload
 from tests.trainer.killed_trainer import run as train
 from tests.trainer.killed_trainer import trained
 
-KINDS = ("shards", "trainers", "both", "heads")
 SHARDS = 3
 LEASE = 10.0
 """Seconds. Longer than a process on a busy machine stands still."""
-KILLS_OF_A_RUN = 7
 CONFIG = """
 server.data_dir = "{folder}/data"
 tables = [
@@ -76,7 +71,9 @@ class OnRay:
     """Three shards of a Ray cluster, whose head can be killed."""
 
     def __init__(self, folder: Path) -> None:
-        self._config, self._folder, self._port = folder / "replay.toml", folder / "shards", free_port()
+        self._config = folder / "replay.toml"
+        self._folder = folder / "shards"
+        self._port = free_port()
         self._config.write_text(CONFIG.replace("{folder}", str(folder)))
         self._folder.mkdir()
         self._cluster = RayCluster.start(self._config, self._folder, self._port, SHARDS)
@@ -114,151 +111,135 @@ class Writer(Crew):
         self.acknowledged.add(key)
 
 
-class Run:
-    """A trainer that is killed again and again, and resumed."""
+class ResumedTrainer(Workload):
+    """A trainer on shards, which is killed again and again, and resumed; and a writer that fills its queue."""
 
-    def __init__(self, service: Service, folder: Path, rng: random.Random) -> None:
-        self._service, self._folder, self._rng = service, folder, rng
-        self.books = Books()
-        self._writer = Writer(service.address, self.books)
-        self.trainer = self._start()
+    service: Service
 
-    def _start(self, **options: Any) -> BaseProcess:
+    def __init__(self, folder: Path, rng: random.Random, kills: int) -> None:
+        super().__init__(folder, rng, kills, Books())
+
+    def start_service(self) -> Service:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        self.service = self.start_service()
+        self.exits.callback(self.service.close)
+        self.writer = Writer(self.service.address, self.books)
+        self.exits.callback(self.writer.stop)
+        self.trainer = self.start_trainer()
+        self.exits.callback(lambda: self.trainer.kill())
+
+    def start_trainer(self, **options: Any) -> BaseProcess:
         few = {"groups_per_step": 4, "max_steps": 1 << 30}
-        return self._service.start_trainer(self._folder, resume=True, lease=LEASE, **few | options)
+        return self.service.start_trainer(self.folder, resume=True, lease=LEASE, **few | options)
 
-    def draws(self) -> int:
-        path = self._folder / "drawn.jsonl"
-        return len(path.read_text().splitlines()) if path.exists() else 0
+    def draws(self) -> list[str]:
+        """A line for each batch that a trainer has drawn."""
+        path = self.folder / "drawn.jsonl"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def work(self) -> None:
+        self.go_on(self.rng.randrange(1, 4))
 
     def go_on(self, steps: int = 1) -> None:
         """Returns when the trainer has drawn for so many steps more, at a random moment of the next one."""
-        before = self.draws()
-        until(lambda: self.draws() >= before + steps or not self.trainer.is_alive(), "the trainer stands still", 300.0)
+        enough = len(self.draws()) + steps
+        until(lambda: len(self.draws()) >= enough or not self.trainer.is_alive(), "the trainer stands still", BLOCKED)
         assert self.trainer.is_alive(), f"the trainer has ended: {self.trainer.exitcode}"
-        time.sleep(self._rng.random() * 0.5)
+        time.sleep(self.rng.random() * 0.5)
 
     def kill_trainer(self) -> None:
         self.trainer.kill()
         self.trainer.join()
 
     def resume(self) -> None:
-        self.trainer = self._start()
+        self.trainer = self.start_trainer()
 
-    def end(self) -> list[str]:
-        """Ends the run in good order. Returns what is wrong."""
+    def finish(self) -> None:
+        self.go_on()
         self.kill_trainer()
-        steps = [json.loads(line)["step"] for line in (self._folder / "drawn.jsonl").read_text().splitlines()]
-        last = self._start(max_steps=max(steps) + 2)
+        steps = [json.loads(line)["step"] for line in self.draws()]
+        last = self.start_trainer(max_steps=max(steps) + 2)
         last.join(300)
-        self._writer.stop()
+        self.writer.stop()
+        self.books.totals["groups acknowledged"] = len(self.writer.acknowledged)
         if last.exitcode != 0:
-            return [f"the last trainer ended with {last.exitcode}"]
-        used = Counter([*trained(self._folder), *self._left()])
-        never = self._writer.acknowledged - used.keys()
-        return [
-            *self.books.violations,
-            *(f"{len(never)} groups never, for example {min(never)}" for _ in range(bool(never))),
-            *(f"{key} {times} times" for key, times in used.items() if times > 1),
-            *(f"{key} was never inserted" for key in used.keys() - self._writer.tried),
-        ]
+            self.books.violated(f"the last trainer ended with {last.exitcode}")
+        else:
+            self.compare()
 
-    @property
-    def groups(self) -> int:
-        return len(self._writer.acknowledged)
+    def compare(self) -> None:
+        used = Counter([*trained(self.folder), *self.left()])
+        never = self.writer.acknowledged - used.keys()
+        if never:
+            self.books.violated(f"{len(never)} groups never, for example {min(never)}")
+        for key, times in used.items():
+            if times > 1:
+                self.books.violated(f"{key} {times} times")
+        for key in used.keys() - self.writer.tried:
+            self.books.violated(f"{key} was never inserted")
 
-    def _left(self) -> list[int]:
+    def left(self) -> list[int]:
         """The keys that are in the queues."""
-        keys = []
-        with ReplayClient(self._service.address, timeout=60.0) as client:
+        with ReplayClient(self.service.address, timeout=60.0) as client:
             until(lambda: not client.server_info().gone, "a shard does not come back")
             until(lambda: client.server_info().tables["rollouts"].reserved == 0, "a lease does not end", 60.0)
-            for item in client.list_items("rollouts", limit=10_000).items:
-                keys.append(item.key)
-        return keys
-
-    def close(self) -> None:
-        self.trainer.kill()
-        self._writer.stop()
+            return [item.key for item in client.list_items("rollouts", limit=10_000).items]
 
 
-def kill_and_return(run: Run, shards: Processes, kind: str, rng: random.Random) -> None:
-    """One kill of a kind, and the way back."""
-    shard = rng.randrange(SHARDS)
-    if kind == "shards":
-        shards.kill(shard)
-        time.sleep(rng.random() * 3)
-        shards.restart(shard)
-    elif kind == "trainers":
-        run.kill_trainer()
-        run.resume()
-    else:
-        first, second = rng.sample([lambda: shards.kill(shard), run.kill_trainer], 2)
+class TrainerOnShards(ResumedTrainer):
+    """A trainer on three `replay serve`, of which one is killed, or the trainer, or both."""
+
+    service: Processes
+
+    def start_service(self) -> Processes:
+        return Processes(self.folder)
+
+    def kill(self, victim: str) -> None:
+        shard = self.rng.randrange(SHARDS)
+        if victim == "shards":
+            self.service.kill(shard)
+            time.sleep(self.rng.random() * 3)
+            self.service.restart(shard)
+        elif victim == "trainers":
+            self.kill_trainer()
+            self.resume()
+        else:
+            self.kill_both(shard)
+        self.books.killed(victim)
+
+    def kill_both(self, shard: int) -> None:
+        """One soon after the other; the shard is back before the trainer resumes, or while it does, or much later."""
+        first, second = self.rng.sample([lambda: self.service.kill(shard), self.kill_trainer], 2)
         first()
-        time.sleep(rng.random())
+        time.sleep(self.rng.random())
         second()
-        if (back := rng.choice(["before", "during", "late"])) == "late":
-            shards.end_leases(shard)
+        back = self.rng.choice(["before", "during", "late"])
+        if back == "late":
+            self.service.end_leases(shard)
         if back == "before":
-            shards.restart(shard)
-        run.resume()
+            self.service.restart(shard)
+        self.resume()
         if back != "before":
-            run.go_on()
-            shards.restart(shard)
+            self.go_on()
+            self.service.restart(shard)
 
 
-def kill_shards_and_trainers(kinds: list[str], folder: Path, rng: random.Random) -> tuple[int, list[str]]:
-    """Returns how many groups were acknowledged, and what is wrong."""
-    shards = Processes(folder)
-    run = Run(shards, folder, rng)
-    try:
-        for kind in kinds:
-            run.go_on(rng.randrange(1, 4))
-            kill_and_return(run, shards, kind, rng)
-        run.go_on()
-        return run.groups, run.end()
-    finally:
-        run.close()
-        shards.close()
+class TrainerOnRay(ResumedTrainer):
+    """A trainer on three shards of a Ray cluster, whose head is killed."""
 
+    service: OnRay
 
-def kill_heads(kills: int, folder: Path, rng: random.Random) -> tuple[int, list[str]]:
-    """As `kill_shards_and_trainers`. Ray ends the trainer with its head, or it is killed at the same time."""
-    shards = OnRay(folder)
-    run = Run(shards, folder, rng)
-    try:
-        for _ in range(kills):
-            run.go_on(rng.randrange(1, 4))
-            if rng.random() < 0.5:
-                run.kill_trainer()
-            shards.kill_head()
-            until(lambda: not run.trainer.is_alive(), "the trainer outlives the head", 120.0)
-            shards.restart()
-            run.resume()
-        run.go_on()
-        return run.groups, run.end()
-    finally:
-        run.close()
-        shards.close()
+    def start_service(self) -> OnRay:
+        return OnRay(self.folder)
 
-
-def kill_all(folder: Path, seed: int, **kills: int) -> Books:
-    """Kills so many of each kind, a few in each run, and each run in a folder of its own."""
-    books, rng, runs = Books(), random.Random(seed), list[Callable[[Path, random.Random], tuple[int, list[str]]]]()
-    kinds = [kind for kind in KINDS[:3] for _ in range(kills[kind])]
-    rng.shuffle(kinds)
-    for begin in range(0, len(kinds), KILLS_OF_A_RUN):
-        runs.append(partial(kill_shards_and_trainers, kinds[begin : begin + KILLS_OF_A_RUN]))
-    for done in range(0, kills["heads"], KILLS_OF_A_RUN):
-        runs.append(partial(kill_heads, min(KILLS_OF_A_RUN, kills["heads"] - done)))
-    for number, run in enumerate(runs):
-        (place := folder / f"run-{number}").mkdir()
-        groups, wrong = run(place, rng)
-        books.totals["groups acknowledged"] += groups
-        books.violations += wrong
-    books.totals.update({f"kills of {kind}": count for kind, count in kills.items()})
-    return books
-
-
-if __name__ == "__main__":
-    program(kill_all, **dict.fromkeys(KINDS, 0))
+    def kill(self, victim: str) -> None:
+        """Ray ends the trainer with its head, or the trainer is killed at the same time."""
+        if self.rng.random() < 0.5:
+            self.kill_trainer()
+        self.service.kill_head()
+        until(lambda: not self.trainer.is_alive(), "the trainer outlives the head", 120.0)
+        self.service.restart()
+        self.resume()
+        self.books.killed(victim)
