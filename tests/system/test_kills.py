@@ -35,7 +35,7 @@ def case(
     return pytest.param(scenario, count, seed, exactly or {}, at_least or {}, options, id=sentence, marks=marks)
 
 
-COLUMNS = ("scenario", "count", "seed", "exactly", "at_least", "options")
+PARAMETERS = ("scenario", "count", "seed", "exactly", "at_least", "options")
 """The parameters of a case."""
 
 
@@ -79,7 +79,7 @@ CASES_OF_BOTH_TRANSPORTS = [
 ]
 
 
-@pytest.mark.parametrize(COLUMNS, CASES_OF_BOTH_TRANSPORTS)
+@pytest.mark.parametrize(PARAMETERS, CASES_OF_BOTH_TRANSPORTS)
 def test_kills_break_no_promise_whichever_way_payloads_go(
     tmp_path, transport, scenario, count, seed, exactly, at_least, options
 ):
@@ -221,7 +221,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(COLUMNS, CASES)
+@pytest.mark.parametrize(PARAMETERS, CASES)
 def test_kills_break_no_promise(tmp_path, scenario, count, seed, exactly, at_least, options):
     played(tmp_path, scenario, count, seed, exactly, at_least, options)
 

@@ -5,7 +5,7 @@ They take most of half an hour, so they are in a file of their own: the long tes
 
 import pytest
 
-from tests.system.test_kills import COLUMNS, SCENARIOS_OF_A_RUN, case, played
+from tests.system.test_kills import PARAMETERS, SCENARIOS_OF_A_RUN, case, played
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -47,7 +47,7 @@ CASES = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(COLUMNS, CASES)
+@pytest.mark.parametrize(PARAMETERS, CASES)
 def test_a_run_loses_no_group_and_repeats_no_step(tmp_path, scenario, count, seed, exactly, at_least, options):
     played(tmp_path, scenario, count, seed, exactly, at_least, options)
 

@@ -126,9 +126,12 @@ class Epochs(Workload):
         self.window = window
         self.log = folder / "generators.log"
         self.gate = folder / "gate"
+        last_moment = self.total
         if held:
             self.gate.touch()
-        self.moments = sorted((rng.randrange(self.total) for _ in range(kills)), reverse=True)
+            # A generator that nobody kills begins no more than HELD_AFTER groups.
+            last_moment = min(self.total, HELD_AFTER // 2)
+        self.moments = sorted((rng.randrange(last_moment) for _ in range(kills)), reverse=True)
         """The numbers of groups after which somebody is killed, the next one last."""
 
     @property
