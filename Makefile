@@ -130,7 +130,7 @@ k8s-test: setup-dev $(BIN)/helm
 
 # Kills a server with SIGKILL under load N times and checks what it promised after each.
 crash-test: setup-dev
-	$(BIN)/python -m tests.system.crash --kills $(N)
+	$(BIN)/python -m tests.system.kills servers --kills $(N)
 
 # Each target for FUZZ_SECONDS; what breaks one is left in runs/fuzz.
 fuzz: setup-dev

@@ -40,7 +40,7 @@ def test_a_file_that_was_not_measured_counts_as_a_minute():
 
 def test_files_of_long_tests_are_found_wherever_they_lie():
     files = long_share.long_files()
-    assert "tests/system/test_crash.py" in files
+    assert "tests/system/test_kills.py" in files
     assert "tests/server/storage/test_power_cut.py" in files
     assert "tests/test_words.py" not in files
 

@@ -129,8 +129,8 @@ class Ledger(Books):
         client.set_policy_version(version, weights=f"step-{version}")
         self.version = version
 
-    def killed(self) -> None:
-        super().killed()
+    def killed(self, victim: str) -> None:
+        super().killed(victim)
         # Taken, and the answer that says so was under way: no more than one batch of each reader.
         self.tables["work"].may_be_lost, self.tables["queue"].may_be_lost = PLAIN_BATCH, AHEAD_BATCH
         # Granted, and the answer was under way: the lease ends with its time, and the client has another.

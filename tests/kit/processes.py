@@ -13,14 +13,12 @@ import itertools
 import json
 import multiprocessing
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,16 +28,13 @@ from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from select import select
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, Any, Self
 
 from prometheus_client import parser as prometheus
 from prometheus_client.openmetrics import parser as openmetrics
 
 from replay_client import ReplayClient
 from replay_client.testing import PATIENCE, until
-
-if TYPE_CHECKING:
-    from tests.kit.faults import Books
 
 COMMAND = (sys.executable, "-m", "replay_cli")
 
@@ -424,12 +419,6 @@ class Servers:
 
     def restart(self, number: int = 0) -> None:
         self.running[number] = self._start(self._configs[number], self.addresses[number])
-
-    def kill_for_a_while(self, books: Books, rng: random.Random) -> None:
-        self.kill()
-        books.killed()
-        time.sleep(rng.random())
-        self.restart()
 
     def end_leases(self, number: int) -> None:
         """Ends the leases of a killed server while its clients cannot see it."""

@@ -16,6 +16,7 @@ import psutil
 
 from replay_client import ReplayClient
 from replay_client.testing import until
+from tests.kit.processes import start_server
 
 RUN_FILE = """\
 model = "{model}"
@@ -90,13 +91,20 @@ class RunProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kills whatever is left of this start."""
         self.descendants()
-        if self.process.poll() is None:
+        if not self.has_ended():
             self.process.kill()
             self.process.wait()
         for process in self._seen:
             if process.is_running():
                 process.kill()
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
 
     def words(self) -> str:
         """What this start has written."""
@@ -142,11 +150,7 @@ class RunProcess:
 
     def steps(self) -> list[int]:
         """The steps in the trainer's metrics.jsonl, in their order."""
-        path = self.out / "train" / "metrics.jsonl"
-        if not path.exists():
-            return []
-        lines = path.read_text().splitlines(keepends=True)
-        return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+        return written_steps(self.out)
 
     def until_step(self, step: int) -> None:
         """Return when the trainer has made this step, or the run has ended."""
@@ -191,6 +195,15 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
+def written_steps(out: Path) -> list[int]:
+    """The steps in the metrics.jsonl of a run's trainer, which may be writing the next line."""
+    path = out / "train" / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+
+
 def trained_keys(out: Path) -> list[int]:
     """The keys of all fresh groups that the steps of a run trained on, in the order of its steps."""
     keys = []
@@ -209,3 +222,13 @@ def used_keys(out: Path) -> set[int]:
         for name in ("trained", "left_out", "unusable"):
             keys |= {group["key"] for group in record[name]}
     return keys
+
+
+def stored_keys(out: Path, keys: set[int]) -> set[int]:
+    """Those of `keys` whose items the run's server has stored."""
+    server = start_server(out / "config" / "serve.toml", address="127.0.0.1:0")
+    try:
+        with ReplayClient(server.address, timeout=PATIENCE) as client:
+            return {item.key for item in client.get(keys, payloads=False)}
+    finally:
+        server.kill()

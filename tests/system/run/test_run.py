@@ -15,13 +15,13 @@ import threading
 import pytest
 
 from replay_client.testing import make_group, until
-from tests.system.run.kills import stored_keys
 from tests.system.run.process import (
     GENERATOR,
     PATIENCE,
     SERVER,
     TRAINER,
     RunProcess,
+    stored_keys,
     trained_keys,
     used_keys,
     write_run,

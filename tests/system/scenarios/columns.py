@@ -1,11 +1,9 @@
-"""Pull the plug while items are extended: kills a real server again and again, and checks each column after it.
-
-    python -m tests.system.extending --kills 200 [--seed N]
+"""A server that is killed while items are extended: each column is checked after each restart.
 
 Generators insert groups into a queue that requires a column, into a queue for teachers, and into a table that keeps
 them. Teachers draw with leases, extend and acknowledge; others extend any item with any column, also with one that is
 there, and items that are deleted meanwhile. A trainer takes groups from the queue. After each SIGKILL no column may be
-lost, none twice, and none on another item. Exit status 1 if one was.
+lost, none twice, and none on another item.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import itertools
 import random
 import time
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +19,8 @@ import numpy as np
 from replay_client import ExtendResult, ReplayClient, RolloutGroup, StoredItem
 from replay_client.columns import encode_columns
 from replay_client.testing import make_group
-from tests.kit.faults import Books, Crew, program, pull_the_plug
-from tests.kit.processes import Servers
+from tests.kit.faults import Books, Crew
+from tests.system.scenarios.servers import KilledServers
 
 CONFIG = """
 server = { data_dir = "{folder}", fsync = "FSYNC" }
@@ -134,9 +131,13 @@ class ColumnLedger(Books):
 
 
 class Extenders(Crew):
+    """Generators, teachers, a trainer and a deleter."""
+
     def __init__(self, ledger: ColumnLedger, numbers: itertools.count[int], address: str, rng: random.Random) -> None:
         """`numbers` gives keys to items, and names attempts."""
-        self.ledger, self.numbers, self.rng = ledger, numbers, rng
+        self.ledger = ledger
+        self.numbers = numbers
+        self.rng = rng
         works = [self.generate] * 2 + [self.teach] * 2 + [self.extend_any] * 3 + [self.train, self.delete]
         super().__init__(address, ledger, works)
 
@@ -187,12 +188,15 @@ class Extenders(Crew):
             self.ledger.deleted.add(key)
 
 
-def run(kills: int, seed: int, folder: Path, fsync: str) -> ColumnLedger:
-    ledger = ColumnLedger()
-    with Servers(folder, [CONFIG.replace("FSYNC", fsync)]) as servers:
-        pull_the_plug(servers, kills, seed, ledger, partial(Extenders, ledger, itertools.count(1)), "added")
-    return ledger
+class ServerOfTeachers(KilledServers):
+    """A server under clients that extend items, and a ledger of the columns."""
 
+    config = CONFIG
+    counted = "added"
 
-if __name__ == "__main__":
-    program(run, kills=200, fsync="always")
+    def __init__(self, folder: Path, rng: random.Random, kills: int, fsync: str = "always") -> None:
+        super().__init__(folder, rng, kills, ColumnLedger(), shards=1, fsync=fsync)
+        self.numbers = itertools.count(1)
+
+    def start_clients(self, rng: random.Random) -> Crew:
+        return Extenders(self.books, self.numbers, self.servers.address, rng)

@@ -1,11 +1,8 @@
-"""Pull the plug: kills a real server under a real workload again and again, and checks after each restart.
-
-    python -m tests.system.crash --kills 100 [--shards 3] [--seed N]
+"""Servers that are killed under load, and compared with what they have acknowledged after each restart.
 
 Writers (one by one, pipelined, with permits), samplers (plain, prefetching, leased), an updater, a deleter and a
 trainer that publishes versions work at once. After SIGKILL at a random moment either all clients go, or the server is
-back at once and they go on by themselves. With `--shards` the clients have several servers, one of which is killed each
-time. Exit status 1 if any promise was broken.
+back at once and they go on by themselves. With several servers, one of them is killed each time.
 """
 
 from __future__ import annotations
@@ -13,13 +10,17 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from abc import abstractmethod
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from replay_client import ReplayClient
-from tests.kit.faults import Crew, program, pull_the_plug
+from replay_client.testing import until
+from tests.kit.faults import Crew
 from tests.kit.ledger import AHEAD_BATCH, PERMITS, PLAIN_BATCH, Ledger, payload_of
 from tests.kit.processes import Servers
+from tests.system.scenarios.workload import Workload
 
 CONFIG = """
 server = { data_dir = "{folder}", fsync = "FSYNC" }
@@ -34,9 +35,105 @@ tables = [
 """
 
 
-class Workload(Crew):
+class KilledServers(Workload):
+    """One durable server, or several, each time under the load of other clients. Its books have a method `check`."""
+
+    config: str
+    counted: str
+    """The total that clients must have raised by ten before a kill."""
+
+    def __init__(self, folder: Path, rng: random.Random, kills: int, books: Any, shards: int, fsync: str) -> None:
+        super().__init__(folder, rng, kills, books)
+        self.shards = shards
+        self.fsync = fsync
+        self.crew: Crew | None = None
+
+    @abstractmethod
+    def start_clients(self, rng: random.Random) -> Crew: ...
+
+    def start(self) -> None:
+        config = self.config.replace("FSYNC", self.fsync)
+        self.servers = self.exits.enter_context(Servers(self.folder, [config] * self.shards))
+        self.exits.callback(self.stop_clients, at_once=True)
+
+    def work(self) -> None:
+        enough = self.books.totals[self.counted] + 10
+        self.crew = self.start_clients(random.Random(self.rng.random()))
+        time.sleep(0.1 + self.rng.random())
+        # On a loaded machine the clients may not have begun by then.
+        until(partial(self.crew.are_at_work, self.counted, enough), f"{self.counted}: none")
+
+    def kill(self, victim: str) -> None:
+        """Kills a server, starts it again, and compares. All clients go before that, or they go on by themselves."""
+        number = self.rng.randrange(self.shards)
+        self.servers.kill(number)
+        self.books.killed(victim)
+        if self.shards > 1:
+            time.sleep(self.rng.random())  # the others go on without it
+        clients_go = self.rng.random() < 0.5
+        if clients_go:
+            self.stop_clients(at_once=True)
+        began = time.monotonic()
+        self.servers.restart(number)
+        self.books.totals["milliseconds of restarts"] += int(1000 * (time.monotonic() - began))
+        if not clients_go:
+            time.sleep(0.3 + self.rng.random())
+            self.stop_clients()
+        self.compare()
+
+    def stop_clients(self, at_once: bool = False) -> None:
+        if self.crew is not None:
+            self.crew.stop(at_once)
+            self.crew = None
+
+    def compare(self) -> None:
+        with ReplayClient(self.servers.address) as client:
+            if self.shards > 1:
+                until(lambda: not client.server_info().gone, "a server does not come back")
+            settle(client)
+            self.books.check(client)
+
+    def finish(self) -> None:
+        """Does nothing: each kill has compared."""
+
+
+def settle(client: ReplayClient) -> None:
+    """Waits until the server has ended what clients had open that are gone: their batches are back in the tables."""
+
+    def is_settled() -> bool:
+        info = client.server_info()
+        waiting = sum(table.inserting.count + table.sampling.count for table in info.tables.values())
+        return not (info.insert_streams or info.sample_streams or waiting)
+
+    until(is_settled, "the server holds something for clients that are gone")
+
+
+class ServersUnderLoad(KilledServers):
+    """Servers under clients of every kind, and a ledger of all that they did."""
+
+    config = CONFIG
+    counted = "inserts"
+
+    def __init__(self, folder: Path, rng: random.Random, kills: int, shards: int = 1, fsync: str = "always") -> None:
+        super().__init__(folder, rng, kills, Ledger(shards), shards, fsync)
+        self.keys = itertools.count(1)
+
+    def start(self) -> None:
+        super().start()
+        with ReplayClient(self.servers.address) as client:
+            client.set_policy_version(0, weights="step-0")
+
+    def start_clients(self, rng: random.Random) -> Crew:
+        return Clients(self.books, self.keys, self.servers.address, rng)
+
+
+class Clients(Crew):
+    """Clients of every kind, who write into the ledger what they did."""
+
     def __init__(self, ledger: Ledger, keys: itertools.count[int], address: str, rng: random.Random) -> None:
-        self.ledger, self.keys, self.rng = ledger, keys, rng
+        self.ledger = ledger
+        self.keys = keys
+        self.rng = rng
         works = [
             self.write_kept,
             self.write_kept,
@@ -156,16 +253,3 @@ class Workload(Crew):
         with self.ledger.lock:
             there = list(itertools.islice(self.ledger.kept.keys() - self.ledger.maybe_deleted, 50))
         return self.rng.choice(there) if there else None
-
-
-def run(kills: int, seed: int, folder: Path, fsync: str, shards: int = 1) -> Ledger:
-    ledger = Ledger(shards)
-    with Servers(folder, [CONFIG.replace("FSYNC", fsync)] * shards) as servers:
-        with ReplayClient(servers.address) as client:
-            client.set_policy_version(0, weights="step-0")
-        pull_the_plug(servers, kills, seed, ledger, partial(Workload, ledger, itertools.count(1)), "inserts")
-    return ledger
-
-
-if __name__ == "__main__":
-    program(run, kills=100, shards=1, fsync="always")

@@ -1,21 +1,18 @@
-"""Stops one of three shards (SIGSTOP) under load, and tells the longest call of each kind.
-
-    python -m tests.system.shards.stopped --seconds 60
+"""One of three shards, which is stopped under load (SIGSTOP): calls of every kind go on, and no item is lost.
 
 A thread for each kind of call, and four for inserts, work before the shard stops, while it stands still, and after it
-goes on. At the end every acknowledged item of the queue was delivered or is there, and none twice. An insert whose
-answer was open when the shard stopped stays with it, so it has a line of its own.
+goes on. At the end every acknowledged item of the queue was delivered or is there, and none twice. The report has the
+longest call of each kind. An insert whose answer was open when the shard stopped stays with it, so it has a line of its
+own.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import os
+import random
 import signal
-import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -28,6 +25,7 @@ from replay_client.errors import ReplayError
 from replay_client.testing import until
 from tests.kit.faults import Books, Crew
 from tests.kit.processes import Servers
+from tests.system.scenarios.workload import Workload
 
 CONFIG = """
 admission = { fresh_groups_per_step = 10000, max_staleness = 10000, table = "queue" }
@@ -50,8 +48,9 @@ AWAY_SECONDS = 3.0
 class Load(Crew):
     """A thread for each kind of call, until `stop`."""
 
-    def __init__(self, address: str) -> None:
-        self.phase, self.stopped_at = PHASES[0], math.inf
+    def __init__(self, address: str, books: Books) -> None:
+        self.phase = PHASES[0]
+        self.stopped_at = math.inf
         self.longest: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
         """Seconds, by kind of call and by the phase in which the call ended."""
         self.calls: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(PHASES, 0))
@@ -62,11 +61,12 @@ class Load(Crew):
         self._versions = itertools.count(1)
         works = [self.insert] * 4 + [self.write, self.sample, self.sample_ahead, self.lease, self.read_queue]
         works += [self.update, self.get, self.info, self.policy, self.publish, self.permits]
-        super().__init__(address, Books(), works, TIMEOUT)
+        super().__init__(address, books, works, TIMEOUT)
 
     def _call(self, kind: str, function: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
         """The result of one call, which is timed; None: the server refused it."""
-        begin, result = time.monotonic(), None
+        begin = time.monotonic()
+        result = None
         try:
             result = function(*arguments, **options)
         except ReplayError as error:
@@ -80,7 +80,8 @@ class Load(Crew):
         return result
 
     def insert(self, client: ReplayClient) -> None:
-        if key := self._call("insert", client.insert, b"x" * 4000, {"queue": 1.0}):
+        key = self._call("insert", client.insert, b"x" * 4000, {"queue": 1.0})
+        if key:
             self.acknowledged.add(key)
 
     def write(self, client: ReplayClient) -> None:
@@ -100,7 +101,8 @@ class Load(Crew):
                 self._call("sampler", next, sampler)
 
     def lease(self, client: ReplayClient) -> None:
-        if batch := self._call("sample with a lease", client.sample, "pool", 4, lease=60.0):
+        batch = self._call("sample with a lease", client.sample, "pool", 4, lease=60.0)
+        if batch:
             self._call("acknowledge", client.acknowledge, batch)
 
     def read_queue(self, client: ReplayClient) -> None:
@@ -108,7 +110,8 @@ class Load(Crew):
         self.delivered += [sample.info.key for sample in batch or ()]
 
     def update(self, client: ReplayClient) -> None:
-        if found := self._call("list_items", client.list_items, "pool", limit=20):
+        found = self._call("list_items", client.list_items, "pool", limit=20)
+        if found:
             priorities = {item.key: 2.0 for item in found.items}
             self._call("update_priorities", client.update_priorities, "pool", priorities)
 
@@ -125,62 +128,89 @@ class Load(Crew):
         self._call("set_policy_version", client.set_policy_version, next(self._versions))
 
     def permits(self, client: ReplayClient) -> None:
-        if lease := self._call("acquire_permits", client.acquire_permits, 4):
+        lease = self._call("acquire_permits", client.acquire_permits, 4)
+        if lease:
             self._call("release_permits", client.release_permits, lease)
 
 
-def run(seconds: float, folder: Path, around: float = 5.0) -> Load:
-    """Stops a shard for `seconds`, and works for `around` seconds before and after."""
-    servers = Servers(folder, [CONFIG] * 3)
-    hung = servers.running[0].process.pid
-    try:
-        load = Load(servers.address)
-        until(lambda: len(load.calls) >= KINDS and all(calls["before"] for calls in load.calls.values()))
-        time.sleep(around)
-        os.kill(hung, signal.SIGSTOP)
-        load.phase, load.stopped_at = "stopped", time.monotonic()
-        time.sleep(seconds)
+class HungShard(Workload):
+    """Three shards under load. The first one stands still for some seconds."""
+
+    def __init__(
+        self, folder: Path, rng: random.Random, kills: int, seconds: float = 60.0, around: float = 5.0
+    ) -> None:
+        """`around`: seconds of work before and after."""
+        super().__init__(folder, rng, kills, Books())
+        self.seconds = seconds
+        self.around = around
+
+    def start(self) -> None:
+        self.servers = self.exits.enter_context(Servers(self.folder, [CONFIG] * 3))
+        self.hung = self.servers.running[0].process.pid
+        self.load = Load(self.servers.address, self.books)
+        self.exits.callback(self.load.stop)
+        self.exits.callback(os.kill, self.hung, signal.SIGCONT)
+
+    def work(self) -> None:
+        """Returns some time after there was a call of every kind."""
+        calls = self.load.calls
+        until(lambda: len(calls) >= KINDS and all(counts["before"] for counts in calls.values()))
+        time.sleep(self.around)
+
+    def kill(self, victim: str) -> None:
+        """Stops the shard, and lets it go on."""
+        os.kill(self.hung, signal.SIGSTOP)
+        self.books.totals["stops"] += 1
+        self.load.phase = "stopped"
+        self.load.stopped_at = time.monotonic()
+        time.sleep(self.seconds)
         with suppress(AssertionError):  # on a loaded machine a call may need longer than that
-            until(lambda: all(calls["stopped"] for kind, calls in load.calls.items() if kind not in (OPEN, "insert")))
-        load.phase = "after"
-        os.kill(hung, signal.SIGCONT)
-        time.sleep(around)
-        load.stop()
-        with ReplayClient(servers.address, timeout=60.0) as client:
+            until(lambda: not self.kinds_that_stand_still())
+        self.load.phase = "after"
+        os.kill(self.hung, signal.SIGCONT)
+        time.sleep(self.around)
+
+    def kinds_that_stand_still(self) -> list[str]:
+        """The kinds of which no call has ended since the shard stopped.
+
+        With bad luck the stopped shard has an insert of each thread.
+        """
+        kinds = list(self.load.calls.items())
+        return [kind for kind, counts in kinds if kind not in (OPEN, "insert") and not counts["stopped"]]
+
+    def finish(self) -> None:
+        self.load.stop()
+        delivered = self.load.delivered + self.drain()
+        if len(delivered) > len(set(delivered)):
+            self.books.violated(f"{len(delivered) - len(set(delivered))} items came twice")
+        lost = self.load.acknowledged - set(delivered)
+        if lost:
+            self.books.violated(f"{len(lost)} acknowledged items never came")
+        for kind in self.kinds_that_stand_still():
+            self.books.violated(f"{kind}: no call ended while the shard stood still")
+        self.books.totals["kinds of calls"] = len(self.load.calls.keys() - {OPEN, "insert"})
+        self.books.totals["items acknowledged"] = len(self.load.acknowledged)
+        self.books.totals["items delivered under load"] = len(self.load.delivered)
+        self.books.report = self.table()
+
+    def drain(self) -> list[int]:
+        """The keys of the items that are left in the queue."""
+        rest: list[int] = []
+        with ReplayClient(self.servers.address, timeout=60.0) as client:
             until(lambda: client.server_info().gone == ())
-            rest: list[int] = []
             while client.server_info().tables["queue"].size:
                 rest += [sample.info.key for sample in client.sample("queue", 1000, min_samples=1, timeout=1.0)]
-        every = load.delivered + rest
-        if len(every) > len(set(every)):
-            load.books.violated(f"{len(every) - len(set(every))} items came twice")
-        if lost := load.acknowledged - set(every):
-            load.books.violated(f"{len(lost)} acknowledged items never came")
-        return load
-    finally:
-        os.kill(hung, signal.SIGCONT)
-        servers.close()
+        return rest
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=60.0)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        load = run(arguments.seconds, Path(folder))
-    print(
-        "| the longest call, s | before | while it stood still | after | calls meanwhile | errors |\n"
-        "|---|---|---|---|---|---|"
-    )
-    for kind, longest in sorted(load.longest.items()):
-        errors = ", ".join(sorted(load.refused[kind])) or ""
-        print(
-            "|", kind, *(f"| {longest[phase]:.2f}" for phase in PHASES), f"| {load.calls[kind]['stopped']} | {errors} |"
-        )
-    print(f"{len(load.acknowledged)} items acknowledged, {len(load.delivered)} delivered under load")
-    print(*load.books.violations, sep="\n")
-    sys.exit(bool(load.books.violations))
-
-
-if __name__ == "__main__":
-    main()
+    def table(self) -> list[str]:
+        """The longest call of each kind, in the rows of a Markdown table."""
+        rows = [
+            "| the longest call, s | before | while it stood still | after | calls meanwhile | errors |",
+            "|---|---|---|---|---|---|",
+        ]
+        for kind, longest in sorted(self.load.longest.items()):
+            seconds = " | ".join(f"{longest[phase]:.2f}" for phase in PHASES)
+            meanwhile = self.load.calls[kind]["stopped"]
+            errors = ", ".join(sorted(self.load.refused[kind]))
+            rows.append(f"| {kind} | {seconds} | {meanwhile} | {errors} |")
+        return rows

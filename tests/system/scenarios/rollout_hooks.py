@@ -1,4 +1,4 @@
-"""A hook for `replay generate --rollout` whose groups tell whether they are whole: see `kills.faults`."""
+"""A hook for `replay generate --rollout` whose groups tell whether they are whole: see `rollouts.faults`."""
 
 from __future__ import annotations
 

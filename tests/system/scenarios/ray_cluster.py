@@ -1,8 +1,8 @@
 """A Ray cluster with shards, in a process of its own: Ray ends the processes that have joined a cluster with its head.
 
-`python -m tests.system.shards.cluster CONFIG FOLDER PORT SHARDS` starts a head without shards and a node with all of
-them. It prints what runs where. The shards keep their items in FOLDER and their ports from PORT on. It ends with its
-standard input.
+`python -m tests.system.scenarios.ray_cluster CONFIG FOLDER PORT SHARDS` starts a head without shards and a node with
+all of them. It prints what runs where. The shards keep their items in FOLDER and their ports from PORT on. It ends with
+its standard input.
 """
 
 from __future__ import annotations

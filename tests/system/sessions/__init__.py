@@ -1,1 +1,0 @@
-"""Kills amid sessions: of agents, generators and the server."""
