@@ -153,14 +153,17 @@ def _fallen_entropy(known: Mapping[str, Sequence[float]], versions: Sequence[Map
     # Before there are metrics, the mean negative log-probability of sampled tokens estimates the entropy.
     surprise = [-version["logprob"] for version in versions if version["logprob"] is not None]
     entropies = {"train/entropy": known.get("train/entropy", []), "mean negative log-prob": surprise}
-    rewards = [series for name, series in known.items() if name.endswith("/reward_mean") or "pass@" in name]
-    if not rewards:
-        rewards = [[version["reward"] for version in versions]]
     for name, series in entropies.items():
         early, late = _ends(series, 4)
         if len(series) >= 12 and 0 <= late < 0.25 * early:
-            return [_falling(f"{name} fell from {early:.2g} to {late:.2g}", rewards)]
+            return [_falling(f"{name} fell from {early:.2g} to {late:.2g}", _rewards(known, versions))]
     return []
+
+
+def _rewards(known: Mapping[str, Sequence[float]], versions: Sequence[Mapping[str, Any]]) -> list[Sequence[float]]:
+    """All rewards and pass@k of the metrics; without any, the mean reward of the groups of each policy version."""
+    rewards = [series for name, series in known.items() if name.endswith("/reward_mean") or "pass@" in name]
+    return rewards or [[version["reward"] for version in versions]]
 
 
 def _unhealthy_metrics(metrics: Mapping[str, Sequence[float | None]]) -> Iterator[str]:
