@@ -103,7 +103,9 @@ class Dashboard:
 
     def more(self) -> dict[str, Any]:
         """The part of each look that this process adds to the server's own numbers: lists, signals, curves."""
-        versions, newest, lists = self.prompts.by_version(), self.runs.newest(), {}
+        versions = self.prompts.by_version()
+        newest = self.runs.newest()
+        lists = {}
         for name, snapshot in self.catalog.snapshots.items():
             view = View(snapshot, self.catalog.facts)
             make = partial(view.histograms, names=("staleness", "priority", "reward_mean"))
@@ -161,15 +163,23 @@ class Dashboard:
         params = request.query_params
         text = params.get("text", "").lower()
         prompt = params.get("prompt", "").lower()
-        bounds, flags, tags = (tuple(params.getlist(name)) for name in ("bound", "flag", "tag"))
-        query = Query(params.get("sort", "age"), params.get("descending") == "1", bounds, flags, tags, prompt, text)
+        query = Query(
+            sort=params.get("sort", "age"),
+            descending=params.get("descending") == "1",
+            bounds=tuple(params.getlist("bound")),
+            flags=tuple(params.getlist("flag")),
+            tags=tuple(params.getlist("tag")),
+            prompt=prompt,
+            text=text,
+        )
         offset = max(0, int(params.get("offset", 0)))
         limit = min(MOST_ROWS, int(params.get("limit", 100)))
         snapshot = self.catalog.snapshot(params.get("table", ""), int(params.get("snapshot") or 0))
         if snapshot is None:
             none: dict[str, Any] = {"histograms": {}, "flags": {}, "tags": []}
             return {"rows": [], "matching": 0, "total": 0, "read": 0, "snapshot": 0, **none}
-        view, key = View(snapshot, self.catalog.facts), (snapshot.id, self.catalog.facts.version, query)
+        view = View(snapshot, self.catalog.facts)
+        key = (snapshot.id, self.catalog.facts.version, query)
         if key not in self._cache:
             found = await asyncio.to_thread(view.select, query)
             histograms = await asyncio.to_thread(view.histograms, found)
@@ -185,13 +195,20 @@ class Dashboard:
         """One group; None if neither the server nor this process has it."""
         whole = request.query_params.get("whole") == "1"
         item = await self.item(int(request.path_params["key"]), again=not whole)
-        return item and await asyncio.to_thread(item_document, item, self.text, whole)
+        if item is None:
+            return None
+        return await asyncio.to_thread(item_document, item, self.text, whole)
 
     async def tokens(self, request: Request) -> Any:
         """Further tokens of one completion, or of the prompt."""
-        row, start, stop = (int(request.query_params.get(name, 0)) for name in ("completion", "start", "stop"))
+        params = request.query_params
+        row = int(params.get("completion", 0))
+        start = int(params.get("start", 0))
+        stop = int(params.get("stop", 0))
         item = await self.item(int(request.path_params["key"]))
-        return item and await asyncio.to_thread(window, item.group, row, start, stop, self.text)
+        if item is None:
+            return None
+        return await asyncio.to_thread(window, item.group, row, start, stop, self.text)
 
     async def training(self, request: Request) -> Any:
         """The curves of the chosen runs."""
@@ -204,7 +221,9 @@ class Dashboard:
         descending = params.get("descending") == "1"
         search = params.get("search", "")
         sort = params.get("sort", "")
-        facts, tables, held = self.catalog.facts, list[dict[str, Any]](), dict[str, dict[str, float]]()
+        facts = self.catalog.facts
+        tables: list[dict[str, Any]] = []
+        held: dict[str, dict[str, float]] = {}
         for name, snapshot in self.catalog.snapshots.items():
             found = self._cached(("prompts", snapshot.id, facts.version), partial(snapshot.prompts, facts))
             if found is not None:
@@ -307,6 +326,9 @@ class PageServer(uvicorn.Server):
 
     def _end_on_fault(self, work: asyncio.Task[None]) -> None:
         """Ends the process after a fault in `run`: a page that stays up would show old numbers as if they were new."""
-        if not work.cancelled() and (fault := work.exception()) is not None:
+        if work.cancelled():
+            return
+        fault = work.exception()
+        if fault is not None:
             logger.critical("the page ends after a fault of its own", exc_info=fault)
             self.should_exit = True

@@ -48,7 +48,8 @@ class Budget:
         while True:
             async with self._lock:
                 if self.credit > floor:
-                    begin, worked = self._clock(), True
+                    begin = self._clock()
+                    worked = True
                     try:
                         yield
                     except ServerUnavailableError:
@@ -59,4 +60,5 @@ class Budget:
                             self._took.append(self._clock() - begin)
                             self._credit -= min(DEAREST, *self._took)
                     return
-            await asyncio.sleep(min(1.0, max(0.01, (floor - self.credit) / self._share)))
+            seconds_to_credit = (floor - self.credit) / self._share
+            await asyncio.sleep(min(1.0, max(0.01, seconds_to_credit)))

@@ -35,8 +35,9 @@ SECONDS_PER_SWEEP = 2.0
 """Least time from one list of all tables to the next."""
 HELD_ROWS = 2_000_000
 """Most rows of all old snapshots together. They stay for viewers who hold or scroll a list."""
-MOST_TAG_NAMES, MOST_TAG_VALUES = 16, 12
-"""Names of tags, and values of each, that a list counts: those that most items have."""
+MOST_TAG_NAMES = 16
+MOST_TAG_VALUES = 12
+"""Names of tags, and values of each name, that a list counts: those that most items have."""
 LISTED = ("priority", "age", "policy_version", "staleness", "times_sampled", "nbytes")
 """Numbers of an item that a list has, without its payload."""
 _CURSOR = re.compile(r"epoch (\d+), (\d+) of (\d+)\Z")
@@ -55,8 +56,11 @@ class Snapshot:
 
     @classmethod
     def of(cls, items: Sequence[ItemInfo]) -> Snapshot:
-        columns = {name: np.array([getattr(item, name) for item in items], dtype=np.float64) for name in LISTED}
-        return cls(np.array([item.key for item in items], dtype=np.uint64), columns, [item.labels for item in items])
+        columns = {}
+        for name in LISTED:
+            columns[name] = np.array([getattr(item, name) for item in items], dtype=np.float64)
+        keys = np.array([item.key for item in items], dtype=np.uint64)
+        return cls(keys, columns, [item.labels for item in items])
 
     def tags(self, row: int) -> list[str]:
         """The tags of an item, each as NAME=VALUE."""
@@ -65,9 +69,12 @@ class Snapshot:
     @cached_property
     def _tagged(self) -> tuple[list[frozenset[str]], npt.NDArray[np.int64]]:
         """The different sets of tags, and the number of each item's set (N,). Most items share theirs with others."""
-        kinds: dict[tuple[Any, ...], int] = {}
-        numbers = np.fromiter((kinds.setdefault(each.pairs, len(kinds)) for each in self.labels), dtype=np.int64)
-        return [frozenset(f"{name}={value}" for name, value in pairs) for pairs in kinds], numbers
+        numbers_of: dict[tuple[Any, ...], int] = {}
+        numbers = np.zeros(len(self.labels), dtype=np.int64)
+        for row, labels in enumerate(self.labels):
+            numbers[row] = numbers_of.setdefault(labels.pairs, len(numbers_of))
+        kinds = [frozenset(f"{name}={value}" for name, value in pairs) for pairs in numbers_of]
+        return kinds, numbers
 
     def have_tags(self, tags: Sequence[str]) -> npt.NDArray[np.bool_]:
         """Which items have all these tags (N,), each given as NAME=VALUE. "NAME=" is for items without the tag."""
@@ -87,44 +94,64 @@ class Snapshot:
         for tags, count in zip(kinds, np.bincount(numbers, minlength=len(kinds)).tolist(), strict=True):
             for tag in tags:
                 counts[tag.partition("=")[0]][tag] += count
-        names = sorted(counts, key=lambda name: (-counts[name].total(), name))[:MOST_TAG_NAMES]
-        return [
-            {
-                "name": name,
-                "values": sorted(counts[name].items(), key=lambda each: (-each[1], each[0]))[:MOST_TAG_VALUES],
-                "others": max(0, len(counts[name]) - MOST_TAG_VALUES),
-            }
-            for name in names
-        ]
+        names = sorted(counts, key=lambda name: (-counts[name].total(), name))
+        rows = []
+        for name in names[:MOST_TAG_NAMES]:
+            values = sorted(counts[name].items(), key=lambda each: (-each[1], each[0]))
+            others = max(0, len(values) - MOST_TAG_VALUES)
+            rows.append({"name": name, "values": values[:MOST_TAG_VALUES], "others": others})
+        return rows
 
     def prompts(self, facts: FactsStore) -> tuple[str, dict[str, dict[str, float]]] | None:
-        """How far prompts are loaded into the table, as its newest cursor says it, and what it says of each prompt by
-        its
-        name: the times that it was drawn before, and its priority. None: it holds no prompts, as far as it was read.
+        """How far prompts are loaded into the table, and what the table says of each prompt.
+
+        The first is what its newest cursor says; it is empty while a generator has drawn the cursor. The second has, by
+        the name of each prompt, the times that it was drawn before, and its priority. None: no prompt is known to be in
+        the table.
 
         Generators draw their prompts from such a table. Its cursor has a tag, which every list has. Which items are
         prompts, and what they are called, is known when their payloads were read.
         """
-        tags = [str(labels.tags.get(CURSOR_TAG, "")) for labels in self.labels]
-        cursors = [found for found in map(_CURSOR.match, tags) if found]
+        loaded = self._loaded()
         prompts: dict[str, dict[str, float]] = {}
-        times, priorities = self.columns["times_sampled"].tolist(), self.columns["priority"].tolist()
-        for slot, drawn, priority in zip(self.slots(facts).tolist(), times, priorities, strict=True):
+        drawn = self.columns["times_sampled"].tolist()
+        priorities = self.columns["priority"].tolist()
+        for row, slot in enumerate(self.slots(facts).tolist()):
             if slot >= 0 and A_PROMPT in facts.rows[slot].flags:
-                prompts[facts.rows[slot].prompt_id] = {"drawn": drawn, "priority": priority}
-        # A curriculum has a cursor of its beginning and one of its end. None: a generator has drawn the cursor.
-        newest = max(cursors, key=lambda found: (int(found[1]), int(found[2])), default=None)
-        return (newest[0] if newest else "", prompts) if cursors or prompts else None
+                name = facts.rows[slot].prompt_id
+                prompts[name] = {"drawn": drawn[row], "priority": priorities[row]}
+        if not loaded and not prompts:
+            return None
+        return loaded, prompts
+
+    def _loaded(self) -> str:
+        """What the newest cursor of prompts says. A curriculum has a cursor of its beginning and one of its end."""
+        newest = (-1, -1)
+        loaded = ""
+        for labels in self.labels:
+            cursor = _CURSOR.match(str(labels.tags.get(CURSOR_TAG, "")))
+            if cursor is None:
+                continue
+            epoch_and_count = (int(cursor[1]), int(cursor[2]))
+            if epoch_and_count > newest:
+                newest = epoch_and_count
+                loaded = cursor[0]
+        return loaded
 
     def slots(self, facts: FactsStore) -> npt.NDArray[np.int64]:
         """The slot of each item's facts (N,); -1: not read yet."""
-        if self._slots[0] != facts.version:
-            self._slots = facts.version, facts.slots_of(self.keys.tolist())
-        return self._slots[1]
+        version, slots = self._slots
+        if version != facts.version:
+            slots = facts.slots_of(self.keys.tolist())
+            self._slots = (facts.version, slots)
+        return slots
 
 
 def _has_tag(tags: frozenset[str], wanted: str) -> bool:
-    return wanted in tags or (wanted.endswith("=") and not any(tag.startswith(wanted) for tag in tags))
+    _, _, value = wanted.partition("=")
+    if value:
+        return wanted in tags
+    return not any(tag.startswith(wanted) and tag != wanted for tag in tags)
 
 
 class Catalog:
@@ -173,24 +200,32 @@ class Catalog:
     async def _sweep(self, tables: Sequence[str]) -> None:
         snapshots = {}
         for name in tables:
-            items: dict[int, ItemInfo] = {}
-            page, more = "", True
-            while more:
-                async with self._budget.call(background=True):
-                    found = await self._client.list_items(
-                        name, limit=ROWS_PER_LIST, order_by="age", descending=True, page=page, timeout=10.0
-                    )
-                items |= {item.key: item for item in found.items}  # items that moved up between pages come twice
-                page, more = found.next_page, bool(found.next_page)
-            snapshots[name] = Snapshot.of(list(items.values()))
-            self.snapshots = {other: self.snapshots[other] for other in tables if other in self.snapshots} | snapshots
+            snapshots[name] = Snapshot.of(await self._list(name))
+            older = {other: self.snapshots[other] for other in tables if other in self.snapshots}
+            self.snapshots = older | snapshots
         # A group that moves between tables while they are listed may be in no list. So its facts go at the second miss.
         present = {key for snapshot in snapshots.values() for key in snapshot.keys.tolist()}
         self._present = [self._present[-1], present]
         self.facts.keep_only(set().union(*self._present))
         if self._text.source != self._source:  # a tokenizer was found: read all groups again, now with their text
-            self._source, self._counted = self._text.source, set(self.facts.slots)
+            self._source = self._text.source
+            self._counted = set(self.facts.slots)
             self.facts.keep_only(set())
+
+    async def _list(self, table: str) -> list[ItemInfo]:
+        """All items of a table, the oldest first."""
+        items: dict[int, ItemInfo] = {}
+        page = ""
+        while True:
+            async with self._budget.call(background=True):
+                found = await self._client.list_items(
+                    table, limit=ROWS_PER_LIST, order_by="age", descending=True, page=page, timeout=10.0
+                )
+            for item in found.items:  # items that moved up between pages come twice
+                items[item.key] = item
+            page = found.next_page
+            if not page:
+                return list(items.values())
 
     async def _read(self) -> bool:
         """Reads some groups that are not known yet. Returns False when there is none."""
@@ -217,11 +252,18 @@ class Catalog:
         """The keys to read next: first those on a viewer's screen, then the youngest of each table in turn."""
         sizes: dict[int, float] = {}
         for snapshot in self.snapshots.values():
-            unread = np.flatnonzero(snapshot.slots(self.facts) < 0)[::-1][:KEYS_PER_GET]
-            sizes |= dict(zip(snapshot.keys[unread].tolist(), snapshot.columns["nbytes"][unread].tolist(), strict=True))
-        wanted = dict.fromkeys(key for key in (*self._wanted, *sizes) if key not in self.facts.slots)
-        order = [key for key in wanted if key in self._present[-1]][:KEYS_PER_GET]
-        totals = itertools.accumulate(sizes.get(key, 0.0) for key in order)
-        return [
-            key for at, (key, total) in enumerate(zip(order, totals, strict=True)) if not at or total < BYTES_PER_GET
-        ]
+            unread = np.flatnonzero(snapshot.slots(self.facts) < 0)
+            youngest = unread[::-1][:KEYS_PER_GET]
+            keys = snapshot.keys[youngest].tolist()
+            nbytes = snapshot.columns["nbytes"][youngest].tolist()
+            sizes.update(zip(keys, nbytes, strict=True))
+        chosen: list[int] = []
+        total = 0.0
+        for key in dict.fromkeys([*self._wanted, *sizes]):
+            if key in self.facts.slots or key not in self._present[-1]:
+                continue
+            total += sizes.get(key, 0.0)
+            if chosen and (total >= BYTES_PER_GET or len(chosen) == KEYS_PER_GET):
+                break
+            chosen.append(key)
+        return chosen

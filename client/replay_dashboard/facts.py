@@ -14,13 +14,23 @@ from replay_dashboard.group import TokenText
 from replay_generator.prompts.stored import PromptCursor, decode_item, is_stored_prompt
 
 COLUMNS = (
-    *("reward_mean", "reward_std", "reward_max", "completions", "length_mean", "logprob_mean"),
-    *("truncated_share", "solved_share"),
+    "reward_mean",
+    "reward_std",
+    "reward_max",
+    "completions",
+    "length_mean",
+    "logprob_mean",
+    "truncated_share",
+    "solved_share",
 )
 """Numbers of a group; NaN where unknown."""
-A_PROMPT, A_MARK = "a prompt", "how far prompts are loaded"
+A_PROMPT = "a prompt"
+A_CURSOR = "how far prompts are loaded"
 """Flags of the items of a table of prompts."""
-NOTES = ("damaged", "raw bytes", "no variance", "all cut off", "identical answers", "no log-probs", "bad log-probs")
+DAMAGED = "damaged"
+RAW_BYTES = "raw bytes"
+NO_VARIANCE = "no variance"
+NOTES = (DAMAGED, RAW_BYTES, NO_VARIANCE, "all cut off", "identical answers", "no log-probs", "bad log-probs")
 """Flags of odd groups. Finish reasons are flags as well, such as "ended by stop"."""
 SEARCHED = 16_000
 """Characters of a group that text search looks at."""
@@ -49,8 +59,9 @@ def facts_of(payload: bytes | memoryview, text: TokenText, solved_reward: float)
     except ValueError:
         if is_stored_prompt(payload):
             return _facts_of_prompt(payload)
+        # The last byte of MAGIC is the version of the format.
         looks_like_one = bytes(memoryview(payload)[: len(MAGIC) - 1]) == MAGIC[:-1]
-        return Facts(flags=frozenset(("damaged" if looks_like_one else "raw bytes",)))
+        return Facts(flags=frozenset({DAMAGED if looks_like_one else RAW_BYTES}))
     with np.errstate(all="ignore"):  # rewards and log-probabilities may be infinite
         return _facts(group, text, solved_reward)
 
@@ -59,13 +70,16 @@ def _facts_of_prompt(payload: bytes | memoryview) -> Facts:
     try:
         item = decode_item(payload)
     except ValueError:
-        return Facts(flags=frozenset(("damaged",)))
+        return Facts(flags=frozenset({DAMAGED}))
     if isinstance(item, PromptCursor):
-        return Facts(flags=frozenset((A_MARK,)))
+        return Facts(flags=frozenset({A_CURSOR}))
     content = item.prompt.content
-    text = content if isinstance(content, str) else "\n".join(str(message["content"]) for message in content)
+    if isinstance(content, str):
+        text = content
+    else:
+        text = "\n".join(str(message["content"]) for message in content)
     return Facts(
-        flags=frozenset((A_PROMPT,)),
+        flags=frozenset({A_PROMPT}),
         prompt_id=item.prompt.prompt_id[:200],
         prompt=_shortened(text),
         text=text[:SEARCHED].lower(),
@@ -77,25 +91,20 @@ def _shortened(prompt: str) -> str:
 
 
 def _facts(group: RolloutGroup, text: TokenText, solved_reward: float) -> Facts:
-    rewards, logprobs = group.rewards.astype(np.float64), group.rollout_logprobs
+    rewards = group.rewards.astype(np.float64)
+    logprobs = group.rollout_logprobs
     known = logprobs[~np.isnan(logprobs)]
     reasons = [str(reason)[:40] for reason in group.finish_reasons or ()]
-    written: list[list[bytes]] = [[] for _ in rewards]
-    for rollout, span in zip(group.sequence_rollouts.tolist(), group.sampled_spans(), strict=True):
-        written[rollout].append(group.completion_ids[span].tobytes())
-    answers = {tuple(each) for each in written}
     notes = {
-        "no variance": bool(np.isfinite(rewards).all()) and not carries_gradient(group),
+        NO_VARIANCE: bool(np.isfinite(rewards).all()) and not carries_gradient(group),
         "all cut off": bool(reasons) and set(reasons) == {"length"},
-        "identical answers": len(rewards) > 1 and len(answers) == 1,
+        "identical answers": len(rewards) > 1 and _different_answers(group) == 1,
         "no log-probs": known.size == 0 and bool(group.sampled_lengths.any()),
         "bad log-probs": known.size > 0 and not -1e4 < float(known.min()) <= float(known.max()) < 1e-3,
     }
+    flags = [name for name, holds in notes.items() if holds]
+    flags += [f"ended by {reason}" for reason in reasons]
     prompt = text.text(group.prompt_ids[:4096].tolist())
-    words = [prompt]
-    for ids in group.completions() if text.source else ():
-        if (left := SEARCHED - sum(map(len, words))) > 0:
-            words.append(text.text(ids[:left].tolist()))
     return Facts(
         numbers={
             "reward_mean": float(rewards.mean()),
@@ -107,11 +116,34 @@ def _facts(group: RolloutGroup, text: TokenText, solved_reward: float) -> Facts:
             "truncated_share": reasons.count("length") / len(reasons) if reasons else np.nan,
             "solved_share": float((rewards >= solved_reward).mean()),
         },
-        flags=frozenset([*(name for name, holds in notes.items() if holds), *(f"ended by {each}" for each in reasons)]),
+        flags=frozenset(flags),
         prompt_id=str(group.prompt_id)[:200],
         prompt=_shortened(prompt),
-        text="\n".join(words)[:SEARCHED].lower(),
+        text=_searched_text(group, prompt, text),
     )
+
+
+def _different_answers(group: RolloutGroup) -> int:
+    """How many of the G rollouts differ in the tokens that were sampled."""
+    answers_G: list[list[bytes]] = [[] for _ in group.rewards]
+    for rollout, span in zip(group.sequence_rollouts.tolist(), group.sampled_spans(), strict=True):
+        answers_G[rollout].append(group.completion_ids[span].tobytes())
+    return len({tuple(answer) for answer in answers_G})
+
+
+def _searched_text(group: RolloutGroup, prompt: str, text: TokenText) -> str:
+    """The prompt and the completions in lower case, as far as SEARCHED characters reach."""
+    parts = [prompt]
+    length = len(prompt)
+    if text.source:
+        for ids in group.completions():
+            if length >= SEARCHED:
+                break
+            # More tokens than characters that are left are hardly ever needed.
+            part = text.text(ids[: SEARCHED - length].tolist())
+            parts.append(part)
+            length += len(part)
+    return "\n".join(parts)[:SEARCHED].lower()
 
 
 class FactsStore:
@@ -136,13 +168,16 @@ class FactsStore:
         if slot == len(self.rows):
             self.rows.append(facts)
         if slot == len(self.flags):
-            self.numbers, self.flags = np.tile(self.numbers, (2, 1)), np.tile(self.flags, 2)
+            self.numbers = np.tile(self.numbers, (2, 1))
+            self.flags = np.tile(self.flags, 2)
         if self._text + len(facts.text) > TEXT_LIMIT:
             facts.text = ""
         self._text += len(facts.text)
-        self.rows[slot], self.slots[key] = facts, slot
+        self.rows[slot] = facts
+        self.slots[key] = slot
         self.numbers[slot] = [facts.numbers.get(name, np.nan) for name in COLUMNS]
-        self.flags[slot] = sum({1 << self._bit(name) for name in facts.flags})
+        bits = {1 << self._bit(name) for name in facts.flags}
+        self.flags[slot] = sum(bits)
         self.version += 1
 
     def keep_only(self, keys: set[int]) -> None:
@@ -156,8 +191,7 @@ class FactsStore:
 
     def slots_of(self, keys: Iterable[int]) -> npt.NDArray[np.int64]:
         """The slot of each key; -1: its payload has not been read."""
-        find = self.slots.get
-        return np.fromiter((find(key, -1) for key in keys), dtype=np.int64)
+        return np.fromiter((self.slots.get(key, -1) for key in keys), dtype=np.int64)
 
     def _bit(self, name: str) -> int:
         if name not in self.names and len(self.names) < 63:

@@ -51,19 +51,23 @@ class Guard:
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        refusal = self._refusal(Request(scope)) if scope["type"] == "http" else None
-        await (refusal or self._app)(scope, receive, send_guarded)
+        application = self._app
+        if scope["type"] == "http":
+            application = self._refusal(Request(scope)) or application
+        await application(scope, receive, send_guarded)
 
     def _refusal(self, request: Request) -> JSONResponse | None:
-        path, login = request.url.path, request.url.path == "/api/login"
-        if request.method != ("POST" if login else "GET"):
+        path = request.url.path
+        is_login = path == "/api/login"
+        is_api = path.startswith("/api/")
+        if request.method != ("POST" if is_login else "GET"):
             return _refuse(405, "the page only reads: use GET")
         if not self._is_own(request.headers.get("host", "")):
             return _refuse(403, "this page does not answer under that host name; allow it with --allow-host NAME")
         # A page of another site must not read what lies on this machine, or log its visitors in.
-        if path.startswith("/api/") and request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        if is_api and request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             return _refuse(403, "this request comes from another site: open the page itself")
-        if path.startswith("/api/") and not login and not accepts(self._token, request.cookies.get(COOKIE, "")):
+        if is_api and not is_login and not accepts(self._token, request.cookies.get(COOKIE, "")):
             return _refuse(401, "a token is needed: open the address that `replay dashboard` printed")
         return None
 
@@ -73,11 +77,14 @@ class Guard:
         This refuses DNS rebinding, in which a foreign name leads a browser to this machine. That attack needs a name,
         so any address is allowed.
         """
-        name = (host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]).lower()
+        if host.startswith("["):  # an address of IPv6
+            name = host[: host.rfind("]") + 1]
+        else:
+            name, _, _ = host.partition(":")
         try:
             ipaddress.ip_address(name.strip("[]"))
         except ValueError:
-            return name in self._names
+            return name.lower() in self._names
         return True
 
 

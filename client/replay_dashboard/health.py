@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -30,9 +30,9 @@ def verdict(info: ServerInfo | None, findings: Sequence[Finding], against: Seque
 
     `info`: None when the server does not answer. `against`: the warning signs that `signals` found.
 
-    Told is what holds first of this: requests wait in vain; a part of the run is gone; something else fails; nobody
-    wants anything; the policy or a check is to be looked at, the memory last. So nothing is "Healthy" or "Running"
-    unless a trainer and a generator are connected: `presence` says which clients these are.
+    The verdict names the first of these that holds: requests wait in vain; a part of the run is gone; something else
+    fails; nobody wants anything; somebody has to look at the policy or at a check, at the memory last. So a run is
+    "Healthy" or "Running" only while a trainer and a generator are connected: `presence` says which clients these are.
     """
     bad = [finding for finding in findings if finding.level is not Level.OK]
     bad.sort(key=lambda finding: (finding.level is not Level.FAILURE, finding.check.startswith("memory")))
@@ -48,17 +48,26 @@ def verdict(info: ServerInfo | None, findings: Sequence[Finding], against: Seque
         return _verdict_of("failure", f"{bad[0].check}: {bad[0].message}", bad[0])
     if stopped:
         return _stopped(stopped[0], stopped)
-    if signs := [each for each in against if each.level is not Level.OK]:
-        worst = max(signs, key=lambda each: each.level is Level.FAILURE)
-        sign = Finding("policy", worst.level, "; ".join(each.message for each in signs), worst.remedy)
-        return _verdict_of(worst.level, worst.headline or "Running, but look at the policy", sign)
+    signs = [sign for sign in against if sign.level is not Level.OK]
+    if signs:
+        worst = max(signs, key=lambda sign: sign.level is Level.FAILURE)
+        messages = "; ".join(sign.message for sign in signs)
+        finding = Finding("policy", worst.level, messages, worst.remedy)
+        return _verdict_of(worst.level, worst.headline or "Running, but look at the policy", finding)
     if bad:
-        count, remark = counted(len(bad), "thing"), f"{bad[0].check}: {bad[0].message}; {bad[0].remedy}"
+        remark = f"{bad[0].check}: {bad[0].message}; {bad[0].remedy}"
         pace = Finding("", Level.WARNING, bottleneck(info), remark)
-        return _verdict_of("warning", f"Running, with {count} to look at", pace)
-    idle = all(min(each.inserted.age, each.sampled.age) > max(IDLE, info.long_wait) for each in info.tables.values())
+        return _verdict_of("warning", f"Running, with {counted(len(bad), 'thing')} to look at", pace)
     pace = Finding("", Level.OK, bottleneck(info))
-    return _verdict_of("idle", "Idle", pace) if idle else _verdict_of("ok", "Healthy", pace)
+    if _is_idle(info):
+        return _verdict_of("idle", "Idle", pace)
+    return _verdict_of("ok", "Healthy", pace)
+
+
+def _is_idle(info: ServerInfo) -> bool:
+    """Whether nobody has used any table for a long time."""
+    long = max(IDLE, info.long_wait)
+    return all(min(table.inserted.age, table.sampled.age) > long for table in info.tables.values())
 
 
 def _order(finding: Finding) -> tuple[int, bool]:
@@ -69,7 +78,7 @@ def _order(finding: Finding) -> tuple[int, bool]:
 def _stopped(first: Finding, stopped: Sequence[Finding]) -> dict[str, str]:
     """The verdict of a run that does not go on. What waits in vain, waits for somebody whose loss may be worse."""
     levels = [finding.level for finding in stopped if finding.headline == first.headline]
-    worst = max(levels, key=[*STOPPED].index)
+    worst = max(levels, key=list(STOPPED).index)
     return _verdict_of(STOPPED[worst], first.headline, first)
 
 
@@ -126,34 +135,65 @@ def _why_no_trainer(info: ServerInfo | None) -> str:
 
 def signals(metrics: Mapping[str, Sequence[float | None]], versions: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Signs about the policy, in the metrics of the newest run and in the groups of each policy version."""
-    known = {name: [value for value in series if value is not None] for name, series in metrics.items()}
+    known = {}
+    for name, series in metrics.items():
+        known[name] = [value for value in series if value is not None]
+    signs = [
+        *_unhealthy_metrics(metrics),
+        *_lower_reward(known.get("fresh/reward_mean", [])),
+        *_steep_gradient(known.get("train/grad_norm", [])),
+    ]
+    findings = _fallen_entropy(known, versions)
+    findings += [Finding("policy", Level.WARNING, sign) for sign in signs]
+    return findings
+
+
+def _fallen_entropy(known: Mapping[str, Sequence[float]], versions: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """At most one finding about an entropy that fell."""
     # Before there are metrics, the mean negative log-probability of sampled tokens estimates the entropy.
-    surprise = [-each["logprob"] for each in versions if each["logprob"] is not None]
-    rewards = [series for name, series in known.items() if name.endswith("/reward_mean") or "pass@" in name]
-    found, signs = [], []
-    for name, series in (("train/entropy", known.get("train/entropy", [])), ("mean negative log-prob", surprise)):
+    surprise = [-version["logprob"] for version in versions if version["logprob"] is not None]
+    entropies = {"train/entropy": known.get("train/entropy", []), "mean negative log-prob": surprise}
+    for name, series in entropies.items():
         early, late = _ends(series, 4)
         if len(series) >= 12 and 0 <= late < 0.25 * early:
-            fell = f"{name} fell from {early:.2g} to {late:.2g}"
-            found.append(_falling(fell, rewards or [[each["reward"] for each in versions]]))
-            break
+            return [_falling(f"{name} fell from {early:.2g} to {late:.2g}", _rewards(known, versions))]
+    return []
+
+
+def _rewards(known: Mapping[str, Sequence[float]], versions: Sequence[Mapping[str, Any]]) -> list[Sequence[float]]:
+    """All rewards and pass@k of the metrics; without any, the mean reward of the groups of each policy version."""
+    rewards = [series for name, series in known.items() if name.endswith("/reward_mean") or "pass@" in name]
+    return rewards or [[version["reward"] for version in versions]]
+
+
+def _unhealthy_metrics(metrics: Mapping[str, Sequence[float | None]]) -> Iterator[str]:
+    """The metrics whose recent median is outside of the range that their declaration calls healthy."""
     for name, healthy, meaning in watched(chain.from_iterable(SECTIONS.values())):
         recent = [value for value in metrics.get(name, ())[-10:] if value is not None]
         if len(recent) >= 3 and healthy.excludes(median(recent)):
-            signs.append(f"{name} is {median(recent):.3g}: {meaning}")
-    reward = known.get("fresh/reward_mean", [])
-    if len(reward) >= 20:
-        means = [sum(reward[at : at + 10]) / 10 for at in range(0, len(reward) - 9, 5)]
-        if means[-1] < max(means) - 0.2 * max(abs(max(means)), 0.1):
-            signs.append(f"fresh/reward_mean fell from {max(means):.3g} at its best to {means[-1]:.3g}")
-    norms = known.get("train/grad_norm", [])
-    if len(norms) >= 20 and max(norms[-5:]) > 10 * median(norms):
-        signs.append(f"train/grad_norm rose to {max(norms[-5:]):.3g}, 10 times its median: a step went wrong")
-    return found + [Finding("policy", Level.WARNING, each) for each in signs]
+            yield f"{name} is {median(recent):.3g}: {meaning}"
+
+
+def _lower_reward(rewards: Sequence[float]) -> Iterator[str]:
+    """Compares the mean of the last ten steps with the best mean of ten steps."""
+    if len(rewards) < 20:
+        return
+    means = [sum(rewards[at : at + 10]) / 10 for at in range(0, len(rewards) - 9, 5)]
+    best = max(means)
+    if means[-1] < best - 0.2 * max(abs(best), 0.1):
+        yield f"fresh/reward_mean fell from {best:.3g} at its best to {means[-1]:.3g}"
+
+
+def _steep_gradient(norms: Sequence[float]) -> Iterator[str]:
+    if len(norms) < 20:
+        return
+    steepest = max(norms[-5:])
+    if steepest > 10 * median(norms):
+        yield f"train/grad_norm rose to {steepest:.3g}, 10 times its median: a step went wrong"
 
 
 def _falling(fell: str, rewards: Sequence[Sequence[float]]) -> Finding:
-    """An entropy that falls is what learning looks like while the reward or pass@k rises, and else a collapse."""
+    """The finding for an entropy that fell: the policy learns if the reward or pass@k rose, else it collapses."""
     for series in rewards:
         early, late = _ends(series, max(4, len(series) // 4))
         if late > early + LEARNING * max(abs(early), LEARNING):
@@ -165,11 +205,21 @@ def _falling(fell: str, rewards: Sequence[Sequence[float]]) -> Finding:
 
 def _ends(series: Sequence[float], last: int) -> tuple[float, float]:
     """The medians of the first quarter of a series and of its `last` values."""
-    return (median(series[: max(4, len(series) // 4)]), median(series[-last:])) if series else (0.0, 0.0)
+    if not series:
+        return 0.0, 0.0
+    quarter = max(4, len(series) // 4)
+    return median(series[:quarter]), median(series[-last:])
 
 
 def _verdict_of(level: str, headline: str, finding: Finding) -> dict[str, str]:
-    # What stands before the colon is short enough for the top of every view.
-    short = f"{finding.check} fails" if headline.startswith(f"{finding.check}: ") else headline.partition(":")[0]
-    summary = {"level": level, "headline": headline, "short": short}
-    return summary | {"detail": finding.message, "remedy": finding.remedy}
+    if headline.startswith(f"{finding.check}: "):
+        short = f"{finding.check} fails"
+    else:  # the part before the colon is short enough for the top of every view
+        short = headline.partition(":")[0]
+    return {
+        "level": level,
+        "headline": headline,
+        "short": short,
+        "detail": finding.message,
+        "remedy": finding.remedy,
+    }

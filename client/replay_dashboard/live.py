@@ -34,10 +34,15 @@ def _shard(name: str, info: ServerInfo | None) -> dict[str, Any]:
     """The row of one server of several; None: it does not answer."""
     if info is None:
         return {"name": name, "up": False}
-    tables = [{"name": each.name, "size": each.size} for each in info.tables.values()]
-    waiting = sum(each.inserting.count + each.sampling.count for each in info.tables.values())
-    row = {"name": name, "up": True, "version": info.policy.version, "tables": tables, "waiting": waiting}
-    return row | {"capacity": info.admission.capacity if info.admission is not None else None}
+    tables = info.tables.values()
+    return {
+        "name": name,
+        "up": True,
+        "version": info.policy.version,
+        "tables": [{"name": table.name, "size": table.size} for table in tables],
+        "waiting": sum(table.inserting.count + table.sampling.count for table in tables),
+        "capacity": None if info.admission is None else info.admission.capacity,
+    }
 
 
 def dumps(found: object) -> bytes:
@@ -88,7 +93,8 @@ class Live:
             async with self._budget.call():
                 info = await self._client.server_info(timeout=PATIENCE)
         except ReplayError as error:
-            self._problem_since = self._problem_since if self._problem else time.time()
+            if not self._problem:
+                self._problem_since = time.time()
             self._problem = str(error)
             self._history.append({"t": time.time(), "tables": {}})
         else:
@@ -132,7 +138,8 @@ class Live:
         self._history.append({"t": time.time(), "tables": points})
 
     def _document(self) -> dict[str, Any]:
-        info, now = self.info, time.time()
+        info = self.info
+        now = time.time()
         look: dict[str, Any] = {
             "address": self._client.address,
             "time": now,
@@ -149,8 +156,10 @@ class Live:
             look |= {"tables": list(server.pop("tables").values()), "server": server}
             look["shards"] = [_shard(name, shard) for name, shard in shards_of(info)]
         if self._problem:
-            info, findings = None, [Finding("connection", Level.FAILURE, self._problem, REMEDY)]
+            info = None
+            findings = [Finding("connection", Level.FAILURE, self._problem, REMEDY)]
         look["verdict"] = verdict(info, findings, look["signals"])
         look["learning"] = learning(look.pop("trend"), look["run"], info, look["signals"])
-        look["findings"], look["signals"] = (list(map(vars, some)) for some in (findings, look["signals"]))
+        look["findings"] = [vars(finding) for finding in findings]
+        look["signals"] = [vars(finding) for finding in look["signals"]]
         return look

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replay_dashboard.facts import A_PROMPT, Facts
+from replay_dashboard.facts import A_PROMPT, NO_VARIANCE, Facts
 
 MOST_PROMPTS = 20_000
 MOST_VERSIONS = 2_000
 SUMS = ("groups", "completions", "solved", "reward", "logprob", "with_logprob", "length", "no_variance")
 Tally = npt.NDArray[np.float64]
-"""Sums over groups, by SUMS; of a policy version then the numbers of groups by RATES."""
+"""Sums over groups, by SUMS. The tally of a policy version has RATES numbers of groups behind them."""
 RATES = 8
-"""Kinds of groups by how many of their answers solve the prompt: the first none, the last all."""
+"""How many kinds of groups there are, by how many of their answers solve the prompt: the first none, the last all."""
 
 
 @dataclass
@@ -34,13 +34,17 @@ class Prompt:
 
     def row(self, name: str) -> dict[str, Any]:
         versions = sorted(self.versions.items())
-        tallies, middle = [tally for _, tally in versions], len(versions) // 2
+        tallies = [tally for _, tally in versions]
+        middle = len(versions) // 2
+        change = 0.0
+        if middle:
+            change = _solve_rate(tallies[middle:]) - _solve_rate(tallies[:middle])
         return {
             "prompt": name,
             "text": self.text,
             "solved": _solve_rate(tallies),
             # The newer half of the versions less the older half.
-            "change": _solve_rate(tallies[middle:]) - _solve_rate(tallies[:middle]) if middle else 0.0,
+            "change": change,
             "groups": sum(tally[0] for tally in tallies),
             "versions": [[version, _solve_rate([tally]), tally[0]] for version, tally in versions[-200:]],
         }
@@ -60,24 +64,18 @@ class PromptLog:
 
     def add(self, version: int, facts: Facts, again: bool = False) -> None:
         """Counts a group. With `again` it was counted before; only the text of its prompt, now known, is kept."""
-        name, numbers = facts.prompt_id or facts.prompt, facts.numbers
+        name = facts.prompt_id or facts.prompt
         if again and name in self._prompts:
             self._prompts[name].text = facts.prompt
         if A_PROMPT in facts.flags:
             self._prompts.setdefault(name, Prompt(facts.prompt)).text = facts.prompt
-        if again or not numbers:
+        if again or not facts.numbers:
             return
-        completions, logprob = numbers["completions"], numbers["logprob_mean"]
-        known, flat = float(np.isfinite(logprob)), float("no variance" in facts.flags)
-        share = numbers["solved_share"]
-        sums = [1.0, completions, completions * share, numbers["reward_mean"], logprob if known else 0.0, known]
-        tally = np.array([*sums, numbers["length_mean"], flat])
-        rate = (share > 0) + int(share * (RATES - 2))
+        tally = _tally_of(facts)
+        rate = _one_hot_rate(facts.numbers["solved_share"])
         prompt = self._prompts.setdefault(name, Prompt(facts.prompt))
-        for versions, counted in ((self._versions, np.append(tally, np.eye(RATES)[rate])), (prompt.versions, tally)):
-            versions[version] = versions.get(version, 0.0) + counted
-            if len(versions) > MOST_VERSIONS:
-                del versions[min(versions)]
+        _add_to(prompt.versions, version, tally)
+        _add_to(self._versions, version, np.append(tally, rate))
         self._prompts.move_to_end(name)
         if len(self._prompts) > MOST_PROMPTS:
             self._prompts.popitem(last=False)
@@ -87,10 +85,20 @@ class PromptLog:
         rows = []
         for version, tally in sorted(self._versions.items()):
             sums = dict(zip(SUMS, tally.tolist(), strict=False))
-            row = {name: sums[name] / sums["groups"] for name in ("reward", "length", "no_variance")}
-            row |= {"version": version, "groups": sums["groups"], "solved": _solve_rate([tally])}
-            row["rates"] = tally[len(SUMS) :].tolist()
-            rows.append(row | {"logprob": sums["logprob"] / sums["with_logprob"] if sums["with_logprob"] else None})
+            groups = sums["groups"]
+            with_logprob = sums["with_logprob"]
+            rows.append(
+                {
+                    "version": version,
+                    "groups": groups,
+                    "solved": _solve_rate([tally]),
+                    "reward": sums["reward"] / groups,
+                    "length": sums["length"] / groups,
+                    "no_variance": sums["no_variance"] / groups,
+                    "logprob": sums["logprob"] / with_logprob if with_logprob else None,
+                    "rates": tally[len(SUMS) :].tolist(),
+                }
+            )
         return rows
 
     def document(
@@ -101,11 +109,10 @@ class PromptLog:
         `held`: what tables say of the prompts that are in them, by name: how often each was drawn, and its priority.
         """
         needle = search.lower()
-        found = [
-            prompt.row(name) | {"held": held.get(name)}
-            for name, prompt in self._prompts.items()
-            if needle in name.lower() or needle in prompt.text.lower()
-        ]
+        found = []
+        for name, prompt in self._prompts.items():
+            if needle in name.lower() or needle in prompt.text.lower():
+                found.append(prompt.row(name) | {"held": held.get(name)})
         if sort in ("solved", "change", "groups", "prompt"):
             found.sort(key=lambda row: row[sort])
         elif sort == "priority":
@@ -114,8 +121,10 @@ class PromptLog:
             raise ValueError(
                 f"sort {sort[:40]!r}: solved, change, groups, priority, prompt, or nothing for the one seen last"
             )
+        if descending:
+            found.reverse()
         return {
-            "rows": found[::-1][:limit] if descending else found[:limit],
+            "rows": found[:limit],
             "matching": len(found),
             "total": len(self._prompts),
             "solved_reward": self.solved_reward,
@@ -123,6 +132,46 @@ class PromptLog:
         }
 
 
+def _tally_of(facts: Facts) -> Tally:
+    """The tally of one group, by SUMS."""
+    numbers = facts.numbers
+    logprob = numbers["logprob_mean"]
+    has_logprob = bool(np.isfinite(logprob))
+    sums = {
+        "groups": 1.0,
+        "completions": numbers["completions"],
+        "solved": numbers["completions"] * numbers["solved_share"],
+        "reward": numbers["reward_mean"],
+        "logprob": logprob if has_logprob else 0.0,
+        "with_logprob": float(has_logprob),
+        "length": numbers["length_mean"],
+        "no_variance": float(NO_VARIANCE in facts.flags),
+    }
+    return np.array([sums[name] for name in SUMS])
+
+
+def _one_hot_rate(solved_share: float) -> Tally:
+    """One group among the RATES kinds of groups, by the share of its answers that solve the prompt."""
+    rate = int(solved_share * (RATES - 2))
+    if solved_share > 0:
+        rate += 1
+    one_hot = np.zeros(RATES)
+    one_hot[rate] = 1.0
+    return one_hot
+
+
+def _add_to(versions: dict[int, Tally], version: int, tally: Tally) -> None:
+    """Adds a tally to that of its version. The oldest version is forgotten beyond MOST_VERSIONS."""
+    if version in versions:
+        versions[version] = versions[version] + tally
+    else:
+        versions[version] = tally
+    if len(versions) > MOST_VERSIONS:
+        del versions[min(versions)]
+
+
 def _solve_rate(tallies: list[Tally]) -> float:
     """The share of completions that solved their prompt."""
-    return float(sum(tally[2] for tally in tallies) / max(1.0, sum(tally[1] for tally in tallies)))
+    completions = sum(tally[SUMS.index("completions")] for tally in tallies)
+    solved = sum(tally[SUMS.index("solved")] for tally in tallies)
+    return float(solved / max(1.0, completions))

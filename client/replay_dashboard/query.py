@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replay_dashboard.catalog import LISTED, Snapshot
-from replay_dashboard.facts import COLUMNS, NOTES, FactsStore
+from replay_dashboard.facts import COLUMNS, NOTES, Facts, FactsStore
 
 HISTOGRAMS = ("reward_mean", "reward_std", "length_mean", "logprob_mean", "staleness", "times_sampled", "priority")
 BINS = 24
@@ -37,7 +37,9 @@ class Query:
     text: str = ""
 
     def __post_init__(self) -> None:
-        for column in (self.sort, *(name for name, _, _ in self.limits())):
+        columns = [self.sort]
+        columns += [name for name, _, _ in self.limits()]
+        for column in columns:
             if column not in SORTS:
                 raise ValueError(f"no column {column[:40]!r}; columns: {', '.join(SORTS)}")
         for tag in self.tags:
@@ -45,10 +47,15 @@ class Query:
                 raise ValueError(f"tag {tag[:60]!r} is not NAME=VALUE, for example environment=math")
 
     def limits(self) -> list[tuple[str, float, float]]:
-        parts = [bound.split(":") for bound in self.bounds]
-        if bad := [part for part in parts if len(part) != 3]:
-            raise ValueError(f"a bound is column:low:high, not {':'.join(bad[0])[:60]!r}")
-        return [(name, float(low), float(high)) for name, low, high in parts]
+        """Column, lowest and highest value of each bound."""
+        limits = []
+        for bound in self.bounds:
+            parts = bound.split(":")
+            if len(parts) != 3:
+                raise ValueError(f"a bound is column:low:high, not {bound[:60]!r}")
+            name, low, high = parts
+            limits.append((name, float(low), float(high)))
+        return limits
 
 
 class View:
@@ -59,7 +66,8 @@ class View:
         self._facts = facts
         self._slots = snapshot.slots(facts)
         self._is_read = self._slots >= 0
-        self._numbers, self._flags = facts.numbers, facts.flags
+        self._numbers = facts.numbers
+        self._flags = facts.flags
         self._columns: dict[str, Floats] = {}
         self.read = int(self._is_read.sum())
         """Groups whose payload has been read."""
@@ -83,37 +91,58 @@ class View:
         found = self.snapshot.have_tags(query.tags)
         with np.errstate(invalid="ignore"):
             for name, low, high in query.limits():
-                found &= (self.column(name) >= low - 1e-6 * abs(low)) & (self.column(name) <= high + 1e-6 * abs(high))
+                values = self.column(name)
+                # The page writes bounds with fewer digits than the columns have.
+                found &= values >= low - 1e-6 * abs(low)
+                found &= values <= high + 1e-6 * abs(high)
             for flag in query.flags:
-                found &= self.column("odd") > FAR if flag == "odd" else self._has(flag)
+                if flag == "odd":
+                    found &= self.column("odd") > FAR
+                else:
+                    found &= self._has(flag)
         if query.prompt or query.text:
-            rows = self._facts.rows
             for row in np.flatnonzero(found):
-                slot = self._slots[row]
-                found[row] = slot >= 0 and (
-                    query.prompt
-                    in " ".join([rows[slot].prompt_id, rows[slot].prompt, *self.snapshot.tags(row)]).lower()
-                    and query.text in rows[slot].text
-                )
+                found[row] = self._has_text(row, query)
         chosen = np.flatnonzero(found)
         values = self.column(query.sort)[chosen]
-        return chosen[np.argsort(-values if query.descending else values, kind="stable")]
+        if query.descending:
+            values = -values
+        return chosen[np.argsort(values, kind="stable")]
+
+    def _has_text(self, row: int, query: Query) -> bool:
+        """Whether a group that was read has the texts of a query."""
+        slot = self._slots[row]
+        if slot < 0:
+            return False
+        facts = self._facts.rows[slot]
+        about_prompt = " ".join([facts.prompt_id, facts.prompt, *self.snapshot.tags(row)]).lower()
+        return query.prompt in about_prompt and query.text in facts.text
 
     def _has(self, flag: str) -> npt.NDArray[np.bool_]:
+        """Which rows have a flag (N,)."""
         names = self._facts.names
-        bit = names.index(flag) if flag in names else 63
-        has: npt.NDArray[np.bool_] = self._is_read & ((self._flags[self._slots] >> bit & 1) == 1)
+        if flag not in names:
+            return np.zeros(len(self._slots), dtype=np.bool_)
+        bit = self._flags[self._slots] >> names.index(flag) & 1
+        has: npt.NDArray[np.bool_] = self._is_read & (bit == 1)
         return has
 
     def histograms(self, rows: Rows | slice = slice(None), names: Sequence[str] = HISTOGRAMS) -> dict[str, Any]:
         """A histogram of each column: its edges, the counts of all items (`all`), and of `rows` (`matching`)."""
         result = {}
         for name in names:
-            values, matching = (each[np.isfinite(each)] for each in (self.column(name), self.column(name)[rows]))
-            if values.size:
-                edges = _edges(values, whole=name in ("staleness", "times_sampled"))
-                counts = {"all": np.histogram(values, edges)[0], "matching": np.histogram(matching, edges)[0]}
-                result[name] = {"edges": edges, **counts}
+            column = self.column(name)
+            values = column[np.isfinite(column)]
+            if not values.size:
+                continue
+            matching = column[rows]
+            matching = matching[np.isfinite(matching)]
+            edges = _edges(values, whole=name in ("staleness", "times_sampled"))
+            result[name] = {
+                "edges": edges,
+                "all": np.histogram(values, edges)[0],
+                "matching": np.histogram(matching, edges)[0],
+            }
         return result
 
     def flags(self) -> dict[str, int]:
@@ -125,17 +154,26 @@ class View:
     def row(self, index: int) -> dict[str, Any]:
         """One row of the list, as JSON."""
         slot = int(self._slots[index])
-        numbers = {name: self.column(name)[index] for name in (*LISTED, *COLUMNS)}
-        document = {"key": str(self.snapshot.keys[index]), "read": slot >= 0} | numbers
+        document = {"key": str(self.snapshot.keys[index]), "read": slot >= 0}
+        for name in (*LISTED, *COLUMNS):
+            document[name] = self.column(name)[index]
         document["tags"] = self.snapshot.tags(index)
         if slot >= 0:
             facts = self._facts.rows[slot]
-            notes = [name for name in NOTES if name in facts.flags]
-            odd = {"odd length": "odd length_mean", "odd log-prob": "odd logprob_mean"}
-            notes += [name for name, column in odd.items() if self.column(column)[index] > FAR]
-            reasons = sorted(name.removeprefix("ended by ") for name in facts.flags - set(NOTES))
-            document |= {"prompt_id": facts.prompt_id, "prompt": facts.prompt, "notes": notes, "finish": reasons}
+            document["prompt_id"] = facts.prompt_id
+            document["prompt"] = facts.prompt
+            document["notes"] = self._notes(index, facts)
+            document["finish"] = sorted(name.removeprefix("ended by ") for name in facts.flags - set(NOTES))
         return document
+
+    def _notes(self, index: int, facts: Facts) -> list[str]:
+        """The names of all that is odd about a group."""
+        notes = [name for name in NOTES if name in facts.flags]
+        if self.column("odd length_mean")[index] > FAR:
+            notes.append("odd length")
+        if self.column("odd logprob_mean")[index] > FAR:
+            notes.append("odd log-prob")
+        return notes
 
 
 def _distance(values: Floats) -> Floats:
@@ -149,13 +187,18 @@ def _distance(values: Floats) -> Floats:
 
 
 def _edges(values: Floats, whole: bool) -> Floats:
-    low, high = float(values.min()), float(values.max())
+    """The edges of the bins of a histogram. `whole`: the values are whole numbers, and each may have its own bin."""
+    low = float(values.min())
+    high = float(values.max())
     if whole and high - low < BINS:
         return np.arange(low - 0.5, high + 1.5, dtype=np.float64)
     if not high > low:
         return np.array([low, low], dtype=np.float64)
     # Outliers share the outer bins, so that one of them does not squeeze all others into one.
     near, far = np.quantile(values, [0.01, 0.99])
-    edges = np.linspace(near, far, BINS + 1, dtype=np.float64) if far > near else np.linspace(low, high, BINS + 1)
-    edges[0], edges[-1] = low, high
+    if not far > near:
+        near, far = low, high
+    edges = np.linspace(near, far, BINS + 1, dtype=np.float64)
+    edges[0] = low
+    edges[-1] = high
     return edges

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import re
 import threading
 from dataclasses import dataclass, field
@@ -33,16 +34,17 @@ class Run:
     skipping: bool = False
     """Whether `offset` is inside a line that is too long."""
     written: float = 0.0
-    """When, in seconds since the epoch."""
+    """When the file changed last, in seconds since the epoch."""
     columns: dict[str, list[float | None]] = field(default_factory=dict)
 
     def read(self) -> bool:
         """Reads the lines appended since the last call, or all if the file became shorter. Returns whether any came."""
         try:
-            size, self.written = self.path.stat().st_size, self.path.stat().st_mtime
-            if size < self.offset:  # a run that resumes cuts off the steps that it will do again
-                self.offset, self.lines, self.damaged, self.skipping, self.columns = 0, 0, 0, False, {}
-            if size == self.offset or self.lines >= MOST_STEPS:
+            status = self.path.stat()
+            self.written = status.st_mtime
+            if status.st_size < self.offset:  # a run that resumes cuts off the steps that it will do again
+                self._begin_anew()
+            if status.st_size == self.offset or self.lines >= MOST_STEPS:
                 return False
             with self.path.open("rb") as file:
                 file.seek(self.offset)
@@ -51,20 +53,35 @@ class Run:
             return False
         end = data.rfind(b"\n") + 1  # the last line may still be written
         if not end and len(data) == BYTES_PER_READ:
-            self.damaged += not self.skipping
-            self.skipping, end = True, len(data)
-        else:
-            lines = data[:end].split(b"\n")[:-1]
-            for line in lines[self.skipping :]:
-                self._add(line)
-            self.skipping = self.skipping and not end
+            self._skip(len(data))
+            return True
+        lines = data[:end].split(b"\n")[:-1]
+        if self.skipping and lines:
+            del lines[0]  # the end of the line that is too long
+            self.skipping = False
+        for line in lines:
+            self._add(line)
         self.offset += end
         return end > 0
+
+    def _begin_anew(self) -> None:
+        self.offset = 0
+        self.lines = 0
+        self.damaged = 0
+        self.skipping = False
+        self.columns = {}
+
+    def _skip(self, count: int) -> None:
+        """Passes over bytes that are all of one line, which counts as damaged once."""
+        if not self.skipping:
+            self.damaged += 1
+        self.skipping = True
+        self.offset += count
 
     def _add(self, line: bytes) -> None:
         try:
             row = json.loads(line)
-            numbers = {name: float(v) for name, v in row.items() if isinstance(v, int | float)}
+            numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
         except (ValueError, AttributeError, RecursionError, OverflowError):
             self.damaged += 1
             return
@@ -99,9 +116,12 @@ class Runs:
                 self.version += 1
         for path in paths:
             name = str(path.parent.relative_to(self._folder))
+            if name == ".":
+                name = self._folder.name
             with self._lock:
-                run = self._runs.setdefault(path, Run(self._folder.name if name == "." else name, path))
-                self.version += run.read()
+                run = self._runs.setdefault(path, Run(name, path))
+                if run.read():
+                    self.version += 1
 
     def newest(self) -> dict[str, list[float | None]]:
         """The columns of the run whose file changed last."""
@@ -144,10 +164,14 @@ def _written(path: Path) -> float:
 
 def _thinned(run: Run) -> dict[str, Any]:
     """The steps and columns of at most MOST_POINTS lines, always with the last line."""
-    every = -(-max(1, run.lines) // MOST_POINTS)
-    rows = list(range(run.lines - 1, -1, -every))[::-1]
+    every = math.ceil(max(1, run.lines) / MOST_POINTS)
+    rows = list(range(run.lines - 1, -1, -every))
+    rows.reverse()
     steps = run.columns.get("step") or list(range(1, run.lines + 1))
-    columns = {name: [c[r] for r in rows] for name, c in run.columns.items() if name != "step"}
+    columns = {}
+    for name, column in run.columns.items():
+        if name != "step":
+            columns[name] = [column[row] for row in rows]
     return {"steps": [steps[row] for row in rows], "columns": columns}
 
 

@@ -35,14 +35,17 @@ class TurnSpan:
 
 
 def turns_of(group: RolloutGroup) -> list[list[TurnSpan]]:
-    """The turns of each of the S sequences without the shared prompt; none where all tokens are of one kind: those of a
-    group without roles, contexts and loss mask."""
+    """The turns of each of the S sequences, without the shared prompt.
+
+    A group without roles, contexts and loss mask has no turns: all of its tokens are of one kind.
+    """
     written_S = group.meta.get("turns")
     if not isinstance(written_S, list | tuple) or len(written_S) != group.num_sequences:
         if group.loss_mask is None and group.context_lengths is None:
             return [[] for _ in range(group.num_sequences)]
         written_S = [None] * group.num_sequences
-    mask_T, shared = group.trained_mask, int(group.prompt_ids.size)
+    mask_T = group.trained_mask
+    shared = int(group.prompt_ids.size)
     found = []
     for written, span in zip(written_S, group.sequence_spans(), strict=True):
         mask = mask_T[span]
@@ -55,11 +58,13 @@ def _spans_of(written: Any, mask: Bool, shared: int) -> list[TurnSpan] | None:
     """The turns that the generator wrote down; None if they are not those of these tokens."""
     if not isinstance(written, list | tuple):
         return None
-    turns, stop = [], -shared
+    turns = []
+    stop = -shared
     for each in written:
         match each:
             case [str(role), int(tokens)] if tokens >= 0 and not isinstance(tokens, bool):
-                start, stop = stop, stop + tokens
+                start = stop
+                stop += tokens
             case _:
                 return None
         if stop > 0 or start >= 0:  # what lies in the shared prompt is shown there
@@ -72,5 +77,10 @@ def _runs(mask: Bool) -> list[TurnSpan]:
     """The parts of a sequence between the places where its mask changes."""
     if not mask.size:
         return []
-    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), mask.size]
-    return [TurnSpan(None, start, stop, stop - start if mask[start] else 0) for start, stop in pairwise(edges)]
+    changes = np.flatnonzero(np.diff(mask)) + 1
+    edges = [0, *changes.tolist(), mask.size]
+    turns = []
+    for start, stop in pairwise(edges):
+        trained = stop - start if mask[start] else 0
+        turns.append(TurnSpan(None, start, stop, trained))
+    return turns

@@ -42,10 +42,12 @@ def shares(values: Iterable[ValueInfo]) -> str:
     """`math 67 % (34 items), code 33 % (2 items)`: how a table balances the draws among its values."""
     known = [value for value in values if value.items]
     total = sum(value.weight for value in known) or 1.0
-    return ", ".join(
-        f"{value.name or 'without the tag'} {100 * value.weight / total:.0f} % ({counted(value.items, 'item')})"
-        for value in sorted(known, key=lambda value: -value.weight)
-    )
+    parts = []
+    for value in sorted(known, key=lambda value: -value.weight):
+        name = value.name or "without the tag"
+        percent = 100 * value.weight / total
+        parts.append(f"{name} {percent:.0f} % ({counted(value.items, 'item')})")
+    return ", ".join(parts)
 
 
 def byte_size(count: int) -> str:
@@ -65,5 +67,8 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 def _two_units(seconds: int, large: int, large_name: str, small: int, small_name: str) -> str:
     """`seconds` in whole units of `large`, with the rest in units of `small` unless it is 0."""
+    text = f"{seconds // large} {large_name}"
     rest = seconds % large // small
-    return f"{seconds // large} {large_name}" + (f" {rest} {small_name}" if rest else "")
+    if rest:
+        text += f" {rest} {small_name}"
+    return text
