@@ -80,6 +80,14 @@ def lacks(seconds: float, **columns: int) -> dict[str, Any]:
     return {"incomplete_items": max(columns.values()), "missing_columns": lacking, "incomplete_seconds": seconds}
 
 
+def environments(too_many: bool = False, **groups: tuple[int, int, int]) -> pb.TagCounts:
+    """The groups of environments: generated, stale and sampled."""
+    values = []
+    for name, (generated, stale, sampled) in groups.items():
+        values.append(pb.TagValueCounts(name=name, generated=generated, stale=stale, sampled=sampled))
+    return pb.TagCounts(name="environment", values=values, too_many=too_many)
+
+
 def overdue_clients(*roles: str) -> list[pb.OverdueClient]:
     return [pb.OverdueClient(role=role, reason=f"{role}: no sign") for role in roles]
 
@@ -102,6 +110,18 @@ HEALTHY = {
     ),
     "a pool that clients feed directly and sample often": pool(
         {"max_staleness": 4}, inserts=1000, samples=4000, stale=900, size=100
+    ),
+    "environments that lose equally little": pool(
+        {"max_staleness": 1}, samples=90, tags=[environments(math=(50, 2, 48), code=(50, 4, 46))]
+    ),
+    "an environment of which few groups are known": pool(
+        {"max_staleness": 1}, samples=90, tags=[environments(math=(100, 1, 99), code=(7, 7, 0))]
+    ),
+    "a tag with too many values to count them": pool(
+        {"max_staleness": 1}, samples=90, tags=[environments(too_many=True)]
+    ),
+    "a pool whose environments went stale after they were trained on": tutorial(
+        pool={"tags": [environments(math=(250, 10, 240), code=(250, 200, 50))]}
     ),
     "items that wait a moment for a column": tutorial(lacks(LONG / 2, value=1)),
     "three servers, each with room for what it may hold": three(),
@@ -205,6 +225,12 @@ WARNINGS = {
         "pool",
         "20% of what was generated was dropped unused",
     ),
+    "a slow environment that loses more groups than the others": (
+        pool({"max_staleness": 1}, inserts=200, samples=190, tags=[environments(math=(160, 1, 159), code=(40, 9, 31))]),
+        "pool",
+        "groups with the tag environment=code starve: 22% of 40 groups were too old before anybody trained on them, "
+        "and 1% of the others",
+    ),
     "an archive that nobody writes": (
         server(table("rollouts", {"copy_to": "archive"}), table("archive", evicted=60, evicted_unsampled=60)),
         "archive",
@@ -270,6 +296,11 @@ FAILURES = {
         server(table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)),
         "rollouts",
         "74% of what was generated was dropped unused",
+    ),
+    "a slow environment of which hardly anything is trained on": (
+        pool({"max_staleness": 1}, inserts=200, samples=190, tags=[environments(math=(190, 0, 190), code=(10, 9, 1))]),
+        "pool",
+        "groups with the tag environment=code starve: 90% of 10 groups were too old",
     ),
     "a pool that loses what clients insert before it is sampled": (
         pool({"max_staleness": 1}, stale=90, samples=10),
@@ -648,6 +679,7 @@ def test_the_situations_of_this_file_meet_every_rule_of_the_table():
     more = [
         *(server(stale, admission=admission(max_staleness=most)) for most in (1, 2)),
         pool(retained_discarded=3),
+        server(starving_rollouts(), admission=admission(table="rollouts")),
         tutorial({"inserting": waiting()}),
         server(
             table("partial_groups", size=1, age=pb.Quantiles(max=2 * LONG), sampled=pb.ArrivalTimes(age=2 * LONG)),
@@ -682,6 +714,27 @@ def test_a_rule_has_a_level_a_sentence_and_unless_the_server_refused_a_remedy(na
 @pytest.mark.parametrize("name", diagnosis.RULES)
 def test_the_first_remedy_weakens_no_bound(name):
     assert not diagnosis.RULES[name]["remedy"].startswith(("raise", "widen"))
+
+
+def starving_rollouts(**counts: Any) -> TableInfo:
+    """A queue that drops most groups of one environment."""
+    tags = [environments(math=(90, 1, 89), code=(10, 9, 1))]
+    return table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, samples=90, **{"tags": tags} | counts)
+
+
+def test_the_remedy_for_a_starved_environment_depends_on_the_admission():
+    (without,) = troubles(server(starving_rollouts()))
+    (admitted,) = troubles(server(starving_rollouts(), admission=admission(table="rollouts")))
+    assert without.remedy.startswith("use [admission]")
+    assert admitted.remedy.startswith("lower [admission] max_staleness (2)")
+    assert "max_staleness (1) of this table" in admitted.remedy
+
+
+def test_every_environment_that_loses_twice_as_much_as_the_others_starves():
+    tags = [environments(math=(300, 0, 300), code=(20, 8, 12), games=(10, 9, 1))]
+    (finding,) = troubles(server(starving_rollouts(tags=tags)))
+    assert "environment=games starve: 90% of 10 groups" in finding.message
+    assert finding.message.endswith("; 1 more value of environment starve too")
 
 
 def test_the_remedy_for_staleness_depends_on_the_admission():
@@ -778,6 +831,16 @@ def test_what_a_part_has_noticed_of_its_rollouts_is_a_warning(part, facts, check
     assert level is Level.WARNING
     assert said == message
     assert remedy
+
+
+def test_groups_that_generators_gave_up_are_lost_too():
+    queue = table("rollouts", QUEUE | {"forward_to": None}, tags=[environments(math=(90, 1, 89), code=(4, 0, 4))])
+    said = noticed("generator", tables=["rollouts"], given_up={"code": 6, "games": 9, "math": "many"})
+    generator_info = pb.ClientInfo(name="gen", role="generator", open=1, settings=json.dumps(said))
+    info = server(queue, clients=[generator_info])
+    (finding,) = [each for each in troubles(info) if each.check == "rollouts"]
+    assert "environment=games starve: 100% of 9 groups were too old" in finding.message
+    assert "and 7% of the others; 1 more value of environment starve too" in finding.message
 
 
 @pytest.mark.parametrize(
