@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -86,7 +86,10 @@ class TagCounts:
 
     def state(self) -> dict[str, tuple[int, ...]] | None:
         """The counts by value, as they are stored; None: the tag has too many values."""
-        return None if self.too_many else {value: astuple(counts) for value, counts in self.values.items()}
+        if self.too_many:
+            return None
+        # Each commit asks: dataclasses.astuple takes ten times as long.
+        return {value: (counts.generated, counts.stale, counts.sampled) for value, counts in self.values.items()}
 
     def load_state(self, state: Mapping[str, Sequence[int]] | None) -> None:
         self.too_many = state is None

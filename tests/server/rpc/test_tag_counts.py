@@ -65,8 +65,8 @@ def test_an_item_of_a_pool_that_was_drawn_before_it_became_stale_is_not_lost(cli
 
 def test_a_batch_that_goes_back_is_not_sampled(client):
     insert(client, "math")
-    with client.sampler("rollouts", batch_size=1, prefetch=1, timeout=None):
-        until(lambda: client.server_info().tables["rollouts"].reserved == 1)
+    client.sample("rollouts", 1, lease=0.2)
+    assert counts_in(client) == {"math": (1, 0, 0)}
     until(lambda: client.server_info().tables["rollouts"].size == 1)
     assert counts_in(client) == {"math": (1, 0, 0)}
 
