@@ -114,6 +114,9 @@ HEALTHY = {
     "environments that lose equally little": pool(
         {"max_staleness": 1}, samples=90, tags=[environments(math=(50, 2, 48), code=(50, 4, 46))]
     ),
+    "environments that lose equally much": pool(
+        {"max_staleness": 1}, samples=78, tags=[environments(math=(50, 10, 40), code=(50, 12, 38))]
+    ),
     "an environment of which few groups are known": pool(
         {"max_staleness": 1}, samples=90, tags=[environments(math=(100, 1, 99), code=(7, 7, 0))]
     ),
