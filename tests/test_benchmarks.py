@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -183,12 +184,50 @@ def test_our_side_of_the_trainer_benchmark_answers_each_step_with_its_time_and_m
     side = trainer.Side("ours", 1, "plain", errors=None)
     try:
         answers = [side.step() for _ in range(2)]
+        spent = side.profile()
+        answers.append(side.step())
     finally:
         side.stop()
+    assert sum(spent["parts"].values()) == pytest.approx(1.0)
+    assert spent["parts"]["layers, forward"] > 0
+    assert spent["parts"]["loss and backward"] > 0
+    assert spent["operators"][0]["share"] >= spent["operators"][-1]["share"] > 0
     for answer in answers:
         assert answer["tokens"] == 3 * 4 * 24
         assert 0 < answer["seconds"] < 300
         assert answer["peak_bytes"] >= answer["idle_bytes"] > 0
+
+
+def test_a_side_that_does_not_answer_within_the_budget_is_given_up(monkeypatch):
+    silent = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+
+    def start(name, arguments, errors):
+        return subprocess.Popen(silent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(trainer, "start", start)
+    budget = trainer.Budget.of(0.2)
+    figures = trainer.measure_one_by_one(3, 1, "plain", None, "equal", budget)
+    assert figures["ours error"] == "out of time (--budget) while ours worked"
+    assert figures["trl error"] == "out of time (--budget)"
+    assert "speed_ratio" not in figures
+
+
+def test_a_side_that_ends_leaves_the_figures_of_the_other(monkeypatch):
+    answers = [{"ready": True}] + 3 * [{"seconds": 2.0, "tokens": 10, "peak_bytes": 4.0, "idle_bytes": 1.0}]
+    answers.append({"spent": {"parts": {}, "operators": []}})
+    lines = [json.dumps(answer) for answer in answers]
+    # A line at once, and one for each request.
+    answering = f"import sys\nfor line in {lines!r}:\n    print(line, flush=True)\n    sys.stdin.readline()"
+
+    def start(name, arguments, errors):
+        command = [sys.executable, "-c", answering if name == "ours" else "raise SystemExit(3)"]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(trainer, "start", start)
+    figures = trainer.measure_one_by_one(2, 1, "plain", None, "equal", trainer.NO_LIMIT)
+    assert figures["ours"]["tokens_per_second"] == 5.0
+    assert figures["spent"] == {"parts": {}, "operators": []}
+    assert "trl ended with status 3" in figures["trl error"]
 
 
 def test_an_environment_that_the_benchmark_did_not_make_is_never_touched(tmp_path):

@@ -1,7 +1,9 @@
 """Our side: GRPOTrainer on a client that always has the same batch.
 
-python -m benchmarks.trainer.ours step ragged               a training step for each line that asks for one
+python -m benchmarks.trainer.ours step ragged 2 plain       a training step for each line that asks for one
 python -m benchmarks.trainer.ours gradients equal FILE      losses and gradients of every loss type
+
+The workload is a name or JSON (`Workload.named`); then come the threads of torch, and `plain` or `checkpointing`.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.trainer.protocol import Line, Meter
-from benchmarks.trainer.workload import CISPO_CAP, EPSILON, EPSILON_HIGH, LEARNING_RATE, LOSSES, WORKLOADS, Workload
+from benchmarks.trainer.protocol import Line, Meter, device_facts
+from benchmarks.trainer.spent import Spent
+from benchmarks.trainer.workload import CISPO_CAP, EPSILON, EPSILON_HIGH, LEARNING_RATE, LOSSES, Workload
 from benchmarks.trainer.workload import old_offsets as offsets_of
 from replay_client import Policy, Sample, SampleInfo, group_from_completions
 from replay_trainer import Callback, GRPOConfig, GRPOTrainer, StepReport
@@ -77,12 +80,20 @@ class EndlessClient:
 
 
 class Answers(Callback):
-    """Answers each step with its time."""
+    """Answers each step with its time, or with where that went."""
 
     def __init__(self, line: Line, meter: Meter, tokens: int) -> None:
-        self.line, self.meter, self.tokens = line, meter, tokens
+        self.line = line
+        self.meter = meter
+        self.tokens = tokens
+        self.spent: Spent | None = None
+        """Of the step under way, if it is profiled."""
 
-    def on_step(self, trainer: GRPOTrainer, report: StepReport) -> None:
+    def on_step(self, trainer: Any, report: StepReport) -> None:
+        if self.spent is not None:
+            self.line.answer(spent=self.spent.stop())
+            self.spent = None
+            return
         self.line.answer(**self.meter.stop(), tokens=self.tokens, loss=report.metrics["train/loss"])
 
 
@@ -104,19 +115,27 @@ def make_trainer(workload: Workload, folder: str, client: Any, **options: Any) -
         max_tokens_per_micro_batch=budget,
         progress=False,
         report_to=(),
+        device=workload.device,
+        bf16=workload.bf16,
         **options,
     )
     return GRPOTrainer(workload.make_model(), client, config)
 
 
 def step(workload: Workload, gradient_checkpointing: bool) -> None:
-    line, meter = Line(), Meter()
-    asked = line.steps()
+    line = Line()
+    meter = Meter(workload.device_type)
+    requests = line.requests()
 
     def before() -> None:
-        if next(asked, "end") == "end":
+        request = next(requests, "")
+        if not request:
             raise SystemExit
-        meter.start()
+        if request == "profile":
+            answers.spent = Spent(trainer)
+            answers.spent.start()
+        else:
+            meter.start()
 
     client = EndlessClient(workload, before)
     with tempfile.TemporaryDirectory() as folder:
@@ -124,8 +143,10 @@ def step(workload: Workload, gradient_checkpointing: bool) -> None:
         options = {"correction": PRESETS["off"](), "gradient_checkpointing": gradient_checkpointing}
         trainer = make_trainer(workload, folder, client, **options)
         tokens = sum(sample.group.num_tokens for sample in client.samples)
-        trainer.callbacks.append(Answers(line, meter, tokens))
-        line.answer(ready=True, device=str(trainer.device), torch=torch.__version__)
+        answers = Answers(line, meter, tokens)
+        trainer.callbacks.append(answers)
+        attention = "packed sdpa" if trainer.policy.route == "packed" else workload.attention
+        line.answer(ready=True, **device_facts(trainer.device), attention=attention)
         trainer.train()
 
 
@@ -158,6 +179,6 @@ def gradients(workload: Workload, path: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[3]) if sys.argv[1] == "step" else 2)
     if sys.argv[1] == "step":
-        step(WORKLOADS[sys.argv[2]], gradient_checkpointing=sys.argv[4] == "checkpointing")
+        step(Workload.named(sys.argv[2]), gradient_checkpointing=sys.argv[4] == "checkpointing")
     else:
-        gradients(WORKLOADS[sys.argv[2]], sys.argv[3])
+        gradients(Workload.named(sys.argv[2]), sys.argv[3])

@@ -1,4 +1,7 @@
-"""How the benchmark speaks to a side: a line asks for a step, a line of JSON answers."""
+"""How the benchmark speaks to a side: a line asks for a step, a line of JSON answers.
+
+`step` asks for a step with its time and memory, `profile` for one that says where its time goes.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,12 @@ class Line:
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
-    def steps(self) -> Iterator[None]:
-        """One for each step that is asked for."""
+    def requests(self) -> Iterator[str]:
+        """What is asked for, one step after the other: `step` or `profile`."""
         for line in sys.stdin:
-            if line.strip() == "step":
-                yield
+            request = line.strip()
+            if request in ("step", "profile"):
+                yield request
 
     def answer(self, **values: Any) -> None:
         self._answers.write(json.dumps(values) + "\n")
@@ -30,16 +34,17 @@ class Line:
 
 
 class Meter:
-    """Seconds and peak memory of a step: of the GPU where there is one, else of the process."""
+    """Seconds and peak memory of a step: of the GPU if it computes there, else of the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
         self._start = 0.0
-        self.idle = _resident()
+        self._on_gpu = device_type == "cuda"
+        self.idle = 0.0 if self._on_gpu else _resident()
 
     def start(self) -> None:
         import torch
 
-        if torch.cuda.is_available():
+        if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
         self._start = time.perf_counter()
@@ -47,12 +52,20 @@ class Meter:
     def stop(self) -> dict[str, float]:
         import torch
 
-        if torch.cuda.is_available():
+        if self._on_gpu:
             torch.cuda.synchronize()
             peak = float(torch.cuda.max_memory_allocated())
         else:
             peak = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return {"seconds": time.perf_counter() - self._start, "peak_bytes": peak, "idle_bytes": self.idle}
+
+
+def device_facts(device: Any) -> dict[str, str]:
+    """The device that a side computes on, and its torch."""
+    import torch
+
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+    return {"device": name, "torch": torch.__version__}
 
 
 def _resident() -> float:

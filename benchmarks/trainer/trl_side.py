@@ -16,14 +16,13 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import pad
 
-from benchmarks.trainer.protocol import Line, Meter
+from benchmarks.trainer.protocol import Line, Meter, device_facts
 from benchmarks.trainer.workload import (
     CISPO_CAP,
     EPSILON,
     EPSILON_HIGH,
     LEARNING_RATE,
     LOSSES,
-    WORKLOADS,
     Workload,
     old_offsets,
 )
@@ -85,7 +84,7 @@ def make_trainer(workload: Workload, folder: str, steps: int, **options: Any) ->
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused",
-        "bf16": False,
+        "bf16": workload.bf16,
         "max_grad_norm": 1.0,
         "temperature": 1.0,
         "beta": 0.0,
@@ -95,7 +94,7 @@ def make_trainer(workload: Workload, folder: str, steps: int, **options: Any) ->
         "report_to": "none",
         "disable_tqdm": True,
         "gradient_checkpointing": False,
-        "use_cpu": not torch.cuda.is_available(),
+        "use_cpu": workload.device_type == "cpu",
         "dataloader_num_workers": 0,
     }
     dataset = Dataset.from_dict({"prompt": ["w3"] * workload.rows})
@@ -114,11 +113,13 @@ class Answers(TrainerCallback):
     """Answers each step with its time, and waits until it is asked for the next."""
 
     def __init__(self, line: Line, meter: Meter, tokens: int) -> None:
-        self.line, self.meter, self.tokens = line, meter, tokens
-        self.asked = line.steps()
+        self.line = line
+        self.meter = meter
+        self.tokens = tokens
+        self.requests = line.requests()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if next(self.asked, "end") == "end":
+        if not next(self.requests, ""):
             raise SystemExit
         self.meter.start()
 
@@ -127,12 +128,13 @@ class Answers(TrainerCallback):
 
 
 def step(workload: Workload, gradient_checkpointing: bool) -> None:
-    line, meter = Line(), Meter()
+    line = Line()
+    meter = Meter(workload.device_type)
     tokens = sum(len(completion) for group in workload.make_groups() for completion in group.completions)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(workload, folder, STEPS, gradient_checkpointing=gradient_checkpointing)
         trainer.add_callback(Answers(line, meter, tokens))
-        line.answer(ready=True, device=str(trainer.accelerator.device), torch=torch.__version__)
+        line.answer(ready=True, **device_facts(trainer.accelerator.device), attention=workload.attention)
         trainer.train()
 
 
@@ -172,6 +174,6 @@ def gradients(workload: Workload, path: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[3]) if sys.argv[1] == "step" else 2)
     if sys.argv[1] == "step":
-        step(WORKLOADS[sys.argv[2]], gradient_checkpointing=sys.argv[4] == "checkpointing")
+        step(Workload.named(sys.argv[2]), gradient_checkpointing=sys.argv[4] == "checkpointing")
     else:
-        gradients(WORKLOADS[sys.argv[2]], sys.argv[3])
+        gradients(Workload.named(sys.argv[2]), sys.argv[3])

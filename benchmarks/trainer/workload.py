@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,45 @@ class Workload:
     prompt_tokens: tuple[int, int] = (48, 96)
     completion_tokens: tuple[int, int] = (16, 256)
     micro_batches: int = 4
-    vocabulary: int = 8192
-    hidden: int = 256
-    layers: int = 4
+    size: str = "tiny"
+    """The size of the model: one of SIZES."""
+    device: str = "auto"
+    """cpu or cuda; auto: cuda if it is there."""
+    dtype: str = "float32"
+    """float32; bfloat16: both sides compute under autocast, and keep weights and optimizer in float32."""
+    attention: str = "sdpa"
+    """The implementation of attention, as transformers names it."""
 
     @property
     def rows(self) -> int:
         return self.groups * self.group_size
+
+    @property
+    def vocabulary(self) -> int:
+        return SIZES[self.size].vocabulary
+
+    @property
+    def device_type(self) -> str:
+        if self.device == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return self.device
+
+    @property
+    def bf16(self) -> bool:
+        return self.dtype == "bfloat16"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def named(cls, text: str) -> Workload:
+        """One of WORKLOADS by its name, or any by what `to_json` wrote."""
+        if text in WORKLOADS:
+            return WORKLOADS[text]
+        fields = json.loads(text)
+        for name in ("prompt_tokens", "completion_tokens"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
 
     def make_groups(self) -> list[Group]:
         """The same for every process."""
@@ -60,24 +93,47 @@ class Workload:
 
     def make_model(self) -> Any:
         """The same for every process."""
-        torch.manual_seed(0)
-        return Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=self.vocabulary,
-                hidden_size=self.hidden,
-                intermediate_size=self.hidden * 11 // 4,
-                num_hidden_layers=self.layers,
-                num_attention_heads=self.hidden // 64,
-                num_key_value_heads=max(self.hidden // 128, 1),
-                max_position_embeddings=1024,
-                tie_word_embeddings=False,
-                pad_token_id=0,
-                eos_token_id=1,
-                bos_token_id=None,
-            )
+        size = SIZES[self.size]
+        config = Qwen2Config(
+            vocab_size=size.vocabulary,
+            hidden_size=size.hidden,
+            intermediate_size=size.intermediate,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            num_key_value_heads=size.kv_heads,
+            max_position_embeddings=4096,
+            tie_word_embeddings=size.tied,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+            attn_implementation=self.attention,
         )
+        torch.manual_seed(0)
+        # On a GPU: random numbers for a billion weights take a minute on one core.
+        with torch.device(self.device_type):
+            return Qwen2ForCausalLM(config)
 
 
+@dataclass(frozen=True)
+class ModelSize:
+    """The shape of a Qwen2 model. Its weights are random: they change neither time nor memory."""
+
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    tied: bool
+
+
+SIZES = {
+    "smallest": ModelSize(512, 128, 352, layers=2, heads=2, kv_heads=1, tied=False),
+    "tiny": ModelSize(8192, 256, 704, layers=4, heads=4, kv_heads=2, tied=False),
+    "0.5b": ModelSize(151936, 896, 4864, layers=24, heads=14, kv_heads=2, tied=True),
+    "1.5b": ModelSize(151936, 1536, 8960, layers=28, heads=12, kv_heads=2, tied=True),
+}
+"""The last two are Qwen2.5-0.5B and Qwen2.5-1.5B."""
 RAGGED = Workload()
 """For speed and memory."""
 EQUAL = Workload(
@@ -86,12 +142,12 @@ EQUAL = Workload(
     prompt_tokens=(12, 12),
     completion_tokens=(24, 24),
     micro_batches=1,
-    vocabulary=512,
-    hidden=128,
-    layers=2,
+    size="smallest",
 )
 """For equal numbers: nothing to pad."""
-WORKLOADS = {"ragged": RAGGED, "equal": EQUAL}
+GPU = Workload(prompt_tokens=(128, 256), completion_tokens=(512, 2048), micro_batches=8, size="0.5b", dtype="bfloat16")
+"""For a GPU: completions as long as those of reasoning."""
+WORKLOADS = {"ragged": RAGGED, "equal": EQUAL, "gpu": GPU}
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo")
 LEARNING_RATE = 1e-6
 EPSILON, EPSILON_HIGH, CISPO_CAP = 0.2, 0.28, 1.1

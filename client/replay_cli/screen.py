@@ -18,6 +18,7 @@ from rich.text import Text
 
 from replay_cli.output import one_line
 from replay_client.records import rates_between, shards_of
+from replay_dashboard.tag_counts import tag_counts
 from replay_dashboard.units import byte_size, counted, duration, shares, waiting, waits_for
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 _HELP = "q quit   space pause"
 _BELOW = 8
 """Most lines below the tables of a terminal: permits and waits come first."""
+_VALUES = 6
+"""Values of a tag that a line shows."""
 _SPARE = 2
 """The heading of the tables, and the last line of the terminal, which stays empty."""
 _HISTORY = 24
@@ -179,6 +182,20 @@ def balances(info: ServerInfo) -> Iterator[Text]:
             yield Text(one_line(f"{table.name} balances {tag}: {shares(table.values)}"))
 
 
+def tags(info: ServerInfo) -> Iterator[Text]:
+    """A line for each tag by which a table counts: what became of the groups of each value."""
+    for table in info.tables.values():
+        for counts in tag_counts(info, table):
+            ordered = sorted(counts.values.items(), key=lambda item: -item[1].generated)
+            values = [
+                f"{value} {groups.generated} generated, {groups.stale} lost as stale, {groups.sampled} trained on"
+                for value, groups in ordered[:_VALUES]
+            ]
+            if len(ordered) > _VALUES:
+                values.append(f"and {counted(len(ordered) - _VALUES, 'more value')}")
+            yield Text(one_line(f"{table.name} by {counts.tag}: {'; '.join(values)}"))
+
+
 def permits(info: ServerInfo) -> Iterator[Text]:
     if (admission := info.admission) is not None:
         partial = f" ({admission.partial_groups} partial)" if admission.permit_tables else ""
@@ -246,7 +263,7 @@ class Screen:
             part for name, shard in shards_of(self.info) for part in _shard_parts(name, shard, self.by_shard, live)
         ]
         above = [headline(self.address, self.info), *shards, *problem, *[Text()] * live]
-        below = [*permits(self.info), *waits(self.info), *balances(self.info), *clients(self.info)]
+        below = [*permits(self.info), *waits(self.info), *balances(self.info), *tags(self.info), *clients(self.info)]
         shown = list(self.info.tables.values())
         if height is not None:
             below = [Text(), *below[:_BELOW], *keys]

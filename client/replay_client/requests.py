@@ -158,6 +158,10 @@ class Item:
     request: int = 0
     """Of a segment, which is appended to the item that is there with its key: a number under which it is known if it
     comes again; 0: a new item."""
+    completions: int = 0
+    """How many completions the group has; 0: the item is no group, or its bytes were encoded before."""
+    completion_tokens: int = 0
+    """Of all these completions."""
     moved: bool = False
     """Whether the item goes to another shard, which counts it, and the one that granted the permit hears of it next."""
 
@@ -186,7 +190,10 @@ class Item:
         closes: Sequence[Sample] = (),
     ) -> Item:
         columns: Iterable[str] = ()
+        completions = completion_tokens = 0
         if isinstance(group, RolloutGroup):
+            completions = group.group_size
+            completion_tokens = int(group.sampled_lengths.sum())
             payload: Sequence[Buffer] = group.encode_pieces()
             version = group.policy_version if policy_version is None else policy_version
             columns = group.extras
@@ -212,7 +219,10 @@ class Item:
         nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))
         grant, granted_by = (permits.id, permits.shard) if permits else (0, "")
         closed = _closed(closes) if closes else ()
-        return cls(key, priorities, version, payload, nbytes, timeout, grant, granted_by, labels, *closed)
+        item = cls(key, priorities, version, payload, nbytes, timeout, grant, granted_by, labels, *closed)
+        item.completions = completions
+        item.completion_tokens = completion_tokens
+        return item
 
 
 def _closed(samples: Sequence[Sample]) -> tuple[tuple[int, ...], str]:
@@ -278,6 +288,9 @@ def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iter
         labels = [item.labels for item in items]
         request.columns.extend(columns_message(labels))
         request.tags.extend(tags_message(labels))
+    if any(item.completions for item in items):
+        request.lengths.completions.extend(item.completions for item in items)
+        request.lengths.tokens.extend(item.completion_tokens for item in items)
     if len(items) > 1 or nbytes <= bytes_per_message:
         yield Frame(request, [chunk for item in items for chunk in item.payload])
         return

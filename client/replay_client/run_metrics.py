@@ -278,6 +278,19 @@ TRAIN = (
         unit="tokens",
     ),
     Metric(
+        ("train/length_ratio",),
+        "mean length of the completions trained on, divided by the mean length of all completions generated, over the "
+        "last 64 steps. Generated are all groups that were inserted into `rollouts_table`, and those refused or "
+        "dropped as too stale. Below 1, long completions get lost on the way: because slow groups become too stale, "
+        "or because zero-variance groups are replaced. null if the server does not know the lengths",
+        unit="ratio",
+        healthy=Range(0.9, 1.1),
+        outside=(
+            "groups are lost by their length, so the policy learns to write shorter or longer answers: `replay doctor` "
+            "names the tag whose groups become too stale"
+        ),
+    ),
+    Metric(
         ("train/truncated_fraction",),
         "share of completions in the batch that reached the token limit",
         unit="share",

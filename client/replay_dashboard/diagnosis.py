@@ -31,6 +31,7 @@ from replay_dashboard.presence import (
     teacher_of,
     trainer_of,
 )
+from replay_dashboard.tag_counts import TagCounts, tag_counts
 from replay_dashboard.units import byte_size, counted, duration, listed, waiting, waits_for
 
 YOUNG = 60.0
@@ -41,6 +42,8 @@ MUCH_STALE = 0.1
 """Share of the generated groups that were dropped as stale and never used: a warning from here on."""
 MOST_STALE = 0.5
 """The same share: a failure from here on."""
+LEAST_GENERATED = 8
+"""Groups of one value of a tag: of fewer nobody says that they starve."""
 MUCH_LOST = 0.1
 """Share of the inserts that were evicted before anybody sampled them: a warning from here on."""
 NEARLY_FULL = 0.9
@@ -546,6 +549,7 @@ def _table_findings(info: ServerInfo, table: _Table, fed: bool) -> Iterator[Find
     if fed and not table.info.inserts and table.copied is None:
         yield _never_fed(table)
     yield from _staleness(table, info)
+    yield from _starved(table, info)
     yield from _losses(table)
 
 
@@ -658,6 +662,47 @@ def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
         rule = "stale-by-admission"
     facts: dict[str, Any] = {"share": lost / offered, "limit": limit, "admitted": admission and admission.max_staleness}
     yield found(rule, table.name, Level.FAILURE if lost > MOST_STALE * offered else None, **facts)
+
+
+def _starved(table: _Table, info: ServerInfo) -> Iterator[Finding]:
+    """Values of a tag that lose far more groups as too old than the others do."""
+    if table.copied is not None or table.feeders:
+        return
+    for counts in tag_counts(info, table.info):
+        shares = _shares_lost(counts)
+        if not shares:
+            continue
+        value = max(shares, key=lambda value: shares[value])
+        groups = counts.values[value]
+        other_groups = counts.generated - groups.generated
+        facts: dict[str, Any] = {"tag": f"{counts.tag}={value}", "share": shares[value]}
+        facts["groups"] = counted(groups.generated, "group")
+        facts["others"] = ""
+        if other_groups:
+            facts["others"] = f", and {(counts.stale - groups.stale) / other_groups:.0%} of the others"
+        if len(shares) > 1:
+            facts["others"] += f"; {counted(len(shares) - 1, 'more value')} of {counts.tag} starve too"
+        admission = info.admission
+        rule = "starved"
+        if admission is not None and admission.table == table.name:
+            rule = "starved-though-admitted"
+            facts["admitted"] = admission.max_staleness
+        level = Level.FAILURE if shares[value] > MOST_STALE else None
+        yield found(rule, table.name, level, limit=table.config["max_staleness"], **facts)
+
+
+def _shares_lost(counts: TagCounts) -> dict[str, float]:
+    """The share of lost groups of each value that starves: that loses much, and twice as much as all others."""
+    starved = {}
+    for value, groups in counts.values.items():
+        if groups.generated < LEAST_GENERATED:
+            continue
+        share = groups.stale / groups.generated
+        other_groups = counts.generated - groups.generated
+        other_share = (counts.stale - groups.stale) / other_groups if other_groups else 0.0
+        if share >= MUCH_STALE and share >= 2 * other_share:
+            starved[value] = share
+    return starved
 
 
 def _losses(table: _Table) -> Iterator[Finding]:

@@ -28,6 +28,7 @@ from replay_generator.config import GeneratorConfig
 from replay_generator.engines import CompletionError, Engine
 from replay_generator.errors import GroupRefusedError, PromptError
 from replay_generator.groups.codec import PartialGroupSpec
+from replay_generator.groups.given_up_watch import GivenUpWatch
 from replay_generator.groups.inserting import LeftOut, run_worker
 from replay_generator.groups.maker import GroupMaker
 from replay_generator.groups.partial_groups import SECONDS_PER_LOOK, LeaseLostError, PartialGroup
@@ -95,9 +96,10 @@ class RolloutGenerator:
         self._policy = PolicyFollower(client, engine, self.config, self._metrics)
         self._maker = GroupMaker(engine, self._policy, reward, self.config, group_filter, rollout, stats)
         self._server = GeneratorServer(client, self.config, stats, self._policy)
-        self._server.watches = self._maker.watches
+        self._given_up = GivenUpWatch()
+        self._server.watches = [*self._maker.watches, self._given_up]
         if isinstance(rollout, Watch):
-            self._server.watches = [*self._maker.watches, rollout]
+            self._server.watches = [*self._server.watches, rollout]
         self._partial_groups = self._server.partial_groups
         self._prompts = prompt_queue_of(client, self._server.answer, prompts, self.config, stats)
         self._slots = asyncio.Semaphore(self.config.max_concurrent_groups or sys.maxsize)
@@ -354,6 +356,7 @@ class RolloutGenerator:
                 self._skip(error)
             elif isinstance(error, TooOldToFinish):
                 self._metrics.count_given_up(times)
+                self._given_up.record(self._server.tags_of(work))
             elif error.counts_as is not None:
                 self._metrics.stats[error.counts_as] += 1
                 if error.counts_as in ("groups_refused_stale", "prompts_lost"):

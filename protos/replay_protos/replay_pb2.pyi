@@ -58,6 +58,7 @@ class InsertRequest(_message.Message):
     EXTEND_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     CLOSES_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
     timeout: _builtins.float
@@ -105,6 +106,8 @@ class InsertRequest(_message.Message):
         """
 
     @_builtins.property
+    def lengths(self) -> Global___GroupLengths: ...
+    @_builtins.property
     def shared(self) -> Global___SharedBytes:
         """in a stream: instead of `payloads`"""
 
@@ -123,18 +126,49 @@ class InsertRequest(_message.Message):
         extend: _builtins.bool = ...,
         requests: _abc.Iterable[_builtins.int] | None = ...,
         closes: _abc.Iterable[_builtins.int] | None = ...,
+        lengths: Global___GroupLengths | None = ...,
         shared: Global___SharedBytes | None = ...,
         payloads: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "shared", b"shared", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "lengths", b"lengths", "shared", b"shared", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "closes", b"closes", "columns", b"columns", "extend", b"extend", "keys", b"keys", "moved", b"moved", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "permits", b"permits", "policy_versions", b"policy_versions", "requests", b"requests", "shared", b"shared", "tags", b"tags", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout", b"_timeout", "closes", b"closes", "columns", b"columns", "extend", b"extend", "keys", b"keys", "lengths", b"lengths", "moved", b"moved", "payload_sizes", b"payload_sizes", "payloads", b"payloads", "permits", b"permits", "policy_versions", b"policy_versions", "requests", b"requests", "shared", b"shared", "tags", b"tags", "targets", b"targets", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout: _TypeAlias = _typing.Literal["timeout"]  # noqa: Y015
     _WhichOneofArgType__timeout: _TypeAlias = _typing.Literal["_timeout", b"_timeout"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout) -> _WhichOneofReturnType__timeout | None: ...
 
 Global___InsertRequest: _TypeAlias = InsertRequest  # noqa: Y015
+
+@_typing.final
+class GroupLengths(_message.Message):
+    """How long each row is, if the rows are groups. The server does not open payloads, so it is told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPLETIONS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def completions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """completions (rollouts) of each row"""
+
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """tokens of all completions of each row"""
+
+    def __init__(
+        self,
+        *,
+        completions: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions", b"completions", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupLengths: _TypeAlias = GroupLengths  # noqa: Y015
 
 @_typing.final
 class InsertTarget(_message.Message):
@@ -1577,6 +1611,9 @@ class TableInfo(_message.Message):
     INCOMPLETE_SECONDS_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
     FLOW_FIELD_NUMBER: _builtins.int
+    COMPLETIONS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
     RETAINED_FIELD_NUMBER: _builtins.int
     RETAINED_BYTES_FIELD_NUMBER: _builtins.int
     RETAINED_DISCARDED_FIELD_NUMBER: _builtins.int
@@ -1612,6 +1649,11 @@ class TableInfo(_message.Message):
     extensions: _builtins.int
     incomplete_seconds: _builtins.float
     """Since when items wait for columns and none of them was extended; 0: none waits."""
+    completions: _builtins.int
+    """Of all groups that clients inserted, or that were refused as too stale, as far as the clients said: how many
+    completions they had, and how many tokens these had.
+    """
+    completion_tokens: _builtins.int
     retained: _builtins.int
     """With retain_consumed: items that were consumed and are retained, so that the trainer can go back to an older state."""
     retained_bytes: _builtins.int
@@ -1649,6 +1691,10 @@ class TableInfo(_message.Message):
     @_builtins.property
     def flow(self) -> Global___Flow:
         """Absent before the second new policy version, and of tables whose items may be drawn more than once."""
+
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedCompositeFieldContainer[Global___TagCounts]:
+        """By each indexed tag, the tag of `balance` and the tag `environment`, if items have it."""
 
     def __init__(
         self,
@@ -1689,6 +1735,9 @@ class TableInfo(_message.Message):
         incomplete_seconds: _builtins.float = ...,
         values: _abc.Iterable[Global___ValueInfo] | None = ...,
         flow: Global___Flow | None = ...,
+        completions: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        tags: _abc.Iterable[Global___TagCounts] | None = ...,
         retained: _builtins.int = ...,
         retained_bytes: _builtins.int = ...,
         retained_discarded: _builtins.int = ...,
@@ -1697,7 +1746,7 @@ class TableInfo(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "effective_priority", b"effective_priority", "flow", b"flow", "inserted", b"inserted", "inserting", b"inserting", "limiter", b"limiter", "priority", b"priority", "sampled", b"sampled", "sampling", b"sampling", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extensions", b"extensions", "flow", b"flow", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "incomplete_items", b"incomplete_items", "incomplete_seconds", b"incomplete_seconds", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "limiter", b"limiter", "missing_columns", b"missing_columns", "name", b"name", "priority", b"priority", "reserved", b"reserved", "restored", b"restored", "retained", b"retained", "retained_bytes", b"retained_bytes", "retained_discarded", b"retained_discarded", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "undone", b"undone", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "completion_tokens", b"completion_tokens", "completions", b"completions", "config", b"config", "consumed", b"consumed", "deleted", b"deleted", "duplicates", b"duplicates", "effective_priority", b"effective_priority", "evicted", b"evicted", "evicted_on_arrival", b"evicted_on_arrival", "evicted_unsampled", b"evicted_unsampled", "extensions", b"extensions", "flow", b"flow", "forward_refused", b"forward_refused", "forwarded", b"forwarded", "incomplete_items", b"incomplete_items", "incomplete_seconds", b"incomplete_seconds", "insert_blocked_share", b"insert_blocked_share", "inserted", b"inserted", "inserting", b"inserting", "inserts", b"inserts", "inserts_per_second", b"inserts_per_second", "limiter", b"limiter", "missing_columns", b"missing_columns", "name", b"name", "priority", b"priority", "reserved", b"reserved", "restored", b"restored", "retained", b"retained", "retained_bytes", b"retained_bytes", "retained_discarded", b"retained_discarded", "sample_blocked_share", b"sample_blocked_share", "sampled", b"sampled", "samples", b"samples", "samples_per_second", b"samples_per_second", "sampling", b"sampling", "size", b"size", "stale", b"stale", "stale_refused", b"stale_refused", "staleness", b"staleness", "tags", b"tags", "undone", b"undone", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1783,6 +1832,69 @@ class ValueInfo(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ValueInfo: _TypeAlias = ValueInfo  # noqa: Y015
+
+@_typing.final
+class TagCounts(_message.Message):
+    """What became of the groups that have a tag, by its values."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    TOO_MANY_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    too_many: _builtins.bool
+    """It has too many values (more than 256), so they are not counted."""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___TagValueCounts]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        values: _abc.Iterable[Global___TagValueCounts] | None = ...,
+        too_many: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "too_many", b"too_many", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TagCounts: _TypeAlias = TagCounts  # noqa: Y015
+
+@_typing.final
+class TagValueCounts(_message.Message):
+    """What became of the groups that have one value of a tag, since the start or the last reset."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    GENERATED_FIELD_NUMBER: _builtins.int
+    STALE_FIELD_NUMBER: _builtins.int
+    SAMPLED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """the value as text"""
+    generated: _builtins.int
+    """inserted, or refused as too stale"""
+    stale: _builtins.int
+    """refused or dropped as too stale, and never drawn"""
+    sampled: _builtins.int
+    """Acknowledged draws: the groups trained on, where each item is drawn once."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        generated: _builtins.int = ...,
+        stale: _builtins.int = ...,
+        sampled: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated", b"generated", "name", b"name", "sampled", b"sampled", "stale", b"stale"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TagValueCounts: _TypeAlias = TagValueCounts  # noqa: Y015
 
 @_typing.final
 class ArrivalTimes(_message.Message):

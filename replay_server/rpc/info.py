@@ -114,6 +114,7 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
         incomplete_items=table.waiting.count,
         missing_columns=[pb.MissingColumn(name=name, items=items) for name, items in table.waiting.lacking().items()],
         incomplete_seconds=max(0.0, now - table.waits_since) if table.waiting.count else 0.0,
+        tags=[pb.TagCounts(**counts.info()) for counts in table.tag_counts.values() if counts.has_values],
         flow=None if flow is None else pb.Flow(**flow),
         retained=retained.size,
         retained_bytes=int(columns.cost[retained].sum()),

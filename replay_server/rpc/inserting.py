@@ -356,8 +356,13 @@ def check_message(request: pb.InsertRequest) -> None:
     for name in ("policy_versions", "payload_sizes"):
         if len(entries := getattr(request, name)) not in (0, rows):
             raise invalid(f"{name} has {counted(len(entries), 'entry')} for {counted(rows, 'item')}")
+    for name in ("completions", "tokens"):
+        if len(entries := getattr(request.lengths, name)) not in (0, rows):
+            raise invalid(f"lengths.{name} has {counted(len(entries), 'entry')} for {counted(rows, 'item')}")
     if request.extend:
         surplus = [name for name in ("targets", "policy_versions", "permits", "tags") if getattr(request, name)]
+        if request.HasField("lengths"):
+            surplus.append("lengths")
         if surplus:
             raise invalid(
                 f"a message that extends items has {', '.join(surplus)}, which only new items have: leave them out"
@@ -419,6 +424,8 @@ def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Paylo
         permits=request.permits,
         moved=request.moved,
         labels=labels_in(request),
+        completions=request.lengths.completions[:],
+        completion_tokens=request.lengths.tokens[:],
         closes=tuple(dict.fromkeys(request.closes[:])),
     )
     if all(some is everything for some in chosen.values()):

@@ -213,7 +213,7 @@ class ReplayBuffer:
             n, insert = 1, batch[:1]
             verdict = self._rules.verdict(insert, tables)
         if verdict is not None and not isinstance(verdict, Blocked):
-            self._count(verdict, tables)
+            self._count(verdict, tables, insert)
             if isinstance(verdict, Refused):
                 raise verdict
             return 1, None
@@ -225,12 +225,12 @@ class ReplayBuffer:
         self._progress(self._enter(insert, tables))
         return n, None
 
-    def _count(self, verdict: Refused | Known, tables: Iterable[Table]) -> None:
+    def _count(self, verdict: Refused | Known, tables: Iterable[Table], insert: InsertBatch) -> None:
         if isinstance(verdict, Known):
             for table in tables:
                 table.counters.duplicates += 1
         elif isinstance(verdict, Outdated):
-            verdict.count()
+            verdict.count(insert)
 
     def _enter(self, insert: InsertBatch, tables: Sequence[Table]) -> Sequence[Table]:
         """Inserts rows that the rules allow, and acknowledges the batches that they close. Returns what changed.
@@ -435,7 +435,7 @@ class ReplayBuffer:
             except Refused as refusal:
                 verdict = refusal
         else:
-            self._count(verdict, pending.tables)
+            self._count(verdict, pending.tables, pending.insert)
         if isinstance(verdict, Refused):
             pending.fail(verdict)
         else:
@@ -571,7 +571,7 @@ class ReplayBuffer:
         for table in self.tables.values():
             for pending in self.lines[table.name].inserts:
                 if (refused := self._rules.why_refused(pending.insert, [table])) is not None:
-                    self._count(refused, [table])
+                    self._count(refused, [table], pending.insert)
                     pending.fail(refused)
         self._progress(self.tables.values())
         for callback in list(self.on_policy):

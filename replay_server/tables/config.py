@@ -26,6 +26,8 @@ MAX_COUNT = 2**53
 """The largest count that a limiter's arithmetic in float64 keeps exact."""
 MAX_INDEXED = 4
 """Tags that one table may index: each costs 4 bytes an item, and some work at each insert."""
+ENVIRONMENT = "environment"
+"""The tag that says where a group comes from. Every table has a column for it, and counts by it."""
 MAX_TAG_NAME, MAX_TAG_TEXT = 64, 256
 """Bytes of the name and of the value of a tag. Here characters are counted: what has more of them no item has."""
 MAX_RETAINED_STATES = 1024
@@ -261,10 +263,11 @@ class TableConfig(Model):
 
     @property
     def indexed(self) -> tuple[str, ...]:
-        """The tags that have a column: those of `index`, and that of `balance`."""
-        if self.balance is None or self.balance.tag in self.index:
-            return self.index
-        return (*self.index, self.balance.tag)
+        """The tags that have a column: those of `index`, that of `balance`, and `environment`."""
+        names = [*self.index, ENVIRONMENT]
+        if self.balance is not None:
+            names.append(self.balance.tag)
+        return tuple(dict.fromkeys(names))
 
 
 class AdmissionConfig(Model):

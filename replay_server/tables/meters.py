@@ -25,6 +25,8 @@ class Counters:
     """Counts since the start or the last reset. TableInfo in replay.proto has the same fields."""
 
     inserts: int = 0
+    completions: int = 0
+    completion_tokens: int = 0
     samples: int = 0
     consumed: int = 0
     deleted: int = 0

@@ -87,6 +87,7 @@ class OutstandingBatches:
             watcher.changed(keys)
             if batch.scope:
                 watcher.scope_changed(table.name, batch.scope)
+        table.count_sampled(batch)
         changed = [table]
         for hook in table.on_acknowledge:
             changed += hook(table, batch)

@@ -48,9 +48,12 @@ class Outdated(Refused):
         self.table = table
         self.counter = counter
 
-    def count(self) -> None:
+    def count(self, insert: InsertBatch | None = None) -> None:
+        """`insert`: the row that a client brought; None: the item comes out of another table."""
         counters = self.table.counters
         setattr(counters, self.counter, getattr(counters, self.counter) + 1)
+        if insert is not None and self.counter == "stale_refused":
+            self.table.refuse_stale(insert)
 
 
 def why_outdated(table: Table, version: int) -> Outdated | None:

@@ -52,6 +52,7 @@ from replay_server.tables.columns import (
 from replay_server.tables.config import TableConfig
 from replay_server.tables.meters import Counters, FlowMeter, Meter
 from replay_server.tables.remembered import Scopes
+from replay_server.tables.tag_counts import Event, TagCounts
 
 Payload = tuple[bytes | memoryview, ...]
 """The bytes of one item, in the chunks in which they came. A view keeps its whole message in memory, so the chunk must
@@ -80,6 +81,10 @@ class InsertBatch:
     """Ids of batches that are acknowledged when the row enters its tables. Only an insert of one row has any."""
     moved: bool = False
     """Whether another server has granted `permits`."""
+    completions: Sequence[int] = ()
+    """Completions of each group; empty: unknown."""
+    completion_tokens: Sequence[int] = ()
+    """Tokens of all completions of each group; empty: unknown."""
     evicted: list[tuple[int, str]] = field(default_factory=list)
     """Receives key and table of each row that leaves a table as soon as it is inserted."""
     nbytes: int = field(init=False)
@@ -111,6 +116,8 @@ class InsertBatch:
             sizes=self.sizes[rows],
             payloads=self.payloads[rows],
             labels=None if self.labels is None else self.labels[rows],
+            completions=self.completions[rows],
+            completion_tokens=self.completion_tokens[rows],
         )
 
 
@@ -186,6 +193,7 @@ class Table:
 
     def _clear(self, current_version: int) -> None:
         self.columns = Columns(current_version, self.config.indexed)
+        self.tag_counts = {name: TagCounts(name) for name in self.columns.tags}
         self.limiter = self.config.rate_limiter.build()
         self._build_selectors()
         self.bytes = 0
@@ -268,7 +276,26 @@ class Table:
         self.limiter.inserts += n
         self.counters.inserts += n
         self.inserted.add(n, now)
+        self._count_generated(batch)
         self._evict_excess()
+
+    def refuse_stale(self, batch: InsertBatch) -> None:
+        """Counts groups that are too stale on arrival. They were generated all the same."""
+        self._count_generated(batch)
+        if batch.labels is not None:
+            for counts in self.tag_counts.values():
+                counts.count_labels("stale", batch.labels)
+
+    def _count_generated(self, batch: InsertBatch) -> None:
+        self.counters.completions += sum(batch.completions)
+        self.counters.completion_tokens += sum(batch.completion_tokens)
+        if batch.labels is not None:
+            for counts in self.tag_counts.values():
+                counts.count_labels("generated", batch.labels)
+
+    def _count_tags(self, event: Event, slots: IntArray, sign: int = 1) -> None:
+        for name, counts in self.tag_counts.items():
+            counts.count_rows(event, self.columns.tags[name], slots, sign)
 
     def evict(self, n: int = 1) -> None:
         """Removes n items that the remover chooses."""
@@ -479,6 +506,12 @@ class Table:
         self.counters.samples += n
         self.counters.consumed += consumed
 
+    def count_sampled(self, batch: SampleBatch) -> None:
+        """Counts the rows of a batch that its reader acknowledges now, before extensions hear of it."""
+        if batch.epoch == self.epoch and any(len(tag) > 1 for tag in self.columns.tags.values()):
+            slots = self.columns.find_with_reserved(batch.keys)
+            self._count_tags("sampled", slots[slots >= 0])
+
     def acknowledge(self, batch: SampleBatch) -> list[int]:
         """The batch is its reader's for good. Its reserved rows that nobody retains leave. Returns the keys of all."""
         if batch.epoch != self.epoch:
@@ -506,6 +539,7 @@ class Table:
         self.columns.times_sampled[slots] -= 1
         self.scopes.forget(keys)
         self._count_drawn(-len(keys), -len(keys))
+        self._count_tags("sampled", slots, sign=-1)
         self.counters.restored += len(keys)
         self._show(slots, self.labels_of(keys) if self.config.requires else None)
 
@@ -554,10 +588,15 @@ class Table:
         return slots.size, missing
 
     def roll_back(self, keys: Sequence[int]) -> None:
-        """Undoes the insert of items that were never drawn."""
+        """Undoes the insert of items that were never drawn.
+
+        Their completions and tokens stay counted, which nobody knows any more. That hardly changes their mean length.
+        """
         self.limiter.inserts -= len(keys)
         self.counters.inserts -= len(keys)
-        self._remove(self.columns.find(np.array(keys, dtype=np.uint64)))
+        slots = self.columns.find(np.array(keys, dtype=np.uint64))
+        self._count_tags("generated", slots, sign=-1)
+        self._remove(slots)
 
     def delete(self, keys: Sequence[int]) -> list[int]:
         """Removes items. Returns missing keys."""
@@ -596,6 +635,8 @@ class Table:
         if not slots.size:
             return
         setattr(self.counters, reason, getattr(self.counters, reason) + slots.size)
+        if reason == "stale":
+            self._count_tags("stale", slots[self.columns.times_sampled[slots] == 0])
         self.limiter.deletes += slots.size
         # An item that left can give no more samples. Unless the limiter counts the samples that it still owed, the
         # difference between inserts and samples would never come down again: its place in a queue would be lost.
@@ -633,6 +674,7 @@ class Table:
         counted = {name: getattr(self.limiter, name) for name in ("inserts", "samples", "deletes")}
         self.limiter = replace(config.rate_limiter.build(), **counted)
         self.columns.tags = tags
+        self.tag_counts = {name: self.tag_counts.get(name) or TagCounts(name) for name in tags}
         names = ("sampler", "remover", "requires", "balance")
         if any(getattr(config, name) != getattr(old, name) for name in names):
             self.waiting.clear()
@@ -662,6 +704,7 @@ class Table:
             "counters": self.counts()
             | {"samples": self.counters.samples - self.outstanding, "consumed": self.counters.consumed - consumed},
             "rng": self._rng_json(),
+            "tags": {name: counts.state() for name, counts in self.tag_counts.items()},
         }
 
     def _rng_json(self) -> str:
@@ -674,6 +717,9 @@ class Table:
         self._order = state["order"]
         self.limiter.inserts, self.limiter.samples, self.limiter.deletes = state["limiter"]
         self.counters = Counters(**state["counters"])
+        for name, values in state.get("tags", {}).items():
+            if name in self.tag_counts:
+                self.tag_counts[name].load_state(values)
         self.rng.bit_generator.state = json.loads(state["rng"])
 
     def reconcile(self) -> int:

@@ -82,3 +82,27 @@ def test_tables_shows_the_share_of_each_value_of_a_balanced_table(replay, client
     changed = replay("table", "update", "replay", "balance=null")
     assert changed.returncode == 0, changed.stderr
     assert "balances" not in replay("tables").stdout
+
+
+def test_tables_shows_what_became_of_the_groups_of_each_environment(replay, client, keys):
+    client.sample("replay", 2)
+    client.update_table("replay", max_staleness=0)
+    client.set_policy_version(1)
+    lines = replay("tables").stdout.splitlines()
+    (line,) = [line for line in lines if line.startswith("replay by environment: ")]
+    counts = {value.name: value for value in client.server_info().tables["replay"].tags[0].values}
+    for name in ("math", "code"):
+        value = counts[name]
+        assert f"{name} 1 generated, {value.stale} lost as stale, {value.sampled} trained on" in line
+    (tag,) = json.loads(replay("tables", "--json").stdout)["tables"]["replay"]["tags"]
+    assert tag["name"] == "environment"
+    assert [value["generated"] for value in tag["values"]] == [1, 1]
+
+
+def test_tables_shows_the_most_frequent_values_of_a_tag(replay, client):
+    for number in range(9):
+        client.insert(b"x", {"replay": 1.0}, tags={"environment": f"e{number}"})
+    client.insert(b"x", {"replay": 1.0}, tags={"environment": "e8"})
+    (line,) = [line for line in replay("tables").stdout.splitlines() if "by environment" in line]
+    assert line.startswith("replay by environment: e8 2 generated, 0 lost as stale, 0 trained on; ")
+    assert line.endswith("; and 3 more values")

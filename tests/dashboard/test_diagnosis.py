@@ -82,6 +82,14 @@ def lacks(seconds: float, **columns: int) -> dict[str, Any]:
     return {"incomplete_items": max(columns.values()), "missing_columns": lacking, "incomplete_seconds": seconds}
 
 
+def environments(too_many: bool = False, **groups: tuple[int, int, int]) -> pb.TagCounts:
+    """The groups of environments: generated, stale and sampled."""
+    values = []
+    for name, (generated, stale, sampled) in groups.items():
+        values.append(pb.TagValueCounts(name=name, generated=generated, stale=stale, sampled=sampled))
+    return pb.TagCounts(name="environment", values=values, too_many=too_many)
+
+
 def overdue_clients(*roles: str) -> list[pb.OverdueClient]:
     return [pb.OverdueClient(role=role, reason=f"{role}: no sign") for role in roles]
 
@@ -105,6 +113,21 @@ HEALTHY = {
     "a pool that clients feed directly and sample often": pool(
         {"max_staleness": 4}, inserts=1000, samples=4000, stale=900, size=100
     ),
+    "environments that lose equally little": pool(
+        {"max_staleness": 1}, samples=90, tags=[environments(math=(50, 2, 48), code=(50, 4, 46))]
+    ),
+    "environments that lose equally much": pool(
+        {"max_staleness": 1}, samples=78, tags=[environments(math=(50, 10, 40), code=(50, 12, 38))]
+    ),
+    "an environment of which few groups are known": pool(
+        {"max_staleness": 1}, samples=90, tags=[environments(math=(100, 1, 99), code=(7, 7, 0))]
+    ),
+    "a tag with too many values to count them": pool(
+        {"max_staleness": 1}, samples=90, tags=[environments(too_many=True)]
+    ),
+    "a pool whose environments went stale after they were trained on": tutorial(
+        pool={"tags": [environments(math=(250, 10, 240), code=(250, 200, 50))]}
+    ),
     "items that wait a moment for a column": tutorial(lacks(LONG / 2, value=1)),
     "three servers, each with room for what it may hold": three(),
     "an on-disk server with room on its disk": tutorial(disk_available=10**11, commits=100),
@@ -116,6 +139,13 @@ HEALTHY = {
         table("pool", samples=1), max_bytes=0, bytes=10**9 - 1
     ),
 }
+
+
+def starving_rollouts(**counts: Any) -> TableInfo:
+    """A queue that drops most groups of one environment."""
+    tags = [environments(math=(90, 1, 89), code=(10, 9, 1))]
+    return table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, samples=90, **{"tags": tags} | counts)
+
 
 STALE = table("rollouts", QUEUE | {"max_staleness": 1, "forward_to": None}, stale=74, samples=26)
 SICK = {
@@ -152,6 +182,15 @@ SICK = {
     "a pool whose queue nobody samples": tutorial({"samples": 0, "forwarded": 0}, {"inserts": 0, "stale": 0}),
     "a pool whose queue forwards nothing": tutorial({"forwarded": 0}, {"inserts": 0, "stale": 0}),
     "some groups come too late": pool({"max_staleness": 1}, inserts=80, stale_refused=20, samples=80),
+    "a slow environment that loses more groups than the others": pool(
+        {"max_staleness": 1}, inserts=200, samples=190, tags=[environments(math=(160, 1, 159), code=(40, 9, 31))]
+    ),
+    "a slow environment of which hardly anything is trained on": pool(
+        {"max_staleness": 1}, inserts=200, samples=190, tags=[environments(math=(190, 0, 190), code=(10, 9, 1))]
+    ),
+    "a slow environment that starves, though [admission] lets no generator run ahead further": server(
+        starving_rollouts(), admission=admission(table="rollouts")
+    ),
     "an archive that nobody writes": server(
         table("rollouts", {"copy_to": "archive"}), table("archive", evicted=60, evicted_unsampled=60)
     ),
@@ -642,3 +681,18 @@ def test_who_was_killed_some_time_ago_is_not_compared():
 def test_dynamic_sampling_takes_more_groups_than_a_step_trains_on():
     said = trainer_says(fresh_groups_per_step=2, zero_variance="dynamic")
     assert said_of(described(tr=("trainer", said)), "permits") == []
+
+
+def test_the_remedy_for_a_starved_environment_depends_on_the_admission():
+    (without,) = troubles(server(starving_rollouts()))
+    (admitted,) = troubles(server(starving_rollouts(), admission=admission(table="rollouts")))
+    assert without.remedy.startswith("use [admission]")
+    assert admitted.remedy.startswith("lower [admission] max_staleness (2)")
+    assert "max_staleness (1) of this table" in admitted.remedy
+
+
+def test_every_environment_that_loses_twice_as_much_as_the_others_starves():
+    tags = [environments(math=(300, 0, 300), code=(20, 8, 12), games=(10, 9, 1))]
+    (finding,) = troubles(server(starving_rollouts(tags=tags)))
+    assert "environment=games starve: 90% of 10 groups" in finding.message
+    assert finding.message.endswith("; 1 more value of environment starve too")

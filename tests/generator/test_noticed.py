@@ -17,6 +17,7 @@ from replay_dashboard.diagnosis import diagnose
 from replay_generator import GeneratorConfig, Rollout, RolloutGenerator, notices
 from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.groups import inserting
+from replay_generator.groups.given_up_watch import MOST_ENVIRONMENTS, GivenUpWatch
 from replay_generator.groups.rollout_watch import LEAST_ROLLOUTS, FailureWatch, LengthWatch
 from replay_generator.metrics import _no_stats
 from replay_generator.notices import Watch
@@ -26,12 +27,14 @@ from replay_generator.rewards.functions import load_reward
 from replay_generator.rollouts.rollout import RolloutPolicy, RolloutSequence, Task, single_turn
 from replay_generator.rollouts.sessions import endpoint, refusals
 from replay_generator.rollouts.sessions.refusals import Refusals
+from replay_server import TableConfig
 from replay_server.config import MAX_DESCRIPTION
 from tests.generator.factories import ScriptedEngine
 from tests.generator.sessions.test_remote import running
 from tests.kit.prompts import EPOCH
 from tests.kit.scoring import UNSCORED, play
 from tests.kit.servers import async_serving
+from tests.kit.stack import Stack
 
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")
 
@@ -291,3 +294,42 @@ def test_refusals_are_forgotten_and_those_of_usual_work_are_not_counted():
     assert seen.facts() == {"refused": {"401": 1, "429": 1}, "reason": "no token"}
     now[0] = refusals.REFUSED_SECONDS + 1
     assert seen.facts() == {"refused": {"401": 1}, "reason": "no token"}
+
+
+async def test_groups_that_are_given_up_are_told_by_their_environment(tmp_path):
+    engine = ScriptedEngine(hold=asyncio.Event())
+    prompts = [{"prompt": "1"}, {"prompt": "2", "tags": {"environment": "code"}}] * 10
+    table = TableConfig(name="rollouts", max_staleness=2)
+    async with Stack(tables=[table]) as stack:
+        generator = await stack.generate(
+            engine=engine, prompts=prompts, max_concurrent_groups=2, tags={"environment": "games"}
+        )
+        for version in (3, 6):
+            await async_until(lambda: engine.generating == 2)
+            await stack.at(version, tmp_path)
+            await generator.counted("groups_aborted", 2 * version // 3)
+        told: dict[str, int] = {}
+        async with asyncio.timeout(PATIENCE):
+            while sum(told.values()) < 4:
+                ((_, settings),) = (await stack.client.server_info()).settings_of("generator")
+                told = dict(settings.get("given_up", {}))
+        engine.let_go()
+    assert told == {"games": 2, "code": 2}
+
+
+def test_of_many_environments_those_that_lost_most_are_told():
+    watch = GivenUpWatch()
+    for number in range(2 * MOST_ENVIRONMENTS):
+        for _ in range(number % 5 + 1):
+            watch.record({"environment": f"environment-{'x' * 40}-{number}"})
+    told = json.loads(watch.description["given_up"])
+    assert len(json.dumps(watch.description)) < MAX_DESCRIPTION / 2
+    assert list(told.values()).count(5) == 12
+    assert min(told.values()) == 4
+    assert GivenUpWatch().description == {}
+
+
+def test_a_group_without_an_environment_is_not_told():
+    watch = GivenUpWatch()
+    watch.record({"level": 3})
+    assert watch.description == {}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from replay_client import ReplayClient, RolloutGroup, Sample
-from replay_client.errors import DeadlineExceededError
+from replay_client.errors import DeadlineExceededError, ReplayError
 from replay_client.scoring import group_advantages
 from replay_client.settings import SETTINGS_FILE, as_json
 from replay_generator.engines import text_of
@@ -54,6 +54,8 @@ from replay_trainer.loss_functions import check_loss
 from replay_trainer.metrics import (
     Alarms,
     GroupFacts,
+    LengthRatio,
+    Lengths,
     Metrics,
     StepTimers,
     describe_groups,
@@ -68,6 +70,9 @@ from replay_trainer.stopping import Stopped, Stopping
 from replay_trainer.weights import Adapter, write_whole
 
 T = TypeVar("T")
+
+_COUNT_SECONDS = 5.0
+"""The server must say within this time what was generated. Otherwise the step does without that metric."""
 
 
 class GRPOTrainer:
@@ -154,6 +159,7 @@ class GRPOTrainer:
         self._timers: StepTimers
         self._waits: ServerWaits
         self._is_first_step = True
+        self._length_ratio = LengthRatio(whole=True)
         self._bad: list[BadGroup] = []
         """The groups of this step, over all ranks, that could not be trained on."""
 
@@ -186,6 +192,7 @@ class GRPOTrainer:
             self.stopped = True
             return 0
         self.last_step = version
+        self._length_ratio = LengthRatio(whole=version == 0)
         if self.ranks.index == 0:
             write_whole(self.output_dir / SETTINGS_FILE, as_json(config))
         leases.start()
@@ -397,10 +404,22 @@ class GRPOTrainer:
         if config.update_priorities:
             with self._waits.waiting("to update priorities"):
                 metrics["replay/priorities_updated"] = self._update_priorities(trained)
+        if self.ranks.is_first:
+            metrics["train/length_ratio"] = self._compare_lengths(parts)
         metrics |= _prefixed("time", self._timers.collect())
         metrics["train/tokens_per_second"] = metrics["train/tokens"] / metrics["time/step"]
         for callback in self.callbacks:
             callback.on_step(self, StepReport(metrics, taken.samples, taken.replaced, self._record(step, parts)))
+
+    def _compare_lengths(self, parts: Sequence[RankPart]) -> float:
+        """The ratio of `LengthRatio` after this step; NaN if the server does not say what was generated."""
+        lengths = [length for part in parts for facts in part.trained for length in facts.lengths]
+        table, generated = self.config.rollouts_table, None
+        with suppress(ReplayError):
+            tables = self.client.server_info(tables=[table], timeout=_COUNT_SECONDS).tables
+            if table in tables:
+                generated = Lengths(tables[table].completions, tables[table].completion_tokens)
+        return self._length_ratio.add(lengths, generated)
 
     def _part(self, trained: TrainedStep) -> RankPart:
         """What this rank tells the others of the step."""

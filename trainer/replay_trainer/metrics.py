@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ from replay_client.words import counted
 from replay_trainer.batching import Batch
 
 logger = logging.getLogger(__name__)
+
+RATIO_STEPS = 64
+"""Steps over which lengths are compared."""
 
 Metrics = dict[str, float]
 """The metrics of one step. `replay_client.run_metrics` declares each."""
@@ -141,6 +145,55 @@ class StepTimers:
         """All timers and their sum, "step"; then start again at zero."""
         seconds, self._seconds = self._seconds, {}
         return {**seconds, "step": sum(seconds.values())}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Completions and their tokens, in all."""
+
+    completions: int = 0
+    tokens: int = 0
+
+    def __sub__(self, earlier: Lengths) -> Lengths:
+        return Lengths(self.completions - earlier.completions, self.tokens - earlier.tokens)
+
+    @property
+    def mean(self) -> float:
+        """Tokens of one completion; NaN of none."""
+        return self.tokens / self.completions if self.completions > 0 else math.nan
+
+
+class LengthRatio:
+    """Mean length of the completions trained on, divided by that of all that were generated, over the last steps.
+
+    Below 1, long completions are lost between generator and trainer. The server counts what was generated: it is told
+    the lengths of each group that is inserted or refused as too stale. So the groups that it drops later are counted.
+    A group that a generator gives up has no length, and is not.
+    """
+
+    def __init__(self, *, whole: bool) -> None:
+        """`whole`: the run begins here, so all that the server has counted until now belongs to it."""
+        self._trained = Lengths()
+        self._marks: deque[tuple[Lengths, Lengths]] = deque(maxlen=RATIO_STEPS + 1)
+        """What was trained on and what was generated, in all, after each of the last steps."""
+        if whole:
+            self._marks.append((Lengths(), Lengths()))
+
+    def add(self, trained: Sequence[int], generated: Lengths | None) -> float:
+        """The ratio after a step that trained on completions of these lengths.
+
+        `generated`: what the server has counted in all; None: it did not answer. NaN if the ratio is not known.
+        """
+        self._trained = Lengths(self._trained.completions + len(trained), self._trained.tokens + sum(trained))
+        if generated is None:
+            return math.nan
+        if self._marks and generated.completions < self._marks[-1][1].completions:
+            self._marks.clear()  # the server has begun to count anew
+        self._marks.append((self._trained, generated))
+        first_trained, first_generated = self._marks[0]
+        trained_mean = (self._trained - first_trained).mean
+        generated_mean = (generated - first_generated).mean
+        return trained_mean / generated_mean if generated_mean else math.nan
 
 
 class Alarms:

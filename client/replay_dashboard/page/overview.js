@@ -129,6 +129,7 @@ function tableCard(table, look, history) {
           table.reserved > 0 && h("small", null, `${table.reserved} handed out, not acknowledged`),
           table.incomplete_items > 0 && h("small", null, `waits for ${table.missing_columns.map((column) =>
             `${visible(column.name)}: ${plural(column.items, "group")}`).join(", ")}`),
+          table.tags.filter(({ values }) => values.length > 0).map((tag) => h("small", null, groupsOf(tag))),
           table.values.length > 0 && h("small", null, `draws balanced over ${visible(config.balance?.tag ?? "")}: ${sharesOf(table.values)}`)),
         h("div", { class: "chart low", "data-keep": `size-${table.name}`, role: "img", "aria-label": `Size of ${table.name}` })),
       h("div", null,
@@ -161,6 +162,12 @@ function sharesOf(values) {
   const named = values.filter((value) => value.items).sort((a, b) => b.weight - a.weight);
   return named.slice(0, most).map((value) => `${visible(value.name || "without the tag").slice(0, 60)} ${percent(value.weight / total)} (${
     plural(value.items, "group")})`).join(", ") + (named.length > most ? ` and ${named.length - most} more` : "");
+}
+// What became of the groups of each value of a tag.
+function groupsOf({ name, values }) {
+  const most = 6, named = [...values].sort((a, b) => b.generated - a.generated);
+  return `by ${visible(name)}: ${named.slice(0, most).map((value) => `${visible(value.name).slice(0, 60)} ${value.generated} generated, ${
+    value.stale} lost as stale, ${value.sampled} sampled`).join("; ")}` + (named.length > most ? ` and ${named.length - most} more` : "");
 }
 function limiterOf({ limiter, size, incomplete_items, inserting, sampling }) {
   if (limiter.max_diff === null && limiter.min_diff === null) {

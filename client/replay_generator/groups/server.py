@@ -74,6 +74,10 @@ class GeneratorServer(InsertingServer):
         """Says that this generator ends on purpose, if the server can be reached soon."""
         await self._client.leave(timeout=LAST_WORD)
 
+    def tags_of(self, work: PartialGroup) -> dict[str, str | int]:
+        """The tags of the group: those of its prompt, and those of the generator."""
+        return {**self._config.tags, **work.spec.prompt.tags}
+
     async def insert(self, group: RolloutGroup, work: PartialGroup) -> None:
         """Returns when the group is in its tables, and its permit, its prompt and its partial group are gone.
 
@@ -81,7 +85,7 @@ class GeneratorServer(InsertingServer):
         LeaseLostError if another generator may have the item by now. An ended lease of its prompt raises LeftOut.
         """
         spec, unscored = work.spec, self._config.unscored_table
-        tags = {**self._config.tags, **spec.prompt.tags}
+        tags = self.tags_of(work)
         closes = work.drawn.closes if work.sample is None else (work.sample,)
         options: dict[str, Any] = {"permits": work.permit, "closes": closes}
         try:

@@ -172,6 +172,9 @@ class Reference:
                 self.items[row.key].partial = False
         if hand.epoch == table.epoch:
             table.outstanding -= len(hand.rows)
+            for row, consumed in zip(hand.rows, hand.consumed, strict=True):
+                if consumed or row in table.rows:  # of one that is gone meanwhile nobody knows the tags
+                    table.count_tags("sampled", row.key)
             if table.config.retain_consumed and self.states:
                 for row, consumed in zip(hand.rows, hand.consumed, strict=True):
                     if consumed:
@@ -205,6 +208,7 @@ class Reference:
         self._check_evicted()
         target.retained = [retained for retained in target.retained if retained.row.key != row.key]
         self._add(target, row.key, priority, row.version, row.item)
+        target.count_tags("generated", row.key)
         while events and events[0][0] == "evict":
             self._evict(events.popleft())
         self._check_evicted()
@@ -344,6 +348,7 @@ class Reference:
             back = [retained for retained in table.retained if retained.number > moment]
             table.retained = [retained for retained in table.retained if retained.number <= moment]
             for retained in back:
+                table.count_tags("sampled", retained.row.key, -1)
                 retained.row.sampled = 0
                 table.rows.append(retained.row)
                 retained.row.item.unused_permit |= retained.permit
@@ -487,6 +492,7 @@ class Reference:
                 self._use_permit(waiting.what)
         for waiting in rows:
             insert = waiting.what
+            table.count_generated(insert.key)
             self._add(table, insert.key, insert.priorities[name], insert.policy_version, self.items[insert.key])
             if table is tables[-1]:
                 waiting.served = True
@@ -638,11 +644,16 @@ class Reference:
         elif code is Code.FAILED_PRECONDITION:
             stale = next(table for table in tables if table.stale(insert.policy_version, self.version))
             stale.counts["stale_refused"] += 1
+            stale.count_generated(insert.key)
+            stale.count_tags("stale", insert.key)
 
     def _drop_stale(self, table: RefTable) -> None:
         gone = [row for row in table.rows if table.stale(row.version, self.version)]
         table.drop(gone, owed=True)
         table.counts["stale"] += len(gone)
+        for row in gone:
+            if not row.sampled:
+                table.count_tags("stale", row.key)
 
     def _drop_undone(self, table: RefTable) -> None:
         gone = [row for row in table.rows if self.is_undone(row.version)]

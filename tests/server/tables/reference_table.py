@@ -20,6 +20,11 @@ def labels_for(key: int) -> Labels:
     return LABELS[key % len(LABELS)]
 
 
+def lengths_for(key: int) -> tuple[int, int]:
+    """How many completions the group of this key has, and their tokens together."""
+    return key % 3, key % 3 * 7
+
+
 def label_bytes(columns: frozenset[str], pairs: tuple) -> int:
     return sum(80 + len(str(text)) for text in [*columns, *(text for pair in pairs for text in pair)])
 
@@ -128,9 +133,29 @@ class RefTable:
         self.rows: list[Row] = []
         self.retained: list[Retained] = []
         self.counts: Counter[str] = Counter()
+        self.tag_counts: Counter[tuple[str, str, str]] = Counter()
+        """By tag, value and what happened."""
         self.inserts = self.samples = self.deletes = self.outstanding = 0
         self.scopes: dict[str, set[int]] = {}
         self.epoch += 1
+
+    def count_tags(self, event: str, key: int, items: int = 1) -> None:
+        for name in self.config.indexed:
+            if value := labels_for(key).text(name):
+                before = self.tag_counts[name, value, event]
+                self.tag_counts[name, value, event] = max(0, before + items)
+
+    def configure(self, config: TableConfig) -> None:
+        """Changes the configuration. What was counted by a tag that is not indexed any more is forgotten."""
+        self.config = config
+        counted = self.tag_counts.items()
+        self.tag_counts = Counter({event: count for event, count in counted if event[0] in config.indexed})
+
+    def count_generated(self, key: int) -> None:
+        completions, tokens = lengths_for(key)
+        self.counts["completions"] += completions
+        self.counts["completion_tokens"] += tokens
+        self.count_tags("generated", key)
 
     def find(self, key: int) -> Row | None:
         return next((row for row in self.rows if row.key == key), None)

@@ -254,9 +254,9 @@ def test_what_cannot_be_balanced_or_indexed_is_refused_with_one_line(options, li
         TableConfig(name="t", **options)
 
 
-def test_the_tag_of_a_balance_is_indexed_without_being_named():
-    assert TableConfig(name="t", index=["a"], balance={"tag": "b"}).indexed == ("a", "b")
-    assert TableConfig(name="t", index=["b"], balance={"tag": "b"}).indexed == ("b",)
+def test_the_tag_of_a_balance_and_the_environment_are_indexed_without_being_named():
+    assert TableConfig(name="t", index=["a"], balance={"tag": "b"}).indexed == ("a", "environment", "b")
+    assert TableConfig(name="t", index=["b"], balance={"tag": "b"}).indexed == ("b", "environment")
 
 
 def test_balance_begins_changes_and_ends_while_the_server_runs():

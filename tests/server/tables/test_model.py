@@ -29,7 +29,7 @@ from replay_server.tables.extensions.history import History
 from replay_server.tables.table import InsertBatch, SampleRequest
 from tests.kit.tables import replay_buffer, slots_of
 from tests.server.tables.reference import Reference
-from tests.server.tables.reference_table import Insert, RefTable, Waiting, labels_for
+from tests.server.tables.reference_table import Insert, RefTable, Waiting, labels_for, lengths_for
 from tests.server.tables.strategies import forwards, limits, names, picks, priorities, tables, timeouts
 
 EXAMPLES = os.environ.get("REPLAY_MODEL_EXAMPLES")
@@ -68,6 +68,8 @@ def columns_of(rows: list[Insert]) -> InsertBatch:
         rows[0].permits,
         [labels_for(row.key) for row in rows],
         rows[0].closes,
+        completions=[lengths_for(row.key)[0] for row in rows],
+        completion_tokens=[lengths_for(row.key)[1] for row in rows],
     )
 
 
@@ -444,7 +446,7 @@ class ModelMachine(RuleBasedStateMachine):
         reference = self.model.tables[table]
         changed, _ = self.refused(self.buffer.update_table, table, change)
         if changed is not None:
-            reference.config = changed.config
+            reference.configure(changed.config)
             self.model.drop_used_up(reference)
             self.shrink(reference)
         self.follow()
@@ -569,6 +571,13 @@ class ModelMachine(RuleBasedStateMachine):
                 reference.outstanding,
             )
             assert table.counts() == {counter: reference.counts[counter] for counter in table.counts()}
+            tag_counts = {
+                (name, value, event): count
+                for name, counts in table.tag_counts.items()
+                for value, counts_of_value in counts.values.items()
+                for event, count in vars(counts_of_value).items()
+            }
+            assert +Counter(tag_counts) == +reference.tag_counts
             limiter = table.limiter
             assert (limiter.inserts, limiter.samples, limiter.deletes) == (
                 reference.inserts,

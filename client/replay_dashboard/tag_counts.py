@@ -1,0 +1,82 @@
+"""What became of the groups of each value of a tag: how many were generated, lost as too old, and sampled.
+
+The server counts what reaches it. Groups that a generator gave up, because they would have been too old on arrival,
+never do: the generator says how many these were, by their tag `environment`. Both are lost work of the same kind, so
+they are added up here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from replay_client.records import ServerInfo, TableInfo
+
+ENVIRONMENT = "environment"
+
+
+@dataclass
+class ValueCounts:
+    """The groups of one value of a tag."""
+
+    generated: int = 0
+    """Begun by a generator, as far as is known: inserted, refused as too old, or given up."""
+    stale: int = 0
+    """Refused, dropped or given up as too old, before anybody drew them."""
+    sampled: int = 0
+    """Drawn and acknowledged: of a queue, the groups trained on."""
+
+
+@dataclass
+class TagCounts:
+    """The groups of one table, by the values of a tag."""
+
+    tag: str
+    values: dict[str, ValueCounts] = field(default_factory=dict)
+
+    @property
+    def generated(self) -> int:
+        return sum(counts.generated for counts in self.values.values())
+
+    @property
+    def stale(self) -> int:
+        return sum(counts.stale for counts in self.values.values())
+
+
+def tag_counts(info: ServerInfo, table: TableInfo) -> Iterator[TagCounts]:
+    """The counts by each tag that the groups of a table have. A tag with too many values is left out."""
+    given_up = _given_up(info, table.name)
+    for counted_tag in table.tags:
+        if counted_tag.too_many:
+            continue
+        counts = TagCounts(counted_tag.name)
+        for value in counted_tag.values:
+            counts.values[value.name] = ValueCounts(value.generated, value.stale, value.sampled)
+        if counts.tag == ENVIRONMENT:
+            _add(counts, given_up)
+            given_up = {}
+        yield counts
+    if given_up:  # no group of an environment has ever reached the table
+        counts = TagCounts(ENVIRONMENT)
+        _add(counts, given_up)
+        yield counts
+
+
+def _add(counts: TagCounts, given_up: Mapping[str, int]) -> None:
+    for value, groups in given_up.items():
+        of_value = counts.values.setdefault(value, ValueCounts())
+        of_value.generated += groups
+        of_value.stale += groups
+
+
+def _given_up(info: ServerInfo, table: str) -> dict[str, int]:
+    """The groups that generators of this table have given up, by environment. A client may say anything."""
+    found: dict[str, int] = {}
+    for _, settings in info.settings_of("generator"):
+        groups_of = settings.get("given_up")
+        if table not in settings.get("tables", ()) or not isinstance(groups_of, dict):
+            continue
+        for value, groups in groups_of.items():
+            if isinstance(groups, int) and groups > 0:
+                found[value] = found.get(value, 0) + groups
+    return found

@@ -1,0 +1,101 @@
+"""TagCounts: how many groups of each value of a tag came to a table, went stale there, and were sampled.
+
+**Why.** A bound on staleness drops slow groups first. Where one environment takes ten times as long as another, its
+groups may all be dropped, and the totals of the table look harmless: that environment is starved in silence.
+
+**How.** A table counts by each tag that it has a column for: those that it indexes, that by which it balances, and
+`environment`. The counts outlive the items. So there are at most MAX_COUNTED values of a tag: a tag with more values,
+such as the name of the prompt, says nothing about an environment, and is not counted any more until a reset.
+
+* Items without the tag are not counted.
+* Each insert of an item counts as generated, and so does each group that is refused as too stale on arrival.
+* An item counts as stale if it is refused or dropped as too stale, and was never drawn. So no item of a queue is both
+  stale and sampled.
+* An item counts as sampled each time that its reader acknowledges it. Where items are drawn once, that is a group
+  which was trained on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from replay_protos.labels import Labels
+from replay_server.tables.columns import IntArray, TagColumn
+
+MAX_COUNTED = 256
+"""Values of one tag that a table counts."""
+
+Event = Literal["generated", "stale", "sampled"]
+
+
+@dataclass
+class ValueCounts:
+    """The counts of one value. The message TagValueCounts of replay.proto has the same fields."""
+
+    generated: int = 0
+    stale: int = 0
+    sampled: int = 0
+
+
+class TagCounts:
+    """The counts of one tag, by the text of its values."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.values: dict[str, ValueCounts] = {}
+        self.too_many = False
+        """Whether the tag has more than MAX_COUNTED values, so that none of them is counted."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether any item ever had the tag."""
+        return bool(self.values) or self.too_many
+
+    def count_labels(self, event: Event, labels: Sequence[Labels]) -> None:
+        """Counts items with these labels."""
+        # Most items share their labels with many others, so few of them are looked at.
+        different = {id(of_item): of_item for of_item in labels}
+        for identity, items in Counter(map(id, labels)).items():
+            self._count(event, different[identity].text(self.name), items)
+
+    def count_rows(self, event: Event, column: TagColumn, slots: IntArray, sign: int = 1) -> None:
+        """Counts rows (n,) of the tag's column. `sign` -1: they were counted, and that is undone."""
+        if len(column) == 1 or not slots.size:  # no item has the tag
+            return
+        rows = np.bincount(column.codes[slots])
+        for code in np.flatnonzero(rows).tolist():
+            self._count(event, column.values[code], sign * int(rows[code]))
+
+    def _count(self, event: Event, value: str, items: int) -> None:
+        if not value or self.too_many:
+            return
+        counts = self.values.get(value)
+        if counts is None:
+            if len(self.values) == MAX_COUNTED:
+                self.values.clear()
+                self.too_many = True
+                return
+            counts = self.values[value] = ValueCounts()
+        # What happened before the table counted by this tag cannot be undone.
+        setattr(counts, event, max(0, getattr(counts, event) + items))
+
+    def state(self) -> dict[str, tuple[int, ...]] | None:
+        """The counts by value, as they are stored; None: the tag has too many values."""
+        if self.too_many:
+            return None
+        # Each commit asks: dataclasses.astuple takes ten times as long.
+        return {value: (counts.generated, counts.stale, counts.sampled) for value, counts in self.values.items()}
+
+    def load_state(self, state: Mapping[str, Sequence[int]] | None) -> None:
+        self.too_many = state is None
+        self.values = {value: ValueCounts(*counts) for value, counts in (state or {}).items()}
+
+    def info(self) -> dict[str, Any]:
+        """The fields of the message TagCounts of replay.proto, the values by name."""
+        values = [{"name": value} | vars(counts) for value, counts in sorted(self.values.items())]
+        return {"name": self.name, "values": values, "too_many": self.too_many}
