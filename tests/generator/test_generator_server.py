@@ -23,8 +23,8 @@ from replay_client.waits import WaitLog
 from replay_generator import GeneratorConfig, RolloutGenerator, StaleWeightsError
 from replay_generator.engines.weights import model_facts
 from replay_generator.rollouts.rollout import single_turn
+from replay_generator.testing import ScriptedEngine
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.generator.factories import ScriptedEngine
 from tests.kit.clocks import turns
 from tests.kit.generators import make_prompts
 from tests.kit.processes import free_port, server_process
@@ -148,7 +148,7 @@ async def test_a_group_that_takes_longer_than_its_permit_lives_is_inserted_and_c
             # The server believes one of the first two dead, and lets the third begin.
             await async_until(lambda: engine.generating == 3)
             await asyncio.sleep(0.3)  # by the generator's clock, too, all three permits have expired
-            engine.let_go()
+            engine.release()
             await task
             info = await client.server_info()
     assert generator.stats["groups"] == info.tables["rollouts"].size == 3
@@ -224,7 +224,7 @@ async def test_groups_that_would_be_too_old_are_given_up_and_made_again_with_new
             # The requests that were under way have ended, or the engine could not have loaded weights.
             await async_until(lambda: engine.version == 3 and engine.generating == 4)
             assert generator.stats["groups_aborted"] == 4
-            engine.let_go()
+            engine.release()
             await task
             samples = await client.sample("rollouts", 5)
             admission = (await client.server_info()).admission
@@ -269,7 +269,7 @@ async def test_the_bound_of_a_table_counts_as_it_is_now(monkeypatch):
             await async_until(lambda: len(looks) >= seen)
             assert engine.generating == 0
             await client.update_table("rollouts", max_staleness=2)
-            engine.let_go()
+            engine.release()
             await task
     assert generator.stats["groups"] == 1
 

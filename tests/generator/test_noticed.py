@@ -27,8 +27,8 @@ from replay_generator.rollouts.rollout import RolloutPolicy, RolloutSequence, Ta
 from replay_generator.rollouts.sessions import endpoint, refusals
 from replay_generator.rollouts.sessions.agents import SessionHook
 from replay_generator.rollouts.sessions.refusals import Refusals
+from replay_generator.testing import ScriptedEngine
 from replay_server.config import MAX_DESCRIPTION
-from tests.generator.factories import ScriptedEngine
 from tests.generator.prompts.test_epoch import serving
 from tests.generator.sessions.test_remote import running
 from tests.generator.test_scoring import play, scoring

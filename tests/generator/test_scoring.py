@@ -17,10 +17,10 @@ from replay_generator import GeneratorConfig, GroupScorer, PromptError, Rollout,
 from replay_generator.rewards.functions import group_reward
 from replay_generator.stages import scorer as scorer_module
 from replay_generator.stages import stage as stage_module
+from replay_generator.testing import ScriptedEngine
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
 from replay_trainer.groups import why_unusable
 from tests.generator import test_generator_server
-from tests.generator.factories import ScriptedEngine
 from tests.generator.test_partial_groups import PROMPTS, SIZE, sum_of_numbers
 from tests.kit.engines import SAID
 from tests.kit.generators import Hook

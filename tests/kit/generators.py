@@ -9,7 +9,7 @@ from typing import Any
 from replay_client.rollout import RolloutGroup
 from replay_generator import GeneratorConfig, Rollout, RolloutGenerator, RolloutPolicy, RolloutSequence, Task
 from replay_generator.prompts.prompt import Prompt
-from tests.generator.factories import ScriptedEngine
+from replay_generator.testing import ScriptedEngine
 from tests.kit.clients import RecordingClient
 from tests.kit.engines import SAID
 

@@ -14,8 +14,8 @@ from replay_client.records import ServerInfo
 from replay_client.testing import PATIENCE, async_until
 from replay_generator import GeneratorConfig, GroupScorer, RolloutGenerator, ScorerConfig
 from replay_generator.rollouts.rollout import single_turn
+from replay_generator.testing import ScriptedEngine
 from replay_server import AdmissionConfig, ReplayServer, TableConfig
-from tests.generator.factories import ScriptedEngine
 from tests.kit.generators import by_length, make_prompts
 from tests.kit.processes import free_port
 

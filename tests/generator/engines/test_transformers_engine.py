@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 from replay_generator.engines import Completion, EngineError, SamplingConfig
 from replay_generator.engines.continuous_batch import processed_logprobs
 from replay_generator.engines.transformers import TransformersEngine
-from tests.generator.factories import EOS
+from replay_generator.testing import EOS
 from tests.kit.clocks import turns
 from tests.kit.engines import check_completion, check_each_is_told, check_masks, check_scores
 from tests.kit.models import loaded, make_version, save_model

@@ -22,9 +22,9 @@ from replay_client.testing import until
 from replay_generator import GeneratorConfig, RolloutGenerator, WeightsMismatchError
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.vllm import VLLMEngine, masks_of
+from replay_generator.testing import EOS
 from replay_server import ReplayServer, TableConfig
 from tests.generator.engines.vllm_rollouts import TOOL, group_of, two_turns
-from tests.generator.factories import EOS
 from tests.kit.clients import FakeClient, RecordingClient
 from tests.kit.engines import check_completion, check_each_is_told, check_group, check_masks, check_scores
 from tests.kit.generators import make_prompts
@@ -295,7 +295,8 @@ async def test_tied_embeddings_end_in_right_weights_or_in_a_clear_error_whenever
 
 GENERATOR = """
 import sys
-from tests.generator.factories import RecordingClient, make_prompts
+from tests.kit.clients import RecordingClient
+from tests.kit.generators import make_prompts
 from replay_generator.engines.vllm import VLLMEngine, masks_of
 from replay_generator import run_generator
 

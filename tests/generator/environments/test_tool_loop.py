@@ -17,7 +17,7 @@ from replay_client import RolloutGroup
 from replay_generator import GeneratorConfig, PromptError, RolloutError
 from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.rollouts.tool_loop import ToolCall, json_calls, tool_loop
-from tests.generator.factories import EOS, ScriptedEngine
+from replay_generator.testing import EOS, ScriptedEngine
 from tests.kit.generators import played
 
 pytestmark = pytest.mark.filterwarnings("error:coroutine:RuntimeWarning")

@@ -5,8 +5,8 @@ import pytest
 from replay_client.errors import ReplayError
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.prompts.prompt import cycle_prompts, load_prompts
+from replay_generator.testing import ScriptedEngine
 from replay_server import TableConfig
-from tests.generator.factories import ScriptedEngine
 from tests.generator.prompts.test_curriculum import TABLES as CURRICULUM
 from tests.generator.prompts.test_epoch import by_length, made, make_generator, serving
 from tests.kit.processes import run_replay

@@ -12,8 +12,8 @@ from replay_client.testing import PATIENCE, async_until
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.prompts.prompt import cycle_prompts, epoch_order
 from replay_generator.prompts.stored import StoredPrompt, decode_item, key_of
+from replay_generator.testing import ScriptedEngine
 from replay_server import ReplayServer, TableConfig
-from tests.generator.factories import ScriptedEngine
 from tests.kit.generators import make_prompts
 from tests.kit.processes import free_port
 
@@ -99,7 +99,7 @@ async def test_what_a_generator_had_drawn_goes_to_others_when_it_stops_or_its_le
         await none_is_drawn(client)  # it has given them back
         # This one is not alive enough to renew anything: no generator, only its draws.
         await client.sample("prompts", 2, lease=1.0)
-        engine.let_go()
+        engine.release()
         await make_generator(client, engine=engine).run()
         assert Counter(await made(client)) == names(10)
 
@@ -129,7 +129,7 @@ async def test_a_group_whose_lease_the_server_has_forgotten_is_not_inserted():
             await async_until(lambda: engine.generating == 1)
         with ReplayServer(tables=TABLES, port=port):  # in memory: it begins anew
             await make_generator(client).run()
-            engine.let_go()
+            engine.release()
             await task
             assert slow.stats["prompts_lost"] == 1
             assert slow.stats["tokens_wasted"] > 0

@@ -18,7 +18,7 @@ from replay_generator.prompts import table as prompts_table
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.prompts.stored import MAGIC, PromptCursor
 from replay_generator.rollouts.rollout import PlayedRollout
-from tests.generator.factories import Letters, ScriptedEngine
+from replay_generator.testing import Letters, ScriptedEngine
 from tests.generator.prompts.test_curriculum import TABLES as CURRICULUM
 from tests.generator.prompts.test_curriculum import make_curriculum
 from tests.generator.prompts.test_epoch import TABLES, held, made, make_generator, names, serving

@@ -14,7 +14,7 @@ from replay_client.testing import async_until
 from replay_generator import WeightsDamagedError, WeightsNotAllowedError
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
-from tests.generator.factories import ScriptedEngine
+from replay_generator.testing import ScriptedEngine
 from tests.generator.test_generator import fake_weights, make_generator, running
 from tests.kit.clients import RecordingClient
 from tests.kit.models import make_adapter, make_version, save_model
