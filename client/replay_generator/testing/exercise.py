@@ -52,6 +52,7 @@ async def exercise_engine(
     *,
     weights: Sequence[str | PathLike[str]] = (),
     seeds: bool = True,
+    exact_versions: bool = True,
     tolerance: float = 0.02,
     timeout: float = PATIENCE,
 ) -> None:
@@ -61,8 +62,9 @@ async def exercise_engine(
 
     `make` returns a new engine, with a model that can draw more than one token. `weights`: two folders with different
     weights of this model; without them, only the errors of `load_weights` are checked. `seeds` False: a seed does not
-    repeat completions in this engine. `tolerance`: how far two log-probabilities of one token may differ, in nats: 0.02
-    for float32, and 0.5 for bfloat16. `timeout`: seconds after which a call counts as stuck.
+    repeat completions in this engine. `exact_versions` False: the engine does not know with which token of a completion
+    the new weights began. `tolerance`: how far two log-probabilities of one token may differ, in nats: 0.02 for
+    float32, and 0.5 for bfloat16. `timeout`: seconds after which a call counts as stuck.
 
     One prompt is as long as `max_length` of the engine allows: make an engine with a small one.
 
@@ -82,7 +84,8 @@ async def exercise_engine(
         await exercise.check_cancellation()
         await exercise.check_missing_weights()
         if weights:
-            await exercise.check_weights(*(str(folder) for folder in weights))
+            first, second = (str(folder) for folder in weights)
+            await exercise.check_weights(first, second, exact_versions)
     except BaseException:
         with contextlib.suppress(Exception):
             await engine.close()
@@ -283,11 +286,17 @@ class _Exercise:
         for step, score in enumerate(scores[len(prompt_ids) - 1 :]):
             logprob = completion.logprobs[step]
             counts = mask[step] and version in (None, completion.policy_versions[step])
-            if counts and abs(logprob - score) > self._tolerance:  # False for NaN, which means unknown
-                self._fail(
-                    f"token {step} of a completion has the log-probability {logprob:.4f}, and score says {score:.4f}: "
-                    "both must be that of the token after all tokens before it, by the weights of its version"
-                )
+            if counts:
+                self._check_token(step, logprob, [score])
+
+    def _check_token(self, step: int, logprob: float, scores: Sequence[float]) -> None:
+        """A log-probability is one of those that `score` has said, or unknown."""
+        if all(abs(logprob - score) > self._tolerance for score in scores):  # False for NaN
+            told = " or ".join(f"{score:.4f}" for score in scores)
+            self._fail(
+                f"token {step} of a completion has the log-probability {logprob:.4f}, and score says {told}: both must "
+                "be that of the token after all tokens before it, by the weights of its version"
+            )
 
     # ------------------------------------------------------------------------------------------------ the checks
 
@@ -485,7 +494,7 @@ class _Exercise:
                 self._fail(f"load_weights raised {found} for a folder that {what}: it must raise FileNotFoundError")
         await self._draw(self._prompts[0], SamplingConfig(max_tokens=4), 2)
 
-    async def check_weights(self, first: str, second: str) -> None:
+    async def check_weights(self, first: str, second: str, exact_versions: bool) -> None:
         """New weights are used at once, for requests under way too, and each token knows the version that drew it."""
         ids = [*self._prompts[0], *self._prompts[1]]
         await self._load(first)
@@ -500,38 +509,44 @@ class _Exercise:
         for prompt_ids in self._prompts:
             for completion in await self._draw(prompt_ids, SamplingConfig(max_tokens=self._longest), 2):
                 await self._check_logprobs(prompt_ids, completion)
-        await self._check_reload(first, second)
+        for _ in range(TRIES):
+            if await self._check_reload(first, second, exact_versions):
+                break
+        # An engine may let the requests under way end before it loads: that costs time alone.
         await self._check_damaged(first, second)
 
     async def _load(self, folder: str) -> None:
         await self._within("load_weights", self._engine.load_weights(folder, self._version + 1))
         self._version += 1
 
-    async def _check_reload(self, first: str, second: str) -> None:
-        """Completions that are under way at a reload go on, and each token is of the weights of its version."""
+    async def _check_reload(self, first: str, second: str, exact_versions: bool) -> bool:
+        """Completions that are under way at a reload go on, and each token is of the weights of its version.
+
+        Returns whether some were under way.
+        """
         sampling = SamplingConfig(max_tokens=self._longest)
-        for _ in range(TRIES):
-            await self._load(first)
-            old = self._version
-            versions = [old, old + 1]
-            tasks = []
-            for prompt_ids in self._prompts:
-                tasks.append(asyncio.create_task(self._draw(prompt_ids, sampling, 4, versions=versions)))
-            for _ in range(2):  # the second one comes after all others, so they are under way when it ends
-                await self._draw(self._prompts[0], SamplingConfig(max_tokens=2), 1)
-            await self._load(second)
-            answers = await asyncio.gather(*tasks)
-            pairs = list(zip(self._prompts, answers, strict=True))
-            for prompt_ids, completions in pairs:
-                for completion in completions:
-                    await self._check_logprobs(prompt_ids, completion, self._version)
-            await self._load(first)
-            for prompt_ids, completions in pairs:
-                for completion in completions:
-                    await self._check_logprobs(prompt_ids, completion, old)
-            if any(len({*each.policy_versions}) == 2 for _, completions in pairs for each in completions):
-                return
-        # An engine may let the requests under way end before it loads: that costs time alone.
+        await self._load(first)
+        versions = [self._version, self._version + 1]
+        tasks = []
+        for prompt_ids in self._prompts:
+            tasks.append(asyncio.create_task(self._draw(prompt_ids, sampling, 4, versions=versions)))
+        for _ in range(2):  # the second one comes after all others, so they are under way when it ends
+            await self._draw(self._prompts[0], SamplingConfig(max_tokens=2), 1)
+        await self._load(second)
+        drawn = []
+        for prompt_ids, completions in zip(self._prompts, await asyncio.gather(*tasks), strict=True):
+            drawn += [(prompt_ids, completion) for completion in completions]
+        new_scores = [await self._score([*prompt_ids, *each.token_ids]) for prompt_ids, each in drawn]
+        await self._load(first)
+        for (prompt_ids, completion), new in zip(drawn, new_scores, strict=True):
+            old = await self._score([*prompt_ids, *completion.token_ids])
+            start = len(prompt_ids) - 1
+            for step, version in enumerate(completion.policy_versions):
+                by_version = {versions[0]: old[start + step], versions[1]: new[start + step]}
+                if exact_versions or len({*completion.policy_versions}) == 1:
+                    by_version = {version: by_version[version]}
+                self._check_token(step, completion.logprobs[step], [*by_version.values()])
+        return any(len({*completion.policy_versions}) == 2 for _, completion in drawn)
 
     async def _check_damaged(self, first: str, second: str) -> None:
         """After weights that could be read in part only, no token is drawn before others are loaded."""
