@@ -105,8 +105,8 @@ class _Exercise:
         self._vocabulary = getattr(engine, "vocabulary", None)
         self._check_members()
         self._prompts = [self._encoded(text) for text in TEXTS]
-        self._longest = min(60, engine.max_length - max(len(prompt) for prompt in self._prompts))
-        """The longest completion that any of the prompts leaves room for, but not a very long one."""
+        self._longest = min(60, engine.max_length - 1 - max(len(prompt) for prompt in self._prompts))
+        """A long completion. With any of the prompts, it is short enough to be scored: vLLM wants room for one more."""
 
     def _fail(self, sentence: str) -> NoReturn:
         raise AssertionError(f"{type(self._engine).__name__}: {sentence}")
