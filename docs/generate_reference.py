@@ -100,6 +100,7 @@ PYTHON: dict[str, dict[str, tuple[str, ...]]] = {
             "replay_generator.rollouts.environments",
             "replay_generator.rewards.functions",
         ),
+        "Tests of your own code": ("replay_client.testing", "replay_generator.testing"),
     },
     "server": {
         "": ("replay_server.ReplayServer",),

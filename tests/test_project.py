@@ -55,7 +55,7 @@ PUBLIC = {
             "policy.remote",
         ),
         *("prompts.files", "prompts.prompt", "prompts.stored", "rewards.functions", "rollouts.environments"),
-        *("rollouts.rollout", "rollouts.sessions", "user_code.calls"),
+        *("rollouts.rollout", "rollouts.sessions", "testing", "user_code.calls"),
     },
     "replay_dashboard": {"app", "diagnosis", "group", "health", "training", "turns", "units"},
     "replay_trainer": {"config", "correction", "leases", "metrics", "resume", "suppliers", "weights"},

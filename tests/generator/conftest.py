@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from replay_generator.groups import partial_groups, server
-from tests.generator.factories import EOS
+from replay_generator.testing import EOS
 from tests.kit.models import make_adapter, save_model
 from tests.kit.stack import Stack
 

@@ -16,7 +16,7 @@ from replay_generator.groups.assembly import assemble
 from replay_generator.groups.codec import decode_rollout, encode_rollout
 from replay_generator.rollouts.played_sequence import check_sequences
 from replay_generator.rollouts.rollout import PlayedRollout, single_turn
-from tests.generator.factories import ScriptedEngine
+from replay_generator.testing import ScriptedEngine
 from tests.kit.clients import RecordingClient
 from tests.kit.engines import SAID
 from tests.kit.generators import generate

@@ -33,7 +33,7 @@ from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.metrics import InsertRate
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.rewards.functions import Reward
-from tests.generator.factories import EOS, ScriptedEngine
+from replay_generator.testing import EOS, ScriptedEngine
 from tests.kit.clients import RecordingClient
 from tests.kit.clocks import stopped_clock, turns
 from tests.kit.engines import check_group
@@ -87,7 +87,7 @@ async def test_no_more_groups_are_under_way_than_allowed():
     client, engine = RecordingClient(), ScriptedEngine(hold=asyncio.Event())
     task = await running(make_generator(client, engine, max_concurrent_groups=3, max_groups=9))
     await async_until(lambda: engine.generating == 3)
-    engine.let_go()
+    engine.release()
     await task
     assert len(client.inserts) == 9
     assert engine.most_generating == 3
@@ -353,7 +353,7 @@ async def test_stop_lets_groups_finish_within_the_grace_and_gives_back_the_rest(
     generator.stop()
     await asyncio.sleep(0)
     if grace == 60.0:
-        engine.let_go()
+        engine.release()
     await asyncio.wait_for(task, 60)
     assert len(client.inserts) == (3 if grace == 60.0 else 0)
     assert client.released == client.granted - len(client.inserts)
@@ -372,7 +372,7 @@ async def test_new_weights_are_loaded_while_nothing_is_generated_and_groups_say_
     await async_until(lambda: engine.generating == 2)
     await client.publish(4, fake_weights(tmp_path / "step-4"))
     await client.publish(5, fake_weights(tmp_path / "step-5"))
-    engine.let_go()
+    engine.release()
     await async_until(lambda: generator.stats["policy_version"] == 5)
     await client.inserted(10)
     generator.stop()
@@ -628,7 +628,7 @@ async def test_staleness_on_arrival_is_measured_against_the_newest_version_known
     await async_until(lambda: engine.generating == 2)
     await client.publish(5, fake_weights(tmp_path / "step-5"))
     await turns()  # the generator hears of it
-    engine.let_go()
+    engine.release()
     await task
     assert json.loads(path.read_text().splitlines()[-1])["staleness_mean"] == 5
 

@@ -20,8 +20,8 @@ from replay_client.testing import async_until
 from replay_client.waits import WaitLog
 from replay_generator import StaleWeightsError
 from replay_generator.engines.weights import model_facts
+from replay_generator.testing import ScriptedEngine
 from replay_server import TableConfig
-from tests.generator.factories import ScriptedEngine
 from tests.kit.clocks import turns
 from tests.kit.processes import free_port, server_process
 from tests.kit.stack import Stack
@@ -108,7 +108,7 @@ async def test_a_group_that_takes_longer_than_its_permit_lives_is_inserted_and_c
         # The server believes one of the first two dead, and lets the third begin.
         await async_until(lambda: engine.generating == 3)
         await asyncio.sleep(0.3)  # by the generator's clock, too, all three permits have expired
-        engine.let_go()
+        engine.release()
         await generator.task
     assert generator.stats["groups"] == await stack.holds() == 3
     assert generator.stats["permits_expired"] == 3
@@ -174,7 +174,7 @@ async def test_groups_that_would_be_too_old_are_given_up_and_made_again_with_new
     # The requests that were under way have ended, or the engine could not have loaded weights.
     await async_until(lambda: engine.version == 3 and engine.generating == 4)
     assert generator.stats["groups_aborted"] == 4
-    engine.let_go()
+    engine.release()
     await generator.task
     samples = await stack.client.sample("rollouts", 5)
     assert sorted(sample.group.prompt_id for sample in samples) == [f"p{number}" for number in range(5)]
@@ -220,7 +220,7 @@ async def test_the_bound_of_a_table_counts_as_it_is_now(stack, monkeypatch):
     await async_until(lambda: len(looks) >= seen)
     assert engine.generating == 0
     await stack.client.update_table("rollouts", max_staleness=2)
-    engine.let_go()
+    engine.release()
     await generator.task
     assert generator.stats["groups"] == 1
 

@@ -27,9 +27,9 @@ from replay_generator.rewards.functions import load_reward
 from replay_generator.rollouts.rollout import RolloutPolicy, RolloutSequence, Task, single_turn
 from replay_generator.rollouts.sessions import endpoint, refusals
 from replay_generator.rollouts.sessions.refusals import Refusals
+from replay_generator.testing import ScriptedEngine
 from replay_server import TableConfig
 from replay_server.config import MAX_DESCRIPTION
-from tests.generator.factories import ScriptedEngine
 from tests.generator.sessions.test_remote import running
 from tests.kit.prompts import EPOCH
 from tests.kit.scoring import UNSCORED, play
@@ -313,7 +313,7 @@ async def test_groups_that_are_given_up_are_told_by_their_environment(tmp_path):
             while sum(told.values()) < 4:
                 ((_, settings),) = (await stack.client.server_info()).settings_of("generator")
                 told = dict(settings.get("given_up", {}))
-        engine.let_go()
+        engine.release()
     assert told == {"games": 2, "code": 2}
 
 

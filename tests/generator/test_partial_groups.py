@@ -29,8 +29,8 @@ from replay_generator.groups.server import GeneratorServer
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.rewards.functions import group_reward
 from replay_generator.rollouts.rollout import PlayedRollout, single_turn
+from replay_generator.testing import ScriptedEngine
 from replay_server import TableConfig
-from tests.generator.factories import ScriptedEngine
 from tests.kit.clocks import turns
 from tests.kit.engines import SAID
 from tests.kit.generators import Hook, make_prompts, zero

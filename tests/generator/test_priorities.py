@@ -10,7 +10,7 @@ from replay_client.testing import make_group
 from replay_generator import GeneratorConfig
 from replay_generator.errors import PromptError
 from replay_generator.priorities import load_priority
-from tests.generator.factories import ScriptedEngine
+from replay_generator.testing import ScriptedEngine
 from tests.kit.clients import RecordingClient
 from tests.kit.generators import make_generator
 

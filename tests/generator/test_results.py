@@ -17,8 +17,8 @@ from replay_generator import (
 )
 from replay_generator.rewards.functions import Reward
 from replay_generator.stages.scorer import GroupScorer
+from replay_generator.testing import ScriptedEngine
 from replay_server import AdmissionConfig, TableConfig
-from tests.generator.factories import ScriptedEngine
 from tests.generator.sessions.test_remote import running
 from tests.kit.clients import RecordingClient
 from tests.kit.engines import SAID

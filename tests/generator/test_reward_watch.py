@@ -14,7 +14,7 @@ from replay_generator.prompts.prompt import Prompt
 from replay_generator.rewards import reward_watch as watch
 from replay_generator.rewards.functions import load_reward
 from replay_generator.rewards.reward_watch import RewardWatch
-from tests.generator.factories import ScriptedEngine
+from replay_generator.testing import ScriptedEngine
 from tests.kit.prompts import EPOCH
 from tests.kit.servers import async_serving
 

@@ -27,8 +27,8 @@ from replay_generator.engines import Completion, EngineError, SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.rewards.functions import group_reward
 from replay_generator.rollouts.environments import load_environment
+from replay_generator.testing import ScriptedEngine
 from replay_server import TableConfig
-from tests.generator.factories import ScriptedEngine
 from tests.kit.clients import RecordingClient
 from tests.kit.clocks import stopped_clock
 from tests.kit.engines import SAID

@@ -7,8 +7,8 @@ import pytest
 from replay_client import AsyncReplayClient, ReplayClient
 from replay_generator import GeneratorConfig, RolloutGenerator
 from replay_generator.prompts.prompt import Prompt, read_prompts
+from replay_generator.testing import ScriptedEngine
 from replay_server import ReplayServer, TableConfig
-from tests.generator.factories import ScriptedEngine
 
 POOL = TableConfig(name="pool", index=["prompt_id"])
 TABLES = {

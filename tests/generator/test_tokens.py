@@ -26,9 +26,9 @@ from replay_generator.rollouts.sessions.parsers import Parsers
 from replay_generator.rollouts.sessions.session import Session
 from replay_generator.rollouts.sessions.turns import Ask, Refusal
 from replay_generator.rollouts.tool_loop import ToolCall, tool_loop
+from replay_generator.testing import ScriptedEngine
 from tests.generator.engines.vllm_servers import answering, answers_for, choice
 from tests.generator.environments.test_tool_loop import chat_tokenizer
-from tests.generator.factories import ScriptedEngine
 from tests.kit.clients import RecordingClient
 from tests.kit.engines import SAID, check_completion, check_group
 from tests.kit.generators import generate

@@ -23,11 +23,11 @@ from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.rewards.functions import Reward, RewardError, Scorer, group_reward
 from replay_generator.rollouts.rollout import Rollout, single_turn
 from replay_generator.rollouts.tool_loop import tool_loop
+from replay_generator.testing import ScriptedEngine
 from replay_generator.user_code import calls as user_code
 from replay_generator.user_code.calls import LoopWatch, UserCodeError, call, run
 from tests.generator import user_functions
 from tests.generator.environments.test_tool_loop import CHAT, Talking
-from tests.generator.factories import ScriptedEngine
 from tests.generator.test_stages import between, sizes
 from tests.kit.clients import RecordingClient
 from tests.kit.clocks import stopped_clock

@@ -12,9 +12,9 @@ from replay_generator.priorities import load_priority
 from replay_generator.rewards.functions import Reward, RewardError, Scorer, group_reward
 from replay_generator.rollouts.rollout import RolloutError, checked, single_turn
 from replay_generator.rollouts.sessions.agents import result_of
+from replay_generator.testing import ScriptedEngine
 from replay_generator.user_code.calls import UserCodeError
 from tests.generator import user_functions
-from tests.generator.factories import ScriptedEngine
 from tests.generator.test_stages import between, sizes
 from tests.kit.clients import RecordingClient
 from tests.kit.generators import generate, make_prompts

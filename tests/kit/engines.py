@@ -94,6 +94,13 @@ async def check_each_is_told(engine: Any, sampling: SamplingConfig) -> None:
     raise AssertionError("no completion was told before all had ended")
 
 
+async def under_way(engine: Any) -> None:
+    """Returns when the requests of tasks that were created before have some tokens."""
+    # A call that is awaited begins before a task does: the tasks begin during the first one, so the second comes last.
+    for _ in range(2):
+        await engine.generate([3], SamplingConfig(max_tokens=2), 1)
+
+
 SAID = Completion([7, 8], [-0.1, -0.2], "78", "stop", [])
 """The completion that engines return in tests where its tokens do not matter."""
 

@@ -12,7 +12,7 @@ from replay_generator import GeneratorConfig, Rollout, RolloutGenerator, Rollout
 from replay_generator.engines import Completion
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.rollouts.rollout import single_turn
-from tests.generator.factories import ScriptedEngine
+from replay_generator.testing import ScriptedEngine
 from tests.kit.clients import RecordingClient
 from tests.kit.engines import SAID
 

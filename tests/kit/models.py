@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.weights import Probe
-from tests.generator.factories import EOS
+from replay_generator.testing import EOS
 
 torch.set_num_threads(1)  # matrices this small only wait for a second one
 

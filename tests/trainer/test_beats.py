@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from replay_client.testing import async_until, until
+from replay_generator.testing import ScriptedEngine
 from replay_trainer.background import ServerWaits
-from tests.generator.factories import ScriptedEngine
 from tests.kit.clients import FakeClient, RecordingClient
 from tests.kit.clocks import turns
 from tests.kit.generators import make_generator, running

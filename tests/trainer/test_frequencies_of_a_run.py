@@ -13,8 +13,8 @@ from replay_client.testing import make_group
 from replay_generator import WeightsMismatchError
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.vllm_server import VLLMServerEngine
+from replay_generator.testing import ScriptedEngine
 from tests.generator.engines.vllm_servers import answering, answers_for
-from tests.generator.factories import ScriptedEngine
 from tests.kit.clients import FakeClient, RecordingClient
 from tests.kit.generators import make_generator
 from tests.kit.groups import make_sample

@@ -23,13 +23,13 @@ from replay_client.testing import make_group
 from replay_generator import GeneratorConfig
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.rewards.functions import exact_match
+from replay_generator.testing import EOS
 from replay_server import ReplayServer, TableConfig
 from replay_trainer import GRPOConfig
 from replay_trainer.correction import CorrectionConfig, correct
 from replay_trainer.evaluation import PromptEvaluation
 from replay_trainer.metrics import summary
 from replay_trainer.ranks import Ranks
-from tests.generator.factories import EOS
 from tests.generator.user_functions import grader_of_evaluations
 from tests.kit.models import loaded
 from tests.kit.models import save_model as make_folder

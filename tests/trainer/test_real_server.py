@@ -28,12 +28,12 @@ from replay_generator import GeneratorConfig, GeneratorStats, RolloutGenerator
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.policy.remote import WeightsServer
+from replay_generator.testing import ScriptedEngine
 from replay_server import ReplayServer, TableConfig
 from replay_server.config import Config
 from replay_trainer import TableEvaluation
 from replay_trainer.weights import published
 from tests.docs.blocks import ROOT, write_files
-from tests.generator.factories import ScriptedEngine
 from tests.kit.generators import make_prompts
 from tests.kit.models import make_model
 from tests.kit.processes import free_port, run_replay

@@ -15,7 +15,6 @@ from replay_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     ServerUnavailableError,
-    TableNotFoundError,
 )
 from replay_client.sampling import DrawStream
 from replay_client.testing import PATIENCE, until
@@ -173,21 +172,6 @@ def test_an_item_with_nearly_all_of_the_weight_is_in_every_batch_once(client, pr
     others = [sample.info for batch in batches for sample in batch if sample.info.key != heavy]
     # As one table says it: of being drawn first.
     assert [info.probability for info in others] == pytest.approx([1.0 / (weight + 120.0)] * len(others))
-
-
-def test_bad_requests_get_the_errors_of_one_server(client):
-    for request, error in [
-        (lambda: client.insert(b"", {"none": 1.0}), TableNotFoundError),
-        (lambda: client.sample("none"), TableNotFoundError),
-        (lambda: client.sample("pool", 0), InvalidRequestError),
-        (lambda: client.insert(b"", {"pool": float("nan")}), InvalidRequestError),
-        (lambda: client.update_priorities("pool", {1: -1.0}), InvalidRequestError),
-        (lambda: client.list_items("pool", order_by="none"), InvalidRequestError),  # type: ignore[arg-type]
-        (lambda: client.list_items("pool", page="x"), InvalidRequestError),
-        (lambda: client.sample("pool", timeout=-1), InvalidRequestError),
-    ]:
-        with pytest.raises(error):
-            request()
 
 
 # ------------------------------------------------------------------------------------------------ writer, sampler

@@ -18,8 +18,8 @@ from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.vllm_http import VLLMServerError, VLLMServerGoneError
 from replay_generator.engines.vllm_server import VLLMServerEngine
 from replay_generator.rollouts.rollout import Rollout, RolloutPolicy, RolloutSequence, Task, single_turn
+from replay_generator.testing import ScriptedEngine
 from tests.generator.engines.vllm_servers import answering, answers_for, choice, post
-from tests.generator.factories import ScriptedEngine
 from tests.kit.clients import RecordingClient
 from tests.kit.clocks import stopped_clock, turns
 from tests.kit.engines import SAID

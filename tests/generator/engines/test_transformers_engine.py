@@ -1,21 +1,17 @@
 import asyncio
-import threading
-from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import MistralConfig, MistralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from replay_generator.engines import Completion, EngineError, SamplingConfig
 from replay_generator.engines.continuous_batch import processed_logprobs
 from replay_generator.engines.transformers import TransformersEngine
-from tests.generator.factories import EOS
-from tests.kit.clocks import turns
-from tests.kit.engines import check_completion, check_each_is_told, check_masks, check_scores
+from replay_generator.testing import EOS
+from tests.kit.engines import check_completion, check_scores
 from tests.kit.models import loaded, make_version, save_model
 
 
@@ -26,60 +22,11 @@ async def engine(model: Path) -> AsyncIterator[TransformersEngine]:
     await engine.close()
 
 
-async def test_requests_of_every_kind_share_a_batch_and_keep_their_own_numbers(model, engine):
-    requests = [
-        ([3], SamplingConfig(max_tokens=1), 2),
-        ([3, 4, 5, 6, 7, 8, 9, 10, 11], SamplingConfig(temperature=0.6, max_tokens=30), 5),
-        ([12, 13], SamplingConfig(top_k=4, max_tokens=9), 3),
-        ([14, 3, 3], SamplingConfig(top_p=0.5, temperature=1.4, max_tokens=17), 4),
-        ([3, 9, 4], SamplingConfig(temperature=1.3, top_k=5, max_tokens=20), 6),
-        ([3, 9, 4], SamplingConfig(temperature=0.9, top_k=9, top_p=0.7, max_tokens=20), 6),
-        ([3, 9], SamplingConfig(temperature=1.2, min_p=0.3, max_tokens=20), 6),
-    ]
-    answers = await asyncio.gather(*(engine.generate(*request) for request in requests))
-    for (prompt_ids, sampling, n), completions in zip(requests, answers, strict=True):
-        assert len(completions) == n
-        for completion in completions:
-            assert 1 <= len(completion.token_ids) <= sampling.max_tokens
-            check_completion(completion, prompt_ids, sampling, model)
-
-
-async def test_completions_end_with_the_end_token_or_at_the_limit(tmp_path):
-    engine = TransformersEngine(save_model(tmp_path, sharpness=1.0), seed=0)
-    completions = await engine.generate([3, 9], SamplingConfig(temperature=2.0, max_tokens=12), 256)
-    for completion in completions:
-        ended = completion.token_ids[-1] == EOS
-        assert completion.finish_reason == ("stop" if ended else "length")
-        assert ended or len(completion.token_ids) == 12
-        assert EOS not in completion.token_ids[:-1]
-    assert len({len(completion.token_ids) for completion in completions}) > 3
-    assert any(completion.token_ids == [EOS] and completion.text == "" for completion in completions)
-    await engine.close()
-
-
-async def test_prompt_and_completion_fit_the_maximum_length(model):
+async def test_prompt_and_completion_fit_a_maximum_length_below_the_models_own(model):
     engine = TransformersEngine(model, max_length=10)
     completions = await engine.generate([3] * 8, SamplingConfig(max_tokens=50), 16)
     assert max(len(completion.token_ids) for completion in completions) == 2
     await engine.close()
-
-
-async def test_a_seed_repeats_completions_whatever_shares_the_batch(engine):
-    seeded, other = SamplingConfig(seed=7, max_tokens=10), SamplingConfig(max_tokens=10)
-    alone = await engine.generate([3, 4], seeded, 3)
-    together, _ = await asyncio.gather(engine.generate([3, 4], seeded, 3), engine.generate([5] * 9, other, 3))
-    assert [completion.token_ids for completion in alone] == [completion.token_ids for completion in together]
-    assert alone[0].token_ids != alone[1].token_ids
-
-
-async def test_tokens_come_as_often_as_their_probabilities_say(engine, model):
-    drawn = 4000
-    completions = await engine.generate([3, 4], SamplingConfig(max_tokens=1), drawn)
-    counts = Counter(completion.token_ids[0] for completion in completions)
-    for completion in completions[:50]:
-        probability = float(np.exp(completion.logprobs[0]))
-        deviation = (probability * (1 - probability) / drawn) ** 0.5
-        assert abs(counts[completion.token_ids[0]] / drawn - probability) < 5 * deviation
 
 
 async def test_tied_embeddings_reload_whole(tmp_path):
@@ -89,33 +36,6 @@ async def test_tied_embeddings_reload_whole(tmp_path):
     await engine.load_weights(str(version), 1)
     await check_scores(engine, version)
     await engine.close()
-
-
-async def test_each_completion_is_told_as_it_ends(engine):
-    await check_each_is_told(engine, SamplingConfig(temperature=2.0, max_tokens=60))
-
-
-async def test_a_long_request_does_not_hold_up_a_short_one(engine, model, monkeypatch):
-    ended, all_asked, load = list[str](), threading.Event(), AutoModelForCausalLM.from_pretrained
-
-    def load_late(*given: Any, **options: Any) -> Any:
-        assert all_asked.wait(60)
-        return load(*given, **options)
-
-    async def ask(name: str, max_tokens: int, n: int) -> None:
-        await engine.generate([3], SamplingConfig(max_tokens=max_tokens, seed=1), n)
-        ended.append(name)
-
-    # The engine loads weights until both are asked for, the long one first.
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load_late)
-    tasks = [
-        asyncio.create_task(work)
-        for work in (engine.load_weights(str(model), 0), ask("long", 60, 16), ask("short", 1, 1))
-    ]
-    await turns()
-    all_asked.set()
-    await asyncio.gather(*tasks)
-    assert ended == ["short", "long"]
 
 
 async def finished_while_loading(
@@ -177,40 +97,6 @@ async def test_a_request_that_breaks_the_model_fails_and_the_next_is_served(engi
     ):
         await engine.generate([10**6], SamplingConfig(max_tokens=4), 2)
     assert len(await engine.generate([3], SamplingConfig(max_tokens=4), 2)) == 2
-
-
-async def test_a_request_that_is_given_up_leaves_the_batch_and_the_others_stay(model, engine):
-    sampling = SamplingConfig(max_tokens=40)
-    groups_aborted = asyncio.create_task(engine.generate([3, 4, 5], sampling, 6))
-    kept = asyncio.create_task(engine.generate([6], sampling, 3))
-    await engine.generate([7], SamplingConfig(max_tokens=1), 1)  # comes last, so the others are under way
-    groups_aborted.cancel()
-    for completion in await kept:
-        check_completion(completion, [6], sampling, model)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"top_p": 0.7},
-        {"top_k": 4},
-        {"min_p": 0.1},
-        {"min_p": 0.1, "top_k": 6, "top_p": 0.8, "temperature": 0.8},
-        {"top_p": 0.9, "sampling_masks": 3},
-    ],
-    ids=["top_p", "top_k", "min_p", "all three", "no more than three tokens"],
-)
-async def test_the_kept_tokens_come_with_each_token(model, engine, options):
-    sampling, prompt_ids = SamplingConfig(max_tokens=12, **options), [3, 9, 4]
-    others = engine.generate([5], SamplingConfig(max_tokens=12), 2)
-    for completion in (await asyncio.gather(engine.generate(prompt_ids, sampling, 4), others))[0]:
-        check_masks(completion, prompt_ids, sampling, model)
-
-
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.7, "sampling_masks": 0}], ids=["all are kept", "none are wanted"])
-async def test_who_needs_no_kept_tokens_gets_none(engine, options):
-    for completion in await engine.generate([3, 9, 4], SamplingConfig(max_tokens=4, **options), 2):
-        assert completion.extras == completion.axes == {}
 
 
 def test_top_p_keeps_at_least_one_token_and_top_k_all_where_it_exceeds_the_vocabulary():

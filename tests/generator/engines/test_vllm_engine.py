@@ -24,9 +24,8 @@ from replay_generator.engines import SamplingConfig
 from replay_generator.engines.vllm import VLLMEngine, masks_of
 from replay_server import ReplayServer, TableConfig
 from tests.generator.engines.vllm_rollouts import TOOL, group_of, two_turns
-from tests.generator.factories import EOS
 from tests.kit.clients import FakeClient, RecordingClient
-from tests.kit.engines import check_completion, check_each_is_told, check_group, check_masks, check_scores
+from tests.kit.engines import check_group, check_scores, under_way
 from tests.kit.generators import make_prompts
 from tests.kit.groups import make_sample
 from tests.kit.models import loaded, make_adapter, make_version, save_model
@@ -60,30 +59,6 @@ async def engine(loaded_engine: VLLMEngine, model: Path) -> VLLMEngine:
 
 
 @on_the_engines_loop
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.7},
-        {"temperature": 0.9, "top_k": 6, "top_p": 0.8},
-        {"temperature": 0.9, "min_p": 0.05, "top_k": 8, "top_p": 0.9},
-        {"top_p": 0.9, "sampling_masks": 3},
-    ],
-    ids=[
-        *("as they are", "at a temperature", "of the tokens kept", "of the tokens that min_p kept too"),
-        "of the tokens kept, up to three of which are told",
-    ],
-)
-async def test_logprobs_equal_transformers_before_and_after_a_reload(engine, model, version, options):
-    sampling, prompt_ids = SamplingConfig(max_tokens=16, **options), [3, 9, 4, 13]
-    for weights in (model, version):
-        await engine.load_weights(str(weights), 1)
-        for completion in await engine.generate(prompt_ids, sampling, 4):
-            (check_masks if sampling.largest_mask else check_completion)(completion, prompt_ids, sampling, weights)
-        await check_scores(engine, weights)
-
-
-@on_the_engines_loop
 async def test_the_trainer_finds_the_logprobs_of_what_min_p_kept(engine, model, tmp_path):
     # So high that never all 27 tokens are kept: such a set is the whole vocabulary, and counts as unknown.
     sampling = SamplingConfig(min_p=0.5, max_tokens=16)
@@ -105,48 +80,6 @@ def test_the_sets_that_vllm_itself_tells_are_taken_up_to_the_wanted_size():
 
 
 @on_the_engines_loop
-async def test_completions_end_at_different_lengths_and_may_be_empty(engine):
-    # The model ends at once with a probability of 0.02, 0.01 and 0.01: of so many, none does once in 10^9 runs.
-    requests = [
-        engine.generate([3, 9, 4][:size], SamplingConfig(temperature=2.0, max_tokens=12), 512) for size in (1, 2, 3)
-    ]
-    completions = [completion for group in await asyncio.gather(*requests) for completion in group]
-    assert len(completions) == 1536
-    for completion in completions:
-        ended = completion.token_ids[-1] == EOS
-        assert completion.finish_reason == ("stop" if ended else "length")
-        assert ended or len(completion.token_ids) == 12
-        assert len(completion.logprobs) == len(completion.token_ids)
-        assert "<eos>" not in completion.text
-    assert len({len(completion.token_ids) for completion in completions}) > 3
-    assert any(completion.token_ids == [EOS] and completion.text == "" for completion in completions)
-
-
-@on_the_engines_loop
-async def test_each_completion_is_told_as_it_ends(engine):
-    await check_each_is_told(engine, SamplingConfig(temperature=2.0, max_tokens=60))
-
-
-@on_the_engines_loop
-async def test_a_prompt_that_fills_the_length_but_for_one_token_gets_one(engine):
-    assert engine.max_length == 64
-    (completion,) = await engine.generate([3] * 63, SamplingConfig(max_tokens=10), 1)
-    assert len(completion.token_ids) == 1
-
-
-@on_the_engines_loop
-async def test_a_long_request_does_not_hold_up_a_short_one(engine):
-    ended: list[str] = []
-
-    async def ask(name: str, max_tokens: int, n: int) -> None:
-        await engine.generate([3], SamplingConfig(max_tokens=max_tokens, seed=1), n)
-        ended.append(name)
-
-    await asyncio.gather(ask("long", 60, 64), ask("short", 1, 1))
-    assert ended == ["short", "long"]
-
-
-@on_the_engines_loop
 async def test_more_seeded_prompts_at_a_time_than_a_batch_of_vllm_holds_are_completed(engine):
     prompts = [[3 + number % 5, *[4 + number % 7] * 55] for number in range(24)]
     requests = [engine.generate(prompt, SamplingConfig(max_tokens=4, seed=7), 8) for prompt in prompts]
@@ -155,43 +88,6 @@ async def test_more_seeded_prompts_at_a_time_than_a_batch_of_vllm_holds_are_comp
     (alone,) = await asyncio.gather(engine.generate(prompts[0], SamplingConfig(max_tokens=4, seed=7), 8))
     assert [each.token_ids for each in alone] == [each.token_ids for each in groups[0]]
     assert alone[0].token_ids != alone[1].token_ids
-
-
-async def under_way(engine: VLLMEngine) -> None:
-    """Returns when the requests of tasks that were created before have some tokens."""
-    # A call that is awaited begins before a task does: the tasks begin during the first one, so the second comes last.
-    for _ in range(2):
-        await engine.generate([3], SamplingConfig(max_tokens=2), 1)
-
-
-@on_the_engines_loop
-@pytest.mark.parametrize("kind", ["whole weights", "an adapter"])
-async def test_completions_under_way_go_on_with_new_weights_exact_for_every_token(
-    engine, model, version, adapters, kind
-):
-    old, new = (model, version) if kind == "whole weights" else adapters
-    sampling = SamplingConfig(temperature=0.7, max_tokens=58)
-    prompts = [[3, 9, 4 + number] for number in range(8)]
-    for _ in range(50):  # a process that stands still for long finds the completions at their end
-        await engine.load_weights(str(old), 0)
-        tasks = [asyncio.create_task(engine.generate(prompt_ids, sampling, 8)) for prompt_ids in prompts]
-        await under_way(engine)
-        await engine.load_weights(str(new), 1)
-        groups = await asyncio.gather(*tasks)
-        spanning = [
-            (prompt_ids, completion)
-            for prompt_ids, group in zip(prompts, groups, strict=True)
-            for completion in group
-            if set(completion.policy_versions) == {0, 1}
-        ]
-        if spanning:
-            break
-    assert spanning
-    for prompt_ids, completion in spanning[:4]:
-        check_completion(completion, prompt_ids, sampling, {0: old, 1: new})
-    (fresh,) = await engine.generate([3, 9, 4], sampling, 1)  # a prompt whose old cache must not be used again
-    assert set(fresh.policy_versions) == {1}
-    check_completion(fresh, [3, 9, 4], sampling, new)
 
 
 @on_the_engines_loop
@@ -295,7 +191,8 @@ async def test_tied_embeddings_end_in_right_weights_or_in_a_clear_error_whenever
 
 GENERATOR = """
 import sys
-from tests.generator.factories import RecordingClient, make_prompts
+from tests.kit.clients import RecordingClient
+from tests.kit.generators import make_prompts
 from replay_generator.engines.vllm import VLLMEngine, masks_of
 from replay_generator import run_generator
 

@@ -41,7 +41,7 @@ from tests.generator.engines.vllm_servers import (
     server_info,
 )
 from tests.kit.clients import RecordingClient
-from tests.kit.engines import check_completion, check_each_is_told, check_group, check_masks, check_scores
+from tests.kit.engines import check_completion, check_group, check_scores
 from tests.kit.generators import make_prompts
 from tests.kit.models import make_version, recomputed
 
@@ -102,23 +102,6 @@ class TestRealServers:
     """Two servers serve all of these; the last one is killed."""
 
     pytestmark: ClassVar = [*needs_vllm, pytest.mark.long]
-
-    @pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "top_k": 8, "min_p": 0.05}], ids=["all", "kept"])
-    async def test_tokens_and_logprobs_equal_transformers_before_and_after_reloads(
-        self, fresh, model, versions, options, make_engine
-    ):
-        engine, sampling = make_engine(fresh[0]), SamplingConfig(max_tokens=16, **options)
-        for version, weights in enumerate([model, *versions[:2]]):
-            if version:
-                await engine.load_weights(str(weights), version)
-            completions = await engine.generate(PROMPT, sampling, 4)
-            assert len(completions) == 4
-            for completion in completions:
-                (check_masks if sampling.largest_mask else check_completion)(completion, PROMPT, sampling, weights)
-            await check_scores(engine, weights)
-
-    async def test_each_completion_is_told_as_it_ends(self, fresh, make_engine):
-        await check_each_is_told(make_engine(fresh[0]), SamplingConfig(temperature=2.0, max_tokens=60, seed=3))
 
     async def test_a_request_that_is_given_up_ends_in_the_server(self, fresh, make_engine):
         def drawn() -> float:

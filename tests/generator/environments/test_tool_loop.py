@@ -16,7 +16,7 @@ from replay_client import RolloutGroup
 from replay_generator import GeneratorConfig, PromptError, RolloutError
 from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.rollouts.tool_loop import ToolCall, json_calls, tool_loop
-from tests.generator.factories import EOS, ScriptedEngine
+from replay_generator.testing import EOS, ScriptedEngine
 from tests.kit.generators import played
 from tests.kit.models import shipped_template
 

@@ -30,9 +30,9 @@ from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.groups import inserting
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.rollouts.environments import load_environment
+from replay_generator.testing import EOS
 from replay_server import ReplayServer, TableConfig
 from tests.docs.blocks import ROOT, write_files
-from tests.generator.factories import EOS
 from tests.generator.test_noticed import said_by_doctor
 from tests.kit.clients import RecordingClient
 from tests.kit.clocks import in_a_thread

@@ -5,8 +5,8 @@ import pytest
 from replay_client.errors import ReplayError
 from replay_generator import GeneratorConfig, PromptError, RolloutGenerator
 from replay_generator.prompts.prompt import cycle_prompts, load_prompts
+from replay_generator.testing import ScriptedEngine
 from replay_server import TableConfig
-from tests.generator.factories import ScriptedEngine
 from tests.kit.generators import by_length
 from tests.kit.processes import run_replay
 from tests.kit.prompts import CURRICULUM, EPOCH, made, make_epoch

@@ -10,8 +10,8 @@ from replay_client.testing import PATIENCE, async_until
 from replay_generator import PromptError
 from replay_generator.prompts.prompt import cycle_prompts, epoch_order
 from replay_generator.prompts.stored import StoredPrompt, decode_item, key_of
+from replay_generator.testing import ScriptedEngine
 from replay_server import TableConfig
-from tests.generator.factories import ScriptedEngine
 from tests.kit.generators import by_length, make_prompts
 from tests.kit.prompts import EPOCH, held, made, make_epoch, names
 from tests.kit.servers import async_serving
@@ -55,7 +55,7 @@ async def test_what_a_generator_had_drawn_goes_to_others_when_it_stops_or_its_le
         await none_is_drawn(client)  # it has given them back
         # This one is not alive enough to renew anything: no generator, only its draws.
         await client.sample("prompts", 2, lease=1.0)
-        engine.let_go()
+        engine.release()
         await make_epoch(client, engine=engine).run()
         assert Counter(await made(client)) == names(10)
 
@@ -85,7 +85,7 @@ async def test_a_group_whose_lease_the_server_has_forgotten_is_not_inserted(make
     stack.kill()
     stack.restart()  # in memory: it begins anew
     await make_epoch(stack.client).run()
-    engine.let_go()
+    engine.release()
     await task
     assert slow.stats["prompts_lost"] == 1
     assert slow.stats["tokens_wasted"] > 0

@@ -7,8 +7,8 @@ import pytest
 
 from replay_client.errors import ReplayError, StaleItemError
 from replay_client.testing import PATIENCE, async_until
+from replay_generator.testing import ScriptedEngine
 from replay_server import TableConfig
-from tests.generator.factories import ScriptedEngine
 from tests.kit.prompts import (
     CURRICULUM,
     EPOCH,
@@ -50,7 +50,7 @@ async def test_a_prompt_comes_back_when_its_group_under_construction_is_refused_
         task = asyncio.create_task(generator.run())
         await async_until(lambda: engine.generating)
         await client.set_policy_version(1)
-        engine.let_go()
+        engine.release()
         await async_until(lambda: generator.stats["groups_refused_stale"])
         async with asyncio.timeout(PATIENCE):
             while (await client.server_info()).tables["partial_groups"].reserved:

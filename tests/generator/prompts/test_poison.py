@@ -18,7 +18,7 @@ from replay_generator.prompts import table as prompts_table
 from replay_generator.prompts.prompt import Prompt
 from replay_generator.prompts.stored import MAGIC, PromptCursor
 from replay_generator.rollouts.rollout import PlayedRollout
-from tests.generator.factories import Letters, ScriptedEngine
+from replay_generator.testing import Letters, ScriptedEngine
 from tests.kit.engines import SAID
 from tests.kit.prompts import CURRICULUM, EPOCH, PARTIAL_GROUPS, held, made, make_curriculum, make_epoch, names
 from tests.kit.servers import async_serving

@@ -22,9 +22,9 @@ from replay_generator.rollouts.rollout import RolloutPolicy, RolloutSequence, Ta
 from replay_generator.rollouts.sessions.parsers import Parsers
 from replay_generator.rollouts.sessions.session import Session
 from replay_generator.rollouts.sessions.turns import Answer, Ask, Refusal
+from replay_generator.testing import EOS, ScriptedEngine
 from tests.generator.environments import test_tool_loop
 from tests.generator.environments.test_tool_loop import FORGETS, TEMPLATE
-from tests.generator.factories import EOS, ScriptedEngine
 
 
 def chat_tokenizer(template: str = TEMPLATE) -> Any:

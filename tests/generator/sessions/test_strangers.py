@@ -15,7 +15,7 @@ from replay_generator.rollouts.sessions import remote
 from replay_generator.rollouts.sessions.agents import SessionHook
 from replay_generator.rollouts.sessions.endpoint import SessionServer
 from replay_generator.rollouts.sessions.parsers import Parsers
-from tests.generator.factories import EOS
+from replay_generator.testing import EOS
 from tests.generator.sessions.fakes import answer, of_anthropic, of_openai, serving
 from tests.generator.sessions.test_endpoint import ASKS, EACH
 from tests.generator.sessions.test_remote import running

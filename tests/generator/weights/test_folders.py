@@ -14,7 +14,7 @@ from replay_client.testing import async_until
 from replay_generator import WeightsDamagedError, WeightsNotAllowedError
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
-from tests.generator.factories import ScriptedEngine
+from replay_generator.testing import ScriptedEngine
 from tests.kit.clients import RecordingClient
 from tests.kit.generators import make_generator, running
 from tests.kit.models import fake_weights, make_adapter, make_version, save_model

@@ -21,11 +21,11 @@ from replay_generator import WeightsMismatchError
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.vllm_server import VLLMServerEngine
 from replay_generator.engines.weights import model_facts
+from replay_generator.testing import EOS, ScriptedEngine
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer.weights import Adapter, publish_weights
 from tests.generator.engines.vllm_servers import answering, answers_for
-from tests.generator.factories import EOS, ScriptedEngine
 from tests.generator.weights.test_remote import serving
 from tests.kit.clients import RecordingClient
 from tests.kit.generators import make_generator, running

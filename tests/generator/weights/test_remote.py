@@ -29,9 +29,9 @@ from replay_generator import GeneratorConfig, WeightsNotAllowedError, WeightsNot
 from replay_generator.metrics import GeneratorMetrics
 from replay_generator.policy.remote import WeightsServer, checksum_of
 from replay_generator.policy.remote.fetching import Fetcher, WeightsAwayError
+from replay_generator.testing import ScriptedEngine
 from replay_trainer.weights import WithDelta, publish_weights, published, remove
 from tests.certificates import make_certificate
-from tests.generator.factories import ScriptedEngine
 from tests.kit.clients import RecordingClient
 from tests.kit.generators import make_generator, running
 from tests.kit.models import save_model

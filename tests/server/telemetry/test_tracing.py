@@ -31,7 +31,7 @@ RUN = """
     from replay_generator.prompts.prompt import Prompt
     from replay_server import ReplayServer, SecurityConfig, TableConfig
     from replay_trainer import StepReport, StepSpans
-    from tests.generator.factories import ScriptedEngine
+    from replay_generator.testing import ScriptedEngine
 
     tokens = sys.argv[1]
     security = SecurityConfig(tokens_file=tokens)

@@ -1,4 +1,4 @@
-"""The protocols of OpenAI and Anthropic: what their own clients read, and what their requests mean."""
+"""What every dialect promises: what the clients of OpenAI and Anthropic read, and what their requests mean."""
 
 from __future__ import annotations
 

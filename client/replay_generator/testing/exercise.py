@@ -1,0 +1,615 @@
+"""exercise_engine: checks everything that a generator relies on in an engine.
+
+* It needs no reference model: what `generate` returns is compared with what `score` says of the same tokens.
+* It asserts nothing that chance or a busy machine could break: what is drawn must be so unlikely that no correct engine
+  draws it once in a million runs, and no duration counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import shutil
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
+from os import PathLike
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import numpy as np
+
+from replay_client.columns import OFFSETS, RAGGED
+from replay_client.sampling_masks import SAMPLING_MASK
+from replay_client.testing import PATIENCE
+from replay_generator.engines import Completion, Engine, OnFinished, SamplingConfig, fault_of, text_of, why_unfit
+from replay_generator.rollouts.played_sequence import check_sequences
+from replay_generator.rollouts.rollout import RolloutSequence
+from replay_protos.words import counted
+
+T = TypeVar("T")
+
+TEXTS = ("1+1=", "12+7=?", "3 + a")
+"""The prompts."""
+MEMBERS = ("tokenizer", "max_length", "model", "generate", "load_weights", "score", "close")
+"""What no engine may lack."""
+IMPOSSIBLE = -25.0
+"""In nats. What is less likely counts as a fault of the engine."""
+DEVIATIONS = 7.0
+"""How many standard deviations a frequency may be off its probability."""
+MANY = 16
+"""Completions that cannot be the same by chance, even if a model ends most of them soon."""
+TRIES = 10
+"""How often a check is repeated that needs requests to be under way at the right moment."""
+
+
+async def exercise_engine(
+    make: Callable[[], Engine | Awaitable[Engine]],
+    *,
+    weights: Sequence[str | PathLike[str]] = (),
+    seeds: bool = True,
+    exact_versions: bool = True,
+    tolerance: float = 0.02,
+    timeout: float = PATIENCE,
+) -> None:
+    """Checks everything that a generator relies on in your engine, and closes the engine.
+
+        asyncio.run(exercise_engine(lambda: MyEngine("model"), weights=["step-1", "step-2"]))
+
+    `make` returns a new engine, with a model that can draw more than one token. `weights`: two folders with different
+    weights of this model; without them, only the errors of `load_weights` are checked. `seeds` False: a seed does not
+    repeat completions in this engine. `exact_versions` False: the engine does not know with which token of a completion
+    the new weights began. `tolerance`: how far two log-probabilities of one token may differ, in nats: 0.02 for
+    float32, and 0.5 for bfloat16. `timeout`: seconds after which a call counts as stuck.
+
+    One prompt is as long as `max_length` of the engine allows: make an engine with a small one.
+
+    Raises AssertionError at the first fault. Its sentence says what the engine did, and what it must do. Errors of the
+    engine itself are not caught.
+    """
+    if weights and len(weights) != 2:
+        raise ValueError(f"weights has {counted(len(weights), 'folder')}: give two, or none")
+    made = make()
+    engine = await made if inspect.isawaitable(made) else made
+    exercise = _Exercise(engine, tolerance, timeout)
+    try:
+        await exercise.check_requests()
+        await exercise.check_distributions()
+        await exercise.check_draws(seeds)
+        await exercise.check_concurrency()
+        await exercise.check_cancellation()
+        await exercise.check_missing_weights()
+        if weights:
+            first, second = (str(folder) for folder in weights)
+            await exercise.check_weights(first, second, exact_versions)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            await engine.close()
+        raise
+    await exercise.close()
+
+
+class _Exercise:
+    """The checks of one engine, in the order of its methods. Each raises AssertionError at the first fault."""
+
+    def __init__(self, engine: Engine, tolerance: float, timeout: float) -> None:
+        self._engine = engine
+        self._tolerance = tolerance
+        self._timeout = timeout
+        self._version = 0
+        """Of the weights in the engine."""
+        self._vocabulary = getattr(engine, "vocabulary", None)
+        self._check_members()
+        self._prompts = [self._encoded(text) for text in TEXTS]
+        self._longest = min(60, engine.max_length - 1 - max(len(prompt) for prompt in self._prompts))
+        """A long completion. With any of the prompts, it is short enough to be scored: vLLM wants room for one more."""
+
+    def _fail(self, sentence: str) -> NoReturn:
+        raise AssertionError(f"{type(self._engine).__name__}: {sentence}")
+
+    # ------------------------------------------------------------------------------------------------ members
+
+    def _check_members(self) -> None:
+        for name in MEMBERS:
+            if not hasattr(self._engine, name):
+                self._fail(f"it has no {name}: the class Engine in replay_generator.engines says what that is")
+        try:
+            inspect.signature(self._engine.generate).bind([3], SamplingConfig(), 1, None)
+        except TypeError as error:
+            self._fail(f"generate must take (prompt_ids, sampling, n, finished=None): {error}")
+        length = self._engine.max_length
+        if not isinstance(length, int) or length < 2:
+            self._fail(f"its max_length is {length!r}: it must be the most tokens of a prompt with its completion")
+        if self._vocabulary is not None and not isinstance(self._vocabulary, int):
+            self._fail(f"its vocabulary is {self._vocabulary!r}: it must be the number of tokens, or None if unknown")
+        model = self._engine.model
+        if model is not None and not isinstance(model, str):
+            self._fail(f"its model is {model!r}: it must be the folder of the first weights as a str, or None")
+
+    def _encoded(self, text: str) -> list[int]:
+        ids = [*self._engine.tokenizer.encode(text)]
+        if not all(isinstance(token, int) for token in ids):
+            self._fail(f"its tokenizer.encode({text!r}) returned {ids!r:.80}: it must return integers")
+        why = why_unfit(self._engine, ids)
+        if why:
+            self._fail(f"it cannot go on after its own tokenizer's tokens of {text!r}: {why}")
+        return ids
+
+    # ------------------------------------------------------------------------------------------------ one request
+
+    async def _within(self, call: str, work: Awaitable[T]) -> T:
+        limit = asyncio.timeout(self._timeout)
+        try:
+            async with limit:
+                return await work
+        except TimeoutError:
+            if limit.expired():
+                self._fail(f"{call} did not return within {self._timeout:g} s: every call must come to an end")
+            raise
+
+    async def _draw(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
+        n: int,
+        finished: OnFinished | None = None,
+        versions: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """Completions that were checked. `versions`: those that tokens may have; None: the one that is loaded."""
+        if finished is None:
+            work = self._engine.generate([*prompt_ids], sampling, n)
+        else:
+            work = self._engine.generate([*prompt_ids], sampling, n, finished)
+        completions = await self._within("generate", work)
+        if len(completions) != n:
+            self._fail(f"generate returned {counted(len(completions), 'completion')} for n = {n}: it must return n")
+        for number, completion in enumerate(completions):
+            try:
+                self._check_completion(
+                    completion, prompt_ids, sampling, [self._version] if versions is None else versions
+                )
+            except AssertionError as error:
+                self._fail(f"completion {number} of {n} {error}")
+        return completions
+
+    def _check_completion(
+        self, completion: Completion, prompt_ids: Sequence[int], sampling: SamplingConfig, versions: Sequence[int]
+    ) -> None:
+        """Raises AssertionError, whose sentence has no subject."""
+        fault = fault_of(completion, sampling, self._vocabulary)
+        assert not fault, fault
+        length = len(completion.token_ids)
+        limit = min(sampling.max_tokens, self._engine.max_length - len(prompt_ids))
+        assert length <= limit, (
+            f"has {counted(length, 'token')} after a prompt of {len(prompt_ids)}, and max_length is "
+            f"{self._engine.max_length}: both together must fit into it"
+        )
+        self._check_end(completion, limit)
+        self._check_text(completion)
+        drawn_by = completion.policy_versions
+        assert all(version in versions for version in drawn_by), (
+            f"has the policy_versions {sorted({*drawn_by})}, and the weights in the engine have the version "
+            f"{' or '.join(map(str, versions))}: each token needs the version that drew it, and the first weights are 0"
+        )
+        assert drawn_by == sorted(drawn_by), (
+            f"has the policy_versions {drawn_by}: they must not fall, because weights only get newer"
+        )
+        mask = completion.loss_mask
+        assert mask is None or len(mask) == length, (
+            f"has {counted(length, 'token')} and a loss_mask of {len(mask or ())}: it needs as many"
+        )
+        self._check_extras(completion, prompt_ids, sampling)
+
+    def _check_end(self, completion: Completion, limit: int) -> None:
+        ids, reason = completion.token_ids, completion.finish_reason
+        assert reason in ("stop", "length"), (
+            f"has the finish_reason {reason!r}, and nobody ended it: it must be 'stop' (by the model) or 'length'"
+        )
+        assert ids, f"has the finish_reason {reason!r} and no token: the end-of-sequence token belongs to token_ids"
+        assert reason == "stop" or len(ids) == limit, (
+            f"has the finish_reason 'length' with {counted(len(ids), 'token')}, and may have {limit}: 'length' means "
+            "that it has reached max_tokens or max_length"
+        )
+        tokenizer = self._engine.tokenizer
+        end = getattr(tokenizer, "eos_token_id", None)
+        assert end not in ids[:-1], f"goes on after the end-of-sequence token {end}: it must end with that token"
+        assert reason == "stop" or ids[-1] != end, (
+            f"ends with the end-of-sequence token {end}, and has the finish_reason 'length': it must be 'stop'"
+        )
+        special = getattr(tokenizer, "all_special_ids", None)
+        assert reason != "stop" or not special or ids[-1] in special, (
+            f"has the finish_reason 'stop' and ends with {ids[-1]}, which is no special token of its tokenizer: the "
+            "end-of-sequence token belongs to token_ids"
+        )
+
+    def _check_text(self, completion: Completion) -> None:
+        text = completion.text
+        assert isinstance(text, str), f"has the text {text!r}: it must be a str"
+        if not hasattr(self._engine.tokenizer, "decode"):
+            return
+        read = text_of(self._engine.tokenizer, completion.token_ids, skip_special_tokens=True)
+        # Spaces and incomplete characters may be written in two ways.
+        found, expected = ("".join(each.replace("\ufffd", "").split()) for each in (text, read))
+        assert found == expected, (
+            f"has the text {text!r:.80}, and its tokens read {read!r:.80}: the text is that of the completion alone, "
+            "without special tokens"
+        )
+
+    def _check_extras(self, completion: Completion, prompt_ids: Sequence[int], sampling: SamplingConfig) -> None:
+        sequence = RolloutSequence(prompt_ids)
+        sequence.append_completion(completion)
+        try:
+            check_sequences([sequence.read()])
+        except (ValueError, TypeError, KeyError) as error:
+            raise AssertionError(f"fits no group: {error}") from error
+        if SAMPLING_MASK not in completion.extras:
+            return
+        assert sampling.largest_mask, "has sampling masks, and its sampling wants none: leave the column out"
+        assert completion.axes.get(SAMPLING_MASK) == RAGGED, f"has sampling masks without the axis {RAGGED!r}"
+        for step, mask in enumerate(_masks(completion)):
+            token = completion.token_ids[step]
+            assert len(mask) <= sampling.largest_mask, (
+                f"has a sampling mask of {len(mask)} tokens, and the largest that is wanted has "
+                f"{sampling.largest_mask}: leave a larger one empty"
+            )
+            assert not mask or token in mask, (
+                f"has a sampling mask for its token {step} without {token}, which was drawn: a mask has the tokens "
+                "that top_p, top_k and min_p kept"
+            )
+
+    async def _score(self, token_ids: Sequence[int]) -> list[float]:
+        """The log-probability of each token but the first."""
+        found = await self._within("score", self._engine.score([*token_ids]))
+        if len(found) != len(token_ids) - 1:
+            self._fail(
+                f"score returned {counted(len(found), 'number')} for {len(token_ids)} tokens: it must return one for "
+                "each token but the first"
+            )
+        for value in found:
+            if not (math.isfinite(value) and value <= self._tolerance):
+                self._fail(f"score returned {value:g}: a log-probability is finite, and at most 0")
+        return [float(value) for value in found]
+
+    async def _check_logprobs(
+        self, prompt_ids: Sequence[int], completion: Completion, version: int | None = None
+    ) -> None:
+        """Compares the log-probabilities of a completion at temperature 1 with the scores of its tokens.
+
+        `version`: of the tokens that count; None: all.
+        """
+        scores = await self._score([*prompt_ids, *completion.token_ids])
+        mask = completion.loss_mask or [True] * len(completion.token_ids)
+        for step, score in enumerate(scores[len(prompt_ids) - 1 :]):
+            logprob = completion.logprobs[step]
+            counts = mask[step] and version in (None, completion.policy_versions[step])
+            if counts:
+                self._check_token(step, logprob, [score])
+
+    def _check_token(self, step: int, logprob: float, scores: Sequence[float]) -> None:
+        """A log-probability is one of those that `score` has said, or unknown."""
+        if all(abs(logprob - score) > self._tolerance for score in scores):  # False for NaN
+            told = " or ".join(f"{score:.4f}" for score in scores)
+            self._fail(
+                f"token {step} of a completion has the log-probability {logprob:.4f}, and score says {told}: both must "
+                "be that of the token after all tokens before it, by the weights of its version"
+            )
+
+    # ------------------------------------------------------------------------------------------------ the checks
+
+    async def check_requests(self) -> None:
+        """Requests of any size are answered whole, and each completion is one that a policy can have drawn."""
+        for prompt_ids in self._prompts:
+            for max_tokens, n in ((1, 1), (8, 3), (self._longest, 2)):
+                sampling = SamplingConfig(max_tokens=max_tokens)
+                for completion in await self._draw(prompt_ids, sampling, n):
+                    await self._check_logprobs(prompt_ids, completion)
+        prompt_ids = self._prompts[0]
+        full = (prompt_ids * self._engine.max_length)[: self._engine.max_length - 1]
+        await self._draw(full, SamplingConfig(max_tokens=8), 2)
+        await self._check_finished(prompt_ids)
+
+    async def _check_finished(self, prompt_ids: Sequence[int]) -> None:
+        """`finished` may be called, on the event loop, once for each completion that is then returned."""
+        told: dict[int, Completion] = {}
+        faults: list[str] = []
+        thread = threading.get_ident()
+
+        def finished(number: int, completion: Completion) -> None:
+            if threading.get_ident() != thread:
+                faults.append("from another thread: it must be called on the event loop")
+            if number in told:
+                faults.append(f"twice with the number {number}: each completion ends once")
+            told[number] = completion
+
+        completions = await self._draw(prompt_ids, SamplingConfig(max_tokens=self._longest), 6, finished)
+        for number, completion in told.items():
+            if number not in range(6):
+                faults.append(f"with the number {number}: the numbers of 6 completions are 0 to 5")
+            elif completion.token_ids != completions[number].token_ids:
+                faults.append(f"with another completion than generate returned as number {number}")
+        if faults:
+            self._fail(f"generate called finished {faults[0]}")
+
+    async def check_distributions(self) -> None:
+        """Tokens come as often as their log-probabilities say, at any temperature and with any cut."""
+        prompt_ids = self._prompts[0]
+        drawn = 256
+        one = SamplingConfig(max_tokens=1)
+        counts = Counter(each.token_ids[0] for each in await self._draw(prompt_ids, one, drawn))
+        scores = {token: (await self._score([*prompt_ids, token]))[-1] for token in counts}
+        for token, count in counts.items():
+            likely = math.exp(scores[token])
+            deviation = math.sqrt(likely * (1 - min(likely, 1.0)) / drawn)
+            # A rare token may well come twice.
+            if likely > 0.02 and abs(count / drawn - likely) > DEVIATIONS * deviation + self._tolerance:
+                self._fail(
+                    f"it drew the token {token} in {count} of {drawn} completions, and gives it the probability "
+                    f"{likely:.3f}: tokens must be drawn as often as their probabilities say"
+                )
+        for sampling in SAMPLINGS:
+            await self._check_first(prompt_ids, sampling, scores)
+
+    async def _check_first(self, prompt_ids: Sequence[int], sampling: SamplingConfig, scores: dict[int, float]) -> None:
+        """First tokens are among those that `sampling` keeps, and have the log-probabilities that it gives them.
+
+        `scores`: the log-probability at temperature 1 of each token that was drawn so far.
+        """
+        completions = await self._draw(prompt_ids, sampling, 64)
+        how = _described(sampling)
+        logprobs = {each.token_ids[0]: each.logprobs[0] for each in completions}
+        for token in logprobs:
+            if token not in scores:
+                scores[token] = (await self._score([*prompt_ids, token]))[-1]
+        for token in logprobs:
+            likelier = [score for score in scores.values() if score > scores[token] + self._tolerance]
+            if sampling.top_k and len(likelier) >= sampling.top_k:
+                self._fail(f"with {how} it drew the token {token}, and at least {len(likelier)} others are likelier")
+            share = sum(math.exp(score) for score in likelier)
+            if sampling.top_p < 1 and share > sampling.top_p + self._tolerance:
+                self._fail(f"with {how} it drew the token {token}, and likelier ones have the probability {share:.2f}")
+            least = max(scores.values()) + math.log(sampling.min_p or 1e-300)
+            if scores[token] < least - self._tolerance:
+                self._fail(f"with {how} it drew the token {token}, which is less likely than that")
+        known = {token: logprob for token, logprob in logprobs.items() if not math.isnan(logprob)}
+        # The processed log-probability is score / temperature minus the same number for every token.
+        shifts = [sampling.temperature * logprob - scores[token] for token, logprob in known.items()]
+        apart = max(shifts, default=0.0) - min(shifts, default=0.0)
+        is_certain = sampling.top_k != 1 or all(abs(logprob) <= self._tolerance for logprob in known.values())
+        if apart > 3 * self._tolerance or not is_certain:
+            self._fail(
+                f"with {how} the log-probabilities of its tokens are not those of the distribution that it draws from: "
+                "they must be computed after the temperature, and of the tokens that were kept alone "
+                "(processed_logprobs in vLLM)"
+            )
+        if SAMPLING_MASK in completions[0].extras:
+            await self._check_mask(prompt_ids, completions, scores)
+
+    async def _check_mask(
+        self, prompt_ids: Sequence[int], completions: Sequence[Completion], scores: dict[int, float]
+    ) -> None:
+        """The smallest mask has the tokens among which its token has its log-probability."""
+        completion = min(completions, key=lambda each: len(_masks(each)[0]) or math.inf)
+        mask = _masks(completion)[0]
+        for token in mask:
+            if token not in scores:
+                scores[token] = (await self._score([*prompt_ids, token]))[-1]
+        if not mask:
+            return
+        expected = scores[completion.token_ids[0]] - math.log(sum(math.exp(scores[token]) for token in mask))
+        if abs(completion.logprobs[0] - expected) > 2 * self._tolerance:
+            self._fail(
+                f"a token has the log-probability {completion.logprobs[0]:.4f}, and {expected:.4f} among the tokens of "
+                "its sampling mask: a mask has all tokens that were kept, and no others"
+            )
+
+    async def check_draws(self, seeds: bool) -> None:
+        """Completions are drawn anew, unless a seed repeats them."""
+        prompt_ids, other_ids, _ = self._prompts
+        free = SamplingConfig(max_tokens=self._longest)
+        first = await self._draw(prompt_ids, free, MANY)
+        second = await self._draw(prompt_ids, free, MANY)
+        if _is_impossible(first, second):
+            self._fail("two requests without a seed got the same completions: each must be drawn anew")
+        seeded = SamplingConfig(max_tokens=self._longest, seed=7)
+        alone = await self._draw(prompt_ids, seeded, MANY)
+        if _is_impossible(alone[:-1], alone[1:]):
+            self._fail("all completions of a request with a seed are the same: each needs a stream of its own")
+        if not seeds:
+            return
+        requests = (self._draw(prompt_ids, seeded, MANY), self._draw(other_ids, free, 3))
+        together, _ = await asyncio.gather(*requests)
+        if [each.token_ids for each in alone] != [each.token_ids for each in together]:
+            self._fail(
+                "a request with the seed 7 got other completions than before: the same request with the same seed must "
+                "get the same, whatever else is under way (if it cannot, call exercise_engine with seeds=False)"
+            )
+        other = await self._draw(prompt_ids, SamplingConfig(max_tokens=self._longest, seed=8), MANY)
+        if _is_impossible(alone, other):
+            self._fail("requests with the seeds 7 and 8 got the same completions: seeds must differ in what they draw")
+
+    async def check_concurrency(self) -> None:
+        """Requests under way at the same time get answers of their own, and a long one holds up no short one."""
+
+        async def answer(prompt_ids: Sequence[int], sampling: SamplingConfig, n: int) -> None:
+            for completion in await self._draw(prompt_ids, sampling, n):
+                await self._check_logprobs(prompt_ids, completion)
+
+        requests = []
+        for number in range(12):
+            sampling = SamplingConfig(max_tokens=1 + number * self._longest // 12)
+            requests.append(answer(self._prompts[number % 3], sampling, 1 + number % 4))
+        await asyncio.gather(*requests)
+        for _ in range(TRIES):
+            if not await self._long_before_short():
+                return
+        self._fail(
+            "a request for one token waited until a long request that came before it had ended: each must return when "
+            "its own completions have ended"
+        )
+
+    async def _long_before_short(self) -> bool:
+        """Whether a request for long completions ends before one for a single token, which comes after it."""
+        ended: list[int] = []
+
+        async def ask(max_tokens: int, n: int) -> int:
+            completions = await self._draw(self._prompts[0], SamplingConfig(max_tokens=max_tokens), n)
+            ended.append(max_tokens)
+            return max(len(each.token_ids) for each in completions)
+
+        longest, _ = await asyncio.gather(ask(self._longest, 16), ask(1, 1))
+        # If the model has ended all of them soon, the short one waited for nothing.
+        return ended[0] != 1 and longest > 8
+
+    async def check_cancellation(self) -> None:
+        """A request that is cancelled ends, and the others go on."""
+        sampling = SamplingConfig(max_tokens=self._longest)
+        given_up = [asyncio.ensure_future(self._engine.generate([*self._prompts[0]], sampling, 4)) for _ in range(32)]
+        kept = asyncio.create_task(self._draw(self._prompts[1], sampling, 3))
+        await asyncio.sleep(0.01)  # a busy machine may not have begun with them, or have ended them
+        cancelled = [task for task in given_up if task.cancel()]
+        await self._within("generate, once it was cancelled,", asyncio.wait(given_up))
+        for task in cancelled:
+            if not task.cancelled():
+                self._fail("generate returned although it was cancelled: it must let CancelledError through")
+        for completion in await kept:
+            await self._check_logprobs(self._prompts[1], completion)
+        await self._draw(self._prompts[2], sampling, 2)
+
+    async def check_missing_weights(self) -> None:
+        """A folder that is gone, or holds no weights, is a FileNotFoundError, and changes nothing."""
+        with tempfile.TemporaryDirectory() as empty:
+            for folder in (empty, str(Path(empty) / "gone")):
+                found = "nothing"
+                try:
+                    await self._within("load_weights", self._engine.load_weights(folder, self._version + 1))
+                except FileNotFoundError:
+                    continue
+                except Exception as error:
+                    found = f"{type(error).__name__}: {error}"
+                what = "holds no weights" if folder == empty else "is gone"
+                self._fail(f"load_weights raised {found} for a folder that {what}: it must raise FileNotFoundError")
+        await self._draw(self._prompts[0], SamplingConfig(max_tokens=4), 2)
+
+    async def check_weights(self, first: str, second: str, exact_versions: bool) -> None:
+        """New weights are used at once, for requests under way too, and each token knows the version that drew it."""
+        ids = [*self._prompts[0], *self._prompts[1]]
+        await self._load(first)
+        before = await self._score(ids)
+        await self._load(second)
+        after = await self._score(ids)
+        if max(abs(old - new) for old, new in zip(before, after, strict=True)) <= self._tolerance:
+            self._fail(
+                "score says the same of the weights of both folders: load_weights must replace the weights (and the "
+                "two folders must hold different ones)"
+            )
+        for prompt_ids in self._prompts:
+            for completion in await self._draw(prompt_ids, SamplingConfig(max_tokens=self._longest), 2):
+                await self._check_logprobs(prompt_ids, completion)
+        for _ in range(TRIES):
+            if await self._check_reload(first, second, exact_versions):
+                break
+        # An engine may let the requests under way end before it loads: that costs time alone.
+        await self._check_damaged(first, second)
+
+    async def _load(self, folder: str) -> None:
+        await self._within("load_weights", self._engine.load_weights(folder, self._version + 1))
+        self._version += 1
+
+    async def _check_reload(self, first: str, second: str, exact_versions: bool) -> bool:
+        """Completions that are under way at a reload go on, and each token is of the weights of its version.
+
+        Returns whether some were under way.
+        """
+        sampling = SamplingConfig(max_tokens=self._longest)
+        await self._load(first)
+        versions = [self._version, self._version + 1]
+        tasks = []
+        for prompt_ids in self._prompts:
+            tasks.append(asyncio.create_task(self._draw(prompt_ids, sampling, 4, versions=versions)))
+        for _ in range(2):  # the second one comes after all others, so they are under way when it ends
+            await self._draw(self._prompts[0], SamplingConfig(max_tokens=2), 1)
+        await self._load(second)
+        drawn = []
+        for prompt_ids, completions in zip(self._prompts, await asyncio.gather(*tasks), strict=True):
+            drawn += [(prompt_ids, completion) for completion in completions]
+        new_scores = [await self._score([*prompt_ids, *each.token_ids]) for prompt_ids, each in drawn]
+        await self._load(first)
+        for (prompt_ids, completion), new in zip(drawn, new_scores, strict=True):
+            old = await self._score([*prompt_ids, *completion.token_ids])
+            start = len(prompt_ids) - 1
+            for step, version in enumerate(completion.policy_versions):
+                by_version = {versions[0]: old[start + step], versions[1]: new[start + step]}
+                if exact_versions or len({*completion.policy_versions}) == 1:
+                    by_version = {version: by_version[version]}
+                self._check_token(step, completion.logprobs[step], [*by_version.values()])
+        return any(len({*completion.policy_versions}) == 2 for _, completion in drawn)
+
+    async def _check_damaged(self, first: str, second: str) -> None:
+        """After weights that could be read in part only, no token is drawn before others are loaded."""
+        await self._load(first)
+        old = self._version
+        sampling = SamplingConfig(max_tokens=self._longest)
+        with tempfile.TemporaryDirectory() as temporary:
+            damaged = Path(shutil.copytree(second, Path(temporary) / "damaged"))
+            largest = max(damaged.iterdir(), key=lambda file: file.stat().st_size)
+            content = largest.read_bytes()
+            largest.write_bytes(content[: len(content) // 2])
+            try:
+                await self._within("load_weights", self._engine.load_weights(str(damaged), old + 1))
+            except Exception:
+                pass
+            else:
+                self._fail("load_weights raised nothing for a file that is cut off: it must raise an error")
+        task = asyncio.create_task(self._draw(self._prompts[0], sampling, 4, versions=[old, old + 2]))
+        await asyncio.wait([task], timeout=0.1)  # time to draw what it must not
+        self._version = old + 1
+        await self._load(second)
+        completions = await task
+        for completion in completions:
+            await self._check_logprobs(self._prompts[0], completion, self._version)
+        await self._load(first)
+        for completion in completions:
+            await self._check_logprobs(self._prompts[0], completion, old)
+
+    async def close(self) -> None:
+        """Closing twice is harmless."""
+        for _ in range(2):
+            await self._within("close", self._engine.close())
+
+
+SAMPLINGS = (
+    SamplingConfig(max_tokens=1, temperature=1.5),
+    SamplingConfig(max_tokens=1, top_k=1),
+    SamplingConfig(max_tokens=1, top_k=3),
+    SamplingConfig(max_tokens=1, top_p=0.5),
+    SamplingConfig(max_tokens=1, min_p=0.3),
+    SamplingConfig(max_tokens=1, top_p=0.5, sampling_masks=0),
+)
+"""How first tokens are drawn."""
+
+
+def _described(sampling: SamplingConfig) -> str:
+    """The settings that are not the default."""
+    default = vars(SamplingConfig(max_tokens=sampling.max_tokens))
+    return ", ".join(f"{name} = {value}" for name, value in vars(sampling).items() if value != default[name])
+
+
+def _masks(completion: Completion) -> list[list[int]]:
+    """The sampling mask of each token; empty: unknown."""
+    values = completion.extras[SAMPLING_MASK]
+    offsets = completion.extras[SAMPLING_MASK + OFFSETS]
+    return [values[start:end].tolist() for start, end in pairwise(offsets.tolist())]
+
+
+def _is_impossible(first: Sequence[Completion], second: Sequence[Completion]) -> bool:
+    """Whether both are the same, and that cannot be chance."""
+    if [each.token_ids for each in first] != [each.token_ids for each in second]:
+        return False
+    return float(np.nansum([logprob for each in second for logprob in each.logprobs])) < IMPOSSIBLE
+
+
+__all__ = ["exercise_engine"]

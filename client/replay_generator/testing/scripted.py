@@ -1,0 +1,129 @@
+"""ScriptedEngine: an engine without a model, which answers with the completions that a test gives it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from replay_generator.engines import Completion, OnFinished, SamplingConfig
+
+EOS = 1
+"""The token that ends a completion."""
+
+
+class Letters:
+    """A tokenizer with one token for each character: its code point."""
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        """The token of each character. Options, such as add_special_tokens, change nothing."""
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+        """The characters of the tokens; EOS has none."""
+        return "".join(chr(token) for token in token_ids if token != EOS)
+
+
+def make_completion(text: str, *, logprob: float = -1.0, finish_reason: str = "stop") -> Completion:
+    """A completion with this text, in the tokens of Letters. With "stop" it ends with EOS.
+
+    Each token has the same `logprob`, in nats.
+    """
+    token_ids = Letters().encode(text)
+    if finish_reason == "stop":
+        token_ids.append(EOS)
+    logprobs = [logprob] * len(token_ids)
+    return Completion(token_ids, logprobs, text, finish_reason, policy_versions=[0] * len(token_ids))
+
+
+@dataclass
+class ScriptedEngine:
+    """An engine for tests of rewards, hooks and generators. It needs no model, and notes what it was asked for.
+
+        engine = ScriptedEngine(completions=[make_completion("7"), make_completion("8")])
+
+    The n completions of a request are the first n of `completions`, which begin again after the last one. They are
+    what you say, whatever the prompt, the seed and `max_tokens` are. All tokens have the version that was loaded last
+    when the request came.
+    """
+
+    tokenizer: Any = field(default_factory=Letters)
+    """For prompts. Your hook gets it as `task.tokenizer`."""
+    max_length: int = 64
+    """The most tokens of a prompt with one completion."""
+    vocabulary: int | None = None
+    """How many tokens the model has, if that matters."""
+    model: str | None = None
+    """The folder of the first weights, if that matters."""
+    completions: Sequence[Completion] = (
+        Completion([7, 8, EOS], [-0.1, -0.2, -0.3], "78", "stop", []),
+        Completion([], [], "", "abort", []),
+        Completion([9], [float("nan")], "9", "length", []),
+    )
+    """The answers. The default has one of each kind: whole, empty, and one that is cut off and has no
+    log-probability."""
+    hold: asyncio.Event | None = None
+    """Requests do not end before this event is set; None: they end at once."""
+    probe_scores: list[float] = field(default_factory=list)
+    """The answer of `score`, to any tokens."""
+    prompts: list[list[int]] = field(default_factory=list)
+    """The tokens that each request was to go on after."""
+    seeds: list[int | None] = field(default_factory=list)
+    """The seed of each request."""
+    generating: int = 0
+    """The requests that are under way."""
+    most_generating: int = 0
+    """The most requests that were under way at a time."""
+    loaded: list[str] = field(default_factory=list)
+    """The folders whose weights were loaded, in order."""
+    generating_at_load: list[int] = field(default_factory=list)
+    """How many requests were under way at each load."""
+    version: int = 0
+    """The version of the weights that were loaded last."""
+    closed: int = 0
+    """How often `close` was called."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
+    ) -> list[Completion]:
+        """The first n completions of the script. `finished` is never called: an engine need not."""
+        version = self.version
+        self.prompts.append([*prompt_ids])
+        self.seeds.append(sampling.seed)
+        self.generating += 1
+        self.most_generating = max(self.most_generating, self.generating)
+        try:
+            await asyncio.sleep(0)
+            if self.hold is not None:
+                await self.hold.wait()
+        finally:
+            self.generating -= 1
+        drawn = [self.completions[index % len(self.completions)] for index in range(n)]
+        return [replace(each, policy_versions=[version] * len(each.token_ids)) for each in drawn]
+
+    def release(self) -> None:
+        """Ends the requests that `hold` holds back, and holds back no other."""
+        assert self.hold is not None
+        self.hold.set()
+
+    async def load_weights(self, path: str, version: int) -> None:
+        """Notes the folder, and reads nothing. Raises FileNotFoundError if there is none."""
+        if not Path(path).is_dir():
+            raise FileNotFoundError(f"no *.safetensors in {path}")
+        self.generating_at_load.append(self.generating)
+        await asyncio.sleep(0)
+        self.loaded.append(path)
+        self.version = version
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """The `probe_scores`."""
+        return self.probe_scores
+
+    async def close(self) -> None:
+        """Counts the calls in `closed`."""
+        self.closed += 1
+
+
+__all__ = ["EOS", "Letters", "ScriptedEngine", "make_completion"]
