@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -442,6 +443,50 @@ class ReplayBuffer:
             pending.finish(None)
         dirty.update(dict.fromkeys(pending.insert.priorities))
         return True
+
+    # ------------------------------------------------------------------------------------------------ invariants
+
+    def check(self) -> None:
+        """Asserts what the modules of this folder state, between two operations.
+
+        Some passes over arrays, and no loop over items: a server with many can afford it once, when it starts.
+        """
+        for table in self.tables.values():
+            table.check()
+            assert table.columns.current_version == self.policy.version, (table.name, self.policy)
+        self.items.check()
+        self.outstanding.check(self.tables.values())
+        for lines in self.lines.values():
+            lines.inserts.check()
+            lines.samples.check()
+        for table in self.tables.values():
+            self._check_waits(table)
+        for kind in self.remembered.values():
+            kind.check()
+        for extension in self.extensions:
+            extension.check()
+
+    def _check_waits(self, table: Table) -> None:
+        """Asserts that the first requests of the table's lines cannot go on. What frees them would have served them."""
+        lines = self.lines[table.name]
+        if (sample := lines.samples.head) is not None:
+            assert table.why_no_sample(sample.request, sample.request.num_samples) is not None, sample.request
+        if (insert := lines.inserts.head) is not None:
+            first = all(self.lines[each.name].inserts.head is insert for each in insert.tables)
+            verdict = self._rules.verdict(insert.insert, insert.tables)
+            assert not first or isinstance(verdict, Blocked), (table.name, insert.insert, verdict)
+
+    def check_each_item(self) -> None:
+        """Asserts who holds each item, while no reader is sent any. A loop over all items, rows and keys."""
+        holders: Counter[int] = Counter(self.items.leaving.keys())
+        for table in self.tables.values():
+            table.columns.check_each_key()
+            holders.update(table.columns.key[table.columns.occupied()].tolist())
+            holders.update(list(table.columns.retained))
+        for _, batch in self.batches.values():
+            holders.update(batch.keys.tolist())
+        self.items.check_each(holders)
+        self.storage.check({key: item.nbytes for key, item in self.items.items()})
 
     def close(self) -> None:
         """Refuses everything from now on and ends every wait."""

@@ -16,6 +16,8 @@ requires wait: the remover holds them, and the sampler does not.
   extension may retain it when the batch is acknowledged.
 * After `requeue` everything is as if the batch had not been drawn: items, counters, limiter, scopes.
 * A reset starts a new epoch. Batches of an older epoch change nothing any more.
+* The limiter counts as many items as are here, and `bytes` is the sum of their costs. A change may differ from that
+  while it runs, but not when it has ended.
 * Payloads are not the table's: `on_leave` says which rows it no longer holds.
 
 Extensions (`extensions/`) act within a change of a table, in this order: copying, history, permit tables, admission,
@@ -268,6 +270,7 @@ class Table:
         self.limiter.inserts += n
         self.counters.inserts += n
         self.inserted.add(n, now)
+        assert self.limiter.size == self.size, (self.limiter, self.size)
         self._evict_excess()
 
     def evict(self, n: int = 1) -> None:
@@ -276,6 +279,7 @@ class Table:
         if slots.size < n:  # `prioritized` never chooses an item of priority 0: of these the oldest go
             others = self.columns.used()
             slots = np.concatenate([slots, others[~np.isin(others, slots)]])[:n]
+        assert slots.size == n, f"{n} of {self.size} items are to make room, and {slots.size} can"
         self.evict_slots(slots)
 
     def evict_slots(self, slots: IntArray) -> None:
@@ -305,6 +309,7 @@ class Table:
         """
         columns = self.columns
         slots = columns.add(keys)
+        assert priorities.shape == slots.shape, (priorities.shape, slots.shape)
         columns.priority[slots] = priorities
         columns.policy_version[slots] = policy_versions
         columns.order[slots] = orders
@@ -343,6 +348,7 @@ class Table:
         if self.remover is not self.sampler:
             self.remover.delete(slots)
         self.bytes -= total(self.columns.cost[slots])
+        assert self.bytes >= 0, self.bytes
 
     # ------------------------------------------------------------------------------------------------ extend
 
@@ -470,6 +476,7 @@ class Table:
         if limit == 1:
             self.flow.draw(columns.current_version - batch.policy_versions)
         self.outstanding += n
+        assert self.limiter.size == self.size, (self.limiter, self.size)
         return batch
 
     def _count_drawn(self, n: int, consumed: int) -> None:
@@ -483,6 +490,7 @@ class Table:
         """The batch is its reader's for good. Its reserved rows that nobody retains leave. Returns the keys of all."""
         if batch.epoch != self.epoch:
             return []
+        assert self.outstanding >= len(batch), (self.outstanding, len(batch))
         self.outstanding -= len(batch)
         consumed: list[int] = batch.keys[batch.consumed].tolist()
         self.columns.remove_reserved(consumed)
@@ -491,6 +499,7 @@ class Table:
     def retain(self, keys: KeyArray) -> None:
         """These rows, which are here, were consumed and retained before a restart."""
         slots = self.columns.find(keys)
+        assert (slots >= 0).all(), "a row to retain is not here"
         self._hide(slots)
         self.columns.reserve(slots)
         self.columns.retain(keys.tolist())
@@ -508,6 +517,7 @@ class Table:
         self._count_drawn(-len(keys), -len(keys))
         self.counters.restored += len(keys)
         self._show(slots, self.labels_of(keys) if self.config.requires else None)
+        assert self.limiter.size == self.size, (self.limiter, self.size)
 
     def requeue(self, batch: SampleBatch) -> list[int]:
         """Undoes the draw. Returns the keys of its reserved rows, which are selectable again."""
@@ -515,6 +525,7 @@ class Table:
             return []
         columns = self.columns
         back: list[int] = batch.keys[batch.consumed].tolist()
+        assert self.outstanding >= len(batch), (self.outstanding, len(batch))
         self.outstanding -= len(batch)
         self._count_drawn(-len(batch), -len(back))
         if batch.scope:
@@ -523,6 +534,7 @@ class Table:
             self._show(columns.return_rows(back), self.labels_of(back) if self.config.requires else None)
         slots = columns.find_with_reserved(batch.keys)  # another batch may have reserved a row, or the row is gone
         np.subtract.at(columns.times_sampled, slots[slots >= 0], 1)
+        assert self.limiter.size == self.size, (self.limiter, self.size)
         return back
 
     def excluded(self, request: SampleRequest) -> set[int]:
@@ -558,6 +570,7 @@ class Table:
         self.limiter.inserts -= len(keys)
         self.counters.inserts -= len(keys)
         self._remove(self.columns.find(np.array(keys, dtype=np.uint64)))
+        assert self.limiter.size == self.size, (self.limiter, self.size)
 
     def delete(self, keys: Sequence[int]) -> list[int]:
         """Removes items. Returns missing keys."""
@@ -603,6 +616,7 @@ class Table:
             owed = np.maximum(0.0, self.limiter.samples_per_insert - self.columns.times_sampled[slots])
             self.limiter.samples += float(owed.sum())
         self._remove(slots)
+        assert self.limiter.size == self.size, (self.limiter, self.size, reason)
 
     def reset(self) -> int:
         """Removes all items and sets all counters to 0. Returns how many items there were."""
@@ -648,6 +662,26 @@ class Table:
             slots = self.columns.used()
             self._drop(slots[self.columns.times_sampled[slots] >= limit], "consumed")
         self._evict_excess()
+
+    def check(self) -> None:
+        """Asserts what the module states, between two changes. Some passes over arrays, and no loop over the items."""
+        columns = self.columns
+        columns.check()
+        here = columns.occupied()
+        self.limiter.check(here.size)
+        assert self.bytes == int(columns.cost[here].sum()), (self.bytes, int(columns.cost[here].sum()))
+        assert (columns.cost >= columns.size)[here].all(), "an item counts for fewer bytes than its payload has"
+        assert (columns.times_sampled[here] >= 0).all(), "a row was requeued more often than drawn"
+        orders = columns.order[here]
+        assert np.unique(orders).size == here.size, "two items have one place in the order"
+        assert not here.size or 0 < orders.min() <= orders.max() <= self._order, (orders, self._order)
+        assert self.outstanding >= len(columns.reserved), (self.outstanding, len(columns.reserved))
+        assert min(self.counts().values()) >= 0, self.counts()
+        self.waiting.check()
+        self.sampler.check(here[columns.state[here] == SELECTABLE])
+        if self.remover is not self.sampler:
+            self.remover.check(here)
+        self.scopes.check()
 
     def counts(self) -> dict[str, int]:
         return dict(vars(self.counters))
