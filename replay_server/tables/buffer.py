@@ -467,17 +467,23 @@ class ReplayBuffer:
             extension.check()
 
     def _check_waits(self, table: Table) -> None:
-        """Asserts that the first requests of the table's lines cannot go on. What frees them would have served them."""
+        """Asserts that the first requests of the table's lines cannot go on. What frees them would have served them.
+
+        An insert that could only be refused may wait: the end of a batch that it closes is no change of its table.
+        """
         lines = self.lines[table.name]
         if (sample := lines.samples.head) is not None:
             assert table.why_no_sample(sample.request, sample.request.num_samples) is not None, sample.request
         if (insert := lines.inserts.head) is not None:
             first = all(self.lines[each.name].inserts.head is insert for each in insert.tables)
             verdict = self._rules.verdict(insert.insert, insert.tables)
-            assert not first or isinstance(verdict, Blocked), (table.name, insert.insert, verdict)
+            assert not first or verdict is not None, (table.name, insert.insert)
 
     def check_each_item(self) -> None:
-        """Asserts who holds each item, while no reader is sent any. A loop over all items, rows and keys."""
+        """Asserts who holds each item, while no reader is sent any. A loop over all items, rows and keys.
+
+        For tests: it takes as long as the start of a server does.
+        """
         holders: Counter[int] = Counter(self.items.leaving.keys())
         for table in self.tables.values():
             table.columns.check_each_key()

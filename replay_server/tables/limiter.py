@@ -20,7 +20,7 @@ from dataclasses import dataclass
 class RateLimiter:
     """One limiter: its four constants, and its three counters since the start or reset.
 
-    Nothing is deleted that was not inserted, and `min_diff` is at most `max_diff`.
+    Its size is that of its table. Nothing is counted back more often than forth, and `min_diff` is at most `max_diff`.
     """
 
     samples_per_insert: float

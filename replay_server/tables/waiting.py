@@ -18,8 +18,10 @@ ASKS_AGAIN = 10.0
 
 
 class Pending(Generic[T]):
-    """A request that waits. It ends once: with a value, with an error, or because its client went away. Then it is in no
-    line any more."""
+    """A request that waits. It ends once: with a value, with an error, or because its client went away.
+
+    It is in no line any more when it has ended.
+    """
 
     def __init__(self, since: float, deadline: float = math.inf) -> None:
         self.since = since

@@ -301,6 +301,10 @@ class Admission(Extension):
         }
         self.expire()
 
+    def reconcile(self) -> None:
+        # Items keep their marks while a server runs without the section, and the count does not outlive that.
+        self.accepted = max(self.accepted, len(self.marked))
+
     def expiries(self) -> list[float]:
         """When the open grants expire."""
         return [grant.expires for grant in self._grants.values()]
