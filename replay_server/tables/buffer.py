@@ -446,16 +446,25 @@ class ReplayBuffer:
 
     # ------------------------------------------------------------------------------------------------ invariants
 
-    def check(self) -> None:
-        """Asserts what the modules of this folder state, between two operations.
-
-        Some passes over arrays, and no loop over items: a server with many can afford it once, when it starts.
-        """
+    def check_totals(self) -> None:
+        """Asserts that all that counts items counts the same ones: for a server that has just started."""
+        # Of 50,000 items in two tables that is about 1 % of their restore; `check` was 15 %, `check_each_item` 43 %.
         for table in self.tables.values():
-            table.check()
+            table.check_totals()
             assert table.columns.current_version == self.policy.version, (table.name, self.policy)
         self.items.check()
         self.outstanding.check(self.tables.values())
+        for extension in self.extensions:
+            extension.check()
+
+    def check(self) -> None:
+        """Asserts what the modules of this folder state, between two operations: for tests, after each step.
+
+        Some passes over arrays, and no loop over items.
+        """
+        self.check_totals()
+        for table in self.tables.values():
+            table.check()
         for lines in self.lines.values():
             lines.inserts.check()
             lines.samples.check()
@@ -463,8 +472,6 @@ class ReplayBuffer:
             self._check_waits(table)
         for kind in self.remembered.values():
             kind.check()
-        for extension in self.extensions:
-            extension.check()
 
     def _check_waits(self, table: Table) -> None:
         """Asserts that the first requests of the table's lines cannot go on. What frees them would have served them.

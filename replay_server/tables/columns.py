@@ -389,12 +389,17 @@ class Columns(RowFacts):
         slots = self.occupied()
         self._guess[self._hashes(self.key[slots])] = slots
 
-    def check(self) -> None:
-        """Asserts that the states of the slots, the counts, the lookups and the tags agree. Some passes over arrays."""
+    def check_counts(self) -> None:
+        """Asserts that the counts are those of the states. One pass over an array."""
         counts = np.bincount(self.state, minlength=SELECTABLE + 1).tolist()
         assert self._size == counts[WAITING] + counts[SELECTABLE], (self._size, counts)
         assert self._leaving == counts[LEAVING], (self._leaving, counts)
         assert len(self.reserved) + len(self.retained) == counts[RESERVED], (self.reserved, self.retained, counts)
+        assert len(self._free) == counts[FREE], (len(self._free), counts)
+
+    def check(self) -> None:
+        """Asserts that the states of the slots, the counts, the lookups and the tags agree. Some passes over arrays."""
+        self.check_counts()
         self.check_free(self.state == FREE)
         for owned in (self.reserved, self.retained):
             slots = np.fromiter(owned.values(), dtype=np.int64, count=len(owned))

@@ -79,11 +79,12 @@ class Remembered(Generic[A]):
         for watcher in self._watchers:
             watcher.remembered(self.kind, ids)
 
-    def load(self, ids: Iterable[int], answer: A | None = None) -> None:
+    def load(self, ids: Collection[int], answer: A | None = None) -> None:
         """As `remember`, from a record of before."""
-        self._answers.update(dict.fromkeys(ids, answer))
         if self.has_bytes:
-            self._bytes += _bytes_of(answer)
+            for id in ids:  # a request that came twice at once is answered twice, and the last answer counts
+                self._bytes += _bytes_of(answer) - _bytes_of(self._answers.get(id))
+        self._answers.update(dict.fromkeys(ids, answer))
         # A dict that has lost its first entries takes long to find the next one, so many go at once.
         while len(self._answers) > self._most or (self._bytes > self._most_bytes and len(self._answers) > 1):
             for oldest in list(islice(self._answers, 1 + (len(self._answers) >> 8))):

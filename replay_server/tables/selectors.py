@@ -593,8 +593,7 @@ class SumTree(Tree[np.float64]):
             right = (rest >= left) & (self._nodes[node + 1] > 0)
             rest -= np.where(right, left, 0.0)
             node += right
-        assert (self._nodes[node] > 0).all(), "a target is not below the total"
-        return node - self.capacity
+        return node - self.capacity  # no assert that these are above 0: it took a tenth of a draw
 
 
 class MinTree(Tree[np.complex128]):

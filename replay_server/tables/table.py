@@ -663,20 +663,28 @@ class Table:
             self._drop(slots[self.columns.times_sampled[slots] >= limit], "consumed")
         self._evict_excess()
 
+    def check_totals(self) -> None:
+        """Asserts that all that counts the items counts the same ones, between two changes."""
+        columns = self.columns
+        columns.check_counts()
+        self.limiter.check(self.size)
+        nbytes = int(columns.cost[columns.occupied()].sum())
+        assert self.bytes == nbytes, (self.bytes, nbytes)
+        assert self.outstanding >= len(columns.reserved), (self.outstanding, len(columns.reserved))
+        assert min(self.counts().values()) >= 0, self.counts()
+        assert self.sampler.selectable() <= self.size - self.waiting.count, (self.size, self.waiting.count)
+
     def check(self) -> None:
         """Asserts what the module states, between two changes. Some passes over arrays, and no loop over the items."""
+        self.check_totals()
         columns = self.columns
         columns.check()
         here = columns.occupied()
-        self.limiter.check(here.size)
-        assert self.bytes == int(columns.cost[here].sum()), (self.bytes, int(columns.cost[here].sum()))
         assert (columns.cost >= columns.size)[here].all(), "an item counts for fewer bytes than its payload has"
         assert (columns.times_sampled[here] >= 0).all(), "a row was requeued more often than drawn"
         orders = columns.order[here]
         assert np.unique(orders).size == here.size, "two items have one place in the order"
         assert not here.size or 0 < orders.min() <= orders.max() <= self._order, (orders, self._order)
-        assert self.outstanding >= len(columns.reserved), (self.outstanding, len(columns.reserved))
-        assert min(self.counts().values()) >= 0, self.counts()
         self.waiting.check()
         self.sampler.check(here[columns.state[here] == SELECTABLE])
         if self.remover is not self.sampler:
