@@ -138,6 +138,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
                 reason = "; ".join(lines) or "not all shards have been tried yet"
                 raise DeadlineExceededError(reason) from None
             drained.clear()
+        self.check()
 
     def offer(self, item: Item, when_room: Callable[[], None] | None = None) -> bool:
         """Takes the item if there is room. Raises the errors of earlier items."""

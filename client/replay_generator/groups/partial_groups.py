@@ -213,6 +213,7 @@ class StoredPartialGroups(PartialGroups):
         if group.handed:
             self._stats["groups_resumed"] += 1
             self._stats["tokens_resumed"] += sampled_tokens(group.rollouts)
+        self.check()
         return group
 
     @asynccontextmanager
